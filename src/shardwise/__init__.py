@@ -8,7 +8,9 @@ Reading order, which is also the import order (a file imports only from what sta
     spelling                  which known word an unknown one may have been
     terminal                  the way to the terminal, which nothing commands
     progress                  how far long work is: a bar, or lines
-    svg                       what all pictures are drawn with
+    svg                       three kinds of chart
+    trace_events              Chrome traces
+    unit_facts                the facts of one unit
     versions                  which versions of other libraries were tested
     strict_json               JSON read strictly and within limits
     keys                      keys of files and flags, checked, with errors for people

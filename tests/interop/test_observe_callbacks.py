@@ -146,7 +146,7 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size: int, tmp_path: Pa
 
 def flops_of(rank: int, world_size: int) -> tuple[float, float]:
     """Return the operations of a token, as they are told and by the model's own config."""
-    from shardwise.monitor.facts import facts_of
+    from shardwise.monitor.run_facts import facts_of
     from transformers_models import make_mixtral
 
     model = make_mixtral()

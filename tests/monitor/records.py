@@ -17,7 +17,8 @@ from shardwise.monitor.metrics import (
     TOKENS_PER_S,
     OverRanks,
 )
-from shardwise.monitor.record import FOLDER, RunFacts, UnitFacts, write_facts
+from shardwise.monitor.record import FOLDER, RunFacts, write_facts
+from shardwise.unit_facts import UnitFacts
 
 FORWARD, BACKWARD = "time_metrics/forward(s)", "time_metrics/backward(s)"
 METRICS = (

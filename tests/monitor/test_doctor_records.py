@@ -24,10 +24,11 @@ from shardwise.monitor.findings import (
     read_docs,
 )
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live import LiveDoctor
+from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, UnitFacts, read_run
+from shardwise.monitor.record import RunFacts, RunRecord, StepLine, read_run
 from shardwise.processes import own_process
+from shardwise.unit_facts import UnitFacts
 
 ROOT = Path(__file__).parents[2]
 LAYER = 400 << 20
@@ -76,7 +77,7 @@ def facts(**other: Any) -> RunFacts:
         "device_bytes": 80 * GIB,
         "bucket_bytes": 1 << 20,
         "prefetch_bytes": None,
-        "units": tuple(unit(f"layers.{n}") for n in range(200)),
+        "units": layers(200),
         "hosts": HOSTS,
     }
     return RunFacts(**told | other)
@@ -142,7 +143,7 @@ FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
         "SW005",
         lambda: run_of(
             {"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0, "memory/max_active(%)": 20.0},
-            units=tuple(unit(f"layers.{n}") for n in range(20)),
+            units=layers(20),
         ),
     ),
     "communication": (
@@ -242,26 +243,80 @@ FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
         "SW040",
         lambda: run_of(
             {"optimizer/skipped_steps": 0.5},
-            units=tuple(unit(f"layers.{n}", dtype="float32 (computes in float16)") for n in (0, 1)),
+            units=layers(2, dtype="float32 (computes in float16)"),
         ),
     ),
     "a scale below 1": (
         "SW040",
         lambda: run_of(
             values={"loss_scale": 0.25},
-            units=tuple(unit(f"layers.{n}", dtype="float32 (computes in float16)") for n in (0, 1)),
+            units=layers(2, dtype="float32 (computes in float16)"),
         ),
     ),
     "a bad loss": ("SW041", lambda: run_of(values={"loss": None})),
     "one large unit": (
         "SW004",
-        lambda: run_of(
-            units=(unit("", full_bytes=20 * GIB), *(unit(f"layers.{n}") for n in range(50)))
-        ),
+        lambda: run_of(units=(unit("", full_bytes=20 * GIB), *layers(50))),
     ),
     "slices that are whole": (
         "SW001",
-        lambda: run_of(units=tuple(unit(f"layers.{n}", rank_bytes=LAYER) for n in range(200))),
+        lambda: run_of(units=layers(200, rank_bytes=LAYER)),
+    ),
+    "all ranks on the replicate axis": ("SW001", lambda: run_of(degrees={"replicate": 8})),
+    "parameters outside": ("SW001", lambda: run_of(unsharded_bytes=50 * LAYER)),
+    "one unit": ("SW002", lambda: run_of(units=(unit("", num_modules=9),))),
+    "units too small": (
+        "SW003",
+        lambda: run_of(units=layers(6, "layers.0.", full_bytes=1 << 16, rank_bytes=1 << 13)),
+    ),
+    "padding": ("SW006", lambda: run_of(units=(unit("a", padding_bytes=LAYER // 4), unit("b")))),
+    "small buckets": (
+        "SW010",
+        lambda: run_of(bucket_bytes=1, units=layers(64, full_bytes=1 << 16, rank_bytes=1 << 13)),
+    ),
+    "a bucket of the whole model": ("SW011", lambda: run_of(bucket_bytes=1 << 40)),
+    "a prefetch of the whole model": ("SW011", lambda: run_of(prefetch_bytes=1 << 40)),
+    "a slow link": (
+        "SW013",
+        lambda: run_of(
+            waited_for={0: {1: 300.0, 2: 5.0}, 1: {0: 280.0}, 2: {0: 4.0}}, device="cpu"
+        ),
+    ),
+    "a slow loader": ("SW021", lambda: run_of({"time_metrics/data_loading(s)": 0.3})),
+    "saves on the training thread": (
+        "SW050",
+        lambda: run_of({"checkpoint/stall(s)": 0.5, "checkpoint/save(s)": 0.6}),
+    ),
+    "saves that are longer than the steps between them": (
+        "SW050",
+        lambda: run_of({"checkpoint/stall(s)": 0.4, "checkpoint/save(s)": 1.6}),
+    ),
+    "a long copy of one rank's save": (
+        "SW050",
+        lambda: run_of({"checkpoint/stall(s)": spread(0, 0, 0.4, 1, 2), "checkpoint/save(s)": 1.0}),
+    ),
+    "torch.save of one rank": (
+        "SW050",
+        lambda: with_line("other_save", step=8, call="torch.save", seconds=4.0),
+    ),
+    "memory that ran out": (
+        "SW023",
+        lambda: with_line(
+            "out_of_memory",
+            ended("OutOfMemoryError"),
+            step=9,
+            asked_bytes=2 * GIB,
+            in_use_bytes=70 * GIB,
+            capacity_bytes=80 * GIB,
+            fixes=[{"change": "stage=3", "fits": True}],
+        ),
+    ),
+    "bad gradients": (
+        "SW041",
+        lambda: replace(
+            with_line("non_finite", step=3, parameters=["a.b", "c"], finite_step=1),
+            steps=run_of({"numbers/non_finite_gradients": 2.0}).steps,
+        ),
     ),
     "no save for an hour": ("SW051", lambda: over_time(run_of(), 300.0)),
     "no save after the first hour": (
@@ -283,6 +338,15 @@ FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
         ),
     ),
 }
+
+
+def layers(count: int, prefix: str = "layers.", **other: Any) -> tuple[UnitFacts, ...]:
+    return tuple(unit(f"{prefix}{number}", **other) for number in range(count))
+
+
+def with_line(kind: str, *others: Mapping[str, Any], **line: Any) -> RunRecord:
+    """Return a run of whose rank 0 only these lines are known."""
+    return replace(run_of(), by_rank={0: ({"kind": kind, **line}, *others)})
 
 
 def ended(error: str, **other: Any) -> dict[str, Any]:
@@ -329,6 +393,10 @@ def test_each_failure_is_found_and_no_other(name: str) -> None:
     assert [finding.code for finding in found] == [code]
     assert found[0].evidence and found[0].why and found[0].changes is not None
     assert finding_from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]
+
+
+def test_every_finding_has_a_record_with_its_failure() -> None:
+    assert {code for code, _ in FAULTS.values()} == set(finding_docs())
 
 
 def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:

@@ -20,7 +20,7 @@ from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.record import read_run
 
 SAMPLE = [
-    *("copies only", "one unit", "tiny buckets", "slow link", "slow rank", "slow loader on a rank"),
+    *("copies only", "slow link", "slow rank", "slow loader on a rank"),
     "slow loop on a rank, the loss is averaged",
     *("slow step on the host", "slow copies", "slow disk", "torch.save while others wait"),
     *("batches that are uneven in turn", "uneven batches of two, fully_shard"),

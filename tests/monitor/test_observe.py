@@ -35,7 +35,7 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverSteps,
 )
-from shardwise.monitor.record import read_run
+from shardwise.monitor.record import StepLine, read_run
 
 STEPS = 13
 
@@ -208,6 +208,33 @@ def test_updates_that_round_away_are_counted_where_there_are_no_masters(
         assert (found.min, found.max) == (min(shares), max(shares)) and found.min > 0
 
 
+class LostTracker:
+    """A tracker whose server goes away."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def write(self, line: StepLine) -> None:
+        self.calls.append("write")
+        raise OSError("no route to the tracker")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def lose_tracker(rank: int, world_size: int) -> list[str]:
+    model, sink = shard(Stack(), stage=3), LostTracker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with observe(model, optimizer, sinks=[sink]) as run:
+        train(model, optimizer, run, rank)
+    assert run.step == STEPS
+    return sink.calls
+
+
+def test_a_tracker_that_fails_is_closed_and_not_written_to_again() -> None:
+    assert run_ranks(lose_tracker, 2) == [["write", "close"], []]
+
+
 def write_too_much(rank: int, world_size: int, output: str) -> list[str]:
     heard: list[str] = []
     handler = logging.Handler()
@@ -253,9 +280,8 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
 
 def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_no_training(tmp_path: Path) -> None:
     first, *others = run_ranks(write_too_much, 3, str(tmp_path))
-    assert (
-        len(first) == 1 and "rank 0: what observe() keeps" in first[0] and "too large" in first[0]
-    )
+    assert len(first) == 1
+    assert "rank 0: observe() could not write" in first[0] and "too large" in first[0]
     assert others == [[], []]
 
 

@@ -12,7 +12,7 @@ from models import Stack
 from ranks import start_ranks
 from shardwise import observe, shard
 from shardwise.device import memory_in_use_bytes
-from shardwise.monitor.oom import asked_bytes, is_out_of_memory
+from shardwise.monitor.ledger import asked_bytes, is_out_of_memory
 from shardwise.monitor.record import read_run
 
 BIG = 1 << 34  # elements: more than the limit of the test, whatever the machine has

@@ -24,11 +24,11 @@ from shardwise.monitor.summary import (
     figures_of,
     metric_curve,
     not_numbers,
+    phase_seconds,
     saves_of,
     settled,
     unit_rows,
     value_curve,
-    where_time_goes,
 )
 from shardwise.svg import colour_of
 
@@ -118,7 +118,7 @@ def test_a_value_of_one_step_is_seen_in_a_line_of_many_and_in_columns_of_many_li
 
 def test_phases_and_what_remains_add_up_to_the_step(tmp_path: Path) -> None:
     lines = read_run(write_record(tmp_path)).steps
-    phases = where_time_goes(lines)
+    phases = phase_seconds(lines)
     assert phases["forward"] == 0.1 and phases["backward"] == 0.2 and phases["data"] == 0.05
     assert sum(phases.values()) == pytest.approx(0.6) and phases[ENGINE] > 0
     assert figures_of(lines)[STEP_S] == OverRanks(0.5, 0.6, 0.7, 0, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from records import write_record
 from shardwise.monitor.record import FOLDER, read_run
-from shardwise.monitor.timeline import chrome_trace
+from shardwise.monitor.timeline import recorded_trace
 
 Event = dict[str, Any]
 
@@ -26,7 +26,7 @@ def spans_of(trace: dict[str, Any]) -> dict[tuple[int, str], list[Event]]:
 
 def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path: Path) -> None:
     record = read_run(write_record(tmp_path, num_ranks=3))
-    trace = json.loads(json.dumps(chrome_trace(record)))
+    trace = json.loads(json.dumps(recorded_trace(record)))
     found = spans_of(trace)
     begins = {e["args"]["step"]: e["ts"] for e in found[0, "steps"]}
     told: dict[tuple[int, str], list[Any]] = defaultdict(list)
@@ -55,13 +55,13 @@ def test_no_two_spans_of_a_thread_overlap(tmp_path: Path) -> None:
     line = {"kind": "timeline", "step": 50, "seconds": 0.0167, "spans": rows}
     with (folder / "rank-0.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    for events in spans_of(chrome_trace(read_run(tmp_path))).values():
+    for events in spans_of(recorded_trace(read_run(tmp_path))).values():
         for one, other in pairwise(sorted(events, key=lambda e: e["ts"])):
             assert round(10 * (one["ts"] + one["dur"])) <= round(10 * other["ts"])
 
 
 def test_steps_follow_each_other_and_begin_together_on_all_ranks(tmp_path: Path) -> None:
-    found = spans_of(chrome_trace(read_run(write_record(tmp_path))))
+    found = spans_of(recorded_trace(read_run(write_record(tmp_path))))
     steps = [found[rank, "steps"] for rank in (0, 1)]
     assert [e["name"] for e in steps[0]] == ["step 2", "step 12", "step 22", "step 32"]
     assert [e["ts"] for e in steps[0]] == [e["ts"] for e in steps[1]]

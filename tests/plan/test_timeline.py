@@ -13,7 +13,7 @@ from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
 from shardwise.plan.timing.scenario import Scenario, Straggler
 from shardwise.plan.timing.simulate import Simulated, simulate
-from shardwise.plan.timing.timeline import chrome_trace
+from shardwise.plan.timing.timeline import simulated_trace
 
 MATMUL = Compute((Cost("matmul", "bfloat16", 1000, 10, 2), Cost("memory", "bfloat16", 5, 30, 1)))
 GATHER = Collective("all_gather", "shard", 800, 700)
@@ -72,12 +72,12 @@ def check_format(trace: dict[str, Any]) -> None:
 
 
 def test_the_text_is_json_in_the_trace_event_format() -> None:
-    trace = json.loads(json.dumps(chrome_trace(made())))
+    trace = json.loads(json.dumps(simulated_trace(made())))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert trace["otherData"]["simulated_s"] == pytest.approx(made().step_s)
     assert trace["otherData"]["num_simulated_micro_batches"] == 1
     assert trace["otherData"]["num_micro_batches"] == 1
-    assert chrome_trace(made(), 16)["otherData"]["num_micro_batches"] == 16
+    assert simulated_trace(made(), 16)["otherData"]["num_micro_batches"] == 16
     check_format(trace)
 
 
@@ -86,7 +86,7 @@ def test_the_text_is_json_in_the_trace_event_format() -> None:
 def test_any_simulation_gives_a_trace_without_overlaps(
     third: float, ranks: int, sigma: float, steps: int
 ) -> None:
-    check_format(chrome_trace(made(Scenario(ranks, 1, steps, jitter_sigma=sigma), third)))
+    check_format(simulated_trace(made(Scenario(ranks, 1, steps, jitter_sigma=sigma), third)))
 
 
 def slices_of(trace: dict[str, Any], stream: str) -> list[tuple[str, float, float]]:
@@ -98,7 +98,7 @@ def slices_of(trace: dict[str, Any], stream: str) -> list[tuple[str, float, floa
 
 
 def test_operations_carry_the_names_of_the_engines_spans() -> None:
-    trace = chrome_trace(made(third=4e-3))
+    trace = simulated_trace(made(third=4e-3))
     assert slices_of(trace, "shard") == [
         ("shardwise.unshard()", 0, 2000),
         ("shardwise.unshard(layers.0)", 2000, 3000),
@@ -116,7 +116,7 @@ def test_operations_carry_the_names_of_the_engines_spans() -> None:
 
 
 def test_a_wait_is_named_after_what_it_waits_for() -> None:
-    trace = chrome_trace(made(third=1e-3))
+    trace = simulated_trace(made(third=1e-3))
     names = [name for name, _, _ in slices_of(trace, "compute")]
     assert names[:4] == [
         "shardwise.wait_unshard()",
@@ -127,7 +127,9 @@ def test_a_wait_is_named_after_what_it_waits_for() -> None:
 
 
 def test_arguments_say_how_much_an_operation_does() -> None:
-    by_name = {e["name"]: e["args"] for e in chrome_trace(made())["traceEvents"] if e["ph"] == "X"}
+    by_name = {
+        e["name"]: e["args"] for e in simulated_trace(made())["traceEvents"] if e["ph"] == "X"
+    }
     assert by_name["forward layers.0"] == {
         "unit": "layers.0",
         "phase": "forward",
@@ -142,7 +144,7 @@ def test_arguments_say_how_much_an_operation_does() -> None:
 
 
 def test_an_arrow_goes_from_each_gather_to_its_first_use() -> None:
-    flows = [e for e in chrome_trace(made(third=4e-3))["traceEvents"] if e["ph"] in "sf"]
+    flows = [e for e in simulated_trace(made(third=4e-3))["traceEvents"] if e["ph"] in "sf"]
     assert [(e["ph"], e["tid"], e["ts"]) for e in flows] == [
         ("s", 1, 0),
         ("f", 0, 2000),
@@ -153,7 +155,7 @@ def test_an_arrow_goes_from_each_gather_to_its_first_use() -> None:
 
 def test_each_rank_is_a_process_and_shows_how_long_it_waited_for_others() -> None:
     scenario = Scenario(num_shards=4, stragglers=(Straggler(2.0, rank=3),))
-    events = chrome_trace(made(scenario, third=1e-3))["traceEvents"]
+    events = simulated_trace(made(scenario, third=1e-3))["traceEvents"]
     titles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert titles == {3: "rank 3 (slowest)", 0: "rank 0"}
     waited = {

@@ -52,16 +52,16 @@ def run_command(arguments: Sequence[str]) -> int:
         plan: _WithPlan = True,
         planned: _Planned = None,
     ) -> int:
-        """Draw observed runs as one HTML file that needs nothing else.
+        """Draw observed runs as one HTML file without other files.
 
-        A run that goes on may be drawn too. Where RUN has the config.yaml of `shardwise train`, the
-        plan of the same settings stands beside what was measured. For a loop of your own say with
-        --planned what `shardwise plan` is given; ranks, stage and degrees are the run's.
+        A run under way can be drawn too. If RUN has the config.yaml of `shardwise train`, the plan
+        of the same settings is shown beside the measurements. For other loops give the arguments of
+        `shardwise plan` with --planned; ranks, stage and degrees are the run's.
         """
         from shardwise.cli.plan_write import check_target
         from shardwise.monitor.page import report_html
         from shardwise.monitor.record import folder_of, read_run
-        from shardwise.monitor.timeline import chrome_trace
+        from shardwise.monitor.timeline import recorded_trace
 
         page = output if output is not None else folder_of(runs[0]).parent / "report.html"
         if trace is not None and len(runs) > 1:
@@ -73,7 +73,7 @@ def run_command(arguments: Sequence[str]) -> int:
         shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
         _write("output", page, report_html(shown))
         if trace is not None:
-            _write("trace", trace, json.dumps(chrome_trace(records[0])))
+            _write("trace", trace, json.dumps(recorded_trace(records[0])))
         return 0
 
     return call_command(report, arguments, "shardwise report")

@@ -20,7 +20,7 @@ from shardwise.plan.timing.scaling import (
     scaling_svg,
 )
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
-from shardwise.plan.timing.timeline import chrome_trace
+from shardwise.plan.timing.timeline import simulated_trace
 from shardwise.progress import step_bar
 
 _DOES_NOT_FIT = 1
@@ -38,7 +38,7 @@ def simulate_request(name: str | None, request: SimulateRequest) -> int:
     goodput = _goodput(made, request)
     rows = _sweep(setup, request) if request.sweep else ()
     if request.trace is not None:
-        trace = chrome_trace(made.simulated, made.candidate.accumulation)
+        trace = simulated_trace(made.simulated, made.candidate.accumulation)
         write_file("trace", request.trace, json.dumps(trace))
     if request.svg is not None:
         write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))

@@ -14,6 +14,7 @@ from shardwise.quantities import format_bytes, format_count
 from shardwise.tensor.inner import inner_of
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
+from shardwise.unit_facts import UnitFacts
 
 _PADDING_TO_MENTION = 0.03
 
@@ -53,23 +54,16 @@ class ParamDescription:
 
 
 @dataclass(frozen=True)
-class UnitDescription:
-    """One unit: sizes in bytes of the master dtype; padding summed over the ranks."""
+class UnitDescription(UnitFacts):
+    """One unit: its facts, its parameters, and how these travel.
 
-    name: str
-    class_name: str
-    num_params: int
-    numel: int
-    full_bytes: int
-    rank_bytes: int
-    padding_bytes: int
-    dtype: str
-    layout: str
+    ``gather`` is the encoding of gathered parameters and ``reduce`` that of sent gradients, "" if
+    they are sent as they are computed with.
+    """
+
     params: tuple[ParamDescription, ...] = ()
-    home: str = ""  # where state rests, if not on the device
-    gather: str = ""  # how parameters travel, if not as they are computed with
-    reduce: str = ""  # how gradients travel, if they are encoded
-    num_modules: int = 0  # that hold the parameters themselves
+    gather: str = ""
+    reduce: str = ""
 
     @property
     def resting(self) -> str:
@@ -81,11 +75,6 @@ class UnitDescription:
         """Say how parameters travel, if not as they are computed with; and gradients."""
         gather = f"; gathered as {self.gather}" if self.gather else ""
         return gather + (f"; gradients sent as {self.reduce}" if self.reduce else "")
-
-    @property
-    def padding_share(self) -> float:
-        """Padding as a share of the unit's bytes."""
-        return self.padding_bytes / self.full_bytes if self.full_bytes else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a run does: spans, figures over all ranks, memory by unit; kept in files and told live."""
+"""Observed runs: spans, figures over all ranks, memory by unit, findings, reports."""

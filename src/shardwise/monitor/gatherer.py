@@ -1,74 +1,99 @@
-"""The thread that makes figures of what was recorded, behind the training.
+"""The thread that makes figures of recorded steps, behind the training.
 
 Note [What the training waits for]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Nothing: it appends events to a list, and hands the lists of some steps over together, as a thread
-that wakes after each short step takes Python's lock from the training more often. This thread
-makes spans and figures of them, tells the other ranks its own in exchanges on a group of its own
-(a training collective is never behind one), and writes. Of short steps it looks at some, see Note
-[Steps that are short]. If that fails, the next step or the end of the run raises. What cannot be
-written, as a disk is full or a tracker is away, is told once, and no training ends for it.
+Nothing. The training appends events to a list and hands over the lists of some steps at a time, as
+a thread that wakes after each short step takes Python's lock from the training more often. This
+thread turns them into spans and figures, exchanges figures with the other ranks on a separate group
+(a training collective is never behind one), and writes lines. If that fails, the next step or the
+end of the run raises. If a line cannot be written (a full disk, an unreachable tracker), a warning
+is logged once and the training continues.
+
+Note [Steps that are short]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A look at a step's spans takes 0.3 ms, a line 3 ms, both behind the training. To stay below 0.3 % of
+the time, of usual steps only one in `_LOOKED_AT_S` is looked at and stands for the others, and a
+line has as many steps as take `_LINE_S`, unless the user has given a number. Each unusual step is
+looked at: one that took long, or whose timeline is kept. Time, tokens and logged values are of
+every step. All ranks end their lines after the same steps, since the slowest rank's mean step
+decides, which every line tells all of them.
 """
 
 import json
 import logging
 import math
 import queue
+import statistics
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from heapq import nlargest
 from operator import itemgetter
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from shardwise.comm.collective_key import ranks_of, reason_of
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.process_groups import FAILED_GROUPS
+from shardwise.device import memory_figures
 from shardwise.errors import CollectiveError
 from shardwise.hangs.waits import call_of_error, save_under_way
+from shardwise.host import core_wait_s
+from shardwise.monitor.ledger import is_out_of_memory
 from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
     BAD_VALUES,
+    CORE_WAIT_S,
+    GIB,
+    MAX_ACTIVE_GIB,
+    MAX_ACTIVE_SHARE,
+    MAX_RESERVED_GIB,
     MFU_SHARE,
+    OOMS,
+    PADDING_SHARE,
+    RETRIES,
     STEP_S,
     TOKENS_PER_S,
+    mean_of,
     over_ranks,
-    pace,
+    pace_metrics,
     step_metrics,
     summarize_steps,
     tokens_over_ranks,
 )
-from shardwise.monitor.oom import is_out_of_memory
 from shardwise.monitor.record import RunFacts, StepLine
-from shardwise.monitor.sampling import Sampler
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of, without_lines_of
-from shardwise.monitor.standing import Standing
 from shardwise.names import MAIN
 
 _LOG = logging.getLogger("shardwise")
-_FIRST_STEPS = 10  # which are handed over one by one
-_LONG_S = 1.0  # seconds after which a step is handed over, whether its line is due or not
+_FIRST_STEPS = 10  # handed over one by one, each of which is a line
+_LONG_S = 1.0  # seconds after which a step is handed over, even if its line is not due
 _LOOK_S = 0.1  # without a step, after which the training thread is looked at
 _MAX_NAMED = 8  # parameters, of those with bad gradients
-_MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
-_MAX_TOKENS = 256  # steps of a line whose numbers of tokens are told to the other ranks
-_MAX_TOLD = 1000  # characters of an error
+_MAX_WAITED_FOR = 4  # ranks for which a rank has waited, that it sends
+_MAX_TOKENS = 256  # steps of a line whose numbers of tokens are sent to the other ranks
+_MAX_MESSAGE = 1000  # characters of an error
+_LOOKED_AT_S, _LINE_S = 0.25, 2.0
+_LINE_STEPS = 10  # at least, and of which a line has a multiple
+_LONG = 1.5  # times the mean step of the last line
+Figures = Mapping[str, float]
 
 
 class Sink(Protocol):
-    """Where figures go besides the run's own files."""
+    """An output of figures besides the run's files."""
 
     def write(self, line: StepLine) -> None:
         """Take the figures of a few steps; rank 0 calls it, behind the training."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close files and connections."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +102,7 @@ class ObservedStep:
 
     step: int
     recorded: Recorded
-    values: dict[str, float]  # what the loop logs until the step is handed over
+    values: dict[str, float]  # logged by the loop until the step is handed over
     figures: Mapping[str, float]
     own_lines: Sequence[Mapping[str, Any]] = ()
     bad_gradients: Sequence[str] = ()
@@ -86,17 +111,115 @@ class ObservedStep:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What this rank writes: figures of all ranks (rank 0), lines of its own."""
+    """The outputs of this rank: its lines and, on rank 0, those of all ranks.
+
+    ``doctor`` and ``sinks`` receive each line of all ranks, the doctor those of this rank too.
+    """
 
     steps: JsonLines
     own: JsonLines
+    doctor: LiveDoctor
     sinks: Sequence[Sink] = ()
 
 
-class Gatherer:
-    """Takes steps over, and makes lines of them; ``on_line`` hears of each, on rank 0.
+class Sampler:
+    """The steps of the line under way; see Note [Steps that are short].
 
-    ``on_own`` hears of the lines of this rank alone. ``every``: of `Sampler`.
+    ``every`` is the number of steps of a line; None lets their time decide.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._num_seen = 0
+        self._length = 1  # of this line
+        self._one_in = 1  # usual steps is looked at
+        self._usual_s = math.inf  # how long a step took in the last line
+        self._clear()
+
+    def _clear(self) -> None:
+        self._known: list[Figures] = []  # of every step
+        self._usual: list[Figures] = []  # of steps that were looked at
+        self._rare: list[Figures] = []
+        self._skipped: Callable[[], Figures] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the line so far."""
+        return len(self._known)
+
+    @property
+    def ends_line(self) -> bool:
+        """Tell whether the line has all its steps."""
+        return self.num_steps >= self._length
+
+    def take(self, known: Figures, look: Callable[[], Figures], is_rare: bool) -> None:
+        """Take a step with its known figures; ``look`` returns those of its spans."""
+        self._num_seen += 1
+        self._known.append(known)
+        if is_rare or known[STEP_S] > _LONG * self._usual_s:
+            self._rare.append(look())
+        elif self._num_seen % self._one_in == 0:
+            self._usual.append(look())
+        else:
+            self._skipped = look
+
+    def mean(self) -> dict[str, float]:
+        """Return the means over all steps of the line; usual ones stand for those not looked at."""
+        if self._skipped is not None and not self._usual:
+            self._usual.append(self._skipped())
+        sums: dict[str, float] = defaultdict(float)
+        weights: dict[str, float] = defaultdict(float)
+        usual = (len(self._known) - len(self._rare)) / max(len(self._usual), 1)
+        for weight, steps in ((usual, self._usual), (1.0, self._rare)):
+            for name, value in (each for step in steps for each in step.items()):
+                sums[name] += weight * value
+                weights[name] += weight
+        looked_at = {name: sums[name] / weights[name] for name in sums}
+        return {**looked_at, **mean_of(self._known)}
+
+    def begin_line(self, slowest_s: float) -> None:
+        """Begin a line; ``slowest_s`` is the mean step of the slowest rank in the last one."""
+        self._usual_s = statistics.fmean(known[STEP_S] for known in self._known)
+        self._clear()
+        if self._num_seen < _FIRST_STEPS:
+            return
+        at_least = self._every or max(_LINE_STEPS, math.ceil(_LINE_S / slowest_s))
+        unit = self._every or _LINE_STEPS
+        self._length = math.ceil(at_least / unit) * unit - self._num_seen % unit
+        self._one_in = max(min(int(_LOOKED_AT_S / slowest_s), at_least), 1)
+
+
+class Gauges:
+    """Figures with a current value, read once for each line: memory, padding, waits for a core.
+
+    Made on the training thread; any thread may read. **Cost** 0.1 to 0.3 ms of system calls.
+    """
+
+    def __init__(self, facts: RunFacts, device: torch.device) -> None:
+        self._facts = facts
+        self._device = device
+        self._thread = threading.get_native_id()
+        self._core_wait_s = core_wait_s(self._thread)
+
+    def read(self, num_steps: int) -> Figures:
+        """Return the figures now; waits for a core are since the last time, for each step."""
+        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._thread)
+        memory = memory_figures(self._device)
+        return {
+            CORE_WAIT_S: (self._core_wait_s - waited_s) / num_steps,
+            PADDING_SHARE: 100 * self._facts.padding_share,
+            MAX_ACTIVE_GIB: memory.peak_bytes / GIB,
+            MAX_RESERVED_GIB: memory.reserved_bytes / GIB,
+            MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
+            RETRIES: memory.num_retries,
+            OOMS: memory.num_ooms,
+        }
+
+
+class Gatherer:
+    """Takes over steps and makes lines of them; ``latest`` is the newest over all ranks.
+
+    ``every`` is as in `Sampler`. Made on the training thread.
     """
 
     def __init__(
@@ -105,18 +228,14 @@ class Gatherer:
         facts: RunFacts,
         outputs: Outputs,
         every: int | None,
-        standing: Standing,
-        on_line: Callable[[StepLine], None] = lambda line: None,
-        on_own: Callable[[Mapping[str, Any]], None] = lambda line: None,
+        gauges: Gauges,
     ) -> None:
         self.latest: StepLine | None = None
         self._control = control
         self._facts = facts
         self._outputs = outputs
         self._every = every
-        self._standing = standing
-        self._on_line = on_line
-        self._on_own = on_own
+        self._gauges = gauges
         self._taken: list[ObservedStep] = []  # and not yet handed over
         self._handed_over_s = 0.0
         self._batches: queue.SimpleQueue[list[ObservedStep] | None] = queue.SimpleQueue()
@@ -132,7 +251,7 @@ class Gatherer:
         self._trained_by = threading.get_ident()
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
-        self._is_abandoned = self._is_told = False
+        self._is_abandoned = self._writes_no_more = False
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
 
@@ -141,7 +260,7 @@ class Gatherer:
         self._thread.start()
 
     def take(self, step: ObservedStep) -> None:
-        """Take a step over; none after an error. **Raises** what went wrong with an earlier one."""
+        """Take over a step; dropped after an error. **Raises** the error of an earlier one."""
         self.raise_once()
         if not self._thread.is_alive():
             return
@@ -164,27 +283,27 @@ class Gatherer:
         return self._control.rank
 
     def note(self, **values: Any) -> None:
-        """Write a line of this rank's own now."""
+        """Write a line of this rank now."""
         with self._writing(), suppress(ValueError):  # closed already
             self._outputs.own.write(**values)
 
     def raise_once(self) -> None:
-        """Raise what went wrong behind the training, once."""
+        """Raise the error of the thread, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def finish(self) -> None:
-        """Return when all that was taken is told and written. **Raises** what went wrong."""
+        """Write all steps and close the files. **Raises** the error of the thread."""
         self._hand_over()
         self._stop_thread()
         self._end(self._error)
         self.raise_once()
 
     def abandon(self, error: BaseException, last: ObservedStep | None, **place: Any) -> None:
-        """End without the other ranks, which may never come: no more is told to them.
+        """End after an error, without exchanges with the other ranks, which may never come.
 
-        ``last`` is a step that was not taken yet, ``place`` says where the error was raised.
+        ``last`` is a step that was not taken yet, ``place`` is where the error was raised.
         """
         self._taken += [] if last is None else [last]
         self._is_abandoned = True
@@ -199,33 +318,41 @@ class Gatherer:
             self._thread.join()
 
     def _end(self, error: BaseException | None, **place: Any) -> None:
-        """Say that the run is over, which a run that hangs or was killed does not; close files."""
+        """Write the end of the run, which a run that hangs or was killed lacks; close the files."""
         outputs = self._outputs
-        said = {"error": None} if error is None or _is_clean_exit(error) else _told(error) | place
+        is_clean = error is None or (isinstance(error, SystemExit) and not error.code)
+        said = {"error": None} if is_clean or error is None else _describe_error(error) | place
         with self._writing(), suppress(ValueError):  # closed already
             at_s = round(time.time(), 3)
             outputs.own.write(kind="end", step=max(self._last_step, 1), unix_s=at_s, **said)
+        self._close(outputs)
+        with self._writing():
+            outputs.doctor.close()
+
+    def _close(self, outputs: Outputs) -> None:
         for close in (outputs.steps.close, outputs.own.close, *(s.close for s in outputs.sinks)):
             with self._writing():
                 close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Write inside; what fails there is told once, ends what is written, and no training."""
+        """Write inside; the first error is logged and ends all writing, but not the training."""
         try:
             yield
         except Exception as error:
-            if self._is_told:
+            if self._writes_no_more:
                 return
-            self._is_told = True
-            self._outputs = Outputs(JsonLines(None), JsonLines(None))
+            self._writes_no_more = True
+            outputs, none = self._outputs, JsonLines(None)
+            self._outputs = replace(outputs, steps=none, own=none, sinks=())
             _LOG.warning(
-                "rank %d: what observe() keeps of the run could not be written, and it writes no "
-                "more: %s: %s",
+                "rank %d: observe() could not write its record of the run and writes no more: "
+                "%s: %s",
                 self._control.rank,
                 type(error).__name__,
                 error,
             )
+            self._close(outputs)
 
     # -- the thread
     def _run(self) -> None:
@@ -235,14 +362,14 @@ class Gatherer:
                     self._last_step = step.step
                     self._note(step)
                     if self._line.ends_line:
-                        self._tell(step.step)
+                        self._write_line(step.step)
             if self._line.num_steps:
-                self._tell(self._last_step)
+                self._write_line(self._last_step)
         except BaseException as error:
             self._error = error
 
     def _next_batch(self) -> list[ObservedStep] | None:
-        """Wait for steps; meanwhile look whether the training thread is in a save of torch's."""
+        """Wait for steps; meanwhile add up the time of the training thread in saves by torch."""
         while True:
             began_s = time.monotonic()
             try:
@@ -256,7 +383,7 @@ class Gatherer:
             self._write_own(kind="other_save", step=step.step, call=call, seconds=seconds)
         self._saves.clear()
         recorded = step.recorded
-        told = pace(recorded.seconds, recorded.num_tokens)
+        told = pace_metrics(recorded.seconds, recorded.num_tokens)
         if self._facts.peak_flops and TOKENS_PER_S in told:
             flops = told[TOKENS_PER_S] * self._facts.flops_per_token
             told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
@@ -288,7 +415,7 @@ class Gatherer:
             self._finite_step = step.step
 
     def _look_at(self, step: ObservedStep) -> dict[str, float]:
-        """Return the figures of a step's spans; write them, if its timeline is kept."""
+        """Return the figures of a step's spans; write the spans if its timeline is kept."""
         recorded = step.recorded
         spans = spans_of(recorded, self._left_open)
         on_device = device_spans_of(recorded)
@@ -313,14 +440,14 @@ class Gatherer:
     def _write_own(self, **line: Any) -> None:
         with self._writing():
             self._outputs.own.write(**line)
-        self._on_own(line)
+        self._outputs.doctor.note(line)
 
-    def _tell(self, step: int) -> None:
-        """Exchange the figures since the last time; write them, on rank 0."""
+    def _write_line(self, step: int) -> None:
+        """Exchange the figures of the line with all ranks; write it, on rank 0."""
         if self._is_abandoned:
             return
         num_steps = self._line.num_steps
-        mine = {**self._line.mean(), **self._standing.read(num_steps)}
+        mine = {**self._line.mean(), **self._gauges.read(num_steps)}
         longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=itemgetter(1))
         waited_ms = {r: 1e3 * s / num_steps for r, s in longest}
         is_alike = len(set(self._tokens)) == 1
@@ -344,32 +471,29 @@ class Gatherer:
             }
             for name in sorted({n for row in rows for n, step in row["bad_since"].items() if step})
         }
-        at_s = time.monotonic() - self._began_s
         of_each, self._of_each = self._of_each, []
-        over_steps = (
-            summarize_steps([(number, values) for number, _, values in of_each]),
-            summarize_steps([(number, told) for number, told, _ in of_each]),
+        self.latest = line = StepLine(
+            step,
+            num_steps,
+            round(time.monotonic() - self._began_s, 3),
+            metrics,
+            dict(self._values),
+            waited_for,
+            bad_since,
+            values_over_steps=summarize_steps([(number, values) for number, _, values in of_each]),
+            metrics_over_steps=summarize_steps([(number, told) for number, told, _ in of_each]),
         )
-        values = dict(self._values)
-        by_name = metrics, values, waited_for, bad_since, *over_steps
-        line = StepLine(step, num_steps, round(at_s, 3), *by_name)
-        self.latest = line
         if self._control.rank == 0:
             with self._writing():
                 self._outputs.steps.write(**asdict(line))
-                for sink in self._outputs.sinks:
+                for sink in (*self._outputs.sinks, self._outputs.doctor):
                     sink.write(line)
-                self._on_line(line)
 
 
-def _is_clean_exit(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and not error.code
+def _describe_error(error: BaseException) -> dict[str, Any]:
+    """Return an error as keys of the line of a rank's end.
 
-
-def _told(error: BaseException) -> dict[str, Any]:
-    """Return what the line of a rank's end says of an error.
-
-    ``follows``: communication failed, as a rule since another rank had failed before.
+    ``follows``: communication failed, usually because another rank had failed before.
     """
     text, call = reason_of(error), None
     follows = isinstance(error, CollectiveError)
@@ -378,7 +502,7 @@ def _told(error: BaseException) -> dict[str, Any]:
     if call is not None:
         text = f"{call.text} failed: {FAILED_GROUPS.reason(call.group) or text}"
         follows = isinstance(error, dist.DistError) or "gloo" in str(error)
-    return {"error": type(error).__name__, "message": text[:_MAX_TOLD], "follows": follows}
+    return {"error": type(error).__name__, "message": text[:_MAX_MESSAGE], "follows": follows}
 
 
 def _rows(spans: Sequence[Span], begin_s: float) -> list[list[Any]]:

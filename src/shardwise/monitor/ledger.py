@@ -1,16 +1,26 @@
-"""Every byte that the engine owns at a moment: in which place, of which kind, for which unit.
+"""The bytes that the engine owns at a moment, by place, kind and unit; errors of memory from them.
 
 Note [One owner for each byte]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Tensors share memory: a gradient lies in the buffer that the next step's gradients will lie in, a
-view in what it is a view of. So memory is counted by the blocks that an allocator has given out
-(torch's storages), each once, under the first kind that has a part in it. Slices that lie inside
-full copies are the exception: of that one block the slices count as slices.
+Tensors share memory: a gradient is a part of the buffer of the next step's gradients, a view is a
+part of its base. So memory is counted by the blocks of an allocator (torch's storages), each once,
+under the first kind that has a part of it. Shards inside full copies are the exception: that part
+of the block counts as shards.
+
+Note [What would have fitted]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each way to save memory takes known bytes from kinds of the ledger, or a share of the memory that is
+not the engine's, which is taken to be activations; on a CPU of the memory that the process has
+allocated since its first step began. The new peak is the memory in use and the failed request,
+less these. Ways that leave the loss unchanged and cost little time come first; of several that
+fit, the first one is the one to try.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,7 +29,9 @@ from shardwise.debug import place_of, place_of_state
 from shardwise.device import memory_in_use_bytes
 from shardwise.engine.parts import Parts
 from shardwise.engine.tree import tensors_in
-from shardwise.names import join_units
+from shardwise.monitor.record import RunFacts
+from shardwise.names import join_units, name_of_unit
+from shardwise.quantities import format_bytes
 from shardwise.step.overlap import staging_bytes
 from shardwise.tensor.background_step import elements_of
 from shardwise.tensor.inner import plain_parts
@@ -27,8 +39,12 @@ from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
-NO_UNIT = "(no unit)"  # what belongs to several, or to none
-KINDS = (  # the same names as in a plan's ledger, where it has one
+NO_UNIT = "(no unit)"  # memory of several units, or of no unit
+_MAX_BLOCKS = 10
+_MAX_FIXES = 3
+_GIVEN_BY = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 2**30, "MB": 2**20, "bytes": 1}
+_ASKED = re.compile(r"[Tt]r(?:ied|ying) to allocate ([\d.]+) ?(GiB|MiB|KiB|GB|MB|bytes)")
+KINDS = (  # named as in a plan's ledger
     *("param_shards", "param_full", "grad_full", "grad_shards", "optimizer_state"),
     *("gather_staging", "reduce_staging", "state_staging", "activations_on_host"),
 )
@@ -38,8 +54,8 @@ KINDS = (  # the same names as in a plan's ledger, where it has one
 class OwnedBytes:
     """Bytes by (place, kind, unit); places are "device", "host", "files".
 
-    ``in_use_bytes`` are all that the device's allocator has given out; on the CPU all of this
-    process, its libraries too.
+    ``in_use_bytes`` is all allocated memory of the device; on the CPU that of the process, with its
+    libraries.
     """
 
     owned: Mapping[tuple[str, str, str], int]
@@ -63,19 +79,19 @@ class OwnedBytes:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the engine's on the device."""
+        """The engine's bytes on the device."""
         return sum(n for (place, _, _), n in self.owned.items() if place == "device")
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of the device that are not the engine's: activations, temporaries and others."""
+        """Other bytes of the device: activations, temporaries and others."""
         return max(self.in_use_bytes - self.device_bytes, 0)
 
 
 def state_bytes(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Counter[tuple[str, str, str]]:
-    """Return the bytes of the optimizers' state, which change in their steps only."""
+    """Return the bytes of the optimizers' state, which change only in their steps."""
     blocks = _Blocks()
     for optimizer in optimizers:
         _add_state(blocks, optimizer)
@@ -87,12 +103,12 @@ def owned_bytes(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     state: Mapping[tuple[str, str, str], int] | None = None,
 ) -> OwnedBytes:
-    """Return what the engine owns on this rank now; see Note [One owner for each byte].
+    """Return the bytes that the engine owns on this rank; see Note [One owner for each byte].
 
-    ``state`` is what `state_bytes` has returned since the optimizers' last step, if it has.
+    ``state`` is a result of `state_bytes` since the optimizers' last step.
 
-    **Cost** of the host alone, some microseconds for each storage, and for each parameter that has
-    a gradient; without ``state`` for each tensor of the optimizers'.
+    **Cost** some microseconds of the host for each storage, and for each parameter that has a
+    gradient; without ``state`` for each tensor of the optimizers too.
     """
     blocks = _Blocks()
     for unit in parts.units:
@@ -129,7 +145,7 @@ class _Blocks:
         self.found[place, kind, unit] += num_bytes
 
     def see(self, *tensors: torch.Tensor) -> None:
-        """Take memory as counted already."""
+        """Mark memory as counted."""
         self._seen.update(t.untyped_storage().data_ptr() for t in tensors)
 
     def add(self, place: str, kind: str, unit: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -161,7 +177,7 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
             blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
     is_empty = unit.grad_state is GradState.EMPTY and not unit.settings.stands_while_full
     for param in unit.params:
-        if is_empty and not param.has_partial:  # autograd writes before the unit is told
+        if is_empty and not param.has_partial:  # autograd writes before the unit's state changes
             continue
         for mean in (param.grad, param.mean):
             if isinstance(mean, DTensor):
@@ -176,16 +192,150 @@ def _add_state(blocks: _Blocks, optimizer: torch.optim.Optimizer) -> None:
     for param, state in optimizer.state.items():
         owner = owner_of(param)
         name = NO_UNIT if owner is None else owner.unit.name
-        for value in _tensors(state):
-            place = place_of_state(optimizer, owner, value)
-            blocks.add(place, "optimizer_state", name, [value])
-
-
-def _tensors(state: Mapping[str, object]) -> Iterator[torch.Tensor]:
-    return (value for value in state.values() if isinstance(value, torch.Tensor))
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                place = place_of_state(optimizer, owner, value)
+                blocks.add(place, "optimizer_state", name, [value])
 
 
 def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Return the plain tensors of this rank that a tensor is made of, without waiting."""
+    """Return the plain tensors of this rank inside a tensor, without waiting."""
     local = elements_of(tensor) if isinstance(tensor, DTensor) else tensor
     return plain_parts(local).values()
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One way to need less memory: a change of `shard()` or of the loop; bytes of this rank."""
+
+    change: str
+    saved_bytes: int
+    peak_bytes: int
+    fits: bool
+    cost: str
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The report of memory that ran out; bytes of this rank's device.
+
+    ``asked_bytes`` is the failed request, or None. ``blocks`` are the engine's largest: kind, unit,
+    bytes.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    unit: str
+    asked_bytes: int | None
+    in_use_bytes: int
+    capacity_bytes: int
+    kinds: Mapping[str, int]
+    other_bytes: int
+    blocks: tuple[tuple[str, str, int], ...]
+    fixes: tuple[Fix, ...]
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        asked = "" if self.asked_bytes is None else f" asking for {format_bytes(self.asked_bytes)}"
+        lines = [
+            f"out of memory on rank {self.rank} in step {self.step}, in {self.phase} of "
+            f"'{name_of_unit(self.unit)}',{asked} with {format_bytes(self.in_use_bytes)} in use of "
+            f"{format_bytes(self.capacity_bytes)}",
+            "memory by kind:",
+        ]
+        lines += [f"  {format_bytes(n):>10}  {kind}" for kind, n in self.kinds.items()]
+        lines.append(
+            f"  {format_bytes(self.other_bytes):>10}  activations, temporaries and other memory"
+        )
+        lines.append("the largest blocks of Shardwise:")
+        lines += [
+            f"  {format_bytes(n):>10}  {kind} of {name_of_unit(unit)}"
+            for kind, unit, n in self.blocks
+        ]
+        lines.append("changes that need less:")
+        for fix in self.fixes:
+            verdict = "fits" if fix.fits else "still does not fit"
+            lines.append(
+                f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
+                f"{format_bytes(fix.peak_bytes)}, {verdict}; {fix.cost}"
+            )
+        return "\n".join(lines)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether memory ran out: an accelerator's, or the host's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """Return the failed request in torch's message, or None."""
+    found = _ASKED.search(str(error))
+    return None if found is None else int(float(found[1]) * _GIVEN_BY[found[2]])
+
+
+def explain_out_of_memory(
+    error: BaseException,
+    facts: RunFacts,
+    owned: OwnedBytes,
+    place: tuple[int, int, str, str],
+    capacity_bytes: int,
+    base_bytes: int = 0,
+) -> OutOfMemory:
+    """Return the report; ``place`` is the rank, the step, the phase and the unit.
+
+    ``base_bytes`` is other memory that was in use before the first step, which stays.
+    """
+    asked = asked_bytes(error)
+    needed = owned.in_use_bytes + (asked or 0)
+    blocks = [(kind, unit, n) for (at, kind, unit), n in owned.owned.items() if at == "device"]
+    blocks.sort(key=lambda block: -block[2])
+    fixes = [
+        Fix(change, saved, needed - saved, needed - saved <= capacity_bytes, cost)
+        for change, saved, cost in _ways(facts, owned, base_bytes)
+        if saved > 0
+    ]
+    fixes.sort(key=lambda fix: (not fix.fits, 0 if fix.fits else fix.peak_bytes))
+    return OutOfMemory(
+        *place,
+        asked,
+        owned.in_use_bytes,
+        capacity_bytes,
+        owned.by_kind(),
+        owned.other_bytes,
+        tuple(blocks[:_MAX_BLOCKS]),
+        tuple(fixes[:_MAX_FIXES]),
+    )
+
+
+def _ways(facts: RunFacts, owned: OwnedBytes, base_bytes: int) -> list[tuple[str, int, str]]:
+    """Return changes, the bytes that each saves, and its cost; the cheapest first.
+
+    **Source** of one activation a block with recomputation: Chen et al. 2016, section 4.
+    """
+    kinds, other = owned.by_kind(), max(owned.other_bytes - base_bytes, 0)
+    state = kinds.get("optimizer_state", 0)
+    shards, full = kinds.get("param_shards", 0), kinds.get("param_full", 0)
+    grads = kinds.get("grad_full", 0) + kinds.get("grad_shards", 0)
+    ranks = next(iter(facts.degrees.values()), 1) if facts.degrees else 1
+    largest = max((unit.full_bytes for unit in facts.units), default=0)
+    blocks = max(len(facts.units) - 1, 1)
+    found: list[tuple[str, int, str]] = []
+    if facts.stage < 3 and ranks > 1:
+        kept = ceil((shards + full) / ranks) if facts.stage == 0 else shards
+        saved = shards + full - kept - 2 * largest
+        if facts.stage < 2:
+            saved += grads - grads // ranks
+        if facts.stage == 0:
+            saved += state - state // ranks
+        found.append(("stage=3", saved, "parameters are gathered again in backward"))
+    recomputed = other - ceil(other / blocks)
+    found += [
+        ("activation checkpointing of each block", recomputed, "about a third more computing"),
+        ("half the micro-batch, twice the accumulation", other // 2, "no other result"),
+        ('offload="cpu" of the optimizer\'s state', state, "the step goes on on the host"),
+        ('offload="cpu"', state + shards + kinds.get("grad_shards", 0), "slices travel each step"),
+    ]
+    return found

@@ -1,10 +1,10 @@
-"""``observe()``: what a sharded model does in each step, in any loop.
+"""``observe()``: record the steps of a sharded model, in any loop.
 
 Note [Where a step ends]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-When ``optimizer.step()`` returns, of several optimizers the last one's. So a step is what lies
-between two returns: the reading of data, all micro-batches, clipping, the step itself. A step that
-a loss scaler skips is part of the next one, which then had two backward passes and says so.
+When ``optimizer.step()`` returns, of several optimizers the last one's. So a step lasts from one
+return to the next: reading of data, all micro-batches, clipping, the step itself. A step that a
+loss scaler skips is part of the next one, which then counts two backward passes.
 """
 
 import logging
@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -26,30 +26,33 @@ from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.host import available_host_bytes
-from shardwise.monitor.facts import facts_of
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
-from shardwise.monitor.gradients import bad_gradients
-from shardwise.monitor.ledger import owned_bytes, state_bytes
+from shardwise.monitor.gatherer import Gatherer, Gauges, ObservedStep, Outputs, Sink
+from shardwise.monitor.gradient_checks import LostUpdates, bad_gradients
+from shardwise.monitor.ledger import (
+    OwnedBytes,
+    explain_out_of_memory,
+    is_out_of_memory,
+    owned_bytes,
+    state_bytes,
+)
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live import LiveDoctor
-from shardwise.monitor.lost_updates import LostUpdates
+from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
-from shardwise.monitor.oom import explain_out_of_memory, is_out_of_memory
-from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
+from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
+from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
-from shardwise.monitor.standing import Standing
 from shardwise.names import MAIN
 from shardwise.processes import own_process
 
 T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
-# Whether gradients are finite is asked every so many steps, twice; then only for so small a share
-# of the time, but where that is seldom as often as this.
+# Gradients are checked every so many steps, twice; then for this share of the time, or every
+# `_CHECKED_S` if that is more often.
 _CHECKED_EVERY, _CHECKED_SHARE, _CHECKED_S = 10, 0.001, 2.0
-_TIMED_EVERY = 10  # steps: an accelerator's own time is asked for, which costs events
-_MOMENTS = ("forward", "backward", "recompute", "step")  # memory is looked at as each begins, ends
-_MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no lines of their own
+_TIMED_EVERY = 10  # steps of which the device's time is measured, which costs events
+_MOMENTS = ("forward", "backward", "recompute", "step")  # memory is measured as each begins, ends
+_MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no file
 
 
 def observe(
@@ -65,24 +68,24 @@ def observe(
 ) -> "Observation":
     """Observe a sharded model's steps inside ``with observe(...) as run``.
 
-    ``model`` and ``optimizer`` are those of this rank, of `shard` or `fully_shard`; of a pipeline
-    lists of its stages. Every rank calls it. Figures of the steps (`metrics`; over all ranks, a
-    line for ``every`` steps, None for 10 or more that take two seconds) and, every
-    ``detail_every`` steps, a timeline and the memory of one step go to files in ``output``, see
-    Note [The folder of a run], and to ``sinks`` on rank 0. Without an ``output`` no file is
-    written, and ``run.latest`` has the figures. What rank 0 finds wrong with the run is logged,
-    kept in ``findings.jsonl`` and in ``run.findings``.
-    ``first_step`` is the number of the first step: what an earlier run has written of it and of
-    later ones goes.
-    ``flops_per_token``: of this rank's part of the model, for its MFU; None counts its weights.
+    Every rank calls it, with its ``model`` and ``optimizer`` of `shard` or `fully_shard`; for a
+    pipeline lists over its stages. Figures of the steps (`metrics`, over all ranks) are written as
+    a line for ``every`` steps; None is 10 or more steps that take two seconds. Every
+    ``detail_every`` steps a timeline and the memory of one step are written. Lines go to files in
+    ``output``, see Note [The folder of a run], and on rank 0 to ``sinks``. Without an ``output`` no
+    file is written, and ``run.latest`` has the figures. Findings of the doctor on rank 0 are
+    logged, and kept in ``findings.jsonl`` and in ``run.findings``.
+    ``first_step`` is the number of the first step: lines of an earlier run from this step on are
+    removed. ``flops_per_token`` of this rank's part of the model gives its MFU; None counts its
+    weights.
 
     **Cost** less than a microsecond for each phase of each unit. For each line two small
     exchanges between all ranks, behind the training; every ``detail_every`` steps some
     microseconds for each parameter at each phase. One gloo group.
 
-    **Raises** ConfigError where the model is not sharded or observed already, or a number is less
-    than 1; on all ranks what one could not write in ``output``. Later a full disk or a tracker that
-    fails is logged once, and nothing more is written.
+    **Raises** ConfigError if the model is not sharded or already observed, or a number is less
+    than 1; on all ranks an error of one that cannot write in ``output``. Later a full disk or a
+    tracker that fails is logged once, and no more is written.
     """
     counts = {"every": every, "detail_every": detail_every, "first_step": first_step}
     for name, value in counts.items():
@@ -96,45 +99,51 @@ def observe(
     parts = Parts(model)
     if any(comm.tracer.recorder is not None for comm in parts.comms):
         raise ConfigError(
-            "model: it is observed already; close that run before another one begins: of "
-            "`shardwise train` and of callbacks that is the run's own"
+            "model: it is observed already; close that run before another one begins. `shardwise "
+            "train` and callbacks observe it themselves"
         )
     control = parts.first.open_control()
     hosts = [row.decode() for row in exchange_any(control, socket.gethostname().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
     folder = None if output is None else Path(output) / FOLDER
     done = first_step - 1
-    outputs, doctor = _open(control, facts, folder, done, sinks)
-    hooks = (doctor.write, doctor.note) if control.rank == 0 else ()
-    standing = Standing(facts, parts.comm.device)
-    gatherer = Gatherer(control, facts, outputs, every, standing, *hooks)
-    return Observation(parts, optimizers, facts, gatherer, doctor, done, detail_every)
+    outputs = _open(control, facts, folder, done, sinks)
+    gatherer = Gatherer(control, facts, outputs, every, Gauges(facts, parts.comm.device))
+    return Observation(parts, optimizers, facts, gatherer, outputs.doctor, done, detail_every)
 
 
 def _open(
     control: Control, facts: RunFacts, folder: Path | None, done: int, sinks: Sequence[Sink]
-) -> tuple[Outputs, LiveDoctor]:
-    """Open the files of every rank; a rank that cannot is an error on all of them."""
+) -> Outputs:
+    """Open the files of every rank; an error of one rank is raised on all of them."""
     is_first, is_kept = control.rank == 0, control.rank < _MAX_RANKS_WITH_LINES
-    made: list[tuple[Outputs, LiveDoctor]] = []
+    made: list[Outputs] = []
 
     def open_files() -> None:
         if folder is not None and is_first:
             write_facts(folder, facts)
-            forget_ranks(folder, facts.num_ranks)
+            remove_other_ranks(folder, facts.num_ranks)
         steps = JsonLines(folder / "steps.jsonl" if folder and is_first else None, done)
         path = folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None
-        outputs = Outputs(steps, JsonLines(path, done), sinks if is_first else ())
-        outputs.own.write(kind="begin", step=done + 1, process=asdict(own_process()))
-        made.append((outputs, LiveDoctor(facts, folder if is_first else None, done)))
+        own = JsonLines(path, done)
+        own.write(kind="begin", step=done + 1, process=asdict(own_process()))
+        doctor = LiveDoctor(facts, folder if is_first else None, done)
+        made.append(Outputs(steps, own, doctor, sinks if is_first else ()))
 
     on_all_ranks(control, open_files)
-    (opened,) = made
-    return opened
+    return made[0]
+
+
+class _Moment(NamedTuple):
+    """The engine's memory as a phase of a unit begins or ends."""
+
+    phase: str
+    unit: str
+    owned: OwnedBytes
 
 
 class Observation:
-    """An observed run, as it goes on; ``with`` it, or `start` and `close`."""
+    """An observed run: a context manager, or `start` and `close`."""
 
     def __init__(
         self,
@@ -156,9 +165,9 @@ class Observation:
         self._num_passes = _num_passes(parts)
         self._values: dict[str, float] = {}
         self._state: Mapping[tuple[str, str, str], int] | None = None
-        self._over: ObservedStep | None = None
-        self._told: BaseException | None = None  # the last error that was told of
-        self._moments: list[dict[str, Any]] = []
+        self._last_step: ObservedStep | None = None
+        self._reported: BaseException | None = None  # the last error of memory
+        self._moments: list[_Moment] = []
         self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
         self._checks = False  # gradients, in this step
         self._is_check_due, self._check_again_s = False, -math.inf
@@ -166,7 +175,7 @@ class Observation:
         self._lost_updates = LostUpdates(optimizers)
         self._open = ExitStack()
         self._is_cpu = facts.device == "cpu"
-        self._base_bytes = 0  # of the process before the first step: its libraries, its data
+        self._base_bytes = 0  # of the process before the first step
 
     @property
     def latest(self) -> StepLine | None:
@@ -175,12 +184,12 @@ class Observation:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong with the run so far, on rank 0; see `shardwise doctor`."""
+        """The findings of the doctor so far, on rank 0; see `shardwise doctor`."""
         return tuple(self._doctor.found)
 
     @property
     def step(self) -> int:
-        """The number of the last step that is over."""
+        """The number of the last step that has ended."""
         return self._step
 
     def start(self) -> Self:
@@ -205,18 +214,17 @@ class Observation:
         return self
 
     def close(self) -> None:
-        """End: the figures of all steps are told and written. **Raises** what went wrong."""
-        self._let_go()
+        """Write the figures of all steps and end. **Raises** the error of the gathering thread."""
+        self._detach()
         try:
             self._hand_over()
         finally:
             self._gatherer.finish()
-            self._doctor.close()
 
-    def _let_go(self) -> None:
-        """Hear no more, and keep neither the model nor the optimizers alive."""
+    def _detach(self) -> None:
+        """Stop to record, and keep neither the model nor the optimizers alive."""
         self._open.close()
-        self._parts.engines, self._optimizers, self._told = [], (), None
+        self._parts.engines, self._optimizers, self._reported = [], (), None
         self._lost_updates.clear()
 
     def __enter__(self) -> Self:
@@ -225,15 +233,14 @@ class Observation:
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is None:
             return self.close()
-        phase, unit = self._recorder.now_in()
+        phase, unit = self._recorder.current_phase()
         self._look_at_error(error, phase, unit)
-        self._let_go()
+        self._detach()
         place = {"during": self._step + 1, "phase": phase, "unit": unit}
-        self._gatherer.abandon(error, self._over, **place)
-        self._doctor.close()
+        self._gatherer.abandon(error, self._last_step, **place)
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield what ``batches`` yields; the time until each is there counts as data loading."""
+        """Yield the batches; the time until each arrives counts as data loading."""
         iterator = iter(batches)
         while True:
             try:
@@ -245,7 +252,7 @@ class Observation:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Tell what the loop does inside, by the name of a phase: "data", "save"."""
+        """Record the time inside as a phase: "data", "save"."""
         self._recorder.enter(MAIN, phase, "")
         try:
             yield
@@ -254,9 +261,9 @@ class Observation:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out of the step under way what is done inside: an evaluation, a sample.
+        """Exclude work from the step under way, such as an evaluation.
 
-        Optimizer steps inside are not counted, and the time does not pass.
+        Optimizer steps inside are not counted, and the recorded time stands still.
         """
         is_inner, passes = self._recorder.is_paused, _num_passes(self._parts)
         try:
@@ -269,11 +276,11 @@ class Observation:
                 self._num_passes = self._num_passes[0] + begun, self._num_passes[1] + reduced
 
     def log(self, **values: float) -> None:
-        """Keep figures of the loop's own with a step: loss, learning rate.
+        """Record figures of the loop with a step: loss, learning rate.
 
-        With the step under way, once a forward pass of it has begun; before that with the last one.
+        They belong to the step under way if its forward pass has begun, else to the last one.
         """
-        last = None if self._recorder.has_begun else self._over
+        last = None if self._recorder.has_begun else self._last_step
         told = {name: float(value) for name, value in values.items()}  # a tensor is waited for
         (self._values if last is None else last.values).update(told)
 
@@ -289,7 +296,7 @@ class Observation:
 
     @property
     def _logged_bad(self) -> bool:
-        last = {} if self._over is None else self._over.values
+        last = {} if self._last_step is None else self._last_step.values
         return not all(map(math.isfinite, (*last.values(), *self._values.values())))
 
     def _after_step(self, is_last: bool) -> None:
@@ -313,13 +320,13 @@ class Observation:
         self._recorder.on_main = self._look_at_memory if samples_next else None
         self._hand_over()
         values, self._values = self._values, {}
-        self._over = ObservedStep(
+        self._last_step = ObservedStep(
             self._step, recorded, values, figures, own_lines, bad, keeps_timeline
         )
 
     def _hand_over(self) -> None:
-        """Give the last step to the thread, with what was logged since it was over."""
-        over, self._over = self._over, None
+        """Give the last step to the thread, with the values logged since its end."""
+        over, self._last_step = self._last_step, None
         if over is not None:
             self._gatherer.take(over)
 
@@ -330,23 +337,23 @@ class Observation:
         return {
             **checked,
             IN_HALF: float(self._recorder.in_half),
-            # `fully_shard` does not see that gradients go, so there all passes count.
+            # `fully_shard` does not see that gradients are dropped, so there all passes count.
             SKIPPED_STEPS: max((begun or reduced) - 1, 0),
         }
 
     def _look_at_error(self, error: BaseException, phase: str, unit: str) -> None:
-        """Tell whose the memory is where it ran out, before what raised lets go of it."""
-        if error is self._told or not is_out_of_memory(error):
+        """Report the owners of memory if it ran out, before it is freed."""
+        if error is self._reported or not is_out_of_memory(error):
             return
-        self._told = error
+        self._reported = error
         owned = owned_bytes(self._parts, self._optimizers)
         capacity = self.facts.device_bytes
         place = self._gatherer.rank, self._step + 1, phase, unit
-        if self._is_cpu:  # others have memory of the host too
+        if self._is_cpu:  # other processes use memory of the host too
             capacity = min(capacity, owned.in_use_bytes + available_host_bytes())
-        told = explain_out_of_memory(error, self.facts, owned, place, capacity, self._base_bytes)
-        _LOG.error("shardwise: %s", told)
-        self._gatherer.note(kind="out_of_memory", **asdict(told))
+        report = explain_out_of_memory(error, self.facts, owned, place, capacity, self._base_bytes)
+        _LOG.error("shardwise: %s", report)
+        self._gatherer.note(kind="out_of_memory", **asdict(report))
 
     def _look_at_memory(self, phase: str, unit: str) -> None:
         if phase.removesuffix("_end") not in _MOMENTS:
@@ -354,7 +361,7 @@ class Observation:
         if self._state is None or phase == "step_end":
             self._state = state_bytes(self._optimizers)
         now = owned_bytes(self._parts, self._optimizers, self._state)
-        self._moments.append({"phase": phase, "unit": unit, "owned": now})
+        self._moments.append(_Moment(phase, unit, now))
 
 
 @cache
@@ -372,32 +379,28 @@ def _casts_to_half() -> bool:
 
 
 def _num_passes(parts: Parts) -> tuple[int, int]:
-    """Return how many passes have begun without gradients, and how many were reduced."""
+    """Return the number of passes that began without gradients, and of reduced ones."""
     engines = parts.engines
     begun, reduced = ([getattr(e, name) for e in engines] for name in ("num_begun", "num_reduced"))
-    return max(begun, default=0), max(reduced, default=0)  # of a run that is over: none
+    return max(begun, default=0), max(reduced, default=0)  # 0 after the end of a run
 
 
-def _memory_line(moments: Sequence[Mapping[str, Any]], is_process: bool) -> dict[str, Any]:
+def _memory_line(moments: Sequence[_Moment], is_process: bool) -> dict[str, Any]:
     """Return the memory of one step: each moment by kind, the largest by unit too.
 
-    ``is_process``: what is in use is the whole process's, of which the largest moment is chance.
+    With ``is_process`` the memory in use is that of the process, whose largest moment is chance, so
+    the engine's memory decides.
     """
     compared = "device_bytes" if is_process else "in_use_bytes"
-    largest = max(moments, key=lambda m: getattr(m["owned"], compared))
+    peak = max(range(len(moments)), key=lambda i: getattr(moments[i].owned, compared))
     rows = [
         {
-            "phase": moment["phase"],
-            "unit": moment["unit"],
-            "device": moment["owned"].by_kind("device"),
-            "other": moment["owned"].other_bytes,
+            "phase": moment.phase,
+            "unit": moment.unit,
+            "device": moment.owned.by_kind("device"),
+            "other": moment.owned.other_bytes,
         }
         for moment in moments
     ]
-    peak = largest["owned"]
-    return {
-        "kind": "memory",
-        "moments": rows,
-        "peak": moments.index(largest),
-        "units": {place: peak.by_unit(place) for place in ("device", "host", "files")},
-    }
+    units = {place: moments[peak].owned.by_unit(place) for place in ("device", "host", "files")}
+    return {"kind": "memory", "moments": rows, "peak": peak, "units": units}

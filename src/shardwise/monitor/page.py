@@ -11,7 +11,6 @@ from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.metrics import OverRanks
 from shardwise.monitor.pictures import (
-    MemoryOfStep,
     curves_svg,
     largest_memory,
     memory_svg,
@@ -19,19 +18,17 @@ from shardwise.monitor.pictures import (
     time_svg,
     timeline_svg,
 )
-from shardwise.monitor.record import RunFacts, RunRecord
+from shardwise.monitor.record import RunRecord
 from shardwise.monitor.summary import (
     FIGURES,
-    Save,
     Shown,
-    UnitRow,
     figures_of,
     metric_curve,
     not_numbers,
+    phase_seconds,
     saves_of,
     unit_rows,
     value_curve,
-    where_time_goes,
     write_figure,
 )
 from shardwise.names import name_of_unit
@@ -44,7 +41,6 @@ _MOST_VALUES, _MOST_UNITS, _MOST_SAVES, _MOST_FINDINGS = 9, 60, 12, 25
 _COLUMNS, _MOMENTS, _BARS, _TITLES = 180, 160, 1200, 300
 _COARSER = (1, 2, 4, 8)  # by which these are divided where a page is too large
 _RANKS_IN_TIMELINE = 4
-_UNITS_AT_PEAK, _MOST_HOSTS = 8, 16
 
 
 @dataclass(frozen=True)
@@ -63,32 +59,10 @@ class ShownRun:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class _LedgerRow:
-    name: str
-    measured: int
-    planned: int | None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The section of the page about one run."""
-
-    run: ShownRun
-    facts: RunFacts
-    units: Sequence[UnitRow]
-    saves: Sequence[Save]
-    memory: MemoryOfStep | None
-    memory_svg: str
-    ledger: Sequence[_LedgerRow]
-    at_peak: Sequence[tuple[str, int]]
-    timeline_svg: str
-
-
 def report_html(runs: Sequence[ShownRun]) -> str:
     """Return one or several runs as an HTML document of less than `LIMIT_BYTES`.
 
-    **Raises** ConfigError where there are more than `MOST_RUNS`, or nothing was recorded.
+    **Raises** ConfigError for more than `MOST_RUNS` runs, or a run without a step.
     """
     if not 1 <= len(runs) <= MOST_RUNS:
         raise ConfigError(f"expected 1 to {MOST_RUNS} runs side by side, got {len(runs)}")
@@ -114,7 +88,7 @@ def _page(runs: Sequence[ShownRun], divisor: int) -> str:
         parts=[_part(run, divisor) for run in runs],
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
         curves=[*_value_pictures(runs, divisor), *_metric_pictures(runs, divisor)],
-        time_svg=time_svg([(r.name, where_time_goes(r.record.steps)) for r in runs]),
+        time_svg=time_svg([(r.name, phase_seconds(r.record.steps)) for r in runs]),
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
         change=_change,
@@ -164,56 +138,39 @@ def _metric_pictures(runs: Sequence[ShownRun], divisor: int) -> list[str]:
     return pictures
 
 
-def _part(run: ShownRun, divisor: int) -> _Part:
-    record = run.record
-    memory = largest_memory(record)
+def _part(run: ShownRun, divisor: int) -> Mapping[str, Any]:
+    """Return the values of the section about one run."""
+    record, memory = run.record, largest_memory(run.record)
     planned, drawn = None, ""
     if memory is not None:
         if run.plan is not None:
             planned = _planned_lines(run.plan, svg.OTHER in memory.kinds)
         drawn = memory_svg(memory, run.name, planned, _MOMENTS // divisor)
-    return _Part(
-        run,
-        record.facts,
-        unit_rows(record.facts),
-        list(saves_of(record.steps))[-_MOST_SAVES:],
-        memory,
-        drawn,
-        [] if memory is None else _ledger(memory, planned),
-        [] if memory is None else _units_at_peak(memory),
-        _timeline(run, divisor),
-    )
+    return {
+        "run": run,
+        "facts": record.facts,
+        "units": unit_rows(record.facts),
+        "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
+        "memory": memory,
+        "planned": planned or {},
+        "kinds": sorted(
+            {*(memory.kinds if memory else ()), *(planned or ())}, key=svg.order_of_kinds
+        ),
+        "memory_svg": drawn,
+        "timeline_svg": _timeline(run, divisor),
+    }
 
 
 def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
     """Return the peak of a plan by the kinds that were measured.
 
-    Without ``has_other`` only the engine's memory was measured, so it is the peak of that.
+    Without ``has_other`` only the engine's memory was measured, whose peak is returned.
     """
     ledger = (plan.played.peak if has_other else plan.played.engines_peak).ledger
     found = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
     if has_other:
         found[svg.OTHER] = ledger.total - sum(found.values())
     return {kind: found[kind] for kind in sorted(found, key=svg.order_of_kinds)}
-
-
-def _ledger(memory: MemoryOfStep, planned: Mapping[str, int] | None) -> list[_LedgerRow]:
-    measured = memory.moments[memory.peak][2]
-    rows = [
-        _LedgerRow(
-            name_of_kind(kind),
-            measured.get(kind, 0),
-            None if planned is None else planned.get(kind, 0),
-        )
-        for kind in sorted({*memory.kinds, *(planned or {})}, key=svg.order_of_kinds)
-    ]
-    whole = None if planned is None else sum(planned.values())
-    return [*rows, _LedgerRow("all of it", memory.peak_bytes, whole)]
-
-
-def _units_at_peak(memory: MemoryOfStep) -> list[tuple[str, int]]:
-    sums = [(name_of_unit(name), sum(kinds.values())) for name, kinds in memory.units.items()]
-    return sorted(sums, key=lambda row: -row[1])[:_UNITS_AT_PEAK]
 
 
 def _timeline(run: ShownRun, divisor: int) -> str:
@@ -242,14 +199,6 @@ def _ranks_to_show(found: Mapping[int, Mapping[str, Any]], most: int) -> list[in
     return sorted(list(dict.fromkeys(order))[:most])
 
 
-def _by_host(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the first hosts with their number of ranks, and the number of other hosts."""
-    counts = Counter(hosts).most_common()
-    told = [(host, f"{count} rank{'s' if count != 1 else ''}") for host, count in counts]
-    more = len(told) - _MOST_HOSTS
-    return [*told[:_MOST_HOSTS], *([("more", f"{more} hosts")] if more > 0 else [])]
-
-
 def _render(template: str, **values: Any) -> str:
     """Fill a template; texts that are not marked as markup are escaped."""
     from jinja2 import Environment
@@ -261,7 +210,9 @@ def _render(template: str, **values: Any) -> str:
         "count": format_count,
         "duration": format_duration,
         "figure": write_figure,
-        "by_host": _by_host,
+        "by_rank": lambda hosts: Counter(hosts).most_common(),
+        "unit_name": name_of_unit,
+        "kind_name": name_of_kind,
         "drawn": Markup,  # pictures escape their own texts
     }
     source = files(__package__).joinpath(template).read_text(encoding="utf-8")

@@ -111,6 +111,12 @@ class MemoryOfStep:
         return max(sum(kinds.values()) for _, _, kinds in self.moments)
 
     @property
+    def unit_bytes(self) -> list[tuple[str, int]]:
+        """Units with their bytes at the moment ``units_at``, the largest first."""
+        sums = [(name, sum(kinds.values())) for name, kinds in self.units.items()]
+        return sorted(sums, key=lambda row: -row[1])
+
+    @property
     def kinds(self) -> list[str]:
         """The kinds of all moments; `svg.OTHER` comes last."""
         return sorted({k for _, _, kinds in self.moments for k in kinds}, key=svg.order_of_kinds)
@@ -120,7 +126,7 @@ def memory_of(rank: int, line: Mapping[str, Any], is_process: bool) -> MemoryOfS
     """Return a line of "memory" as values.
 
     With ``is_process`` the record knows of other memory only that the process has it, as on the
-    CPU. It may contain freed memory, so it is no part of a moment.
+    CPU. As it may contain freed memory, it is not in a moment.
     """
     rows = line["moments"]
     moments = [

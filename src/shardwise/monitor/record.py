@@ -34,31 +34,11 @@ from shardwise.monitor.lines import (
 )
 from shardwise.monitor.metrics import OverRanks, OverSteps
 from shardwise.processes import Process
+from shardwise.unit_facts import UnitFacts
 
 FORMAT = 1
 FOLDER = "observed"
 KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
-
-
-@dataclass(frozen=True)
-class UnitFacts:
-    """One unit of the model; bytes in the master dtype, padding summed over the ranks.
-
-    ``num_modules`` is the number of modules that hold its parameters; 0 in a record of an earlier
-    version.
-    """
-
-    name: Name
-    class_name: Name
-    num_params: Count
-    numel: Count
-    full_bytes: Count
-    rank_bytes: Count
-    padding_bytes: Count
-    dtype: Name
-    layout: Name
-    home: Name = ""
-    num_modules: Count = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +138,7 @@ class RunRecord:
     idle_s: float | None = None
 
     @property
-    def last_words(self) -> Mapping[int, Mapping[str, Any]]:
+    def end_lines(self) -> Mapping[int, Mapping[str, Any]]:
         """The last line of its begin or end, by rank."""
         return {
             rank: line
@@ -268,7 +248,7 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
     made.replace(folder / "run.json")
 
 
-def forget_ranks(folder: Path, num_ranks: int) -> None:
+def remove_other_ranks(folder: Path, num_ranks: int) -> None:
     """Remove the lines of an earlier run's ranks beyond those of this one."""
     for rank, path in rank_files(folder):
         if rank >= num_ranks:
@@ -313,7 +293,7 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
 def read_facts(folder: Path, run: Path) -> RunFacts:
     """Return the facts in ``run.json`` of a folder; ``run`` is the name of the run in errors.
 
-    **Raises** ConfigError if there is none, or another version has written it.
+    **Raises** ConfigError without that file, or if another version has written it.
     """
     path = folder / "run.json"
     if not path.is_file():

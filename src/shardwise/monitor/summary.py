@@ -31,8 +31,9 @@ from shardwise.monitor.metrics import (
     OverRanks,
     transfers_ms,
 )
-from shardwise.monitor.record import RunFacts, StepLine, UnitFacts, over_steps
+from shardwise.monitor.record import RunFacts, StepLine, over_steps
 from shardwise.names import name_of_unit
+from shardwise.unit_facts import UnitFacts
 
 
 class Shown(NamedTuple):
@@ -141,7 +142,7 @@ def _are_finite(*values: float | None) -> bool:
 def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
     """Return the lines about the later half of the steps, without the slow first ones.
 
-    Each of the first few steps has a line of its own, so it is not the later half of the lines.
+    That is not the later half of the lines, as each of the first few steps is a line.
     """
     if not lines:
         return lines
@@ -156,7 +157,7 @@ def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def where_time_goes(lines: Sequence[StepLine]) -> dict[str, float]:
+def phase_seconds(lines: Sequence[StepLine]) -> dict[str, float]:
     """Return the seconds of a settled step by phase, the median over the ranks.
 
     The rest of the step is `ENGINE`, so they add up to it.

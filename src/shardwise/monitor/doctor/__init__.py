@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.monitor.doctor import communication, ends, memory, numbers, ranks, sharding
+from shardwise.monitor.doctor import communication, ends, memory_rules, numbers, ranks, sharding
 from shardwise.monitor.doctor.evidence import NotEnough, several_ranks
 from shardwise.monitor.findings import Abstention, Diagnosis, Finding, worst_first
 from shardwise.monitor.record import RunFacts, RunRecord
@@ -35,15 +35,15 @@ _RULES = (
     _Rule(("SW024",), ranks.uneven_batches, several_ranks),
     _Rule(("SW022",), ends.no_step),
     _Rule(("SW023",), ends.died),
-    _Rule(("SW030", "SW005"), memory.full_memory),
-    _Rule(("SW031",), memory.fragmentation),
-    _Rule(("SW032", "SW033"), memory.cost_of_offload),
+    _Rule(("SW030", "SW005"), memory_rules.full_memory),
+    _Rule(("SW031",), memory_rules.fragmentation),
+    _Rule(("SW032", "SW033"), memory_rules.cost_of_offload),
     _Rule(("SW040",), numbers.half_precision),
     _Rule(("SW041",), numbers.not_finite),
     _Rule(("SW042",), numbers.lost_updates),
-    _Rule(("SW050",), memory.slow_saves),
-    _Rule(("SW050",), memory.other_saves),
-    _Rule(("SW051",), memory.no_saves),
+    _Rule(("SW050",), memory_rules.slow_saves),
+    _Rule(("SW050",), memory_rules.other_saves),
+    _Rule(("SW051",), memory_rules.no_saves),
 )
 # A finding of the first code explains one of the others, of the same rank if both name one.
 _EXPLAINS = {

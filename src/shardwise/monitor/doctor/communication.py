@@ -64,9 +64,9 @@ def exposed_communication(run: RunRecord) -> Finding | None:
 
 
 def _memory_at_stage_2(run: RunRecord, lines: Sequence[StepLine]) -> float | None:
-    """Return the percents of the device that would be used; None if they are too many.
+    """Return the percents of the device that would be used, or None if they are too many.
 
-    On a CPU it is None: ranks share the memory of the host with other processes.
+    On a CPU always None, as ranks share the host's memory with other processes.
     """
     facts = run.facts
     if is_cpu(facts):

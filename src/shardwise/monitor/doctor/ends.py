@@ -23,7 +23,7 @@ def died(run: RunRecord) -> Finding | None:
     A rank that raised by itself is the cause before one that exited, since launchers kill the
     others. Ranks whose communication failed are the cause only if no other rank is known to be.
     """
-    last_lines = run.last_words
+    last_lines = run.end_lines
     failed = {rank: line for rank, line in last_lines.items() if line.get("error")}
     stopped = [rank for rank, line in failed.items() if line["error"] == "KeyboardInterrupt"]
     failed = {rank: line for rank, line in failed.items() if rank not in stopped}
@@ -120,7 +120,7 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 def no_step(run: RunRecord) -> Finding | None:
     """Find a run that has not ended and writes no steps any more."""
-    if run.idle_s is None or any(line["kind"] == "end" for line in run.last_words.values()):
+    if run.idle_s is None or any(line["kind"] == "end" for line in run.end_lines.values()):
         return None
     if len(run.steps) < 3:
         raise NotEnough("lines of steps, which tell how long one takes")

@@ -24,7 +24,7 @@ Which = Literal["min", "median", "max"]
 
 
 class NotEnough(Exception):
-    """Raised by a rule that cannot judge; the text says what is missing."""
+    """Raised by a rule that cannot judge; the text names the missing evidence."""
 
 
 def steady(run: RunRecord) -> Sequence[StepLine]:
@@ -37,7 +37,7 @@ def steady(run: RunRecord) -> Sequence[StepLine]:
 
 
 def steady_with(run: RunRecord, name: str) -> Sequence[StepLine]:
-    """Return the steady lines that have a figure. **Raises** NotEnough if there is none."""
+    """Return the steady lines that have a figure. **Raises** NotEnough without such a line."""
     lines = [line for line in steady(run) if name in line.metrics]
     if not lines:
         raise NotEnough(f"the figure {name}")

@@ -7,7 +7,7 @@ from statistics import median
 from shardwise.monitor.doctor.evidence import num_shards
 from shardwise.monitor.findings import Change, Finding, make_finding
 from shardwise.monitor.metrics import MIB
-from shardwise.monitor.record import RunFacts, RunRecord, UnitFacts
+from shardwise.monitor.record import RunFacts, RunRecord
 from shardwise.names import name_of_unit
 from shardwise.stages import DEFAULT_BUCKET_BYTES
 
@@ -105,7 +105,7 @@ def padding(run: RunRecord) -> Finding | None:
     num_bytes = sum(unit.padding_bytes for unit in facts.units)
     if not any(facts.padding_share > share and num_bytes > least for share, least in _PADDING):
         return None
-    worst: UnitFacts = max(facts.units, key=lambda unit: unit.padding_bytes)
+    worst = max(facts.units, key=lambda unit: unit.padding_bytes)
     return make_finding(
         "SW006",
         {

@@ -15,62 +15,44 @@ from typing import Any, get_args
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream, Transfer
 from shardwise.plan.timing.breakdown import COMMUNICATING, RankRun, Span, category, unit_name
 from shardwise.plan.timing.simulate import Simulated
+from shardwise.trace_events import ChromeTrace
 
 _LABELLED = ("unshard", "reduce")
 _STREAMS: tuple[Stream, ...] = get_args(Stream)
 
-Event = dict[str, Any]
 
-
-def chrome_trace(simulated: Simulated, num_micro_batches: int | None = None) -> dict[str, Any]:
+def simulated_trace(simulated: Simulated, num_micro_batches: int | None = None) -> dict[str, Any]:
     """Return the trace of the ranks that were written down: a process each, a thread per stream.
 
-    Times are whole nanoseconds, so that events which follow each other do not overlap by rounding.
-    ``num_micro_batches``: those of the step, where fewer were simulated.
+    Times are whole nanoseconds. ``num_micro_batches``: those of the step, if fewer were simulated.
     """
     shown = simulated.num_micro_batches
     first = min(run.begin_s for run in simulated.ranks)
-    events: list[Event] = []
+    trace = ChromeTrace(ticks_per_us=1000)
     for order, run in enumerate(simulated.ranks):
-        title = f"rank {run.rank}" + (
-            " (slowest)" if order == 0 and len(simulated.ranks) > 1 else ""
-        )
-        events += _process_events(run, order, title)
-        events += [e for span in run.spans for e in _span_events(run, span, first)]
-        events += _wait_events(run, first)
-        events += _flow_events(run, first)
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "source": "shardwise simulate",
-            "simulated_s": simulated.step_s,
-            "num_simulated_micro_batches": shown,
-            "num_micro_batches": shown if num_micro_batches is None else num_micro_batches,
-            "num_ranks": simulated.scenario.num_ranks,
-        },
-        "traceEvents": events,
-    }
+        slowest = " (slowest)" if order == 0 and len(simulated.ranks) > 1 else ""
+        used = {run.program.ops[span.op].stream for span in run.spans}
+        threads = {
+            tid: f"{stream} axis" if stream in COMMUNICATING else stream
+            for tid, stream in enumerate(_STREAMS)
+            if stream in used
+        }
+        trace.name_process(run.rank, f"rank {run.rank}{slowest}", order, threads)
+        for span in run.spans:
+            _add_op(trace, run, span, first)
+        _add_waits(trace, run, first)
+        _add_arrows(trace, run, first)
+    return trace.to_json(
+        source="shardwise simulate",
+        simulated_s=simulated.step_s,
+        num_simulated_micro_batches=shown,
+        num_micro_batches=shown if num_micro_batches is None else num_micro_batches,
+        num_ranks=simulated.scenario.num_ranks,
+    )
 
 
-def _process_events(run: RankRun, order: int, title: str) -> list[Event]:
-    def metadata(kind: str, tid: int, **args: object) -> Event:
-        return {"name": kind, "ph": "M", "pid": run.rank, "tid": tid, "ts": 0, "args": args}
-
-    used = {run.program.ops[span.op].stream for span in run.spans}
-    events = [
-        metadata("process_name", 0, name=title),
-        metadata("process_sort_index", 0, sort_index=order),
-    ]
-    for tid, stream in enumerate(_STREAMS):
-        if stream in used:
-            name = f"{stream} axis" if stream in COMMUNICATING else stream
-            events.append(metadata("thread_name", tid, name=name))
-            events.append(metadata("thread_sort_index", tid, sort_index=tid))
-    return events
-
-
-def _span_events(run: RankRun, span: Span, first: float) -> list[Event]:
-    """Return the event of one operation; of a collective, from the moment at which it was ready."""
+def _add_op(trace: ChromeTrace, run: RankRun, span: Span, first: float) -> None:
+    """Add the span of one operation; of a collective, from the moment at which it was ready."""
     op = run.program.ops[span.op]
     args: dict[str, object] = {
         "unit": unit_name(run.program, op),
@@ -80,23 +62,13 @@ def _span_events(run: RankRun, span: Span, first: float) -> list[Event]:
     }
     if span.start_s > span.ready_s:
         args["waited_for_ranks_us"] = (span.start_s - span.ready_s) * 1e6
-    return [_slice(_name(run.program, op), category(op), run, op, span, first, args)]
+    begin = _place(run, op, span.ready_s - first)
+    end = _nanoseconds(span.end_s - first)
+    trace.add_span(_name(run.program, op), category(op), begin, end, args)
 
 
-def _slice(
-    name: str, cat: str, run: RankRun, op: Op, span: Span, first: float, args: dict[str, object]
-) -> Event:
-    begin, end = _nanoseconds(span.ready_s - first), _nanoseconds(span.end_s - first)
-    return {
-        "name": name,
-        "cat": cat,
-        "ph": "X",
-        "pid": run.rank,
-        "tid": _STREAMS.index(op.stream),
-        "ts": begin / 1000,
-        "dur": (end - begin) / 1000,
-        "args": args,
-    }
+def _place(run: RankRun, op: Op, at_s: float) -> tuple[int, int, int]:
+    return run.rank, _STREAMS.index(op.stream), _nanoseconds(at_s)
 
 
 def _name(program: Program, op: Op) -> str:
@@ -127,9 +99,8 @@ def _work_args(op: Op) -> dict[str, object]:
             return {"link": op.work.link, "num_bytes": op.work.num_bytes}
 
 
-def _wait_events(run: RankRun, first: float) -> list[Event]:
-    """Return what fills the gaps in which compute waits for a labelled collective."""
-    events: list[Event] = []
+def _add_waits(trace: ChromeTrace, run: RankRun, first: float) -> None:
+    """Add spans in the gaps in which compute waits for a labelled collective."""
     ops = run.program.ops
     free = run.begin_s
     for span in run.spans:
@@ -140,43 +111,24 @@ def _wait_events(run: RankRun, first: float) -> list[Event]:
             cause = ops[max(op.after, key=lambda j: run.spans[j].end_s)]
             if cause.phase in _LABELLED and isinstance(cause.work, Collective):
                 name = f"shardwise.wait_{cause.phase}({unit_name(run.program, cause)})"
-                args: dict[str, object] = {"phase": op.phase, "micro_batch": op.micro_batch}
-                gap = Span(span.op, free, free, span.start_s)
-                events.append(_slice(name, "wait", run, op, gap, first, args))
+                args = {"phase": op.phase, "micro_batch": op.micro_batch}
+                begin, end = _place(run, op, free - first), _nanoseconds(span.start_s - first)
+                trace.add_span(name, "wait", begin, end, args)
         free = span.end_s
-    return events
 
 
-def _flow_events(run: RankRun, first: float) -> list[Event]:
-    """Return an arrow from each gather to the first operation on compute that needs it."""
-    events: list[Event] = []
+def _add_arrows(trace: ChromeTrace, run: RankRun, first: float) -> None:
+    """Add an arrow from each gather to the first operation on compute that needs it."""
     ops = run.program.ops
     drawn: set[int] = set()
     for span in run.spans:
         op = ops[span.op]
-        if op.stream != "compute":
-            continue
-        for j in op.after:
-            if j in drawn or category(ops[j]) != "all_gather":
-                continue
-            drawn.add(j)
-            for phase, at, stream in (
-                ("s", run.spans[j].ready_s, ops[j].stream),
-                ("f", span.ready_s, op.stream),
-            ):
-                events.append(
-                    {
-                        "name": "gather to use",
-                        "cat": "flow",
-                        "ph": phase,
-                        "id": run.rank * len(ops) + j,
-                        "pid": run.rank,
-                        "tid": _STREAMS.index(stream),
-                        "ts": _nanoseconds(at - first) / 1000,
-                        **({"bp": "e"} if phase == "f" else {}),
-                    }
-                )
-    return events
+        for j in op.after if op.stream == "compute" else ():
+            if j not in drawn and category(ops[j]) == "all_gather":
+                drawn.add(j)
+                begin = _place(run, ops[j], run.spans[j].ready_s - first)
+                end = _place(run, op, span.ready_s - first)
+                trace.add_arrow("gather to use", run.rank * len(ops) + j, begin, end)
 
 
 def _nanoseconds(seconds: float) -> int:

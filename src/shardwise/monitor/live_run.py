@@ -21,7 +21,7 @@ from shardwise.monitor.record import (
     read_facts,
     read_step,
 )
-from shardwise.monitor.summary import settled, where_time_goes
+from shardwise.monitor.summary import phase_seconds, settled
 
 _LOG = logging.getLogger("shardwise")
 _MOST_LINES = 240  # over all ranks that a reader keeps
@@ -50,7 +50,7 @@ class Snapshot:
     @property
     def ending(self) -> str | None:
         """The end that the run has written; None while it continues, or if it was killed."""
-        ends = [line for line in self.record.last_words.values() if line["kind"] == "end"]
+        ends = [line for line in self.record.end_lines.values() if line["kind"] == "end"]
         errors = [line["error"] for line in ends if line.get("error")]
         return f"it broke off: {errors[0]}" if errors else "it is over" if ends else None
 
@@ -62,7 +62,7 @@ class Snapshot:
 
     @property
     def is_late(self) -> bool:
-        """Whether new figures are long overdue: the run was killed, or it hangs."""
+        """True if new figures are long overdue: the run was killed, or it hangs."""
         if self.ending is not None or self.gap_s is None:
             return False
         return self.quiet_s > max(_LATE_TIMES * self.gap_s, _LATE_S)
@@ -82,7 +82,7 @@ class Snapshot:
             "is_late": self.is_late,
             "ending": self.ending,
             **{name: values.get(name, {}) for name in ("metrics", "values", "values_over_steps")},
-            "phases_s": where_time_goes(self.lines),
+            "phases_s": phase_seconds(self.lines),
             **diagnose(self.record).to_json(),
         }
 

@@ -1,4 +1,4 @@
-"""What runs, asked of a sharded model once: its units, its mesh, its device."""
+"""The facts of a run, read once from a sharded model: units, mesh, device."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,13 @@ from shardwise.engine.describe import describe
 from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
 from shardwise.mesh import Axis
-from shardwise.monitor.record import RunFacts, UnitFacts
+from shardwise.monitor.record import RunFacts
 from shardwise.plan.machine.hardware import find_accelerator
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.unit import Unit
+from shardwise.unit_facts import UnitFacts
 
-_NDIM_OF_STACKS = 3  # of parameters that hold all experts: the first dim counts them
+_NDIM_OF_STACKS = 3  # of parameters that hold all experts along the first dim
 _FLOPS_OF_TRAINED, _FLOPS_OF_FROZEN = 6.0, 4.0  # for each weight and token, forward and backward
 
 
@@ -30,11 +31,11 @@ def facts_of(
     hosts: Sequence[str],
     flops_per_token: float | None = None,
 ) -> RunFacts:
-    """Return what runs, as this rank sees it.
+    """Return the facts of the run, as this rank sees it.
 
-    **Source** of the six operations for each weight and token: Kaplan et al. 2020, section 2.1; of
-    a frozen weight the product for its own gradient, a third of them, falls away. Of a mixture of
-    experts those count that a token is sent to, see `_experts_of_a_token`.
+    **Source** of six operations for each weight and token: Kaplan et al. 2020, section 2.1. A
+    frozen weight has no product for its gradient, a third of them. Of a mixture of experts those
+    count to which a token is routed, see `_experts_of_a_token`.
     """
     parts = Parts(model)
     config, device = parts.first.config, parts.comm.device
@@ -80,10 +81,10 @@ def degrees_of(parts: Parts) -> dict[str, int]:
 
 
 def _experts_of_a_token(modules: Sequence[nn.Module]) -> dict[nn.Module, int]:
-    """Return the modules whose parameters are stacked experts, with how many a token is sent to.
+    """Return the modules of stacked experts, with the number of experts of a token.
 
-    They are those beside a router, or in a module, that says ``top_k``, as ours do and most of
-    transformers.
+    The number is the ``top_k`` of their parent or of a router beside them, as in our modules and
+    most of transformers.
     """
     found = {}
     for parent in (inner for each in modules for inner in each.modules()):
@@ -104,7 +105,7 @@ def _flops_per_token(units: Sequence[Unit], experts: Mapping[nn.Module, int]) ->
     for unit in units:
         for param in unit.params:
             looks_up = all(isinstance(use.module, nn.Embedding) for use in param.uses)
-            if len(param.shape) > 1 and not looks_up:  # of vectors and tables there is no product
+            if len(param.shape) > 1 and not looks_up:  # vectors and tables have no product
                 each = _FLOPS_OF_TRAINED if param.is_trained else _FLOPS_OF_FROZEN
                 met = next((k for use in param.uses if (k := experts.get(use.module))), None)
                 if met is None or len(param.shape) != _NDIM_OF_STACKS:
@@ -114,13 +115,13 @@ def _flops_per_token(units: Sequence[Unit], experts: Mapping[nn.Module, int]) ->
 
 
 def _unsharded_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return the bytes of what optimizers hold that is a parameter of no unit."""
+    """Return the bytes of the optimizers' parameters that belong to no unit."""
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     return sum(p.nbytes for p in held if owner_of(p) is None)
 
 
 def _peak_flops(name: str, dtypes: set[str]) -> float | None:
-    """Return what a device of the catalogue can do; None for any other, and for mixed dtypes."""
+    """Return the peak rate of a device; None if not in the catalogue, and for mixed dtypes."""
     if name == "cpu" or len(dtypes) != 1:
         return None
     try:

@@ -1,4 +1,7 @@
-"""Updates that round away in parameters of 16 bits, which are stepped without fp32 masters."""
+"""Checks before a step: gradients that are not finite, updates that round away.
+
+Updates round away in parameters of 16 bits that are stepped without fp32 masters.
+"""
 
 import math
 import time
@@ -12,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
 from shardwise.tensor.background_step import elements_of, is_under_way
-from shardwise.tensor.plain_state import stepped_in_16_bits
+from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
+from shardwise.unit.unit import Unit
 
-# One look in each of the first steps; then only for so small a share of the time, but where that
-# is seldom as often as this. A look ends in the step after, which takes its time too.
+# Each of the first steps is looked at; then looks take this share of the time, or come every
+# `_SELDOM_S` if that is more often. A look ends in the next step, which takes time too.
 _FIRST_LOOKS, _SHARE, _SELDOM_S = 8, 0.0005, 30.0
-_PARAMETERS, _ELEMENTS = 16, 4096  # of one look: the parameters in turn, and of each some elements
-_LEAST_WANTED = 32  # updates of a parameter that is judged by itself
+_PARAMETERS, _ELEMENTS = 16, 4096  # of one look: parameters in turn, some elements of each
+_LEAST_WANTED = 32  # updates of a parameter that is judged singly
 _MAX_NAMED = 8
 
 
@@ -33,9 +37,9 @@ class _Sample:
 class LostUpdates:
     """Counts elements that have a gradient and the same value before and after a step.
 
-    The sample of a step is compared as the next step begins, so a step in the background is over.
+    The sample of a step is compared as the next step begins, when a step in the background is over.
 
-    **Cost** nothing without such parameters. A look waits for each device once.
+    **Cost** nothing without parameters in 16 bits. A look waits for each device once.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -122,3 +126,32 @@ class LostUpdates:
 def _some_of(local: torch.Tensor) -> torch.Tensor:
     flat = local.reshape(-1)
     return flat[:: max(math.ceil(flat.numel() / _ELEMENTS), 1)]
+
+
+@torch.no_grad()
+def bad_gradients(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the parameters of an optimizer whose gradient has inf or nan on this rank.
+
+    **Cost** reads this rank's gradients once, and waits for each device once.
+    """
+    of_param = {id(p): p.name for u in units for p in u.params}
+    found: dict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            local = elements_of(grad) if isinstance(grad, DTensor) else grad
+            if local is not None and local.numel():
+                name = of_param.get(id(owner_of(param)), "(no unit)")
+                found[local.device].append((name, local))
+    return [name for gradients in found.values() for name in _bad_of(gradients)]
+
+
+def _bad_of(gradients: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of gradients that are not finite; all are on one device."""
+    norms = torch._foreach_norm([local for _, local in gradients])
+    are_finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
+    return [  # a sum of squares may overflow: check each element
+        name
+        for (name, local), is_finite in zip(gradients, are_finite, strict=True)
+        if not is_finite and not bool(local.isfinite().all())
+    ]
