@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import shard
-from shardwise.checkpoint.digest import chunk_digests, digest_of
+from shardwise.checkpoint.container import chunk_digests, digest_of
 
 STEP = 3
 NAME = f"step-{STEP:08d}"

@@ -18,9 +18,9 @@ from disk import Fault, FaultyFiles, Lockstep, SimulatedDisk, all_crashes
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
-from shardwise.checkpoint.leftovers import clean_up
 from shardwise.checkpoint.manifest import LayoutRow, Manifest, OptimizerRow, TensorRow
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.trash import clean_up
 from shardwise.checkpoint.values import encode
 from shardwise.checkpoint.write import Part, Written, write_checkpoint
 from shardwise.comm.control import Control

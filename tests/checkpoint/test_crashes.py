@@ -21,7 +21,7 @@ from shardwise.checkpoint.folder import (
     step_name,
     steps_in,
 )
-from shardwise.checkpoint.leftovers import clean_up, remove_checkpoint
+from shardwise.checkpoint.trash import clean_up, remove_checkpoint
 from shardwise.checkpoint.write import Written
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CollectiveError

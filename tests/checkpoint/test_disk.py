@@ -26,7 +26,7 @@ from disk import (
 )
 from ranks import HANG_S
 from shardwise.checkpoint.files import Files, read_text
-from shardwise.checkpoint.leftovers import remove_tree
+from shardwise.checkpoint.trash import remove_tree
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
 

@@ -28,8 +28,7 @@ from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.loading import Request, load_newest
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.sealed import MANIFEST
+from shardwise.checkpoint.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.write import Written, write_checkpoint
 from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of

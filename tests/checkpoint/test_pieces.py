@@ -25,12 +25,11 @@ from typer.testing import CliRunner
 from disk import SimulatedDisk
 from hostile import sealed
 from saving import bits
-from shardwise.checkpoint.digest import CHUNK_BYTES
+from shardwise.checkpoint.container import CHUNK_BYTES
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly
-from shardwise.checkpoint.manifest import OptimizerRow, parse_manifest
+from shardwise.checkpoint.manifest import OptimizerRow, parse_manifest, unseal
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.sealed import unseal
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.verify import verify

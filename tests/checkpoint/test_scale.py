@@ -26,12 +26,18 @@ from scaling import (
     write_all,
 )
 from shardwise.checkpoint.assemble import assemble
-from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_CHARS
 from shardwise.checkpoint.files import Entry, Files
-from shardwise.checkpoint.manifest import IndexRow, Manifest, parse_manifest
-from shardwise.checkpoint.rank_index import parse_index
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    IndexRow,
+    Manifest,
+    index_name,
+    parse_index,
+    parse_manifest,
+    seal,
+)
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.sealed import MANIFEST, index_name, seal
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.write import Part, write_checkpoint, write_rank

@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 import torch
 
 from shardwise import __version__
-from shardwise.checkpoint.container import memory_of
-from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_BYTES, digest_of
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, digest_of, memory_of
 from shardwise.checkpoint.manifest import (
+    FORMAT,
+    PIECES_FORMAT,
     LayoutRow,
     Manifest,
     MeshRow,
@@ -19,7 +20,6 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.merge import Merged, key_of, merge, row_of
 from shardwise.checkpoint.same_bits import check_stages
-from shardwise.checkpoint.sealed import FORMAT, PIECES_FORMAT
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.checkpoint.write import Part

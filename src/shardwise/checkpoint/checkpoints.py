@@ -13,7 +13,6 @@ from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
-from shardwise.checkpoint.leftovers import Leftovers, clean_up
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.save_load import (
     NOTHING,
@@ -26,6 +25,7 @@ from shardwise.checkpoint.save_load import (
 )
 from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.state import Item, Table
+from shardwise.checkpoint.trash import Leftovers, clean_up
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import naming
 from shardwise.engine.conditions import Origin

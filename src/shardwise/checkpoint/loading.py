@@ -15,17 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.all_ranks import collector_paused, on_all_ranks
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, steps_in
-from shardwise.checkpoint.gc_pause import collector_paused
+from shardwise.checkpoint.folder import (
+    MAX_LOOKS,
+    Chosen,
+    check_quickly,
+    choose,
+    has_changed,
+    is_there,
+    step_name,
+    steps_in,
+    vanishing,
+)
 from shardwise.checkpoint.generators import (
     check_generators,
     derive_generators,
     set_generators,
 )
-from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.newest import Chosen, choose, has_changed, is_there, vanishing
+from shardwise.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from shardwise.checkpoint.places import Host, Place, host_of
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import (
@@ -38,7 +46,6 @@ from shardwise.checkpoint.restore import (
     optimizer_targets,
     read_targets,
 )
-from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import module_states
 from shardwise.comm.control import Control
 from shardwise.engine.conditions import Origin
@@ -88,7 +95,7 @@ def load_newest(request: Request, folder: Path) -> Loaded | None:
 
     Returns None if the folder holds no checkpoint. **Raises** CheckpointError, the same on all
     ranks, if all are damaged, or if one does not fit the model (an older one would not either).
-    What is removed while it is read: Note [Beside a run that goes on] in `newest`.
+    What is removed while it is read: Note [Beside a running run] in `folder`.
     """
     skipped: dict[int, str] = {}
     for _ in range(MAX_LOOKS):

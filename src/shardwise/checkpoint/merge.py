@@ -14,10 +14,21 @@ from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.digest import DIGEST_BYTES, digest_of
-from shardwise.checkpoint.manifest import LayoutRow, MeshRow, OptimizerRow, TensorRow
-from shardwise.checkpoint.pieces import is_grid
-from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, validated
+from shardwise.checkpoint.container import DIGEST_BYTES, digest_of
+from shardwise.checkpoint.manifest import (
+    Digest,
+    LayoutRow,
+    MeshRow,
+    Name,
+    OptimizerRow,
+    Rows,
+    SealedPart,
+    TensorRow,
+    is_grid,
+    seal,
+    unseal,
+    validated,
+)
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.comm.control import Control
@@ -28,7 +39,7 @@ from shardwise.layout.boxes import Region, full_region
 _HINT = "Was an optimizer stepped on some ranks only?"
 
 
-class Described(Part):
+class Described(SealedPart):
     """What one rank has, with the digests of the tensors that it has whole."""
 
     stage: int

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.all_ranks import collector_paused, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
-from shardwise.checkpoint.gc_pause import collector_paused
 from shardwise.checkpoint.generators import read_generators
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
+from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.places import host_of
 from shardwise.checkpoint.same_bits import once
-from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import Item, Table, collect
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, naming

@@ -29,9 +29,9 @@ from shardwise.checkpoint.container import (
     torch_dtype,
 )
 from shardwise.checkpoint.files import Files, Writer
-from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
+from shardwise.checkpoint.trash import remove_tree
 from shardwise.convert.foreign import follow_link
 from shardwise.errors import CheckpointError, ConfigError
 
