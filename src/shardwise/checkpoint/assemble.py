@@ -511,7 +511,7 @@ def _without_copies(items: Sequence[Item]) -> tuple[Item, ...]:
 def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:
     """Compare the tensors that several stages have. See Note [A sum that no cut changes].
 
-    **Cost** nothing if there are none; otherwise a pass over them, and one exchange.
+    **Cost** nothing if no tensor is; otherwise a pass over them, and one exchange.
 
     **Raises** CheckpointError, the same on all ranks, naming the key and the stages.
     """

@@ -1,8 +1,8 @@
 """Files on disk: `Files` has every call that checkpoint code makes to a file system.
 
-Tests replace it with a disk that fails, or that forgets what was not synced.
+Tests replace it with a disk that fails, or that forgets unsynced bytes.
 
-Note [What is durable]
+Note [Durable names and bytes]
 ~~~~~~~~~~~~~~~~~~~~~~
 A written file survives a power cut only after `Writer.sync`, and its name only after `sync_folder`
 of its folder. The same holds for renamed, removed and new names. Only `make_folders` syncs by
@@ -155,7 +155,7 @@ os.register_at_fork(after_in_child=lambda: list(map(Lock.close, _held)))
 
 
 class Files:
-    """The operating system's file calls. See Note [What is durable].
+    """The operating system's file calls. See Note [Durable names and bytes].
 
     **Raises** OSError with errno and filename from every call.
     """

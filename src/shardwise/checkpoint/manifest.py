@@ -18,7 +18,7 @@ format is 2: ``meshes`` are tables of ranks, each layout names the mesh that cut
 be a *piece*: the box that begins at ``at`` in a tensor of shape ``of``, cut like a whole tensor.
 The rows of one key form a grid that has each element once. If several groups hold a piece, the
 manifest names one of them. Of that group's replicas, a hash of the key chooses the writer, so a
-rank knows the writer of its own tensors before it knows the tensors of other ranks.
+rank knows the writer of each of its tensors before it knows those of other ranks.
 """
 
 import re

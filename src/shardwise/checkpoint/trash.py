@@ -32,7 +32,7 @@ from shardwise.checkpoint.manifest import is_ours
 from shardwise.errors import CheckpointError
 
 # A process that tests a lock holds it for an instant, which is long under load. A process that is
-# stopped in that instant holds it until it goes on.
+# stopped in that instant holds it until it is continued.
 LOCK_RETRY_S = 0.1
 LOCK_ATTEMPTS = 600
 STEP = re.compile(r"step-([0-9]{8,12})")

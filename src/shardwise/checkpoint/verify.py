@@ -146,7 +146,7 @@ class _Check:
             return None
 
     def ranks(self, manifest: Manifest) -> None:
-        """Check the files of all ranks, and that there are no others with names like theirs."""
+        """Check the files of all ranks, and that no other file has such a name."""
         checkpoint = Checkpoint(self._files, self._path, manifest)
         expected = {MANIFEST}
         try:

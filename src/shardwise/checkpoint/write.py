@@ -11,7 +11,7 @@ Note [Commit]
 
 So a folder with that name is complete, and once the call has returned it survives a power cut. All
 other folders are leftovers. A failure anywhere raises the same error on all ranks, and rank 0
-removes what was written. Nothing but its name points at a checkpoint.
+removes the files. Nothing but its name points at a checkpoint.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ def _commit(
     try:
         files.sync_folder(target.parent)
     except OSError:
-        # The rename may not be durable, so it is undone. Until that is durable, a power cut may
+        # The rename may not be durable: it is undone. Until that is durable, a power cut may
         # bring back either name; the new checkpoint is removed only afterwards.
         with suppress(OSError, CheckpointError):
             if replaces:
