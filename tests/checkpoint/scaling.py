@@ -7,16 +7,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.manifest import (
+from inner import (
     MANIFEST,
+    Files,
     LayoutRow,
     Manifest,
     OptimizerRow,
+    Part,
     TensorRow,
+    index_row,
     seal,
+    write_rank,
 )
-from shardwise.checkpoint.write import Part, index_row, write_rank
 from shardwise.layout.boxes import Box
 
 Shapes = dict[str, tuple[int, ...]]

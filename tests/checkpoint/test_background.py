@@ -13,11 +13,10 @@ import torch
 
 import shardwise
 from disk import Fault, FaultyFiles
+from inner import Checkpoints, Files, Saving
 from ranks import HANG_S, run_ranks
 from saving import Run, Setting, build, differences, local_bytes, take_step, truth_of
 from shardwise.checkpoint import checkpoints
-from shardwise.checkpoint.checkpoints import Checkpoints, Saving
-from shardwise.checkpoint.files import Files
 from shardwise.errors import CheckpointError
 
 SIZES = (1, 3)

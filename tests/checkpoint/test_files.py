@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from inner import Files, read_text, remove_tree
 from shardwise.checkpoint import files as files_module
-from shardwise.checkpoint.files import Files, read_text
-from shardwise.checkpoint.trash import remove_tree
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 FILES = Files()
@@ -325,7 +324,6 @@ def test_a_lock_has_one_holder_whichever_process_asks(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from shardwise.checkpoint.files import Files
 print(Files().lock(Path({str(path)!r})) is not None)
 """
 

@@ -19,11 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from inner import decode, digest_of, parse_index
 from shardwise import strict_json
 from shardwise.checkpoint import container, manifest
-from shardwise.checkpoint.container import digest_of
-from shardwise.checkpoint.manifest import parse_index
-from shardwise.checkpoint.values import decode
 from shardwise.convert import unpickle
 from shardwise.convert.dcp_metadata import _NAMES, METADATA, read_dcp_metadata
 from shardwise.convert.unpickle import read_pickle

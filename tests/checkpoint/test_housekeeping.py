@@ -18,20 +18,20 @@ from torch import nn
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
-from ranks import run_ranks, start_ranks
-from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import (
+from inner import (
     LOCK,
+    Checkpoints,
+    Files,
     Rotated,
     check_quickly,
+    clean_up,
     lock_holder,
     rotate,
     step_name,
     steps_in,
     take_lock,
 )
-from shardwise.checkpoint.trash import clean_up
+from ranks import run_ranks, start_ranks
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp

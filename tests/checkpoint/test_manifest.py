@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaling import Shapes, manifest_of
-from shardwise.checkpoint.container import digest_of
-from shardwise.checkpoint.manifest import (
+from inner import (
     FileRow,
     IndexRow,
     LayoutRow,
@@ -21,6 +19,7 @@ from shardwise.checkpoint.manifest import (
     OwnRow,
     RankIndex,
     TensorRow,
+    digest_of,
     file_name,
     index_name,
     is_ours,
@@ -29,6 +28,7 @@ from shardwise.checkpoint.manifest import (
     seal,
     unseal,
 )
+from scaling import Shapes, manifest_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)

@@ -16,12 +16,25 @@ import torch.distributed as dist
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
+from inner import (
+    Checkpoints,
+    Files,
+    Request,
+    check_quickly,
+    choose,
+    clean_up,
+    hold,
+    is_held,
+    let_go,
+    load_newest,
+    load_one,
+    remove_checkpoint,
+    rotate,
+    step_name,
+    steps_in,
+    temporary,
+)
 from ranks import HANG_S, run_ranks, start_ranks
-from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly, choose, rotate, step_name, steps_in
-from shardwise.checkpoint.loading import Request, load_newest, load_one
-from shardwise.checkpoint.trash import clean_up, hold, is_held, let_go, remove_checkpoint, temporary
 from shardwise.comm.control import SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint

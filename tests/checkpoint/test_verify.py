@@ -17,20 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disk import Fault, FaultyFiles
-from shardwise.checkpoint.container import digest_of
-from shardwise.checkpoint.files import Files, Reader
-from shardwise.checkpoint.folder import check_quickly
-from shardwise.checkpoint.manifest import (
+from inner import (
     MANIFEST,
+    Files,
     Manifest,
+    Part,
+    Reader,
     TensorRow,
+    Verified,
+    check_quickly,
+    digest_of,
     file_name,
     index_name,
     seal,
     unseal,
+    verify,
+    write_checkpoint,
 )
-from shardwise.checkpoint.verify import Verified, verify
-from shardwise.checkpoint.write import Part, write_checkpoint
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError
 from shardwise.strict_json import dumps
