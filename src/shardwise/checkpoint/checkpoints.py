@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -120,7 +120,7 @@ class Checkpoints:
             self._lock.release()
             self._lock = None
 
-    def reserve(self, *, extra: Mapping[str, Any] = NOTHING) -> None:
+    def reserve(self, *, extra: Mapping[str, object] = NOTHING) -> None:
         """Allocate the memory for background saves now, so the first save stalls no longer.
 
         Call it once the optimizer has its state, after the first step or a load, with the same
@@ -139,7 +139,7 @@ class Checkpoints:
         self,
         step: int,
         *,
-        extra: Mapping[str, Any] = NOTHING,
+        extra: Mapping[str, object] = NOTHING,
         wait: bool = False,
         progress: Progress | None = None,
     ) -> Saving:
@@ -160,7 +160,7 @@ class Checkpoints:
             return self._save(step, extra, wait, progress)
 
     def _save(
-        self, step: int, extra: Mapping[str, Any], wait: bool, progress: Progress | None
+        self, step: int, extra: Mapping[str, object], wait: bool, progress: Progress | None
     ) -> Saving:
         self._check_open()
         target = self.folder / step_name(checked_step(step))
@@ -188,7 +188,7 @@ class Checkpoints:
         self,
         *,
         step: int | None = None,
-        extra: Mapping[str, Any] = NOTHING,
+        extra: Mapping[str, object] = NOTHING,
         strict: bool = True,
         cast: bool = False,
         restore_generators: bool = True,

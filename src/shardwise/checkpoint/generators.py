@@ -38,7 +38,7 @@ class _Checked:
     digest: bytes
 
 
-def read_generators(device: torch.device) -> dict[str, Any]:
+def read_generators(device: torch.device) -> dict[str, str | None]:
     """Return the states of this process's generators, for JSON; draws nothing.
 
     They are base64, so JSON holds every bit. The accelerator's is null on a CPU run.
@@ -54,7 +54,7 @@ def read_generators(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_generators(value: Any, device: torch.device) -> None:
+def set_generators(value: object, device: torch.device) -> None:
     """Set this process's generators to states of `read_generators`.
 
     The next draws are bit-identical. All states are checked before the first is set. An
@@ -73,7 +73,7 @@ def set_generators(value: Any, device: torch.device) -> None:
         set_accelerator_generator(device, fresh.get_state())
 
 
-def derive_generators(value: Any, rank: int, device: torch.device) -> None:
+def derive_generators(value: object, rank: int, device: torch.device) -> None:
     """Seed the generators of a rank that has no saved state: the number of ranks has changed.
 
     ``value`` is the state of the saved run's rank 0. The seeds depend on it and on ``rank``, so
@@ -89,12 +89,12 @@ def derive_generators(value: Any, rank: int, device: torch.device) -> None:
     random.seed(mine)
 
 
-def check_generators(value: Any, device: torch.device) -> None:
+def check_generators(value: object, device: torch.device) -> None:
     """Check states for `set_generators`; nothing is changed. **Raises** as it."""
     _check(value, device)
 
 
-def _check(value: Any, device: torch.device) -> _Checked:
+def _check(value: object, device: torch.device) -> _Checked:
     """Try every state on a new generator."""
     if not isinstance(value, Mapping) or set(value) != set(_NAMES):
         raise CheckpointError(
@@ -170,7 +170,7 @@ def _seed(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _tensor(text: Any) -> torch.Tensor:
+def _tensor(text: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(_read(text)), dtype=torch.uint8)
 
 
@@ -178,7 +178,7 @@ def _write(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _read(text: Any) -> bytes:
+def _read(text: object) -> bytes:
     if type(text) is not str:
         raise TypeError(f"expected base64, got a {type(text).__name__}")
     return base64.b64decode(text, validate=True)

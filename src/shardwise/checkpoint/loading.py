@@ -89,7 +89,7 @@ class Request:
     control: Control
     model: Model
     optimizer: Optimizer | None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
     strict: bool = True
     cast: bool = False
     restore_generators: bool = True
@@ -276,7 +276,7 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
     # A rank beyond those that saved takes the own state of one of them.
     checkpoint = Checkpoint(request.files, path, manifest, host.rank % manifest.num_ranks)
     found: list[_Plan] = []
-    values: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {}
     begun = False
 
     def match() -> None:
@@ -342,7 +342,9 @@ class _Plan:
     states: dict[Place, dict[str, Any]]
 
 
-def _plan(request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, Any]) -> _Plan:
+def _plan(
+    request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, dict[str, Any]]
+) -> _Plan:
     """Match a checkpoint with the model, the optimizer, the user's state and the generators."""
     model = request.model
     optimizer = None if request.optimizer is None else Joined(request.optimizer)
@@ -371,7 +373,7 @@ def _plan(request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[
 
 
 def _apply_values(
-    request: Request, host: Host, values: Mapping[str, Any], same_ranks: bool
+    request: Request, host: Host, values: Mapping[str, dict[str, Any]], same_ranks: bool
 ) -> None:
     """Restore the user's state and the modules' own, in code of the user, which may raise."""
     for key, target in request.extra.items():

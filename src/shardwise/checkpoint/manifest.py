@@ -23,7 +23,7 @@ rank knows the writer of each of its tensors before it knows those of other rank
 
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -429,7 +429,7 @@ def is_grid(of: tuple[int, ...], pieces: Sequence[Region]) -> bool:
     return len({piece.at for piece in filled}) == len(filled) == cells
 
 
-def optimizer_info(row: OptimizerRow, decode: Any) -> OptimizerInfo:
+def optimizer_info(row: OptimizerRow, decode: Callable[[Any], object]) -> OptimizerInfo:
     """Return the optimizer's values as they were saved, through ``decode``.
 
     **Raises** DamagedCheckpoint when they are not an optimizer's groups and state.

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from shardwise.engine.parts import Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.trace import Tracer
 
-NOTHING: Mapping[str, Any] = {}
+NOTHING: Mapping[str, object] = {}
 _RUN_BYTES = 8
 _LOOKED_AT = 1 << 20  # elements at once
 
@@ -37,7 +36,7 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
-    extra: Mapping[str, Any] = NOTHING,
+    extra: Mapping[str, object] = NOTHING,
     replace: bool = False,
     progress: Progress | None = None,
 ) -> Written:
@@ -120,7 +119,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
-    extra: Mapping[str, Any] = NOTHING,
+    extra: Mapping[str, object] = NOTHING,
     strict: bool = True,
     cast: bool = False,
     restore_generators: bool = True,
@@ -182,7 +181,7 @@ def _check_model(model: object) -> None:
 def collect_on_all_ranks(
     model: Model,
     optimizer: Optimizer | None,
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
     then: Callable[[Table], Table] = lambda table: table,
 ) -> Table:
     """Return ``then`` of this rank's state; a failure on one rank is raised on all."""

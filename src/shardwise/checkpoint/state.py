@@ -17,7 +17,7 @@ of other ranks.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class Table:
     tied: Mapping[str, str]
     optimizer: OptimizerRow | None
     own: tuple[Item, ...]
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     is_alike: bool = True
     is_staged: bool = False
     apart: tuple[str, ...] = ()
@@ -113,8 +113,8 @@ def module_states(model: Model) -> Iterator[tuple[str, nn.Module]]:
 def collect(
     model: Model,
     optimizer: Optimizer | None,
-    extra: Mapping[str, Any],
-    generators: Mapping[str, Any],
+    extra: Mapping[str, object],
+    generators: Mapping[str, object],
 ) -> Table:
     """List everything that a checkpoint of this moment holds. See Note [Saved state].
 
@@ -176,7 +176,7 @@ def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
 _T = TypeVar("_T")
 
 
-def names_of_params(known: Sequence[tuple[Any, _T]], optimizer: Joined) -> list[list[_T]]:
+def names_of_params(known: Sequence[tuple[object, _T]], optimizer: Joined) -> list[list[_T]]:
     """Return the value of each parameter of each of the optimizer's groups.
 
     ``known`` are pairs of a parameter, as the optimizer holds it, and its value.
@@ -234,7 +234,7 @@ class _Layouts:
 
     def __init__(self, engine: Parts) -> None:
         self.rows: list[LayoutRow] = []
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[object, int] = {}
         self._ranks: dict[int, Ranks] = {}
         self.meshes = [self._ranks_of(engine.comm)]
         for unit in engine.units:
@@ -243,11 +243,13 @@ class _Layouts:
                 layout = storage.layout
                 shapes = tuple(layout.params[index].shape for index in layout.spread)
                 if id(storage) in used and shapes:
-                    kind = "rows" if layout.kind == "rows" else "flat"
+                    kind: Literal["rows", "flat"] = "rows" if layout.kind == "rows" else "flat"
                     mesh = self._ranks_of(unit.comm)
                     self._numbers[id(storage)] = self._add(kind, shapes, mesh)
 
-    def _add(self, kind: Any, shapes: tuple[tuple[int, ...], ...], mesh: Ranks) -> int:
+    def _add(
+        self, kind: Literal["rows", "flat"], shapes: tuple[tuple[int, ...], ...], mesh: Ranks
+    ) -> int:
         if mesh not in self.meshes:
             self.meshes.append(mesh)
         self.rows.append(LayoutRow(kind=kind, shapes=shapes, mesh=self.meshes.index(mesh)))
@@ -379,8 +381,8 @@ def _not_of_one(optimizer: Joined, key: str, name: str) -> CheckpointError:
 
 
 def _own_values(
-    model: Model, extra: Mapping[str, Any], generators: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[Item, ...]]:
+    model: Model, extra: Mapping[str, object], generators: Mapping[str, object]
+) -> tuple[dict[str, object], tuple[Item, ...]]:
     """Return this rank's values for its index, and the tensors that they hold."""
     states = {key: _state_of(value) for key, value in extra.items()}
     encoded_extra, tensors = encode(states, "extra")
@@ -391,7 +393,7 @@ def _own_values(
     return values, own
 
 
-def _state_of(value: Any) -> Any:
+def _state_of(value: object) -> object:
     """Return the state of a scheduler, a scaler, a loader; other values as they are."""
     state_dict = getattr(value, "state_dict", None)
     return state_dict() if callable(state_dict) else value

@@ -77,7 +77,7 @@ class _Spot(NamedTuple):
 
 
 def encode(
-    value: Any, where: str, before: Mapping[str, torch.Tensor] | None = None
+    value: object, where: str, before: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the value for `dumps`, and its tensors by their place in it.
 
@@ -95,7 +95,7 @@ def encode(
     return encoder.encode(value, _Spot(where)), encoder.tensors
 
 
-def decode(value: Any, tensors: Callable[[str], torch.Tensor], where: str = "value") -> Any:
+def decode(value: object, tensors: Callable[[str], torch.Tensor], where: str = "value") -> Any:
     """Return the value that was encoded; ``tensors`` returns the tensor of a place.
 
     Lists and dicts without tagged values inside are those of ``value`` itself.
@@ -112,7 +112,7 @@ class _Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
         self._open: set[int] = set()  # containers around the current value
 
-    def encode(self, value: Any, spot: _Spot) -> Any:
+    def encode(self, value: object, spot: _Spot) -> Any:
         if _is_plain(value):
             return value
         kind = type(value)
@@ -190,7 +190,7 @@ class _Encoder:
             tagged["factory"] = names[0]
         return tagged
 
-    def _keys(self, keys: Iterable[Any], spot: _Spot) -> list[Any]:
+    def _keys(self, keys: Iterable[object], spot: _Spot) -> list[Any]:
         inside = spot.as_key(2)
         return [self.encode(key, inside) for key in keys]
 
@@ -270,18 +270,18 @@ class _Decoder:
             reason = (str(e).strip() or type(e).__name__).splitlines()[0]
             _refuse(spot, f"not a {tag} as Shardwise writes it: {reason[:200]}")
 
-    def _tensor(self, of: Any) -> torch.Tensor:
+    def _tensor(self, of: object) -> torch.Tensor:
         return self._tensors(_read_text(of))
 
 
-def _text(key: Any) -> str:
+def _text(key: object) -> str:
     try:
         return str(key).encode("utf-8", "backslashreplace").decode()
     except ValueError:  # an int with more digits than Python writes
         return type(key).__name__
 
 
-def _shown(key: Any) -> str:
+def _shown(key: object) -> str:
     try:
         return reprlib.repr(key)
     except ValueError:
@@ -364,7 +364,7 @@ def _write_array(value: Any) -> dict[str, Any]:
     return tagged | shape | {"of": _write_base64(array.tobytes())}
 
 
-def _read_array(of: Any, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
+def _read_array(of: object, dtype: object, shape: object) -> np.ndarray[Any, Any]:
     data, found = _read_base64(of), _ARRAY_DTYPES[_read_text(dtype)]
     sizes = _sizes(shape)
     if len(data) > _MAX_ARRAY_BYTES or len(data) != math.prod(sizes) * found.itemsize:
@@ -378,18 +378,18 @@ def _write_base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _read_base64(of: Any) -> bytes:
+def _read_base64(of: object) -> bytes:
     return base64.b64decode(_read_text(of), validate=True)
 
 
-def _read_text(of: Any) -> str:
+def _read_text(of: object) -> str:
     """Return the text. **Raises** TypeError for other values."""
     if type(of) is not str:
         raise TypeError(f"expected text, got {reprlib.repr(of)}")
     return of
 
 
-def _sizes(of: Any) -> list[int]:
+def _sizes(of: object) -> list[int]:
     if type(of) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in of):
         raise TypeError(f"expected a list of sizes, got {reprlib.repr(of)}")
     return of

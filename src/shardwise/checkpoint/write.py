@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.container import (
@@ -88,7 +88,7 @@ class Part:
     rank: int
     read: Callable[[int, Box], memoryview]
     own: Sequence[tuple[TensorRow, Callable[[], memoryview]]]
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 @dataclass(frozen=True)
