@@ -23,8 +23,8 @@ from convert.sources import MemorySource, all_bits, whole_tensors
 from ranks import run_ranks
 from shardwise.checkpoint.files import Entry, Files, Lock
 from shardwise.checkpoint.folder import take_lock
+from shardwise.checkpoint.manifest import seal, unseal
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.sealed import seal, unseal
 from shardwise.checkpoint.source import OptimizerInfo
 from shardwise.cli.main import app
 from shardwise.convert.deepspeed import open_deepspeed

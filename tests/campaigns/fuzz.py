@@ -31,12 +31,23 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.container import build_header, parse_header, place
-from shardwise.checkpoint.digest import chunk_digests, digest_of
+from shardwise.checkpoint.container import (
+    build_header,
+    chunk_digests,
+    digest_of,
+    parse_header,
+    place,
+)
 from shardwise.checkpoint.generators import read_generators, set_generators
-from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
-from shardwise.checkpoint.rank_index import RankIndex, check_index, parse_index
-from shardwise.checkpoint.sealed import seal
+from shardwise.checkpoint.manifest import (
+    Manifest,
+    RankIndex,
+    check_index,
+    optimizer_info,
+    parse_index,
+    parse_manifest,
+    seal,
+)
 from shardwise.checkpoint.values import decode, encode
 from shardwise.errors import CheckpointError
 from shardwise.strict_json import dumps, loads

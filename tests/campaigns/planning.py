@@ -22,10 +22,17 @@ sys.path[:0] = [str(HERE), str(HERE / "checkpoint")]
 from scaling import llama_shapes, manifest_of, part_of, wanted_by  # noqa: E402 - see above
 from shardwise.checkpoint.files import Entry, Files  # noqa: E402
 from shardwise.checkpoint.folder import check_quickly  # noqa: E402
-from shardwise.checkpoint.manifest import IndexRow, Manifest, parse_manifest  # noqa: E402
+from shardwise.checkpoint.manifest import (  # noqa: E402  # noqa: E402
+    MANIFEST,
+    IndexRow,
+    Manifest,
+    file_name,
+    index_name,
+    parse_manifest,
+    seal,
+)
 from shardwise.checkpoint.read import Checkpoint  # noqa: E402
-from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, seal  # noqa: E402
-from shardwise.checkpoint.write import _index_row, write_rank  # noqa: E402
+from shardwise.checkpoint.write import index_row, write_rank  # noqa: E402
 
 T = TypeVar("T")
 
@@ -80,7 +87,7 @@ def main() -> None:
             part = part_of(rank)
             zeros = memoryview(bytes(1 << 28))
             part = type(part)(rank, lambda _, box, z=zeros: z[: 4 * (box.hi - box.lo)], (), {})
-            rows[rank] = _index_row(write_rank(Files(), folder, manifest, part))
+            rows[rank] = index_row(write_rank(Files(), folder, manifest, part))
         whole = manifest.model_copy(update={"ranks": tuple(rows)})
         (folder / MANIFEST).write_bytes(seal(whole))
         timed("check all sizes (rank 0)", lambda: check_quickly(Listed(whole), folder))

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+from inner import Entry, Files, Lock, Reader, Writer
 from ranks import HANG_S
-from shardwise.checkpoint.files import Entry, Files, Lock, Reader, Writer
 from shardwise.comm.control import Control
 from shardwise.errors import CollectiveError, DamagedCheckpoint
 

@@ -7,10 +7,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.manifest import LayoutRow, Manifest, OptimizerRow, TensorRow
-from shardwise.checkpoint.sealed import MANIFEST, seal
-from shardwise.checkpoint.write import Part, _index_row, write_rank
+from inner import (
+    MANIFEST,
+    Files,
+    LayoutRow,
+    Manifest,
+    OptimizerRow,
+    Part,
+    TensorRow,
+    index_row,
+    seal,
+    write_rank,
+)
 from shardwise.layout.boxes import Box
 
 Shapes = dict[str, tuple[int, ...]]
@@ -94,7 +102,7 @@ def write_all(files: Files, folder: Path, manifest: Manifest) -> Manifest:
     """Write every rank's files and the manifest; return it."""
     files.make_folders(folder)
     rows = [
-        _index_row(write_rank(files, folder, manifest, part_of(rank)))
+        index_row(write_rank(files, folder, manifest, part_of(rank)))
         for rank in range(manifest.num_ranks)
     ]
     whole = manifest.model_copy(update={"ranks": tuple(rows)})

@@ -15,14 +15,24 @@ import numpy as np
 import torch
 
 from disk import Fault, FaultyFiles, Lockstep, SimulatedDisk, all_crashes
-from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
-from shardwise.checkpoint.leftovers import clean_up
-from shardwise.checkpoint.manifest import LayoutRow, Manifest, OptimizerRow, TensorRow
-from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.values import encode
-from shardwise.checkpoint.write import Part, Written, write_checkpoint
+from inner import (
+    Checkpoint,
+    Files,
+    LayoutRow,
+    Manifest,
+    OptimizerRow,
+    Part,
+    TensorRow,
+    Written,
+    check_quickly,
+    clean_up,
+    encode,
+    on_all_ranks,
+    rotate,
+    step_name,
+    steps_in,
+    write_checkpoint,
+)
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.layout.boxes import Box

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from disk import os_error
+from inner import explain, on_all_ranks
 from ranks import HANG_S
-from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 

@@ -13,12 +13,10 @@ import torch
 
 import shardwise
 from disk import Fault, FaultyFiles
+from inner import Checkpoints, Files, Saving
 from ranks import HANG_S, run_ranks
 from saving import Run, Setting, build, differences, local_bytes, take_step, truth_of
-from shardwise.checkpoint import saving
-from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.saving import Saving
+from shardwise.checkpoint import checkpoints
 from shardwise.errors import CheckpointError
 
 SIZES = (1, 3)
@@ -224,13 +222,13 @@ def test_a_failure_is_raised_by_the_next_call_and_the_folder_is_free_again(
 
 def count_allocations(rank: int, world_size: int, root: Path) -> list[Any]:
     sizes = []
-    host_buffer = saving.host_buffer
+    host_buffer = checkpoints.host_buffer
 
     def counted(num_bytes: int, device: torch.device) -> torch.Tensor:
         sizes.append(num_bytes)
         return host_buffer(num_bytes, device)
 
-    saving.host_buffer = counted
+    checkpoints.host_buffer = counted
     try:
         run = build(Setting(world_size))
         take_step(run, 0)
@@ -242,7 +240,7 @@ def count_allocations(rank: int, world_size: int, root: Path) -> list[Any]:
                 take_step(run, step)
                 saves.append(c.save(step, extra={"a": step}).held_bytes)
     finally:
-        saving.host_buffer = host_buffer
+        checkpoints.host_buffer = host_buffer
     params = local_bytes(run.model)
     return [after_reserve, sizes, saves, params]
 

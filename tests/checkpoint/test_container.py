@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors import torch as st_torch
 
-from shardwise.checkpoint.container import (
+from inner import (
+    Files,
     Stored,
     build_header,
     dtype_name,
@@ -26,7 +27,6 @@ from shardwise.checkpoint.container import (
     read_header,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 SPELLINGS = [

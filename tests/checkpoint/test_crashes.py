@@ -15,14 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disk import Fault, Killed, PowerCut, SimulatedDisk, all_crashes
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import (
-    check_quickly,
-    step_name,
-    steps_in,
-)
-from shardwise.checkpoint.leftovers import clean_up, remove_checkpoint
-from shardwise.checkpoint.write import Written
+from inner import Files, Written, check_quickly, clean_up, remove_checkpoint, step_name, steps_in
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CollectiveError
 from tables import RUN, Verdicts, disk_with, kept, run_ranks_on, write, write_and_rotate

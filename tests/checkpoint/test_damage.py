@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from inner import Files, step_name, verify
 from ranks import run_ranks
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import step_name
-from shardwise.checkpoint.verify import verify
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
 from stamped import build, count, stamp

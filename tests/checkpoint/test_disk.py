@@ -24,9 +24,8 @@ from disk import (
     all_crashes,
     randomly,
 )
+from inner import Files, read_text, remove_tree
 from ranks import HANG_S
-from shardwise.checkpoint.files import Files, read_text
-from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
 

@@ -23,14 +23,18 @@ from hypothesis import strategies as st
 
 import shardwise
 from disk import Fault, FaultyFiles
+from inner import (
+    MANIFEST,
+    Checkpoints,
+    Files,
+    Manifest,
+    Request,
+    Written,
+    load_newest,
+    step_name,
+    write_checkpoint,
+)
 from ranks import run_ranks
-from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import step_name
-from shardwise.checkpoint.loading import Request, load_newest
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.sealed import MANIFEST
-from shardwise.checkpoint.write import Written, write_checkpoint
 from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from inner import Files, read_text, remove_tree
 from shardwise.checkpoint import files as files_module
-from shardwise.checkpoint import linux
-from shardwise.checkpoint.files import Files, read_text
-from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 FILES = Files()
@@ -95,7 +93,8 @@ def test_the_disk_is_set_to_work_on_all_bytes_as_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []
-    monkeypatch.setattr(files_module, "begin_writing", lambda _, lo, n: told.append((lo, n)))
+    function = lambda fd, lo, n, flags: told.append((lo, n))  # noqa: E731
+    monkeypatch.setattr(files_module, "_sync_file_range", lambda: function)
     monkeypatch.setattr(files_module, "_CALL_BYTES", 10)
     put(tmp_path / "a", b"x" * 25, b"", b"y" * 3)
     assert told == [(0, 10), (10, 10), (20, 8)]
@@ -105,7 +104,7 @@ def test_the_disk_is_set_to_work_on_all_bytes_as_they_are_written(
 def test_a_kernel_that_cannot_write_ahead_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: object
 ) -> None:
-    monkeypatch.setattr(linux, "_sync_file_range", lambda: function)
+    monkeypatch.setattr(files_module, "_sync_file_range", lambda: function)
     put(tmp_path / "a", b"abc")
     assert get(tmp_path / "a") == b"abc"
 
@@ -243,7 +242,7 @@ def rename_support(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     if request.param != "kernel":
         function = refuse if request.param == "kernel refuses" else None
-        monkeypatch.setattr(linux, "_renameat2", lambda: function)
+        monkeypatch.setattr(files_module, "_renameat2", lambda: function)
     return request.param
 
 
@@ -325,7 +324,6 @@ def test_a_lock_has_one_holder_whichever_process_asks(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from shardwise.checkpoint.files import Files
 print(Files().lock(Path({str(path)!r})) is not None)
 """
 

@@ -19,11 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from inner import decode, digest_of, parse_index
 from shardwise import strict_json
-from shardwise.checkpoint import container, sealed
-from shardwise.checkpoint.digest import digest_of
-from shardwise.checkpoint.rank_index import parse_index
-from shardwise.checkpoint.values import decode
+from shardwise.checkpoint import container, manifest
 from shardwise.convert import unpickle
 from shardwise.convert.dcp_metadata import _NAMES, METADATA, read_dcp_metadata
 from shardwise.convert.unpickle import read_pickle
@@ -86,14 +84,14 @@ def test_json_of_many_small_values_is_counted_before_it_is_made(
 
 
 def test_what_could_not_be_read_for_its_many_lists_is_not_saved() -> None:
-    part = sealed.unseal(index_of(b"1", 8), "x")
+    part = manifest.unseal(index_of(b"1", 8), "x")
     part["values"]["extra"] = [[] for _ in range(400_000)]
     index = parse_index(index_of(b"1", 8), "x").model_copy(update={"values": part["values"]})
     with pytest.raises(CheckpointError, match="large state belongs into tensors"):
-        sealed.seal(index)
+        manifest.seal(index)
     part["values"]["extra"] = [[1, 2] for _ in range(200_000)]
     index = index.model_copy(update={"values": part["values"]})
-    assert parse_index(sealed.seal(index), "x").values == index.values
+    assert parse_index(manifest.seal(index), "x").values == index.values
 
 
 def test_depth_and_count_are_right_whatever_stands_in_texts() -> None:
@@ -178,7 +176,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
     text = PAGE.read_text()
     row = re.search(r"\| a header; a manifest or an index \| (\d+) MiB; (\d+) MiB \|", text)
     assert row is not None
-    limits = (container.MAX_HEADER_BYTES, sealed.MAX_PART_BYTES)
+    limits = (container.MAX_HEADER_BYTES, manifest.MAX_PART_BYTES)
     assert tuple(int(n) * MIB for n in row.groups()) == limits
     row = re.search(r"one of them \| (\d+) (\d+), and one more for every (\d+) bytes \|", text)
     assert row is not None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.checkpoint.gc_pause import collector_paused
+from inner import collector_paused
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])

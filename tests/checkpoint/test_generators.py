@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.checkpoint.generators import derive_generators, read_generators, set_generators
-from shardwise.checkpoint.values import dumps, loads
+from inner import derive_generators, dumps, loads, read_generators, set_generators
 from shardwise.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -21,11 +21,8 @@ from torch import nn
 
 import shardwise
 from hostile import CASES, NAME, PARTS, Case, Target, build, extra, save_good
+from inner import Checkpoint, Files, check_quickly, verify
 from ranks import RankError, run_ranks, start_ranks
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly
-from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.verify import verify
 from shardwise.errors import CheckpointError
 
 FILES = Files()

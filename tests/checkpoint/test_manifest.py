@@ -11,11 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inner import (
+    FileRow,
+    IndexRow,
+    LayoutRow,
+    Manifest,
+    OwnRow,
+    RankIndex,
+    TensorRow,
+    digest_of,
+    file_name,
+    index_name,
+    is_ours,
+    parse_index,
+    parse_manifest,
+    seal,
+    unseal,
+)
 from scaling import Shapes, manifest_of
-from shardwise.checkpoint.digest import digest_of
-from shardwise.checkpoint.manifest import IndexRow, LayoutRow, Manifest, TensorRow, parse_manifest
-from shardwise.checkpoint.rank_index import FileRow, OwnRow, RankIndex, parse_index
-from shardwise.checkpoint.sealed import file_name, index_name, is_ours, seal, unseal
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import shardwise
 from disk import Fault, FaultyFiles
+from inner import Files, step_name, steps_in
 from ranks import HANG_S, run_ranks
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from stamped import build, count, stamp

@@ -24,17 +24,21 @@ from typer.testing import CliRunner
 
 from disk import SimulatedDisk
 from hostile import sealed
+from inner import (
+    CHUNK_BYTES,
+    Checkpoint,
+    Files,
+    Item,
+    OptimizerRow,
+    Table,
+    TensorInfo,
+    Written,
+    check_quickly,
+    parse_manifest,
+    unseal,
+    verify,
+)
 from saving import bits
-from shardwise.checkpoint.digest import CHUNK_BYTES
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly
-from shardwise.checkpoint.manifest import OptimizerRow, parse_manifest
-from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.sealed import unseal
-from shardwise.checkpoint.source import TensorInfo
-from shardwise.checkpoint.state import Item, Table
-from shardwise.checkpoint.verify import verify
-from shardwise.checkpoint.write import Written
 from shardwise.cli.main import app
 from shardwise.convert.export import export_huggingface
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -264,7 +268,7 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
     ),
     "a name for two": (
         changed(1, apart=("u1.b",)),
-        r"'u1.b' lies on a mesh of its own, and on ranks 0, 1, 2, 3 there are 2 of that name",
+        r"'u1.b' has a mesh of its own, and on ranks 0, 1, 2, 3 there are 2 of that name",
     ),
     "a stage": (changed(2, stage=2), r"rank 0 is at stage 3, rank 2 at stage 2"),
     "a setting": (

@@ -13,11 +13,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
+from inner import Checkpoint, Files, check_quickly
 from models import Block
 from ranks import run_ranks
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly
-from shardwise.checkpoint.read import Checkpoint
 from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ReplicaError

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from inner import step_name
 from ranks import run_ranks
 from saving import Net, Setting, adamw, build, differences, full, take_step, tokens_of, truth_of
-from shardwise.checkpoint.folder import step_name
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 
@@ -163,8 +163,8 @@ KINDS = {"folder": _as_folder, "pipe": _as_pipe, "link": _as_link, "errno": None
 
 
 def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
+    from inner import Files
     from shardwise.checkpoint import save_load
-    from shardwise.checkpoint.files import Files
 
     problems = []
     run = build(Setting(world_size, 1), 9)

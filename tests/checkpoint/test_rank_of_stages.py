@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise
+from inner import Checkpoint, Files
 from pipelines import NUM_BLOCKS, Net, batch_of, full, loss_of, pipeline_of, stage_of, whole_batch
 from ranks import run_ranks
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.read import Checkpoint
 from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError

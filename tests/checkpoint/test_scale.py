@@ -16,6 +16,27 @@ import torch
 from torch import nn
 
 import shardwise
+from inner import (
+    CHUNK_BYTES,
+    DIGEST_CHARS,
+    MANIFEST,
+    Checkpoint,
+    Entry,
+    Files,
+    IndexRow,
+    Item,
+    Manifest,
+    Part,
+    Table,
+    TensorInfo,
+    assemble,
+    index_name,
+    parse_index,
+    parse_manifest,
+    seal,
+    write_checkpoint,
+    write_rank,
+)
 from ranks import run_ranks
 from scaling import (
     expected_bytes,
@@ -25,16 +46,6 @@ from scaling import (
     wanted_by,
     write_all,
 )
-from shardwise.checkpoint.assemble import assemble
-from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS
-from shardwise.checkpoint.files import Entry, Files
-from shardwise.checkpoint.manifest import IndexRow, Manifest, parse_manifest
-from shardwise.checkpoint.rank_index import parse_index
-from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.sealed import MANIFEST, index_name, seal
-from shardwise.checkpoint.source import TensorInfo
-from shardwise.checkpoint.state import Item, Table
-from shardwise.checkpoint.write import Part, write_checkpoint, write_rank
 from shardwise.layout import boxes
 from shardwise.layout.boxes import owners_of
 from shardwise.strict_json import dumps

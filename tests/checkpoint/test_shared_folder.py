@@ -16,20 +16,25 @@ import torch.distributed as dist
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
-from ranks import HANG_S, run_ranks, start_ranks
-from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
-from shardwise.checkpoint.leftovers import (
+from inner import (
+    Checkpoints,
+    Files,
+    Request,
+    check_quickly,
+    choose,
     clean_up,
     hold,
     is_held,
     let_go,
+    load_newest,
+    load_one,
     remove_checkpoint,
+    rotate,
+    step_name,
+    steps_in,
     temporary,
 )
-from shardwise.checkpoint.loading import Request, load_newest, load_one
-from shardwise.checkpoint.newest import choose
+from ranks import HANG_S, run_ranks, start_ranks
 from shardwise.comm.control import SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint

@@ -13,11 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from disk import FaultyFiles
+from inner import Checkpoints, Files, steps_in
 from models import Stack
 from ranks import HANG_S, Outcome, Ranks, run_ranks, start_ranks
-from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import steps_in
 from shardwise.comm.control import timeout_of
 from shardwise.errors import CollectiveError
 from shardwise.mesh import resolve_axes
@@ -172,7 +170,7 @@ def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(slow_disk: Ranks) 
 
 
 def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
-    from shardwise.checkpoint.all_ranks import on_all_ranks
+    from inner import on_all_ranks
     from shardwise.comm.control import control_over
 
     control = control_over(resolve_axes(short_mesh(world_size), "cpu"))

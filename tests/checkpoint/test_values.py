@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
+from inner import decode, dumps, encode, loads
 from ranks import run_ranks
-from shardwise.checkpoint.values import decode, dumps, encode, loads
 from shardwise.errors import CheckpointError
 
 NUMPY_DTYPES = [

@@ -18,13 +18,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from disk import Lockstep
-from shardwise.checkpoint.assemble import assemble
-from shardwise.checkpoint.container import dtype_name
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
-from shardwise.checkpoint.source import Kind, TensorInfo
-from shardwise.checkpoint.state import Item, Ranks, Table
-from shardwise.checkpoint.write import Written, write_checkpoint
+from inner import (
+    Files,
+    Item,
+    Kind,
+    LayoutRow,
+    OptimizerRow,
+    Ranks,
+    Table,
+    TensorInfo,
+    Written,
+    assemble,
+    dtype_name,
+    write_checkpoint,
+)
 from shardwise.comm.control import Control
 from shardwise.layout.boxes import Region
 from shardwise.layout.segments import build_layout

@@ -1,84 +1,77 @@
-"""From a table of state to what `write_checkpoint` takes: one manifest, and this rank's part."""
+"""From each rank's table of state to one manifest, and this rank's part of the checkpoint.
+
+Note [Descriptions of ranks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+If all ranks have the same tensors, cut over one mesh, no description is sent. Otherwise each rank
+describes its tensors, without a byte of a cut one. Ranks with the same description are found by a
+digest, and the first rank of each such group sends its description to all. Every rank merges the
+same descriptions in the same order, so all have one manifest, or raise one error.
+
+Note [A sum that no cut changes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Pipeline stages may cut a tied tensor at different places, so digests of slices cannot be compared.
+Each rank hashes every element of its slice together with its place in the tensor, and sums the
+hashes modulo 2^64; the sum over a stage's slices is the tensor's, for any cut. Only tensors that
+several stages have are read, and eight bytes of each are exchanged.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
+from reprlib import repr as shown
+from typing import Any, NamedTuple
 
 import torch
 
 from shardwise import __version__
-from shardwise.checkpoint.container import memory_of
-from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_BYTES, digest_of
+from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, digest_of, memory_of
 from shardwise.checkpoint.manifest import (
+    FORMAT,
+    PIECES_FORMAT,
+    Digest,
     LayoutRow,
     Manifest,
     MeshRow,
+    Name,
     OptimizerRow,
+    Rows,
+    SealedPart,
     TensorRow,
+    is_grid,
+    seal,
     turn_of_key,
+    unseal,
+    validated,
 )
-from shardwise.checkpoint.merge import Merged, key_of, merge, row_of
-from shardwise.checkpoint.same_bits import check_stages
-from shardwise.checkpoint.sealed import FORMAT, PIECES_FORMAT
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.checkpoint.write import Part
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError
-from shardwise.layout.boxes import Box
+from shardwise.layout.boxes import Box, Region, full_region
 
-_NOT_ALIKE = bytes(DIGEST_BYTES)  # in the place of a digest: this rank has what others have not
+_HINT = "Was an optimizer stepped on some ranks only?"
+_NOT_ALIKE = bytes(DIGEST_BYTES)  # sent for a digest: this rank has tensors that others lack
+_HASHED_ELEMENTS = 1 << 22  # at once
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_MIX = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed numbers
 
 
-def assemble(control: Control, table: Table, run: str, step: int | None) -> tuple[Manifest, Part]:
-    """Decide what is saved once and what by each rank; describe it.
+class Key(NamedTuple):
+    """A tensor, or a piece of one, as all ranks that hold it identify it."""
 
-    **Cost** one exchange of 32 bytes; a second of 16 bytes per tensor when ranks differ. Where
-    groups of ranks have tensors of their own: Note [What ranks tell each other] in `merge`.
-
-    **Raises** CheckpointError on all ranks when what they have does not fit together.
-    """
-    digests = [digest_of(_bytes_of(item.data)) for item in table.uncut]
-    said = _exchange(control, table, digests)
-    if said is not None:
-        made = _of_alike(control, table, _differing(control, digests, said))
-    else:
-        merged = merge(control, table, digests)
-        check_stages(control, table, merged)
-        made = _of_groups(control, table, merged)
-    first = made.meshes[0]
-    manifest = Manifest(
-        format=PIECES_FORMAT if said is None else FORMAT,
-        shardwise=__version__,
-        torch=torch.__version__,
-        run=run,
-        step=step,
-        saved_at=datetime.now(UTC).isoformat(timespec="seconds") if control.rank == 0 else "",
-        stage=table.stage,
-        num_shards=len(first[0]),
-        num_replicas=len(first),
-        layouts=made.layouts,
-        tensors=made.rows,
-        tied=dict(made.tied),
-        optimizer=made.optimizer,
-        ranks=(),
-        meshes=tuple(MeshRow(ranks=ranks) for ranks in made.meshes) if said is None else (),
-    )
-    own = (*table.own, *made.own)
-    part = Part(
-        rank=control.rank,
-        read=lambda number, box: _read(made.items[number], box),
-        own=[(_row(item), lambda item=item: _bytes_of(item.data)) for item in own],  # type: ignore[misc]
-        values=table.values,
-    )
-    return manifest, part
+    info: TensorInfo
+    region: Region
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What the manifest says of all ranks; this rank's items by their rows, and those of its own.
+class _Contents:
+    """The manifest's tables; this rank's items by row, and the tensors that it saves for itself.
 
-    The first who has a tensor stands for all where nobody's own is asked for.
+    Where ranks differ in a tensor, the first rank's is the one in the manifest's row.
     """
 
     meshes: Sequence[Ranks]
@@ -90,49 +83,51 @@ class _Made:
     own: Sequence[Item]
 
 
-def _of_alike(control: Control, table: Table, differing: Sequence[int]) -> _Made:
-    """Describe what all ranks have alike."""
-    ranks, rows = range(control.num_ranks), [_row(item) for item in table.sharded]
-    for number, item in enumerate(table.uncut):
-        writer = 0 if number in differing else _writer(item.info, number, ranks)
-        rows.append(_row(item, writer))
-    items = dict(enumerate((*table.sharded, *table.uncut)))
-    own = [table.uncut[number] for number in differing if control.rank != 0]
-    return _Made(table.meshes, table.layouts, table.tied, table.optimizer, tuple(rows), items, own)
+def assemble(control: Control, table: Table, run: str, step: int | None) -> tuple[Manifest, Part]:
+    """Decide which tensors are saved once and which by each rank; describe them.
 
+    **Cost** one exchange of 32 bytes; a second of 16 bytes per tensor when ranks differ. If groups
+    of ranks have different tensors: Note [Descriptions of ranks].
 
-def _of_groups(control: Control, table: Table, merged: Merged) -> _Made:
-    """Describe what groups of ranks have; of all who could write a tensor, choose one."""
-    rows, own = list[TensorRow](), list[Item]()
-    mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
-    for number, (key, places) in enumerate(merged.cut.items()):
-        rows.append(row_of(key, *tuple(places)[number % len(places)]))
-    for number, (key, held) in enumerate(merged.uncut.items()):
-        writer = held.ranks[0] if held.differs else _writer(key.info, number, held.ranks)
-        rows.append(row_of(key, rank=writer))
-        if held.differs and key in mine and held.ranks[0] != control.rank:
-            own.append(mine[key])
-    keys = enumerate((*merged.cut, *merged.uncut))
-    items = {number: mine[key] for number, key in keys if key in mine}
-    return _Made(
-        tuple(merged.meshes),
-        tuple(merged.layouts),
-        merged.tied,
-        merged.optimizer,
-        tuple(rows),
-        items,
-        own,
+    **Raises** CheckpointError on all ranks when their tables do not fit together.
+    """
+    digests = [digest_of(_bytes_of(item.data)) for item in table.uncut]
+    said = _exchange(control, table, digests)
+    if said is not None:
+        contents = _of_equal_ranks(control, table, digests, said)
+    else:
+        contents = _of_groups(control, table, digests)
+    first = contents.meshes[0]
+    manifest = Manifest(
+        format=PIECES_FORMAT if said is None else FORMAT,
+        shardwise=__version__,
+        torch=torch.__version__,
+        run=run,
+        step=step,
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds") if control.rank == 0 else "",
+        stage=table.stage,
+        num_shards=len(first[0]),
+        num_replicas=len(first),
+        layouts=contents.layouts,
+        tensors=contents.rows,
+        tied=dict(contents.tied),
+        optimizer=contents.optimizer,
+        ranks=(),
+        meshes=tuple(MeshRow(ranks=ranks) for ranks in contents.meshes) if said is None else (),
     )
 
+    def read(number: int, box: Box) -> memoryview:
+        item = contents.items[number]
+        return _bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
 
-def _row(item: Item, rank: int = 0) -> TensorRow:
-    return row_of(key_of(item), item.layout, item.index, rank)
+    own = [(row_of(key_of(i)), partial(_bytes_of, i.data)) for i in (*table.own, *contents.own)]
+    return manifest, Part(control.rank, read, own, table.values)
 
 
 def written_items(table: Table, members: Sequence[int], rank: int) -> tuple[Item, ...]:
     """Return the cut tensors that this rank writes; its replicas write the others.
 
-    Where groups of ranks hold one piece, all of it that each of them may have to write.
+    If groups of ranks hold one piece, it includes every piece that this rank may have to write.
     """
     if table.is_alike:
         num_replicas, num_shards = len(table.meshes[0]), len(table.meshes[0][0])
@@ -146,17 +141,31 @@ def written_items(table: Table, members: Sequence[int], rank: int) -> tuple[Item
     return tuple(found)
 
 
-def _writer(info: TensorInfo, number: int, ranks: Sequence[int]) -> int:
-    """Return who writes a whole tensor: large ones take turns, small ones are the first rank's.
-
-    Every rank reads all of them: a thousand step counts must not be a thousand files to open.
-    """
-    is_large = info.num_bytes >= CHUNK_BYTES
-    return ranks[number % len(ranks)] if is_large else ranks[0]
+def key_of(item: Item | TensorRow) -> Key:
+    """Return the key of an item or a row."""
+    if isinstance(item, TensorRow):
+        return Key(item.info, item.region)
+    return Key(item.info, item.piece or full_region(item.info.shape))
 
 
-def _read(item: Item, box: Box) -> memoryview:
-    return _bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
+def row_of(
+    key: Key, layout: int | None = None, index: int | None = None, rank: int = 0
+) -> TensorRow:
+    """Return the manifest's row of a tensor or a piece."""
+    info, region = key
+    is_piece = region.shape != info.shape
+    return TensorRow(
+        kind=info.kind,
+        name=info.name,
+        state=info.state,
+        dtype=info.dtype,
+        shape=region.shape,
+        layout=layout,
+        index=index,
+        rank=rank,
+        at=region.at if is_piece else (),
+        of=info.shape if is_piece else (),
+    )
 
 
 def _bytes_of(data: torch.Tensor) -> memoryview:
@@ -164,9 +173,9 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _exchange(control: Control, table: Table, digests: Sequence[str]) -> list[bytes] | None:
-    """Return what each rank says of its whole tensors; None where ranks have others than others.
+    """Return each rank's row on its whole tensors; None if some ranks have tensors others lack.
 
-    **Raises** CheckpointError when they have, and should not.
+    **Raises** CheckpointError if ranks should have the same tensors and do not.
     """
     names = digest_of("\n".join(f"{item.info}" for item in table.uncut).encode())
     data = digest_of(b"".join(map(bytes.fromhex, digests)))
@@ -178,19 +187,376 @@ def _exchange(control: Control, table: Table, digests: Sequence[str]) -> list[by
     other = [n for n, row in enumerate(said) if row != said[0]]
     if other:
         raise CheckpointError(
-            f"rank {other[0]} has other buffers or optimizer state to save than rank 0. Was an "
-            "optimizer stepped on some ranks only?"
+            f"rank {other[0]} has other buffers or optimizer state to save than rank 0. {_HINT}"
         )
     return rows
 
 
-def _differing(control: Control, digests: Sequence[str], said: Sequence[bytes]) -> list[int]:
-    """Return which whole tensors are not the same on all ranks."""
-    if all(row == said[0] for row in said):
-        return []
-    all_digests = control.exchange(b"".join(map(bytes.fromhex, digests)))
-    return [
-        number
-        for number in range(len(digests))
-        if len({row[DIGEST_BYTES * number :][:DIGEST_BYTES] for row in all_digests}) > 1
+def _of_equal_ranks(
+    control: Control, table: Table, digests: Sequence[str], said: Sequence[bytes]
+) -> _Contents:
+    """Describe ranks that have the same tensors."""
+    differing = set[int]()
+    if any(row != said[0] for row in said):
+        rows = control.exchange(b"".join(map(bytes.fromhex, digests)))
+        for number in range(len(digests)):
+            if len({row[DIGEST_BYTES * number :][:DIGEST_BYTES] for row in rows}) > 1:
+                differing.add(number)
+    ranks = range(control.num_ranks)
+    listed = [row_of(key_of(item), item.layout, item.index) for item in table.sharded]
+    for number, item in enumerate(table.uncut):
+        writer = 0 if number in differing else _writer(item.info, number, ranks)
+        listed.append(row_of(key_of(item), rank=writer))
+    items = dict(enumerate((*table.sharded, *table.uncut)))
+    own = [table.uncut[number] for number in sorted(differing) if control.rank != 0]
+    return _Contents(
+        table.meshes, table.layouts, table.tied, table.optimizer, tuple(listed), items, own
+    )
+
+
+def _of_groups(control: Control, table: Table, digests: Sequence[str]) -> _Contents:
+    """Describe groups of ranks with different tensors; choose one writer for each tensor."""
+    merged = merge(control, table, digests)
+    _check_tied_copies(control, table, merged)
+    rows, own = list[TensorRow](), list[Item]()
+    mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
+    for number, (key, places) in enumerate(merged.cut.items()):
+        rows.append(row_of(key, *tuple(places)[number % len(places)]))
+    for number, (key, held) in enumerate(merged.uncut.items()):
+        differs = len(set(held.values())) > 1
+        ranks = list(held)
+        rows.append(row_of(key, rank=ranks[0] if differs else _writer(key.info, number, ranks)))
+        if differs and key in mine and ranks[0] != control.rank:
+            own.append(mine[key])
+    keys = enumerate((*merged.cut, *merged.uncut))
+    items = {number: mine[key] for number, key in keys if key in mine}
+    return _Contents(
+        tuple(merged.meshes),
+        tuple(merged.layouts),
+        merged.tied,
+        merged.optimizer,
+        tuple(rows),
+        items,
+        own,
+    )
+
+
+def _writer(info: TensorInfo, number: int, ranks: Sequence[int]) -> int:
+    """Return the rank that writes a whole tensor: for large ones in turn, for small ones the first.
+
+    Every rank reads all of them: a thousand step counts must not be a thousand files to open.
+    """
+    is_large = info.num_bytes >= CHUNK_BYTES
+    return ranks[number % len(ranks)] if is_large else ranks[0]
+
+
+# -- descriptions of ranks
+
+
+class Described(SealedPart):
+    """One rank's tensors, with the digests of those that are whole."""
+
+    stage: int
+    meshes: Rows[MeshRow]
+    layouts: Rows[LayoutRow]
+    cut: Rows[TensorRow]
+    uncut: Rows[TensorRow]
+    digests: Rows[Digest]
+    tied: dict[Name, Name]
+    optimizer: OptimizerRow | None
+    apart: Rows[Name]
+    takes_turns: bool  # only the tensors were copied that this rank writes if all ranks are equal
+
+
+@dataclass
+class Merged:
+    """The tensors of all ranks.
+
+    ``cut`` has each layout and index at which a tensor is cut. ``uncut`` has the digest that each
+    rank has of a whole tensor.
+    """
+
+    optimizer: OptimizerRow | None
+    meshes: dict[Ranks, int] = field(default_factory=dict)
+    layouts: dict[LayoutRow, int] = field(default_factory=dict)
+    cut: dict[Key, dict[tuple[int, int], None]] = field(default_factory=dict)
+    uncut: dict[Key, dict[int, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+_Groups = Sequence[tuple[Sequence[int], Described]]  # ranks, and their common description
+
+
+def merge(control: Control, table: Table, digests: Sequence[str]) -> Merged:
+    """Return the tensors of all ranks. See Note [Descriptions of ranks].
+
+    ``digests`` are those of the table's whole tensors.
+
+    **Cost** one exchange of 16 bytes; from one rank of each group to all, the names and shapes of
+    its tensors.
+
+    **Raises** CheckpointError, the same on all ranks, naming the ranks that do not fit together.
+    """
+    said: list[bytes] = []
+
+    def describe() -> bytes:
+        said.append(seal(_describe(control, table, digests)))
+        return bytes.fromhex(digest_of(said[0]))
+
+    rows = on_all_ranks(control, describe, DIGEST_BYTES)
+    same: dict[bytes, list[int]] = {}
+    for rank, row in enumerate(rows):
+        same.setdefault(row, []).append(rank)
+    groups = []
+    for ranks in same.values():
+        data = control.broadcast(said[0], ranks[0])
+        where = f"the description by {name_ranks(ranks)}"
+        groups.append((ranks, validated(Described, unseal(data, where), where)))
+    return _merged(groups)
+
+
+def _describe(control: Control, table: Table, digests: Sequence[str]) -> Described:
+    numbers = {member: number for number, member in enumerate(control.members)}
+    strange = {r for mesh in table.meshes for row in mesh for r in row} - numbers.keys()
+    if strange:
+        raise CheckpointError(
+            f"{name_ranks(sorted(strange))} of a mesh is not among those that save: "
+            f"{name_ranks(list(control.members))}"
+        )
+    meshes = [tuple(tuple(numbers[rank] for rank in row) for row in m) for m in table.meshes]
+    return Described(
+        stage=table.stage,
+        meshes=tuple(MeshRow(ranks=ranks) for ranks in meshes),
+        layouts=table.layouts,
+        cut=tuple(row_of(key_of(item), item.layout, item.index) for item in table.sharded),
+        uncut=tuple(row_of(key_of(item)) for item in table.uncut),
+        digests=tuple(digests),
+        tied=dict(table.tied),
+        optimizer=table.optimizer,
+        apart=table.apart,
+        takes_turns=table.is_alike and table.is_staged and len(table.meshes[0]) > 1,
+    )
+
+
+def _merged(groups: _Groups) -> Merged:
+    """Merge descriptions, in the order of each group's first rank."""
+    first_stage = groups[0][1].stage
+    for ranks, one in groups:
+        if one.takes_turns:
+            raise CheckpointError(
+                f"{name_ranks(ranks)} cut all over one mesh with replicas, and other ranks have "
+                "units of further meshes: save such a model with shardwise.save()"
+            )
+        if one.stage != first_stage:
+            raise CheckpointError(
+                f"rank {groups[0][0][0]} is at stage {first_stage}, {name_ranks(ranks)} at stage "
+                f"{one.stage}"
+            )
+    merged = Merged(_merged_optimizer(groups))
+    on_mesh: list[dict[int, set[tuple[Key, int, int]]]] = []  # of each group
+    for ranks, one in groups:
+        meshes = [merged.meshes.setdefault(m.ranks, len(merged.meshes)) for m in one.meshes]
+        moved = [row.model_copy(update={"mesh": meshes[row.mesh]}) for row in one.layouts]
+        layouts = [merged.layouts.setdefault(row, len(merged.layouts)) for row in moved]
+        on_mesh.append({})
+        for row in one.cut:
+            assert row.layout is not None and row.index is not None
+            key, place = key_of(row), (layouts[row.layout], row.index)
+            merged.cut.setdefault(key, {})[place] = None
+            on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
+        for row, digest in zip(one.uncut, one.digests, strict=True):
+            merged.uncut.setdefault(key_of(row), {}).update(dict.fromkeys(ranks, digest))
+        for name, holder in one.tied.items():
+            if merged.tied.setdefault(name, holder) != holder:
+                both = f"'{merged.tied[name]}' and '{holder}'"
+                raise CheckpointError(f"'{name}' is another name of {both} on different ranks")
+    _check_meshes(groups, merged, on_mesh)
+    _check_tensors(groups, merged)
+    return merged
+
+
+def _check_meshes(
+    groups: _Groups, merged: Merged, on_mesh: Sequence[Mapping[int, set[tuple[Key, int, int]]]]
+) -> None:
+    """Check that ranks which cut tensors together have the same ones."""
+    group_of = {rank: number for number, (ranks, _) in enumerate(groups) for rank in ranks}
+    for table, mesh in merged.meshes.items():
+        first, *others = [rank for replica in table for rank in replica]
+        mine = on_mesh[group_of[first]].get(mesh, set())
+        for number in dict.fromkeys(group_of[rank] for rank in others):
+            theirs = on_mesh[number].get(mesh, set())
+            if theirs != mine:
+                other = next(rank for rank in others if group_of[rank] == number)
+                name = min(key.info.key for key, *_ in mine ^ theirs)
+                raise CheckpointError(
+                    f"rank {other} has other tensors to save than rank {first}, with which it cuts "
+                    f"them: '{name}' is not the same on both. {_HINT}"
+                )
+
+
+def _check_tensors(groups: _Groups, merged: Merged) -> None:
+    """Check that each tensor is the same on all its ranks, and that no piece is missing."""
+    infos: dict[str, tuple[TensorInfo, str]] = {}
+    pieces: dict[TensorInfo, list[Region]] = {}
+    for what, listed in (("cut", merged.cut), ("whole", merged.uncut)):
+        for info, region in listed:
+            pieces.setdefault(info, []).append(region)
+            first, how = infos.setdefault(info.key, (info, what))
+            if (first, how) != (info, what):
+                raise CheckpointError(
+                    f"'{info.key}' is {first.kind} {first.dtype} {first.shape}, {how}, on "
+                    f"{_holders(groups, first)}, and {info.kind} {info.dtype} {info.shape}, "
+                    f"{what}, on {_holders(groups, info)}"
+                )
+    for info, regions in pieces.items():
+        is_one = len(regions) == 1 and regions[0].shape == info.shape
+        if not is_one and not is_grid(info.shape, regions):
+            raise CheckpointError(
+                f"'{info.key}' {info.shape}: its pieces, on {_holders(groups, info)}, are not the "
+                f"whole tensor. {_HINT}"
+            )
+    apart = {name for _, one in groups for name in one.apart}
+    for (info, _), places in merged.cut.items():
+        if info.name in apart and len(places) > 1:
+            raise CheckpointError(
+                f"'{info.name}' has a mesh of its own, and on {_holders(groups, info)} there are "
+                f"{len(places)} of that name: whether they are one tensor is not known. Make it a "
+                "DTensor, whose placements say so, or give each another name"
+            )
+    for name, holder in merged.tied.items():
+        if name in infos:
+            raise CheckpointError(
+                f"'{name}' is another name of '{holder}' on some ranks, and a tensor of its own on "
+                f"{_holders(groups, infos[name][0])}"
+            )
+
+
+def _holders(groups: _Groups, info: TensorInfo) -> str:
+    """Name the ranks that have some of a tensor."""
+    found = [
+        rank
+        for ranks, one in groups
+        if any(row.info == info for row in (*one.cut, *one.uncut))
+        for rank in ranks
     ]
+    return name_ranks(sorted(found))
+
+
+def _merged_optimizer(groups: _Groups) -> OptimizerRow | None:
+    """Merge what optimizers hold beside tensors: equal settings, and all ranks' parameters."""
+    rows = [(name_ranks(ranks), one.optimizer) for ranks, one in groups]
+    first_ranks, first = rows[0]
+    merged: list[Any] = []
+    state: dict[str, Any] = {}
+    for ranks, row in rows:
+        kinds = [each.class_name if each else "none" for each in (first, row)]
+        if kinds[0] != kinds[1] or (first and row and len(first.groups) != len(row.groups)):
+            said = [f"{len(each.groups)} groups" if each else "" for each in (first, row)]
+            raise CheckpointError(
+                f"the optimizer is {kinds[0]} {said[0]} on {first_ranks}, {kinds[1]} {said[1]} on "
+                f"{ranks}: all ranks save theirs, of one kind and with as many groups"
+            )
+        if row is None:
+            continue
+        for number, group in enumerate(row.groups):
+            if row is first:
+                merged.append({**group, "params": {}})
+            ours = merged[number]
+            for key in (ours.keys() | group.keys()) - {"params"}:
+                if ours.get(key, ...) != group.get(key, ...):
+                    raise CheckpointError(
+                        f"optimizer: '{key}' of group {number} is {shown(group.get(key))} on "
+                        f"{ranks} and {shown(ours.get(key))} on {first_ranks}: a checkpoint has one"
+                    )
+            ours["params"] |= dict.fromkeys(group["params"])
+        for name, values in row.state.items():
+            if state.setdefault(name, values) != values:
+                raise CheckpointError(
+                    f"optimizer: the values of '{name}' on {ranks} are not those of other ranks"
+                )
+    if first is None:
+        return None
+    listed = [{**group, "params": list(group["params"])} for group in merged]
+    return first.model_copy(update={"groups": listed, "state": state})
+
+
+# -- tied copies: tensors that several pipeline stages have under one name
+
+
+def drop_copies(table: Table) -> Table:
+    """Drop the second copy of tensors that two stages of this rank have.
+
+    **Raises** CheckpointError naming a tensor whose copies differ.
+    """
+    sharded, uncut = map(_without_copies, (table.sharded, table.uncut))
+    return replace(table, sharded=sharded, uncut=uncut)
+
+
+def _without_copies(items: Sequence[Item]) -> tuple[Item, ...]:
+    found: dict[Key, Item] = {}
+    for item in items:
+        first = found.setdefault(key_of(item), item)
+        if first is item:
+            continue
+        if first.lo != item.lo or first.data.numel() != item.data.numel():
+            raise CheckpointError(
+                f"'{item.info.key}' is in two stages of this rank, cut at other places; shard both "
+                "with layout='rows', or give each another name"
+            )
+        if fingerprint(first) != fingerprint(item):
+            raise _copies_differ(item.info.key, "two stages of this rank")
+    return tuple(found.values())
+
+
+def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:
+    """Compare the tensors that several stages have. See Note [A sum that no cut changes].
+
+    **Cost** nothing if no tensor is; otherwise a pass over them, and one exchange.
+
+    **Raises** CheckpointError, the same on all ranks, naming the key and the stages.
+    """
+    shared = [key for key, places in merged.cut.items() if len(places) > 1]
+    if not shared or table.place is None:
+        return
+    mine = {key_of(item): item for item in table.sharded}
+    sums = [fingerprint(mine[key]) if key in mine else 0 for key in shared]
+    said = control.exchange(b"".join(n.to_bytes(8, "big") for n in (table.place, *sums)))
+    rows = [[int.from_bytes(row[n : n + 8], "big") for n in range(0, len(row), 8)] for row in said]
+    meshes, layouts = list(merged.meshes), list(merged.layouts)
+    for number, key in enumerate(shared, 1):
+        found: dict[int, tuple[int, list[int]]] = {}  # by stage: the tensor's sum, and its ranks
+        for layout, _ in merged.cut[key]:
+            ranks = meshes[layouts[layout].mesh][0]  # of the first replica
+            total = sum(rows[rank][number] for rank in ranks) % (1 << 64)
+            found.setdefault(rows[ranks[0]][0], (total, list(ranks)))
+        if len({total for total, _ in found.values()}) > 1:
+            where = " and ".join(
+                f"stage {stage} ({name_ranks([control.members[r] for r in ranks])})"
+                for stage, (_, ranks) in sorted(found.items())
+            )
+            raise _copies_differ(key.info.key, where)
+
+
+def _copies_differ(key: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"'{key}' has other values in {where}, and a checkpoint has one tensor of a name. If it is "
+        "one parameter (tied embeddings), call shardwise.tie() once the stages are sharded; "
+        "otherwise give each stage's another name"
+    )
+
+
+@torch.no_grad()
+def fingerprint(item: Item) -> int:
+    """Return the sum of this rank's hashes. See Note [A sum that no cut changes]."""
+    data = item.data.detach().contiguous()
+    flat = data.view(_INTEGERS.get(data.element_size(), torch.int32))
+    first = item.lo * data.element_size() // flat.element_size()
+    total = 0
+    for begin in range(0, flat.numel(), _HASHED_ELEMENTS):
+        values = flat[begin : begin + _HASHED_ELEMENTS].long()
+        at = first + begin
+        places = torch.arange(at, at + values.numel(), device=values.device)
+        mixed = (values * _MIX[0]) ^ ((places + 1) * _MIX[1])
+        mixed = (mixed ^ (mixed >> 31)) * _MIX[0]
+        total += int(((mixed ^ (mixed >> 29)) * _MIX[1]).sum())
+    return total % (1 << 64)

@@ -1,19 +1,30 @@
-"""All checkpoints of a run: saved in the background, found again, kept or removed."""
+"""All checkpoints of a run: saved in the background, found again, kept or removed.
+
+Note [The stall of a background save]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A background save stops training only for one copy of the rank's state. The memory for the copy is
+allocated and touched beforehand (`Checkpoints.reserve`): fresh memory costs a page fault per 4 KiB,
+which is as slow as the copy itself. On an accelerator it is page-locked.
+"""
+
+from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+import torch
 
 from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
-from shardwise.checkpoint.leftovers import Leftovers, clean_up
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.save_load import (
     NOTHING,
@@ -24,31 +35,34 @@ from shardwise.checkpoint.save_load import (
     tell_other_files,
     tell_saved,
 )
-from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.state import Item, Table
+from shardwise.checkpoint.trash import Leftovers, clean_up
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import naming
+from shardwise.device import host_buffer, wait_for_copies
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.offload.disk import Disk
+from shardwise.offload.mapped import mapped
 
+_ALIGNMENT = 64
 _RUNNING, _DONE, _FAILED = range(3)
 
 
 class Checkpoints:
-    """All checkpoints of one run: saved in the background, counted, cleaned up.
+    """All checkpoints of one run: saved in the background, and rotated.
 
-    Use it as a context: it holds the folder's lock, so that a second run there is refused. The
+    Use it as a context: it holds the folder's lock, so a second run in that folder is refused. The
     ``keep_last`` newest steps and all multiples of ``keep_every`` are kept; None keeps all.
     ``model`` and ``optimizer`` may be lists, as in `save`.
 
     Note [News from the background]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Ranks learn at slightly different moments how a save ended. One that raised at once would leave
-    the others in a collective that it never joins. So while a save is in flight, every forward pass
-    that trains exchanges a byte, and all ranks raise in the same pass. Not so stages of a pipeline:
-    one would wait inside its pass for another that waits for what this pass is to send.
+    Ranks learn at slightly different moments how a save ended. A rank that raised at once would
+    leave the others in a collective that it never joins. So while a save is in flight, every
+    training forward pass exchanges a byte, and all ranks raise in the same pass. Pipeline stages do
+    not exchange it: a stage would wait inside its pass for one that waits for this pass's output.
     """
 
     def __init__(
@@ -76,7 +90,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._lock: Lock | None = None
         self._open = True
-        self._passed_over: set[int] = set()  # on rank 0: damaged steps that may be replaced
+        self._skipped: set[int] = set()  # on rank 0: damaged steps that may be replaced
         self._unread: int | None = None  # on rank 0: a step of an earlier run, above the origin
         self._origin: Origin | None = None  # that was looked at
         self._news: list[str] = []  # on rank 0: what `finish` warns of
@@ -99,7 +113,7 @@ class Checkpoints:
             self._lock = take_lock(self._files, self.folder, self.run)
             self.leftovers = clean_up(self._files, self.folder)
             self._unread = next(iter(steps_in(self._files, self.folder)), None)
-        self._go_on(entered=True)
+        self._continue_run(entered=True)
 
     def _leave_folder(self) -> None:
         self._open = False
@@ -107,8 +121,8 @@ class Checkpoints:
             self._lock.release()
             self._lock = None
 
-    def reserve(self, *, extra: Mapping[str, Any] = NOTHING) -> None:
-        """Hold the memory for background saves now, so that the first is as short as the others.
+    def reserve(self, *, extra: Mapping[str, object] = NOTHING) -> None:
+        """Allocate the memory for background saves now, so the first save stalls no longer.
 
         Call it once the optimizer has its state, after the first step or a load, with the same
         ``extra`` as `save` if that holds tensors.
@@ -126,18 +140,18 @@ class Checkpoints:
         self,
         step: int,
         *,
-        extra: Mapping[str, Any] = NOTHING,
+        extra: Mapping[str, object] = NOTHING,
         wait: bool = False,
         progress: Progress | None = None,
     ) -> Saving:
-        """Copy the state and write it behind the training that follows; ``wait`` until it is done.
+        """Copy the state, and write it while training continues; with ``wait``, return when done.
 
-        One save is in flight: a second one waits for it first (``waited_s``). A failure in the
-        background is raised by the next forward pass or call here (of a pipeline: the next call),
-        on every rank at once, see Note [News from the background]; no checkpoint of that step is
-        left then.
+        One save is in flight at a time: a second one first waits for it (``waited_s``). A failure
+        in the background is raised on every rank, by the next forward pass or call here (with
+        pipeline stages: the next call), see Note [News from the background]. No checkpoint of that
+        step is left then.
 
-        **Cost** one copy of this rank's state into memory that is held (`reserve`).
+        **Cost** one copy of this rank's state into reserved memory (`reserve`).
 
         **Raises** CheckpointError of an earlier save; ConfigError when the folder holds a higher
         step, which the next load would take in the place of this one; StateError inside an
@@ -147,7 +161,7 @@ class Checkpoints:
             return self._save(step, extra, wait, progress)
 
     def _save(
-        self, step: int, extra: Mapping[str, Any], wait: bool, progress: Progress | None
+        self, step: int, extra: Mapping[str, object], wait: bool, progress: Progress | None
     ) -> Saving:
         self._check_open()
         target = self.folder / step_name(checked_step(step))
@@ -157,7 +171,7 @@ class Checkpoints:
         started_s = time.perf_counter()
 
         def staged(table: Table) -> Table:
-            self._go_on()
+            self._continue_run()
             self._refuse_older(step)
             return self._staged(table)
 
@@ -175,19 +189,19 @@ class Checkpoints:
         self,
         *,
         step: int | None = None,
-        extra: Mapping[str, Any] = NOTHING,
+        extra: Mapping[str, object] = NOTHING,
         strict: bool = True,
         cast: bool = False,
         restore_generators: bool = True,
         progress: Progress | None = None,
     ) -> Loaded | None:
-        """Load the newest checkpoint that verifies, or that of ``step``; None if there is none.
+        """Load the newest whole checkpoint, or that of ``step``; None if the folder is empty.
 
-        What is saved from then on belongs to the run that saved it. A newer one that was passed
-        over as damaged is replaced when its step is saved again. See `load`.
+        Later saves belong to the run that saved it. A newer checkpoint that was skipped as damaged
+        is replaced when its step is saved again. See `load`.
 
         **Raises** ConfigError when newer checkpoints than ``step`` are there: the next load of the
-        newest would come back to them.
+        newest would return to them.
         """
         self._check_open()
         self.finish()
@@ -209,11 +223,11 @@ class Checkpoints:
             else:
                 loaded = load_newest(request, self.folder)
         self._unread = None
-        on_all_ranks(self._control, self._go_on)
+        on_all_ranks(self._control, self._continue_run)
         return loaded
 
     def check_when_asked(self) -> None:
-        """Let the engine call `check` no more: whoever trains does."""
+        """Stop calling `check` in each pass; the training loop calls it."""
         self._end_checks()
 
     def _check_in_pass(self) -> None:
@@ -223,7 +237,7 @@ class Checkpoints:
             self._warn_of_unread()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, on every rank; the engine calls it in each pass.
+        """Raise a failure of the background, on every rank; the engine calls this in each pass.
 
         **Cost** one exchange of a byte while a save is in flight, nothing otherwise.
         """
@@ -236,7 +250,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Return when no save is in flight. **Raises** what went wrong in the background."""
+        """Return when no save is in flight. **Raises** a failure of the background."""
         saving = self._saving
         if saving is None:
             return
@@ -251,7 +265,7 @@ class Checkpoints:
         self._origin = self._engine.origin = Origin(path, saving.step, self.run, is_saved=True)
 
     def close(self) -> None:
-        """Finish the save in flight and let go of the folder."""
+        """Finish the save in flight and release the folder."""
         try:
             self.finish()
         finally:
@@ -265,7 +279,7 @@ class Checkpoints:
 
     def __exit__(self, *error: object) -> None:
         with suppress(ShardwiseError) if any(error) else nullcontext():
-            self.close()  # what ended the run is what counts
+            self.close()  # the error that ended the run is raised
 
     def _check_open(self) -> None:
         if not self._open:
@@ -283,19 +297,19 @@ class Checkpoints:
                 os.urandom(NONCE_BYTES),
                 manifest,
                 part,
-                replace=step in self._passed_over,
+                replace=step in self._skipped,
                 progress=progress,
             )
         tell_saved(self._tracer, self._to_stage(table), target)
-        self._passed_over.discard(step)
+        self._skipped.discard(step)
         if self._control.rank == 0:
             other_files = [written.other_files] if written.other_files else []
             try:
                 rotated = rotate(
-                    self._files, self.folder, self.run, *self._keep, step, self._passed_over
+                    self._files, self.folder, self.run, *self._keep, step, self._skipped
                 )
                 other_files += rotated.other_files
-            except (OSError, CheckpointError) as error:  # the new one is safe; told by `finish`
+            except (OSError, CheckpointError) as error:  # the new one is safe; `finish` warns
                 self._news.append(f"old checkpoints stay: {explain(error)}")
             self._news += [tell_other_files(path) for path in other_files]
         return written
@@ -305,7 +319,7 @@ class Checkpoints:
         return [*written, *table.uncut, *table.own]
 
     def _staged(self, table: Table) -> Table:
-        """Return the table with copies in the place of the tensors that this rank writes."""
+        """Return the table, with copies of the tensors that this rank writes."""
         items = self._to_stage(table)
         copies = dict(zip(map(id, items), self._staging.copy(items), strict=True))
 
@@ -328,13 +342,13 @@ class Checkpoints:
             )
 
     def _refuse_older(self, step: int) -> None:
-        """Refuse a save that the next load would not find, as a higher step is there."""
+        """Refuse a save that the next load would not find, because of a higher step."""
         if self._control.rank != 0:
             return
         for other in steps_in(self._files, self.folder):
             if other <= step:
                 return
-            if other not in self._passed_over and is_usable(self._files, self.folder, other):
+            if other not in self._skipped and is_usable(self._files, self.folder, other):
                 raise ConfigError(
                     f"step {step}: {self.folder} holds step {other}, which the next load would "
                     "take, and not this one. Call load() to go on from there, choose another "
@@ -343,8 +357,8 @@ class Checkpoints:
 
     def _warn_of_unread(self) -> None:
         if self._unread is not None:
-            with suppress(OSError):  # `shardwise.load()` may have been called since
-                self._go_on()
+            with suppress(OSError):  # `shardwise.load()` may have been called meanwhile
+                self._continue_run()
         unread, self._unread = self._unread, None
         if unread is not None:
             begins = "without load()" if self._origin is None else f"from step {self._origin.step}"
@@ -356,11 +370,11 @@ class Checkpoints:
                 stacklevel=2,
             )
 
-    def _go_on(self, *, entered: bool = False) -> None:
-        """Take up the run of the checkpoint that the model comes from, if that lies here.
+    def _continue_run(self, *, entered: bool = False) -> None:
+        """Continue the run of the checkpoint that the model was loaded from, if it is here.
 
-        One that was saved by hand counts only as the folder is ``entered``. Steps that the load
-        passed over may be replaced: the run comes upon them.
+        A checkpoint saved by `shardwise.save` counts only when the folder is ``entered``. Steps
+        that the load skipped may be replaced: the run reaches them again.
         """
         origin = self._engine.origin
         if origin is None or origin == self._origin or (origin.is_saved and not entered):
@@ -370,5 +384,118 @@ class Checkpoints:
         self._origin, self.run = origin, origin.run
         if self._control.rank == 0:
             above = [s for s in steps_in(self._files, self.folder) if s > origin.step]
-            self._passed_over = set(above) if origin.has_skipped else set()
+            self._skipped = set(above) if origin.has_skipped else set()
             self._unread = None if origin.has_skipped else next(iter(above), None)
+
+
+class Staging:
+    """One buffer for the copies of one rank's state; it grows and never shrinks.
+
+    With a ``disk``, which holds the state because host memory is too small, the buffer is a file.
+    """
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._shapes: list[tuple[int, torch.dtype]] = []
+        self._views: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory, or of the disk, that the buffer takes."""
+        return self._buffer.nbytes
+
+    def reserve(self, items: Sequence[Item]) -> None:
+        """Allocate memory for copies of these tensors. **Cost** their bytes, touched."""
+        shapes = [(item.data.numel(), item.data.dtype) for item in items]
+        if shapes == self._shapes:
+            return
+        begins, total = [], 0
+        for item in items:
+            begins.append(total)
+            total += -(-item.data.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if total > self._buffer.nbytes:
+            self._views, self._shapes = [], []
+            # The old buffer is freed before the new one is allocated.
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+            devices = {item.data.device for item in items if item.data.device.type != "cpu"}
+            if self._disk is not None:
+                self._buffer = mapped(self._disk.file("(copies for a checkpoint)", total))
+            else:
+                self._buffer = host_buffer(total, next(iter(devices), torch.device("cpu")))
+        self._views = [
+            self._buffer[begin : begin + item.data.nbytes].view(item.data.dtype)
+            for begin, item in zip(begins, items, strict=True)
+        ]
+        self._shapes = shapes
+
+    @torch.no_grad()
+    def copy(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        """Return copies of the items' tensors, valid until the next call."""
+        self.reserve(items)
+        if items:
+            sources = [item.data for item in items]
+            torch._foreach_copy_(self._views, sources, non_blocking=True)
+            wait_for_copies({source.device for source in sources})
+        return self._views
+
+
+class Saving:
+    """A save in the background: how long it stopped training, and whether it is done.
+
+    ``stall_s`` is the time of the copy, ``waited_s`` of the wait for the save before it,
+    ``write_s`` of the background's work. The copy takes ``held_bytes`` of memory.
+    """
+
+    def __init__(self, step: int, held_bytes: int, waited_s: float, stall_s: float) -> None:
+        self.step = step
+        self.held_bytes = held_bytes
+        self.waited_s = waited_s
+        self.stall_s = stall_s
+        self.write_s = 0.0
+        self._written: Written | None = None
+        self._failure: BaseException | None = None
+        self._raised = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, work: Callable[[], Written]) -> None:
+        """Start the work in a thread; the process does not exit before it ends."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise-save")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Written]) -> None:
+        started_s = time.perf_counter()
+        try:
+            self._written = work()
+        except BaseException as error:  # raised by `wait`
+            self._failure = error
+        self.write_s = time.perf_counter() - started_s
+
+    @property
+    def done(self) -> bool:
+        """Tell whether it has ended, in success or failure."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether it has failed."""
+        return self.done and self._failure is not None
+
+    def wait(self) -> Written:
+        """Return when the checkpoint is on disk. **Raises** the failure of the background."""
+        self.join()
+        self._raised = True
+        if self._failure is not None:
+            raise self._failure
+        assert self._written is not None
+        return self._written
+
+    def join(self) -> None:
+        """Return when the thread has ended."""
+        assert self._thread is not None
+        self._thread.join()
+
+    def raise_once(self) -> None:
+        """Raise the failure, unless `wait` has raised it already."""
+        if not self._raised:
+            self.wait()

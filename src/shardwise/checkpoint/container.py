@@ -1,20 +1,31 @@
-"""One safetensors file: its header, built and parsed; the dtypes that it knows.
+"""One safetensors file: its dtypes, its header, and the digests of the bytes in it.
 
 Note [A file is a safetensors file that DCP reads]
 Our files are plain safetensors files: eight bytes of header length, a JSON header, the tensors one
-after the other. The header's ``__metadata__`` says where in the whole tensor each one belongs, in
-the words of torch's ``HuggingFaceStorageReader``, so that stock ``dcp.load`` reads, and reshards,
-these files as they are. Keys are unique in a file, so the second box of a tensor goes to a second
-file. The words are constants in ``torch/distributed/checkpoint/_hf_utils.py``; a test holds them.
+after the other. The header's ``__metadata__`` gives each tensor's offsets in the whole tensor, in
+the form of torch's ``HuggingFaceStorageReader``, so stock ``dcp.load`` reads and reshards these
+files. Keys are unique in a file, so the second box of a tensor goes to a second file. The constants
+of that form are in ``torch/distributed/checkpoint/_hf_utils.py``; a test compares them.
+
+Note [Chunks]
+Tensors are hashed in chunks of one MiB, from the memory that holds them and not from the file that
+was written. A reader of a slice reads and checks the chunks around it, at most two MiB more than
+the slice, and hashes a chunk while it is in the processor's cache.
+
+Digests are xxh3-128, a checksum: 2 of 10^38 damaged chunks pass. It does not prove who wrote the
+bytes. To prove that, sign `manifest.json`, which holds the digest of everything else.
+Source: xxHash, github.com/Cyan4973/xxHash, XXH3 128 bits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
 
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.strict_json import loads
@@ -24,8 +35,11 @@ if TYPE_CHECKING:
 
     from shardwise.checkpoint.files import Reader
 
-_MAX_DIMS = 32
+CHUNK_BYTES = 1 << 20
+DIGEST_BYTES = 16
+DIGEST_CHARS = 22  # of a chunk
 MAX_HEADER_BYTES = 100 << 20  # the safetensors library's own limit
+_MAX_DIMS = 32
 _LENGTH_BYTES = 8
 
 # Spelling in safetensors: (bytes per element, name in torch).
@@ -69,23 +83,22 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """Return safetensors' spelling. **Raises** CheckpointError when it has none."""
+    """Return safetensors' spelling. **Raises** CheckpointError if safetensors lacks the dtype."""
     if str(dtype) not in _NAMES:
         raise CheckpointError(f"{where}: safetensors files hold no {dtype}; convert it first")
     return _NAMES[str(dtype)]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, sharing memory; writing there is seen by it."""
+    """Return the bytes of a contiguous CPU tensor; they share its memory."""
     import torch
 
     found: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a file: bytes [begin, end) after the header; its place in the whole tensor."""
+class Stored(NamedTuple):
+    """One tensor of a file: bytes [begin, end) after the header, its box in the whole tensor."""
 
     key: str
     dtype: str
@@ -122,9 +135,9 @@ def build_header(stored: Sequence[Stored], metadata: Mapping[str, str] | None = 
 
 
 def read_header(reader: Reader, where: str) -> tuple[dict[str, Stored], int]:
-    """Return the tensors of a file by key, and where their bytes begin.
+    """Return the tensors of a file by key, and the offset of the first byte after the header.
 
-    **Raises** DamagedCheckpoint when the header is not whole, or does not cover the file exactly.
+    **Raises** DamagedCheckpoint when the header is incomplete, or does not cover the file exactly.
     """
     if reader.size < _LENGTH_BYTES:
         raise DamagedCheckpoint(f"{where}: {reader.size} bytes are no safetensors file")
@@ -187,3 +200,32 @@ def _stored(key: str, entry: Any, offsets: Any, where: str) -> Stored:
             f"{prod(shape) * element_bytes(dtype)}"
         )
     return Stored(key, dtype, shape, places, begin, end)
+
+
+# -- digests
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """Return the digest of some bytes: 32 hexadecimal characters."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def chunk_digest(data: bytes | memoryview) -> str:
+    """Return the digest of a chunk: 22 characters of base64, to keep indexes small."""
+    return b64encode(xxhash.xxh3_128_digest(data))[:DIGEST_CHARS].decode()
+
+
+def chunks_of(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the range [begin, end) of each chunk of a tensor of ``num_bytes``."""
+    for begin in range(0, num_bytes, CHUNK_BYTES):
+        yield begin, min(begin + CHUNK_BYTES, num_bytes)
+
+
+def chunk_digests(data: memoryview) -> str:
+    """Return the digests of all chunks of some bytes, one after the other; "" for no bytes."""
+    return "".join(chunk_digest(data[begin:end]) for begin, end in chunks_of(len(data)))
+
+
+def num_chunks(num_bytes: int) -> int:
+    """Return how many chunks a tensor of ``num_bytes`` has."""
+    return -(-num_bytes // CHUNK_BYTES)

@@ -1,40 +1,38 @@
-"""The seam to the disk: `Files` has all that checkpoint code may ask of a file system.
+"""Files on disk: `Files` has every call that checkpoint code makes to a file system.
 
-Tests put a disk that fails, or one that forgets what was not synced, in its place.
+Tests replace it with a disk that fails, or that forgets unsynced bytes.
 
-Note [What is durable]
+Note [Durable names and bytes]
 ~~~~~~~~~~~~~~~~~~~~~~
 A written file survives a power cut only after `Writer.sync`, and its name only after `sync_folder`
-of the folder that holds it; the same goes for renamed, removed and made ones. `make_folders` is the
-one call that syncs by itself. After a failed sync nothing is known: the file has to be written anew
-(the kernel may have dropped the pages, and a second sync would say that all is well).
+of its folder. The same holds for renamed, removed and new names. Only `make_folders` syncs by
+itself. After a failed sync nothing is known and the file has to be written anew: the kernel may
+have dropped the pages, and a second sync would succeed without them.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Self
 from weakref import WeakSet
 
-from shardwise.checkpoint.linux import (
-    EXCHANGE,
-    NO_REPLACE,
-    begin_writing,
-    os_error,
-    rename_with,
-)
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-_CALL_BYTES = 64 << 20  # at most this much in one system call, so that a kill is soon answered
+_CALL_BYTES = 64 << 20  # at most this much in one system call, so a kill takes effect soon
 _CALL_BUFFERS = 1024  # IOV_MAX of Linux and macOS
-# What a disk says of bytes that it has lost, and of files that this user may not read.
+_NO_REPLACE, _EXCHANGE = 1, 2  # flags of Linux's renameat2
+_AT_CWD = -100
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux
+# Errors for bytes that the disk has lost, and for files that this user may not read.
 _LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 _UNREADABLE = (*_LOST, errno.EACCES, errno.EPERM)
 _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -89,8 +87,10 @@ class Writer(_Descriptor):
                     break
             with _named(self._path):
                 written = os.writev(self._fd, batch)  # Python repeats it after a signal
-            # Else the disk idles until the sync, and the sync waits for all of it.
-            begin_writing(self._fd, self._size, written)
+            # Otherwise the disk idles until the sync, and the sync waits for all of it. An error
+            # of this call shows in the sync.
+            if (call := _sync_file_range()) is not None:
+                call(self._fd, self._size, written, _BEGIN_WRITING)
             self._size += written
             while written:  # it may have written less than was asked for
                 view = rest.popleft()
@@ -105,7 +105,7 @@ class Writer(_Descriptor):
 
 
 class Reader(_Descriptor):
-    """A file to be read at any place; ``size`` is its size when it was opened."""
+    """An open file; ``size`` is its size when it was opened."""
 
     def __init__(self, path: Path, fd: int, size: int) -> None:
         super().__init__(path, fd)
@@ -136,14 +136,14 @@ class Lock(_Descriptor):
     """A lock file that this process holds; the kernel drops the lock if the process dies."""
 
     def write(self, text: str) -> None:
-        """Replace what the file says, as a rule who holds it."""
+        """Replace the file's text, which usually names the holder."""
         data = text.encode()
         with _named(self._path):
             os.pwrite(self._fd, data, 0)
             os.ftruncate(self._fd, len(data))
 
     def release(self) -> None:
-        """Let others lock; the file stays. Releasing twice is harmless."""
+        """Release the lock; the file stays. Releasing twice is harmless."""
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.close()
@@ -155,7 +155,7 @@ os.register_at_fork(after_in_child=lambda: list(map(Lock.close, _held)))
 
 
 class Files:
-    """The operating system's files. See Note [What is durable].
+    """The operating system's file calls. See Note [Durable names and bytes].
 
     **Raises** OSError with errno and filename from every call.
     """
@@ -165,11 +165,11 @@ class Files:
         os.mkdir(path)
 
     def make_folders(self, path: Path) -> None:
-        """Make a folder and those above it as far as they are missing, durably."""
+        """Make a folder and the missing ones above it, durably."""
         made = [p for p in path.parents if not p.exists()]
         os.makedirs(path, exist_ok=True)
-        for folder in (path, *made):  # `path` too: who made it may have died before the sync
-            with suppress(PermissionError):  # a folder one may write to but not read
+        for folder in (path, *made):  # `path` too: its maker may have died before the sync
+            with suppress(PermissionError):  # a folder with write permission only
                 self.sync_folder(folder.parent)
 
     def create(self, path: Path) -> Writer:
@@ -188,7 +188,7 @@ class Files:
             with _named(path):
                 os.fsync(fd)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that has no such call: no more to do
+            if error.errno != errno.EINVAL:  # this file system has no such call
                 raise
         finally:
             os.close(fd)
@@ -196,30 +196,30 @@ class Files:
     def rename(self, source: Path, target: Path) -> None:
         """Rename at once. **Raises** FileExistsError if the target exists."""
         try:
-            rename_with(source, target, NO_REPLACE)
+            _rename_with(source, target, _NO_REPLACE)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
-            # Not atomic; but a folder never takes the place of one that holds anything.
+            # Not atomic, but a folder never replaces one that is not empty.
             if os.path.lexists(target):
-                raise os_error(errno.EEXIST, source, target) from None
+                raise _os_error(errno.EEXIST, source, target) from None
             os.rename(source, target)
 
     def exchange(self, a: Path, b: Path) -> None:
         """Swap two names at once. **Raises** OSError (ENOSYS, EINVAL) where that is unknown."""
-        rename_with(a, b, EXCHANGE)
+        _rename_with(a, b, _EXCHANGE)
 
     def list(self, path: Path) -> list[Entry]:
-        """Return what is in a folder, sorted by name."""
+        """Return a folder's entries, sorted by name."""
         entries = []
         with os.scandir(path) as found:
             for item in found:
-                with suppress(FileNotFoundError):  # removed by somebody since
+                with suppress(FileNotFoundError):  # removed since
                     entries.append(_entry(item.name, item.stat(follow_symlinks=False)))
         return sorted(entries, key=lambda entry: entry.name)
 
     def remove_file(self, path: Path) -> None:
-        """Remove a file, or a link but not what it leads to."""
+        """Remove a file, or a link but not its target."""
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
@@ -227,17 +227,17 @@ class Files:
         os.rmdir(path)
 
     def free_bytes(self, path: Path) -> int:
-        """Return how many bytes this user may still write there."""
+        """Return how many bytes this user can still write there."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
     def lock(self, path: Path, shared: bool = False) -> Lock | None:
-        """Lock a file, made if missing; None if somebody else holds it.
+        """Lock a file, made if missing; return None if another process holds it.
 
-        ``shared`` locks do not keep each other out: to see whether anybody holds the other kind.
+        ``shared`` locks do not exclude each other; they test for the exclusive kind.
 
-        **Raises** CheckpointError if the file has other names (hard links): what its holder writes
-        into it would replace what they say.
+        **Raises** CheckpointError if the file has other names (hard links): the holder's text would
+        replace the content under those names.
         """
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         while True:
@@ -248,7 +248,7 @@ class Files:
                 if _is_file_of(path, fd):
                     _check_has_one_name(path, fd)
                     break
-                os.close(fd)  # whoever held it has removed it: there is another one by now, or none
+                os.close(fd)  # its holder removed it: by now there is another file, or no file
             except BlockingIOError:
                 os.close(fd)
                 return None
@@ -261,9 +261,9 @@ class Files:
 
 
 def is_unreadable(error: OSError) -> bool:
-    """Tell whether an error is of this checkpoint alone, so that an older one may be readable.
+    """Tell whether an error concerns this checkpoint alone, so an older one may be readable.
 
-    Stored bytes are lost, or this user may not read them. A server that is gone has none to read.
+    Stored bytes are lost, or this user may not read them. An unreachable server is another case.
     """
     return error.errno in _UNREADABLE
 
@@ -298,7 +298,7 @@ def _check_has_one_name(path: Path, fd: int) -> None:
     if (num_names := os.fstat(fd).st_nlink) > 1:
         raise CheckpointError(
             f"{path} should be a lock file of its own, but the same file has {num_names} names "
-            "(hard links), and what a lock says would be written over it; remove this name"
+            "(hard links), and the lock's text would be written over it; remove this name"
         )
 
 
@@ -309,7 +309,7 @@ def _entry(name: str, status: os.stat_result) -> Entry:
 
 
 def _open_regular(path: Path, flags: int) -> int:
-    """Open what is a regular file itself: a link would lead out, a pipe or a device could hang."""
+    """Open a regular file; a link would lead elsewhere, a pipe or a device could block."""
     try:
         fd = os.open(path, flags | _NO_LINKS | os.O_NONBLOCK, 0o644)
     except OSError:
@@ -340,8 +340,41 @@ def _check_regular(path: Path, mode: int) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Calls on descriptors do not know the file's name; say it in their errors."""
+    """Add the file's name to errors of calls on descriptors."""
     try:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+# Two system calls of Linux that Python does not have.
+
+
+def _rename_with(a: Path, b: Path, flags: int) -> None:
+    """Rename with renameat2. **Raises** OSError; ENOSYS where the call does not exist."""
+    call = _renameat2()
+    if call is None:
+        raise _os_error(errno.ENOSYS, a, b)
+    if call(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), flags):
+        raise _os_error(ctypes.get_errno(), a, b)
+
+
+def _os_error(number: int, a: Path, b: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(a), None, str(b))
+
+
+@cache
+def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        text, number = ctypes.c_char_p, ctypes.c_int
+        function.argtypes = (number, text, number, text, ctypes.c_uint)
+    return function
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function

@@ -1,30 +1,51 @@
-"""All checkpoints of one run, in one folder: who may write there, which is the newest, what goes.
+"""All checkpoints of one run, in one folder: its lock, its steps, rotation, and the one to load.
 
-What may be removed: Note [What may be removed] in `leftovers`.
+What may be removed: Note [What may be removed] in `trash`.
+
+Note [Beside a running run]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The run whose folder is read may remove a checkpoint at any moment, usually because there is a newer
+one. If the chosen checkpoint is gone, or was replaced, it is not damaged: the folder is listed
+again, from the newest. A checkpoint is damaged only if it is unchanged and cannot be read.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.commit import check_presence
-from shardwise.checkpoint.digest import digest_of
+from shardwise.checkpoint.all_ranks import ask_first_rank, on_all_ranks
+from shardwise.checkpoint.container import digest_of
 from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
-from shardwise.checkpoint.leftovers import LOCK_ATTEMPTS, LOCK_RETRY_S, STEP, remove_checkpoint
-from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.rank_index import parse_index, two_saves
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    IndexRow,
+    Manifest,
+    file_name,
+    index_name,
+    is_ours,
+    parse_index,
+    parse_manifest,
+    two_saves,
+)
 from shardwise.checkpoint.read import read_small
-from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name
+from shardwise.checkpoint.trash import LOCK_ATTEMPTS, LOCK_RETRY_S, STEP, remove_checkpoint
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
+if TYPE_CHECKING:
+    from shardwise.comm.control import Control
+
 LOCK = ".shardwise.lock"
-MAX_LOOKS = 100  # so often a checkpoint may vanish or change while it is looked at or read
+MAX_LOOKS = 100  # how often a checkpoint may vanish or change while it is checked or read
 _LOCK_CHARS = 4096
+_SIZE_BYTES = 8
 
 
 def step_name(step: int) -> str:
@@ -42,11 +63,14 @@ def steps_in(files: Files, folder: Path) -> list[int]:
     return sorted((int(n[1]) for n in names if n and step_name(int(n[1])) == n[0]), reverse=True)
 
 
+# -- the quick check of a checkpoint
+
+
 def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
     """Check a checkpoint's manifest, and that its files are there in their sizes.
 
-    The digests of tensors are checked when they are read. Returns the manifest and its bytes. What
-    is replaced meanwhile is no damage: it is looked at again.
+    The digests of tensors are checked when they are read. Returns the manifest and its bytes. If
+    the checkpoint is replaced meanwhile, it is checked again.
 
     **Cost** one listing and one small file, whatever the number of ranks; four more for damage.
 
@@ -71,7 +95,7 @@ def _manifest_now(files: Files, path: Path) -> bytes | None:
 
 
 def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
-    """Check a folder against the bytes of its manifest; return what they say."""
+    """Check a folder against the bytes of its manifest; return the manifest."""
     manifest = parse_manifest(data, str(path / MANIFEST))
     named = STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
@@ -89,13 +113,38 @@ def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
     return manifest
 
 
+def check_presence(path: Path, entries: Iterable[Entry], ranks: Sequence[IndexRow]) -> None:
+    """Compare a folder's listing with the manifest's row of each rank.
+
+    **Raises** DamagedCheckpoint naming the first file that is missing, of another size, or one too
+    many. Files with other names than ours are ignored.
+    """
+    found = {entry.name: entry for entry in entries if is_ours(entry.name)}
+    expected = {MANIFEST}
+    for rank, row in enumerate(ranks):
+        index, names = index_name(rank), [file_name(rank, n) for n in range(row.num_files)]
+        expected |= {index, *names}
+        for name in (index, *names):
+            if name not in found or found[name].kind != "file":
+                raise DamagedCheckpoint(f"{path / name}: it is missing, or no regular file")
+        for text, size, wanted in (
+            (index, found[index].size, row.index_bytes),
+            (", ".join(names), sum(found[n].size for n in names), row.file_bytes),
+        ):
+            if size != wanted:
+                raise DamagedCheckpoint(f"{path / text}: {size} bytes, expected {wanted}")
+    unknown = sorted(set(found) - expected)
+    if unknown:
+        raise DamagedCheckpoint(f"{path / unknown[0]}: the manifest does not name this file")
+
+
 def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[Entry]) -> str:
-    """Name what is wrong where files and manifest do not fit; "" if their sizes say all there is.
+    """Name the wrong file if files and manifest do not fit; "" if the total sizes say enough.
 
-    The manifest has the size of all files of a rank together, the index has that of each; and it
-    may be the manifest that is of another save.
+    The manifest has the total size of a rank's files, the index has the size of each. The manifest
+    itself may be of another save.
 
-    **Cost** two indexes, that of rank 0 and that of the first rank whose files do not fit.
+    **Cost** two indexes: that of rank 0 and that of the first rank whose files do not fit.
     """
     sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
     names = [
@@ -108,10 +157,9 @@ def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[
         or sum(sizes.get(name, 0) for name in names[rank]) != row.file_bytes
     )
     for rank in sorted({0, next(first, 0)}):
-        row = manifest.ranks[rank]
         try:
             data = read_small(files, path / index_name(rank))
-            if digest_of(data) != row.digest:
+            if digest_of(data) != manifest.ranks[rank].digest:
                 found = two_saves(manifest, rank, data)
                 return f"{path}: {found}" if found else ""
             index = parse_index(data, str(path / index_name(rank)))
@@ -134,10 +182,13 @@ def is_usable(files: Files, folder: Path, step: int) -> bool:
     return True
 
 
-def take_lock(files: Files, folder: Path, run: str) -> Lock:
-    """Make the folder and hold it for this run. **Raises** CheckpointError while another does.
+# -- the lock of a run
 
-    Who only asks (`lock_holder`) is waited for, a minute at most.
+
+def take_lock(files: Files, folder: Path, run: str) -> Lock:
+    """Make the folder and lock it for this run. **Raises** CheckpointError while another holds it.
+
+    A process that only tests the lock (`lock_holder`) is waited for, a minute at most.
     """
     files.make_folders(folder)
     path = folder / LOCK
@@ -155,16 +206,15 @@ def take_lock(files: Files, folder: Path, run: str) -> Lock:
         asking.release()
         time.sleep(LOCK_RETRY_S)
     raise CheckpointError(
-        f"{path}: processes that only ask who saves there (`shardwise ckpt`) have held it for a "
-        "minute. One of them may be stopped: end it"
+        f"{path}: processes that only test this lock (`shardwise ckpt`) have held it for a minute. "
+        "One of them may be stopped: end it"
     )
 
 
 def lock_holder(files: Files, folder: Path) -> str | None:
-    """Return who saves checkpoints there at this moment, if anybody does.
+    """Return which process saves checkpoints there at this moment; None if no process does.
 
-    The kernel is asked by taking the lock, for an instant, along with others who ask. **Raises**
-    OSError.
+    The lock is taken for an instant, shared with other callers. **Raises** OSError.
     """
     if not any(entry.name == LOCK for entry in files.list(folder)):
         return None
@@ -183,23 +233,12 @@ def _holder(files: Files, path: Path) -> str:
         return "another process"
 
 
-def steps_to_remove(
-    steps: Sequence[int], keep_last: int | None, keep_every: int | None
-) -> list[int]:
-    """Return the steps that are neither among the newest ``keep_last`` nor multiples."""
-    if keep_last is None:
-        return []
-    newest = sorted(steps, reverse=True)[:keep_last]
-    return [
-        step
-        for step in sorted(steps)
-        if step not in newest and not (keep_every and step % keep_every == 0)
-    ]
+# -- rotation
 
 
 @dataclass(frozen=True)
 class Rotated:
-    """Which steps a rotation removed, and the folders of what lay in them and is none of ours."""
+    """Steps that a rotation removed, and the folders of files in them that were not ours."""
 
     steps: tuple[int, ...] = ()
     other_files: tuple[Path, ...] = ()
@@ -214,12 +253,12 @@ def rotate(
     saved: int,
     damaged: Collection[int] = (),
 ) -> Rotated:
-    """Remove the checkpoints of this run that need not be kept.
+    """Remove this run's checkpoints that are neither the newest ``keep_last`` nor multiples.
 
-    ``saved`` is the step that was saved just now. It stays. ``damaged`` are steps that a load
-    passed over, which only shows when they are read: they neither count nor go.
+    ``saved`` is the step that was saved just now; it stays. ``damaged`` are steps that a load found
+    damaged, which only shows when they are read: they do not count and are not removed.
 
-    See Note [What may be removed]. **Raises** OSError; what is left is a checkpoint or a leftover.
+    See Note [What may be removed]. **Raises** OSError; a checkpoint or a leftover remains then.
     """
     ours = []
     for step in steps_in(files, folder) if keep_last is not None else ():
@@ -230,6 +269,104 @@ def rotate(
                 ours.append(step)
     if saved not in ours:
         return Rotated()
-    going = [step for step in steps_to_remove(ours, keep_last, keep_every) if step != saved]
+    going = [
+        step
+        for step in sorted(ours[keep_last:])
+        if step != saved and not (keep_every and step % keep_every == 0)
+    ]
     left = [remove_checkpoint(files, folder / step_name(step)) for step in going]
     return Rotated(tuple(going), tuple(path for path in left if path is not None))
+
+
+# -- the checkpoint to load
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint to load: its step, its manifest and the manifest's bytes."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+    data: bytes
+
+
+def choose(control: Control, files: Files, folder: Path, skipped: dict[int, str]) -> Chosen | None:
+    """Find the highest step that passes the quick check and was not ``skipped``, on all ranks.
+
+    Rank 0 searches and sends the others the manifest. Adds to ``skipped`` the reasons of newer
+    steps that do not pass. **Raises** CheckpointError.
+    """
+    found: list[tuple[Manifest | None, bytes]] = []
+
+    def search() -> None:
+        if control.rank == 0:
+            found.append(_search(files, folder, skipped))
+
+    on_all_ranks(control, search)
+    manifest, said = found[0] if found else (None, b"")
+    said = control.broadcast(said)
+    size = int.from_bytes(said[:_SIZE_BYTES], "little")
+    answer = json.loads(said[_SIZE_BYTES : _SIZE_BYTES + size])
+    skipped.update(answer["skipped"])
+    if answer["step"] is None:
+        return None
+    path, data = folder / step_name(answer["step"]), said[_SIZE_BYTES + size :]
+    if manifest is None:
+        manifest = parse_manifest(data, str(path / MANIFEST))
+    return Chosen(path, answer["step"], manifest, data)
+
+
+def _search(files: Files, folder: Path, known: Collection[int]) -> tuple[Manifest | None, bytes]:
+    """Return the newest manifest that passes, and the answer for the other ranks."""
+    for _ in range(MAX_LOOKS):
+        skipped: list[tuple[int, str]] = []
+        for step in (step for step in steps_in(files, folder) if step not in known):
+            path = folder / step_name(step)
+            try:
+                manifest, data = check_quickly(files, path)
+            except (CheckpointError, OSError) as error:
+                if not _is_there(files, path):
+                    break  # list again: there may be a newer one
+                if not isinstance(error, (DamagedCheckpoint, FileNotFoundError)):
+                    raise
+                skipped.append((step, str(error)))
+                continue
+            return manifest, _answer(step, skipped) + data
+        else:
+            return None, _answer(None, skipped)
+    raise CheckpointError(vanishing(folder))
+
+
+def _answer(step: int | None, skipped: list[tuple[int, str]]) -> bytes:
+    text = json.dumps({"step": step, "skipped": skipped}).encode()
+    return len(text).to_bytes(_SIZE_BYTES, "little") + text
+
+
+def vanishing(folder: Path) -> str:
+    """Return the error for a folder whose run removes each checkpoint while it is read."""
+    return (
+        f"{folder}: its checkpoints are removed faster than they can be read; let the run that "
+        "saves there keep more of them (keep_last)"
+    )
+
+
+def has_changed(control: Control, files: Files, chosen: Chosen) -> bool:
+    """Tell whether a checkpoint was removed or replaced since it was chosen; all ranks call it."""
+
+    def differs() -> bool:
+        try:
+            return read_small(files, chosen.path / MANIFEST) != chosen.data
+        except (CheckpointError, OSError):
+            return not _is_there(files, chosen.path)
+
+    return ask_first_rank(control, differs)
+
+
+def is_there(control: Control, files: Files, path: Path) -> bool:
+    """Tell whether rank 0 finds a checkpoint under its name; all ranks call it."""
+    return ask_first_rank(control, lambda: _is_there(files, path))
+
+
+def _is_there(files: Files, path: Path) -> bool:
+    return any(entry.name == path.name for entry in files.list(path.parent))

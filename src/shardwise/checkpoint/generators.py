@@ -1,7 +1,7 @@
 """This process's random generators: torch (CPU and accelerator), numpy's and Python's global ones.
 
 Dropout, shuffling and augmentation draw from them, so a resumed run has the same bits only if
-every rank goes on where its own generators stood.
+every rank continues from the state of its generators.
 """
 
 import base64
@@ -29,7 +29,7 @@ _NAMES = "torch", "accelerator", "numpy", "python"
 
 @dataclass(frozen=True)
 class _Checked:
-    """States that each generator has been seen to accept."""
+    """States that the generators accept."""
 
     of_torch: torch.Tensor
     of_accelerator: torch.Tensor | None
@@ -38,10 +38,10 @@ class _Checked:
     digest: bytes
 
 
-def read_generators(device: torch.device) -> dict[str, Any]:
+def read_generators(device: torch.device) -> dict[str, str | None]:
     """Return the states of this process's generators, for JSON; draws nothing.
 
-    They are base64, so that JSON holds every bit; that of an accelerator is None on a CPU run.
+    They are base64, so JSON holds every bit. The accelerator's is null on a CPU run.
 
     **Raises** CheckpointError if numpy's global generator is not its default one.
     """
@@ -54,13 +54,13 @@ def read_generators(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_generators(value: Any, device: torch.device) -> None:
-    """Put this process's generators where `read_generators` found them.
+def set_generators(value: object, device: torch.device) -> None:
+    """Set this process's generators to states of `read_generators`.
 
-    The next draws are the same to the bit. All states are checked before the first is set. An
+    The next draws are bit-identical. All states are checked before the first is set. An
     accelerator that the saved run did not have (it ran on CPU) is seeded from the saved states.
 
-    **Raises** CheckpointError for everything that `read_generators` does not return.
+    **Raises** CheckpointError for other values than `read_generators` returns.
     """
     checked = _check(value, device)
     torch.set_rng_state(checked.of_torch)
@@ -73,29 +73,29 @@ def set_generators(value: Any, device: torch.device) -> None:
         set_accelerator_generator(device, fresh.get_state())
 
 
-def derive_generators(value: Any, rank: int, device: torch.device) -> None:
+def derive_generators(value: object, rank: int, device: torch.device) -> None:
     """Seed the generators of a rank that has no saved state: the number of ranks has changed.
 
-    ``value`` is what `read_generators` returned on the saved run's rank 0. The seeds follow from
-    it and from ``rank``, so they are the same in each resume and differ between ranks.
+    ``value`` is the state of the saved run's rank 0. The seeds depend on it and on ``rank``, so
+    they are the same in each resume and differ between ranks.
 
-    **Raises** CheckpointError for everything that `read_generators` does not return.
+    **Raises** CheckpointError for other values than `read_generators` returns.
     """
     saved = _check(value, device).digest
     mine = hashlib.blake2b(saved + struct.pack("<Q", rank), digest_size=32).digest()
-    # torch's CPU generator looks at 32 bits of a seed: adding the rank keeps all ranks apart.
+    # torch's CPU generator uses 32 bits of a seed: adding the rank makes all ranks differ.
     torch.manual_seed((_seed(saved) + rank) % 2**63)
     np.random.seed(np.frombuffer(mine, "<u4"))
     random.seed(mine)
 
 
-def check_generators(value: Any, device: torch.device) -> None:
-    """See that `set_generators` would take these states; nothing is changed. **Raises** as it."""
+def check_generators(value: object, device: torch.device) -> None:
+    """Check states for `set_generators`; nothing is changed. **Raises** as it."""
     _check(value, device)
 
 
-def _check(value: Any, device: torch.device) -> _Checked:
-    """Try every state on a generator of its own."""
+def _check(value: object, device: torch.device) -> _Checked:
+    """Try every state on a new generator."""
     if not isinstance(value, Mapping) or set(value) != set(_NAMES):
         raise CheckpointError(
             f"generators: expected the states {', '.join(_NAMES)}, got "
@@ -170,7 +170,7 @@ def _seed(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _tensor(text: Any) -> torch.Tensor:
+def _tensor(text: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(_read(text)), dtype=torch.uint8)
 
 
@@ -178,7 +178,7 @@ def _write(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _read(text: Any) -> bytes:
+def _read(text: object) -> bytes:
     if type(text) is not str:
         raise TypeError(f"expected base64, got a {type(text).__name__}")
     return base64.b64decode(text, validate=True)

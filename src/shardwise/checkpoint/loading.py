@@ -1,59 +1,73 @@
-"""Load a checkpoint into a sharded model: choose it, check it against the model, read, apply.
+"""Load a checkpoint into a sharded or plain model: choose it, match it, read, apply.
 
 Note [Damage while loading]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Tensors are read straight into the parameters, since a second copy of them may not fit. If a chunk
-turns out to be damaged half way, the parameters are of two checkpoints; from the first byte read to
-the last one checked the engine therefore refuses every forward pass (`Conditions.unusable`). A good
-load, as a rule that of the next older checkpoint, ends this.
+Tensors are read straight into the parameters, since a second copy of them may not fit into memory.
+If a damaged chunk is found halfway, the parameters are of two checkpoints. Therefore, from the
+first byte read to the last one checked, the engine refuses every forward pass
+(`Conditions.unusable`). A complete load ends this; usually it is that of the next older checkpoint.
 """
 
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.all_ranks import on_all_ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint.all_ranks import collector_paused, on_all_ranks
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, steps_in
-from shardwise.checkpoint.gc_pause import collector_paused
+from shardwise.checkpoint.folder import (
+    MAX_LOOKS,
+    Chosen,
+    check_quickly,
+    choose,
+    has_changed,
+    is_there,
+    step_name,
+    steps_in,
+    vanishing,
+)
 from shardwise.checkpoint.generators import (
     check_generators,
     derive_generators,
     set_generators,
 )
-from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.newest import Chosen, choose, has_changed, is_there, vanishing
-from shardwise.checkpoint.places import Host, Place, host_of
+from shardwise.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import (
     Matched,
+    Place,
     Target,
     apply_optimizer,
     differences,
     match_model,
     match_optimizer,
     optimizer_targets,
+    places_of_plain,
+    places_of_sharded,
     read_targets,
 )
-from shardwise.checkpoint.sealed import MANIFEST
-from shardwise.checkpoint.state import module_states
-from shardwise.comm.control import Control
+from shardwise.checkpoint.state import module_states, persistent_buffers
+from shardwise.comm.control import Control, SoloControl, exchange_any
 from shardwise.engine.conditions import Origin
-from shardwise.engine.parts import Joined, Model, Optimizer
-from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.engine.parts import Joined, Model, Optimizer, Parts, modules_of
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: the folder, its step, the user's own state, bytes that this rank read.
+    """A finished load: the folder, its step, the user's own state, bytes that this rank read.
 
-    ``skipped`` says, for each newer checkpoint that could not be used, why; ``missing`` and
-    ``unexpected`` are, without ``strict``, the names that only the model or the checkpoint has.
+    ``skipped`` has the reason for each newer checkpoint that could not be used. Without ``strict``,
+    ``missing`` and ``unexpected`` are the names that only the model or the checkpoint has.
     """
 
     path: Path
@@ -69,26 +83,113 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be loaded, and where to."""
+    """The arguments of a load."""
 
     files: Files
     control: Control
     model: Model
     optimizer: Optimizer | None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
     strict: bool = True
     cast: bool = False
     restore_generators: bool = True
     progress: Callable[[int], None] | None = None
 
 
+class Host:
+    """The model to load into, sharded or plain.
+
+    A plain model is whole on every rank: each process reads all of it, without communication. It
+    has no engine, so a half-loaded plain model cannot be kept from running.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Prepare a model for a load. **Raises** ConfigError if another library sharded it."""
+        self._engine = engine = _engine_of(model)
+        self.elsewhere = frozenset[str]()  # names of other pipeline stages
+        self.control: Control
+        self.places: Sequence[Place]
+        self.device: torch.device
+        if engine is None:
+            self.control = SoloControl()
+            in_group = dist.is_available() and dist.is_initialized()
+            self.rank = dist.get_rank() if in_group else 0
+            self.num_ranks = dist.get_world_size() if in_group else 1
+            self.places = places_of_plain(model)
+            self.device = next((p.held.device for p in self.places), torch.device("cpu"))
+            return
+        engine.give_up_steps()
+        engine.rest("load()")
+        self.control = engine.everyone
+        self.rank, self.num_ranks = self.control.rank, self.control.num_ranks
+        self.device = engine.comm.device
+        params = [param for unit in engine.units for param in unit.params]
+        self.places = [place for param in params for place in places_of_sharded(param)]
+        if engine.has_stages:
+            names = [name for place in self.places for name in place.names]
+            names += [name for name, _ in persistent_buffers(model)]
+            rows = exchange_any(self.control, json.dumps(names).encode())
+            self.elsewhere = frozenset(name for row in rows for name in json.loads(row))
+
+    def check(self) -> None:
+        """Refuse a load inside `gathered`. **Raises** StateError."""
+        if self._engine is not None and self._engine.suspended:
+            raise StateError("load() inside gathered(): leave that context first")
+
+    def begin(self, names: set[str], path: Path) -> None:
+        """Mark the parameters of these names as half loaded."""
+        if self._engine is not None:
+            self._engine.finish_reductions()
+            why = f"a load of {path} did not come to its end; load a whole checkpoint first"
+            self._engine.begin_load(names, why)
+
+    def failed(self, error: Exception) -> Exception:
+        """Return the error of a load that failed after `begin`."""
+        if self._engine is not None or not isinstance(error, CheckpointError):
+            return error
+        kind = DamagedCheckpoint if isinstance(error, DamagedCheckpoint) else CheckpointError
+        return kind(
+            f"{error}. What was read before it is in the model: do not use that before a load has "
+            "succeeded"
+        )
+
+    def end(self, names: set[str], path: Path) -> None:
+        """Mark them as loaded. **Raises** CheckpointError if others are still half loaded."""
+        left = None if self._engine is None else self._engine.end_load(names)
+        if left is not None:
+            raise CheckpointError(
+                f"{path}: '{left}' is half loaded from another checkpoint, and not in this "
+                "one; load one that has all of the model"
+            )
+
+    def stop(self, why: str) -> None:
+        """Refuse all passes until a load succeeds."""
+        if self._engine is not None:
+            self._engine.refuse(why)
+
+    def note_origin(self, origin: Origin) -> None:
+        """Note the checkpoint that was loaded."""
+        if self._engine is not None:
+            self._engine.origin = origin
+
+
+def _engine_of(model: Model) -> Parts | None:
+    params = (param for each in modules_of(model) for param in each.parameters())
+    if any(isinstance(param, DTensor) for param in params):
+        return Parts(model)
+    try:
+        return Parts(model)  # gathered, or without parameters
+    except ConfigError:
+        return None
+
+
 @collector_paused()
 def load_newest(request: Request, folder: Path) -> Loaded | None:
-    """Load the newest checkpoint of a folder that verifies, loudly if it is not the newest of all.
+    """Load the newest checkpoint of a folder that is whole; warn about damaged newer ones.
 
     Returns None if the folder holds no checkpoint. **Raises** CheckpointError, the same on all
     ranks, if all are damaged, or if one does not fit the model (an older one would not either).
-    What is removed while it is read: Note [Beside a run that goes on] in `newest`.
+    Checkpoints that are removed while they are read: Note [Beside a running run] in `folder`.
     """
     skipped: dict[int, str] = {}
     for _ in range(MAX_LOOKS):
@@ -113,15 +214,15 @@ def load_newest(request: Request, folder: Path) -> Loaded | None:
 
 
 def _reasons(skipped: Mapping[int, str], above: int) -> tuple[str, ...]:
-    """Return why newer checkpoints than ``above`` were passed over, the newest first."""
+    """Return the reasons for skipping checkpoints newer than ``above``, the newest first."""
     return tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
 
 
 @collector_paused()
 def load_one(request: Request, path: Path) -> Loaded:
-    """Load the checkpoint of this folder, and no other; again if it is replaced meanwhile."""
+    """Load the checkpoint of this folder only; again if it is replaced meanwhile."""
     for _ in range(MAX_LOOKS):
-        chosen = _look_at(request, path)
+        chosen = _check_one(request, path)
         try:
             loaded = _load(request, path, chosen.manifest, ())
         except CheckpointError as error:
@@ -135,8 +236,8 @@ def load_one(request: Request, path: Path) -> Loaded:
     raise CheckpointError(f"{path}: it is replaced faster than it can be read; load it again later")
 
 
-def _look_at(request: Request, path: Path) -> Chosen:
-    """Check one checkpoint quickly, and tell all ranks its manifest."""
+def _check_one(request: Request, path: Path) -> Chosen:
+    """Check one checkpoint quickly, and send all ranks its manifest."""
     found: list[tuple[Manifest, bytes]] = []
 
     def check() -> None:
@@ -155,7 +256,7 @@ def _look_at(request: Request, path: Path) -> Chosen:
 
 
 def _warn(request: Request, loaded: Loaded) -> None:
-    """Say what was passed over and what was left out, once all ranks are through."""
+    """Warn of skipped checkpoints and of names left out, after all ranks have finished."""
     if request.control.rank == 0:
         for reason in loaded.skipped:
             warnings.warn(
@@ -170,12 +271,12 @@ def _warn(request: Request, loaded: Loaded) -> None:
 
 def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
     """Load one checkpoint whose manifest all ranks have. See Note [Damage while loading]."""
-    control, host = request.control, host_of(request.model)
+    control, host = request.control, Host(request.model)
     optimizer = None if request.optimizer is None else Joined(request.optimizer)
-    # A rank that did not save goes on with the own state of one that did.
+    # A rank beyond those that saved takes the own state of one of them.
     checkpoint = Checkpoint(request.files, path, manifest, host.rank % manifest.num_ranks)
     found: list[_Plan] = []
-    values: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {}
     begun = False
 
     def match() -> None:
@@ -195,8 +296,8 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
         begun = True
         on_all_ranks(control, read)
     except BaseException as error:
-        # What was read into the memory of its state may be of two checkpoints. Before that nothing
-        # has changed, and nothing goes: it may be another rank that the checkpoint does not fit.
+        # State that was read into reused memory may be of two checkpoints, and is dropped. Before
+        # the read nothing has changed, and nothing is dropped: another rank may have failed.
         if begun and optimizer is not None and found:
             for place in found[0].states:
                 optimizer.state.pop(place.held, None)
@@ -232,7 +333,7 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a load will change: decided, and allocated, before anything is."""
+    """The changes of a load, decided and allocated before any is made."""
 
     matched: Matched
     targets: list[Target]
@@ -241,8 +342,10 @@ class _Plan:
     states: dict[Place, dict[str, Any]]
 
 
-def _plan(request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, Any]) -> _Plan:
-    """Match a checkpoint with the model, the optimizer and what else is to be restored."""
+def _plan(
+    request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, dict[str, Any]]
+) -> _Plan:
+    """Match a checkpoint with the model, the optimizer, the user's state and the generators."""
     model = request.model
     optimizer = None if request.optimizer is None else Joined(request.optimizer)
     how = {"strict": request.strict, "cast": request.cast}
@@ -270,9 +373,9 @@ def _plan(request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[
 
 
 def _apply_values(
-    request: Request, host: Host, values: Mapping[str, Any], same_ranks: bool
+    request: Request, host: Host, values: Mapping[str, dict[str, Any]], same_ranks: bool
 ) -> None:
-    """Give everybody's own state back, in code that is not ours and may raise."""
+    """Restore the user's state and the modules' own, in code of the user, which may raise."""
     for key, target in request.extra.items():
         load = getattr(target, "load_state_dict", None)
         if callable(load):
@@ -293,7 +396,7 @@ def _apply_values(
 
 @contextmanager
 def _named(what: str, target: object) -> Iterator[None]:
-    """Say whose code raised, and that parameters and optimizer are loaded by then."""
+    """Turn an error of the user's code into one that names it and the state of the load."""
     try:
         yield
     except Exception as error:

@@ -1,93 +1,184 @@
-"""What a checkpoint holds: the manifest, one index per rank; parsed with limits, sealed by digests.
+"""The JSON parts of a checkpoint: the manifest, and one index per rank.
 
 Note [One manifest, one index per rank]
-``manifest.json`` names every tensor with its shape and how it was cut, in integers: which rank
-holds which elements is computed from that, never listed. What only one rank knows (digests of its
-chunks, its generators, its part of the user's state) stands in its own index,
-``rank00000.json``; the manifest holds the size and digest of each index. So ranks never collect
-objects, and a reader opens the indexes of those ranks only whose tensors it needs.
+``manifest.json`` names every tensor with its shape and how it is cut, in integers: which rank holds
+which elements is computed from that, never listed. What only one rank knows (the digests of its
+chunks, its generators, its part of the user's state) is in the rank's index, ``rank00000.json``.
+The manifest holds the size and digest of each index. So ranks never collect objects, and a reader
+opens the indexes of only those ranks that hold the tensors it needs.
 
-A file ends with the digest of all that stands before it, which makes the manifest the seal of the
-whole: manifest -> indexes -> headers and chunks.
+Each part ends with the digest of all that precedes it, and is used only after that is checked. So
+the manifest seals the checkpoint: manifest -> indexes -> headers and chunks.
 
 Note [Pieces and meshes]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Where all ranks cut whole tensors together, the checkpoint is of format 1 and has no word of this.
-With tensor, expert or pipeline parallelism, groups of ranks cut what others do not have. Then the
-format is 2: ``meshes`` are tables of ranks, a layout says over which of them it cuts, and a row may
-be a *piece*: the box that begins at ``at`` of a tensor of shape ``of``, which is cut as a tensor of
-its own. The rows of one key are a grid, in which each element stands once. Of several groups that
-hold a piece, one is named, and of its replicas the key chooses one: each rank knows that of its own
-tensors before it knows those of the others.
+If all ranks cut whole tensors together, the checkpoint has format 1 and no meshes. With tensor,
+expert or pipeline parallelism, groups of ranks cut tensors that other ranks do not have. Then the
+format is 2: ``meshes`` are tables of ranks, each layout names the mesh that cuts it, and a row may
+be a *piece*: the box that begins at ``at`` in a tensor of shape ``of``, cut like a whole tensor.
+The rows of one key form a grid that has each element once. If several groups hold a piece, the
+manifest names one of them. Of that group's replicas, a hash of the key chooses the writer, so a
+rank knows the writer of each of its tensors before it knows those of other ranks.
 """
 
+import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import add
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from zlib import crc32
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from shardwise.checkpoint.container import element_bytes, is_dtype
-from shardwise.checkpoint.pieces import is_grid
-from shardwise.checkpoint.sealed import (
-    FORMAT,
-    PIECES_FORMAT,
-    Count,
-    Digest,
-    Format,
-    Name,
-    Part,
-    Rank,
-    Rows,
-    Shape,
-    unseal,
-    validated,
+from shardwise.checkpoint.container import (
+    DIGEST_CHARS,
+    digest_of,
+    element_bytes,
+    is_dtype,
+    num_chunks,
 )
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.layout.boxes import Box, Region, boxes_of_range, full_region
 from shardwise.layout.segments import Layout, build_layout
+from shardwise.strict_json import check_containers, dumps, loads
 
-_MAX_BYTES = 1 << 40
+FORMAT, PIECES_FORMAT = 1, 2  # see Note [Pieces and meshes]
+MANIFEST = "manifest.json"
+MAX_PART_BYTES = 256 << 20  # of a manifest or an index; parsing takes a few times as much memory
+_MAX_TENSOR_BYTES = 1 << 40
+_SEAL = b',"digest":"'
+_SHOWN_CHARS = 200
+_NAMES = re.compile(rf"rank[0-9]{{5,8}}(\.json|-[0-9]{{1,2}}\.safetensors)|{re.escape(MANIFEST)}")
+
+Count = Annotated[int, Field(ge=0, lt=1 << 50, strict=True)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Name = Annotated[str, Field(max_length=4096)]
+_T = TypeVar("_T")
+Rows = Annotated[tuple[_T, ...], FailFast()]  # a million wrong rows are one error
+_Format = Annotated[int, Field(ge=FORMAT, le=PIECES_FORMAT, strict=True)]
+_NumFiles = Annotated[int, Field(ge=0, le=64, strict=True)]
+_Rank = Annotated[int, Field(ge=0, lt=1 << 24, strict=True)]
+_Shape = Annotated[tuple[Count, ...], Field(max_length=32)]
+_Size = Annotated[int, Field(ge=1, lt=1 << 24, strict=True)]
+_Stage = Annotated[int, Field(ge=0, le=3, strict=True)]
 
 
-class TensorRow(Part):
-    """One tensor, and how it lies in the files.
+def index_name(rank: int) -> str:
+    """Return the name of a rank's index."""
+    return f"rank{rank:05d}.json"
 
-    It is parameter ``index`` of ``layouts[layout]``, cut over the ranks; or, without a layout, it
-    is whole in the files of ``rank``. With ``of`` it is a piece: the box of this ``shape`` that
-    begins at ``at`` of a tensor of that shape.
+
+def file_name(rank: int, number: int) -> str:
+    """Return the name of a rank's file; it holds box ``number`` of each tensor."""
+    return f"rank{rank:05d}-{number}.safetensors"
+
+
+def is_ours(name: str) -> bool:
+    """Tell whether a file of this name may be part of a checkpoint."""
+    return _NAMES.fullmatch(name) is not None
+
+
+# -- sealed JSON
+
+
+class SealedPart(BaseModel):
+    """A sealed JSON object or a row of one: frozen, and without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+_PartT = TypeVar("_PartT", bound=SealedPart)
+
+
+def seal(part: SealedPart) -> bytes:
+    """Write a part as JSON, with the digest of all that precedes it as last key.
+
+    **Raises** CheckpointError when it would be too large to be read.
+    """
+    body = dumps(part.model_dump(mode="json", exclude_defaults=True))[:-1]
+    sealed = body + _SEAL + digest_of(body).encode() + b'"}\n'
+    if len(sealed) > MAX_PART_BYTES:
+        raise CheckpointError(
+            f"{len(sealed)} bytes of names and values are more than a checkpoint may have "
+            f"({MAX_PART_BYTES}); put large state into tensors (torch.from_numpy)"
+        )
+    try:
+        check_containers(body)
+    except ValueError as error:
+        raise CheckpointError(f"names and values cannot be saved: {error}") from None
+    return sealed
+
+
+def unseal(data: bytes, where: str) -> Any:
+    """Check the digest and return the JSON value without it. **Raises** DamagedCheckpoint."""
+    body, mark, rest = data.rpartition(_SEAL)
+    if not mark or rest != digest_of(body).encode() + b'"}\n':
+        raise DamagedCheckpoint(f"{where}: it is damaged: its digest is not that of its content")
+    try:
+        return loads(body + b"}", where)
+    except DamagedCheckpoint:
+        raise
+    except CheckpointError as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
+def validated(kind: type[_PartT], value: object, where: str) -> _PartT:
+    """Return a JSON value as a part. **Raises** DamagedCheckpoint naming the wrong field."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:_SHOWN_CHARS]
+        raise DamagedCheckpoint(f"{where}: {place}: {first['msg']}") from None
+
+
+# -- the manifest
+
+
+class TensorRow(SealedPart):
+    """One tensor, and where it is in the files.
+
+    With a ``layout`` it is parameter ``index`` of ``layouts[layout]``, cut over the ranks. Without
+    one it is whole in the files of ``rank``. With ``of`` the row is a piece: the box of this
+    ``shape`` that begins at ``at`` in a tensor of shape ``of``.
     """
 
     kind: Kind
     name: Name
     state: Name = ""
     dtype: Name
-    shape: Shape
+    shape: _Shape
     layout: Count | None = None
     index: Count | None = None
-    rank: Rank = 0
-    at: Shape = ()
-    of: Shape = ()
+    rank: _Rank = 0
+    at: _Shape = ()
+    of: _Shape = ()
 
     @property
     def info(self) -> TensorInfo:
-        """What the whole tensor is, without where it lies."""
+        """The whole tensor's description."""
         return TensorInfo(self.kind, self.name, self.dtype, self.of or self.shape, self.state)
 
     @property
     def region(self) -> Region:
-        """The box of the whole tensor that this row is."""
+        """The row's box in the whole tensor."""
         return Region(self.at, self.shape) if self.of else full_region(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the row's elements."""
         return prod(self.shape) * element_bytes(self.dtype)
 
     @model_validator(mode="after")
@@ -96,7 +187,7 @@ class TensorRow(Part):
             raise ValueError(f"dtype of '{self.name}': unknown {self.dtype!r}")
         whole = self.of or self.shape
         # A size of 0 must not hide the others: torch computes strides from them.
-        if prod(n or 1 for n in whole) * element_bytes(self.dtype) > _MAX_BYTES:
+        if prod(n or 1 for n in whole) * element_bytes(self.dtype) > _MAX_TENSOR_BYTES:
             raise ValueError(f"shape of '{self.name}': {whole} is more than a tensor can be")
         if len(self.at) != len(self.of) or (self.of and len(self.of) != len(self.shape)):
             raise ValueError(f"tensors: a piece of '{self.name}' has other dims than the tensor")
@@ -105,10 +196,10 @@ class TensorRow(Part):
         return self
 
 
-class MeshRow(Part):
+class MeshRow(SealedPart):
     """Ranks that cut tensors together: ``ranks[replica][shard]``."""
 
-    ranks: Rows[Rows[Rank]]
+    ranks: Rows[Rows[_Rank]]
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -123,43 +214,43 @@ class MeshRow(Part):
         return self
 
 
-class LayoutRow(Part):
-    """The layout of one buffer: its kind, the shapes that lie in it, and which mesh cuts it."""
+class LayoutRow(SealedPart):
+    """One layout: its kind, the shapes of its tensors, and the number of the mesh that cuts it."""
 
     kind: Literal["rows", "flat"]
-    shapes: Rows[Shape]
+    shapes: Rows[_Shape]
     mesh: Count = 0
 
 
-class OptimizerRow(Part):
-    """What the optimizer has beside tensors; values as `values.encode` wrote them."""
+class OptimizerRow(SealedPart):
+    """The optimizer's groups and state that are not tensors, as `values.encode` wrote them."""
 
     class_name: Name
     groups: Any
     state: Any
 
 
-class IndexRow(Part):
-    """What the manifest says of one rank: its index, and how much its files hold."""
+class IndexRow(SealedPart):
+    """The size and digest of one rank's index, and how many files and bytes that rank wrote."""
 
     index_bytes: Count
     digest: Digest
-    num_files: Annotated[int, Field(ge=0, le=64, strict=True)]
+    num_files: _NumFiles
     file_bytes: Count
 
 
-class Manifest(Part):
-    """What a checkpoint holds; the last file that is written."""
+class Manifest(SealedPart):
+    """The description of a whole checkpoint; its file is written last."""
 
-    format: Format
+    format: _Format
     shardwise: Name
     torch: Name
     run: Name
     step: Count | None
     saved_at: Name
-    stage: Annotated[int, Field(ge=0, le=3, strict=True)]
-    num_shards: Annotated[int, Field(ge=1, lt=1 << 24, strict=True)]
-    num_replicas: Annotated[int, Field(ge=1, lt=1 << 24, strict=True)]
+    stage: _Stage
+    num_shards: _Size
+    num_replicas: _Size
     layouts: Rows[LayoutRow]
     tensors: Rows[TensorRow]
     tied: dict[Name, Name]
@@ -180,10 +271,18 @@ class Manifest(Part):
         sizes = [len(mesh.ranks[0]) for mesh in self.meshes] or [self.num_shards]
         return tuple(build_layout(row.kind, row.shapes, sizes[row.mesh]) for row in self.layouts)
 
+    @cached_property
+    def rows_of(self) -> dict[TensorInfo, tuple[int, ...]]:
+        """The row numbers of each tensor, in the order of each tensor's first row."""
+        found: dict[TensorInfo, list[int]] = {}
+        for number, row in enumerate(self.tensors):
+            found.setdefault(row.info, []).append(number)
+        return {info: tuple(numbers) for info, numbers in found.items()}
+
     def turn_of(self, number: int) -> int:
         """Return which replica writes tensor ``number``, which is cut.
 
-        Replicas take turns, so that each part is written once and all of them write.
+        Replicas take turns, so each part is written once and all ranks write.
         """
         row = self.tensors[number]
         if not self.meshes:
@@ -198,9 +297,9 @@ class Manifest(Part):
         return self._mesh_of(self.tensors[number]).ranks[turn][shard_rank]
 
     def boxes_of(self, number: int, rank: int) -> tuple[Box, ...]:
-        """Return the boxes of tensor ``number`` that lie in the files of ``rank``.
+        """Return the boxes of tensor ``number`` in the files of ``rank``.
 
-        ``offsets`` are in the whole tensor, elements [lo, hi) are those of the row's piece.
+        ``offsets`` are in the whole tensor; elements [lo, hi) are those of the row's piece.
         """
         row = self.tensors[number]
         if row.layout is None:
@@ -218,22 +317,11 @@ class Manifest(Part):
             return boxes
         return tuple(replace(box, offsets=tuple(map(add, row.at, box.offsets))) for box in boxes)
 
-    def _mesh_of(self, row: TensorRow) -> MeshRow:
-        return self.meshes[self.layouts[row.layout or 0].mesh]
-
-    @cached_property
-    def rows_of(self) -> dict[TensorInfo, tuple[int, ...]]:
-        """The numbers of the rows that each tensor is made of, in the order of the first ones."""
-        found: dict[TensorInfo, list[int]] = {}
-        for number, row in enumerate(self.tensors):
-            found.setdefault(row.info, []).append(number)
-        return {info: tuple(numbers) for info, numbers in found.items()}
-
     def all_boxes(self, rank: int) -> Iterator[tuple[int, int, Box]]:
         """Yield (tensor number, number of the box in its tensor, box) of one rank, in file order.
 
-        The n-th box of a tensor lies in the n-th file of its rank; wide dtypes come first, so that
-        every tensor is aligned to its own elements.
+        Box n of a tensor is in file n of its rank. Wide dtypes come first, so every tensor is
+        aligned to its elements.
         """
         by_width = sorted(
             range(len(self.tensors)), key=lambda n: -element_bytes(self.tensors[n].dtype)
@@ -242,9 +330,12 @@ class Manifest(Part):
             for place, box in enumerate(self.boxes_of(number, rank)):
                 yield number, place, box
 
+    def _mesh_of(self, row: TensorRow) -> MeshRow:
+        return self.meshes[self.layouts[row.layout or 0].mesh]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        # Sealed or not, no number of a file is used before it was checked against the others.
+        # No number of a file is used before it is checked against the others, sealed or not.
         self._check_meshes()
         for row in self.tensors:
             if row.layout is not None:
@@ -258,11 +349,10 @@ class Manifest(Part):
             raise ValueError("tensors: two have one name")
         for info, numbers in self.rows_of.items():
             rows = [self.tensors[number] for number in numbers]
-            if len(rows) > 1 and not any(row.of for row in rows):
+            has_pieces = any(row.of for row in rows)
+            if len(rows) > 1 and not has_pieces:
                 raise ValueError("tensors: two have one name")
-            if any(row.of for row in rows) and not is_grid(
-                info.shape, [row.region for row in rows]
-            ):
+            if has_pieces and not is_grid(info.shape, [row.region for row in rows]):
                 raise ValueError(f"tensors: the pieces of '{info.key}' are not the whole tensor")
         if self.ranks and len(self.ranks) != self.num_ranks:
             raise ValueError(f"ranks: {len(self.ranks)} rows for {self.num_ranks} ranks")
@@ -297,7 +387,7 @@ class Manifest(Part):
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Read a manifest. **Raises** DamagedCheckpoint naming what is wrong."""
+    """Return a manifest from its file. **Raises** DamagedCheckpoint naming the wrong field."""
     value = unseal(data, where)
     found = value.get("format") if isinstance(value, dict) else FORMAT
     if type(found) is not int or found not in (FORMAT, PIECES_FORMAT):
@@ -306,7 +396,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             f"{PIECES_FORMAT}. It was saved by shardwise {reprlib.repr(value.get('shardwise'))}; "
             "use that version or a newer one"
         )
-    manifest: Manifest = validated(Manifest, value, where)
+    manifest = validated(Manifest, value, where)
     if not manifest.ranks:
         raise DamagedCheckpoint(f"{where}: ranks: there are none")
     return manifest
@@ -317,10 +407,32 @@ def turn_of_key(key: str, num_replicas: int) -> int:
     return crc32(key.encode(errors="surrogatepass")) % num_replicas
 
 
-def optimizer_info(row: OptimizerRow, decode: Any) -> OptimizerInfo:
-    """Return the optimizer's values as they were, through ``decode``.
+def is_grid(of: tuple[int, ...], pieces: Sequence[Region]) -> bool:
+    """Tell whether pieces of a tensor of shape ``of`` form a grid, with each element in one piece.
 
-    **Raises** DamagedCheckpoint when they are none of an optimizer.
+    Empty pieces are ignored. **Cost** O(pieces log pieces) for each dim.
+    """
+    filled = [piece for piece in pieces if piece.numel]
+    if 0 in of:
+        return not filled
+    cells = 1
+    for dim, size in enumerate(of):
+        end = 0
+        cuts = sorted({(piece.at[dim], piece.shape[dim]) for piece in filled})
+        for at, count in cuts:
+            if at != end:
+                return False
+            end += count
+        if end != size:
+            return False
+        cells *= len(cuts)
+    return len({piece.at for piece in filled}) == len(filled) == cells
+
+
+def optimizer_info(row: OptimizerRow, decode: Callable[[Any], object]) -> OptimizerInfo:
+    """Return the optimizer's values as they were saved, through ``decode``.
+
+    **Raises** DamagedCheckpoint when they are not an optimizer's groups and state.
     """
     groups, state = decode(row.groups), decode(row.state)
     if not (
@@ -334,5 +446,153 @@ def optimizer_info(row: OptimizerRow, decode: Any) -> OptimizerInfo:
     return OptimizerInfo(row.class_name, tuple(groups), state)
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+# -- the index of a rank
+
+
+class BoxRow(NamedTuple):
+    """One box in the files of a rank: its tensor, its place, and the digests of its chunks.
+
+    It ends where the next box of its file begins; its shape is computed from the manifest.
+    """
+
+    tensor: Count
+    file: _NumFiles
+    begin: Count
+    digests: str
+
+
+class BoxPlace(NamedTuple):
+    """Bytes [begin, end) of a file, and the digests of their chunks."""
+
+    begin: int
+    end: int
+    digests: str
+
+
+class OwnRow(TensorRow):
+    """A tensor of this rank alone, whole, with the digests of its chunks."""
+
+    begin: Count
+    digests: str
+
+
+class FileRow(SealedPart):
+    """One file of a rank: its size, and the digest of its header."""
+
+    num_bytes: Count
+    header: Digest
+
+
+class RankIndex(SealedPart):
+    """The description of one rank's files.
+
+    ``values`` are the rank's generators and its part of the user's state. Boxes are JSON arrays, to
+    keep an index small.
+    """
+
+    format: _Format
+    run: Name
+    step: Count | None
+    rank: _Rank
+    files: Rows[FileRow]
+    boxes: Rows[BoxRow]
+    own: Rows[OwnRow]
+    values: dict[str, Any]
+
+    @cached_property
+    def box_places(self) -> dict[tuple[int, int], BoxPlace]:
+        """The place of each box, by (tensor number, file)."""
+        ends = {number: file.num_bytes for number, file in enumerate(self.files)}
+        if self.own:
+            ends[0] = self.own[0].begin
+        places = {}
+        for row in reversed(self.boxes):
+            end = ends.get(row.file, 0)
+            places[row.tensor, row.file] = BoxPlace(row.begin, end, row.digests)
+            ends[row.file] = row.begin
+        return places
+
+
+def parse_index(data: bytes, where: str) -> RankIndex:
+    """Return a rank's index from its file. **Raises** DamagedCheckpoint naming the wrong field."""
+    return validated(RankIndex, unseal(data, where), where)
+
+
+def two_saves(manifest: Manifest, rank: int, data: bytes) -> str:
+    """Explain that an index with another digest than the manifest says is of another save.
+
+    Returns "" if the index is damaged or belongs to another rank.
+    """
+    name = index_name(rank)
+    try:
+        index = parse_index(data, name)
+    except DamagedCheckpoint:
+        return ""
+    if index.rank != rank:
+        return ""
+    return (
+        f"{MANIFEST} and {name} are whole and of two saves: step {manifest.step} of run "
+        f"{manifest.run} and step {index.step} of run {index.run}. One of the two was copied there "
+        "from another checkpoint"
+    )
+
+
+def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> None:
+    """Check that an index fits the manifest, and that tensors follow one another in each file.
+
+    Boxes have the order of `Manifest.all_boxes`. The rank's own tensors follow them, without a gap
+    up to the end of the file.
+
+    **Raises** DamagedCheckpoint naming the first difference.
+    """
+    if text := _find_difference(manifest, rank, index):
+        raise DamagedCheckpoint(f"{where}: {text}")
+
+
+def _find_difference(manifest: Manifest, rank: int, index: RankIndex) -> str:
+    tensors, row, num_files = manifest.tensors, manifest.ranks[rank], len(index.files)
+    if (index.run, index.step, index.rank) != (manifest.run, manifest.step, rank):
+        return (
+            f"it is of run {index.run}, step {index.step}, rank {index.rank}; expected run "
+            f"{manifest.run}, step {manifest.step}, rank {rank}"
+        )
+    if index.format != manifest.format:
+        return f"format {index.format}, and the manifest is {manifest.format}"
+    file_bytes = sum(file.num_bytes for file in index.files)
+    if (num_files, file_bytes) != (row.num_files, row.file_bytes):
+        return (
+            f"it names {num_files} files of {file_bytes} bytes; the manifest {row.num_files} of "
+            f"{row.file_bytes}"
+        )
+    if len(index.box_places) != len(index.boxes):
+        return "a box stands in it twice"
+    if any(box.tensor >= len(tensors) or box.file >= num_files for box in index.boxes):
+        return "it names a tensor or a file that does not exist"
+    if len({own.info.key for own in index.own}) != len(index.own) or (index.own and not num_files):
+        return "its own tensors stand twice, or in no file"
+    whole = {tensor.info for tensor in tensors if tensor.layout is None}
+    strange = [own.name for own in index.own if own.kind != "extra" and own.info not in whole]
+    if strange:
+        return f"a rank cannot have its own '{strange[0]}'"
+    before = dict[int, tuple[int, int]]()
+    for box in index.boxes:
+        _, end, digests = index.box_places[box.tensor, box.file]
+        width = element_bytes(tensors[box.tensor].dtype)
+        order = (-width, box.tensor)
+        if end <= box.begin or order <= before.get(box.file, (-width - 1, 0)):
+            return f"the tensor at byte {box.begin} of file {box.file} is not the next one"
+        if len(digests) != num_chunks(end - box.begin) * DIGEST_CHARS:
+            return f"a tensor of file {box.file} has not all its digests"
+        before[box.file] = order
+    end = index.own[0].begin if index.own else 0
+    for own in index.own:
+        if own.begin != end or len(own.digests) != num_chunks(own.num_bytes) * DIGEST_CHARS:
+            return f"its own '{own.name}' is not described right"
+        end += own.num_bytes
+    if index.own and end != index.files[0].num_bytes:
+        return "file 0 does not end with its last tensor"
+    return ""

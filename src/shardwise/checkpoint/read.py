@@ -1,42 +1,72 @@
-"""Read one checkpoint: only the bytes that are asked for, each chunk checked before it is used."""
+"""Read one checkpoint: only the bytes that are asked for, each chunk checked before it is used.
+
+Note [Straight into place]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A chunk that is wanted whole is read into the memory of its tensor, without a copy, and hashed there
+while it is in the processor's cache. Small chunks that follow one another (step counts, norms,
+biases) are read with one call and copied from there: a call for each costs more than its bytes.
+
+Note [One piece into another]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A checkpoint has a tensor in pieces (of tensor parallelism), and a reader wants a range of another
+box of it. If both have the same sizes behind the first dim, the range is a range of the piece too,
+and is read straight into place: whole tensors, equal pieces, and pieces of rows. Otherwise each
+chunk of the piece that has some of the elements is read once, checked, and its elements are copied
+to their places (`Scattered`). At most one chunk is in memory beside the target, and a row of the
+target is never read by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from shardwise.checkpoint.chunks import Chunk, ChunkReader
-from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
-from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS, digest_of, num_chunks
-from shardwise.checkpoint.files import Files, is_unreadable
-from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
-from shardwise.checkpoint.pieces import Scattered, spans
-from shardwise.checkpoint.rank_index import (
+from shardwise.checkpoint.container import (
+    CHUNK_BYTES,
+    DIGEST_CHARS,
+    chunk_digest,
+    digest_of,
+    element_bytes,
+    memory_of,
+    num_chunks,
+    torch_dtype,
+)
+from shardwise.checkpoint.files import Files, Reader, is_unreadable
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    MAX_PART_BYTES,
     BoxPlace,
+    Manifest,
     OwnRow,
     RankIndex,
     check_index,
+    file_name,
+    index_name,
+    optimizer_info,
     parse_index,
+    parse_manifest,
     two_saves,
 )
-from shardwise.checkpoint.sealed import MANIFEST, MAX_PART_BYTES, file_name, index_name
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
-from shardwise.errors import DamagedCheckpoint
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.layout.boxes import Box, Overlap, Region, full_region, owners_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
+_OPEN_FILES = 64
+_SMALL_BYTES = 64 << 10
 _VALUES = ("extra", "modules", "generators")
 
 
 def read_small(files: Files, path: Path) -> bytes:
     """Return the bytes of a manifest or an index.
 
-    **Raises** DamagedCheckpoint if it is missing, no regular file, lost by the disk or not for this
-    user to read; OSError where the disk does not answer.
+    **Raises** DamagedCheckpoint if it is missing, no regular file, lost by the disk or not readable
+    by this user; OSError if the disk does not answer.
     """
     try:
         with files.open(path) as reader:
@@ -52,7 +82,7 @@ def read_small(files: Files, path: Path) -> bytes:
 
 
 class Checkpoint:
-    """One checkpoint of ours, as a `Source`; opens what it needs when it needs it.
+    """One checkpoint of ours, as a `Source`; files are opened when they are needed.
 
     ``rank`` is the saved rank whose own state is read, where ranks differ.
     """
@@ -63,8 +93,8 @@ class Checkpoint:
         self.folder = folder
         self.rank = rank
         self.where = str(folder)
+        self.reader = ChunkReader(files, folder)
         self._files = files
-        self._reader = ChunkReader(files, folder)
         if manifest is None:
             manifest = parse_manifest(read_small(files, folder / MANIFEST), str(folder / MANIFEST))
         self.manifest = manifest
@@ -73,15 +103,14 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read so far, the manifest left out."""
-        return self._reader.num_bytes
+        """Bytes read so far, without the manifest."""
+        return self.reader.num_bytes
 
     @property
     def opened(self) -> set[str]:
-        """The files that were opened so far, the manifest left out."""
-        return self._reader.opened
+        """Names of the files opened so far, without the manifest."""
+        return self.reader.opened
 
-    # -- checkpoint.source.Source
     @property
     def tensors(self) -> Sequence[TensorInfo]:
         """Every tensor, in the manifest's order."""
@@ -89,13 +118,18 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        """The optimizer step it was saved at."""
+        """The optimizer step at which it was saved."""
         return self.manifest.step
 
     @property
     def tied(self) -> Mapping[str, str]:
         """Further names of shared parameters."""
         return self.manifest.tied
+
+    @property
+    def is_imported(self) -> bool:
+        """Tell whether it was written whole, from a checkpoint of another format."""
+        return not self.manifest.layouts
 
     @cached_property
     def optimizer(self) -> OptimizerInfo | None:
@@ -108,7 +142,7 @@ class Checkpoint:
         own = {i.state: i for i in self.tensors if i.kind == "optimizer" and not i.name}
 
         def tensor(place: str) -> torch.Tensor:
-            info = own.pop(place, None)  # each stands in one place only
+            info = own.pop(place, None)  # each is at one place only
             if info is None:
                 raise DamagedCheckpoint(f"{self.where}: the optimizer's '{place}' is missing")
             return self.read(info, 0, info.numel).view(info.shape)
@@ -120,21 +154,49 @@ class Checkpoint:
         """The user's own state, as this rank saved it."""
         return self.values_of(self.rank)["extra"]
 
-    @cached_property
-    def _own(self) -> dict[tuple[TensorInfo, Region], OwnRow]:
-        """Buffers and optimizer tensors of which this rank had one of its own."""
-        own = self.index_of(self.rank).own
-        return {(row.info, row.region): row for row in own if row.kind != "extra"}
-
-    def read(
-        self, tensor: TensorInfo, lo: int, hi: int, piece: Region | None = None
-    ) -> torch.Tensor:
-        """Return elements [lo, hi) of the flattened tensor, or of a piece of it, on the CPU."""
+    def values_of(self, rank: int) -> dict[str, dict[str, Any]]:
+        """Return the values of a rank, decoded, with their tensors."""
         import torch
 
-        out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype), device="cpu")
-        self._read(self.chunks(tensor, lo, hi, memory_of(out), piece))
-        return out
+        from shardwise.checkpoint.values import decode
+
+        index = self.index_of(rank)
+        own = {row.name: row for row in index.own if row.kind == "extra"}
+        where = str(self.folder / index_name(rank))
+
+        def tensor(place: str) -> torch.Tensor:
+            row = own.pop(place, None)  # each is at one place only
+            if row is None:
+                raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
+            out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
+            self._fill(_chunks_of_own(rank, row, 0, row.region.numel, memory_of(out)))
+            return out
+
+        values = {key: decode(value, tensor) for key, value in index.values.items()}
+        wrong = [k for k in _VALUES if not isinstance(values.setdefault(k, {}), dict)]
+        if wrong:
+            raise DamagedCheckpoint(f"{where}: there are no values under '{wrong[0]}'")
+        if own:
+            raise DamagedCheckpoint(f"{where}: no value has the tensor '{next(iter(own))}'")
+        return values
+
+    def index_of(self, rank: int) -> RankIndex:
+        """Return the index of a rank, read and checked on first use."""
+        if rank not in self._indexes:
+            name = index_name(rank)
+            path = self.folder / name
+            data = read_small(self._files, path)
+            self.reader.opened.add(name)
+            self.reader.num_bytes += len(data)
+            expected = self.manifest.ranks[rank]
+            if len(data) != expected.index_bytes or digest_of(data) != expected.digest:
+                found = two_saves(self.manifest, rank, data)
+                text = f"{path}: it is damaged: not the one that the manifest names"
+                raise DamagedCheckpoint(f"{self.folder}: {found}" if found else text)
+            index = parse_index(data, str(path))
+            check_index(self.manifest, rank, index, str(path))
+            self._indexes[rank] = index
+        return self._indexes[rank]
 
     def is_cut(self, tensor: TensorInfo) -> bool:
         """Tell whether the ranks that saved held slices of it; else it was whole on each."""
@@ -143,7 +205,7 @@ class Checkpoint:
     def ranges(self, tensor: TensorInfo, piece: Region) -> tuple[tuple[int, int], ...]:
         """Return the elements [lo, hi) of a piece that each rank of one replica worked on.
 
-        Those of the ranks that saved it; nothing if they had other pieces.
+        The ranks are those that saved. Returns () if they had other pieces.
         """
         rows = (self.manifest.tensors[number] for number in self.manifest.rows_of[tensor])
         row = next((row for row in rows if row.region == piece), None)
@@ -155,27 +217,30 @@ class Checkpoint:
         pieces = [layout.piece(row.index or 0, rank) for rank in range(layout.num_ranks)]
         return tuple((piece.lo, piece.hi) for piece in pieces)
 
-    @property
-    def is_imported(self) -> bool:
-        """Tell whether it was written whole, from a checkpoint of somebody else."""
-        return not self.manifest.layouts
+    def read(
+        self, tensor: TensorInfo, lo: int, hi: int, piece: Region | None = None
+    ) -> torch.Tensor:
+        """Return elements [lo, hi) of the flattened tensor, or of a piece of it, on the CPU."""
+        import torch
 
-    # -- what a rank reads
+        out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype), device="cpu")
+        self._fill(self.chunks(tensor, lo, hi, memory_of(out), piece))
+        return out
+
+    def read_chunks(self, chunks: Sequence[Chunk]) -> Iterator[int]:
+        """Read and check chunks; yield bytes as they come. **Raises** DamagedCheckpoint."""
+        return self.reader.read(chunks)
+
     def chunks(
-        self,
-        tensor: TensorInfo,
-        lo: int,
-        hi: int,
-        out: memoryview,
-        piece: Region | None = None,
+        self, tensor: TensorInfo, lo: int, hi: int, out: memoryview, piece: Region | None = None
     ) -> list[Chunk]:
-        """List what must be read to fill ``out`` with the bytes of elements [lo, hi).
+        """List the chunks to be read to fill ``out`` with the bytes of elements [lo, hi).
 
-        They are elements of the flattened ``piece``, which is the whole tensor if none is given.
+        They are elements of the flattened ``piece``, or of the whole tensor without one.
 
         **Cost** at most two chunks more than was asked for, from the files of those ranks only that
-        hold some of it; opens the indexes of those ranks. For pieces that were saved as others: see
-        Note [One piece into another].
+        hold some of it; opens the indexes of those ranks. For pieces cut otherwise: see Note
+        [One piece into another].
         """
         want, width = piece or full_region(tensor.shape), element_bytes(tensor.dtype)
         if self._own and (tensor, want) in self._own:
@@ -194,18 +259,39 @@ class Checkpoint:
                 chunks += [c for c in self._chunks_of(number, begin, end, into) if c.out]
         return chunks
 
+    def place_of(self, number: int, file: int, box: Box, rank: int) -> BoxPlace:
+        """Return the place of a box. **Raises** DamagedCheckpoint if it has another size there."""
+        row = self.manifest.tensors[number]
+        found = self.index_of(rank).box_places.get((number, file))
+        expected = (box.hi - box.lo) * element_bytes(row.dtype)
+        if found is None or found.end - found.begin != expected:
+            raise DamagedCheckpoint(
+                f"{self.folder / index_name(rank)}: tensor '{row.name}' is cut otherwise than the "
+                f"manifest says: expected {expected} bytes for {box}, got {found}"
+            )
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self.reader.close()
+
+    @cached_property
+    def _own(self) -> dict[tuple[TensorInfo, Region], OwnRow]:
+        """Buffers and optimizer tensors that the rank saved for itself, as ranks differ."""
+        own = self.index_of(self.rank).own
+        return {(row.info, row.region): row for row in own if row.kind != "extra"}
+
     def _chunks_of(
         self, number: int, lo: int, hi: int, out: memoryview | Scattered
     ) -> Iterator[Chunk]:
         """Yield the chunks around elements [lo, hi) of one row of the manifest."""
         row = self.manifest.tensors[number]
         width = element_bytes(row.dtype)
-        for rank, place, box, begin, end in self._parts(number, lo, hi):
-            found = self._find(number, place, box, rank)
-            yield from _chunks(
-                file_name(rank, place),
+        for rank, file, box, begin, end in self._parts(number, lo, hi):
+            yield from chunks_around(
+                file_name(rank, file),
                 row.info.key,
-                found,
+                self.place_of(number, file, box, rank),
                 (box.hi - box.lo) * width,
                 (begin - box.lo) * width,
                 (end - box.lo) * width,
@@ -215,9 +301,9 @@ class Checkpoint:
     def _parts(self, number: int, lo: int, hi: int) -> list[tuple[int, int, Box, int, int]]:
         """Return (rank, file, box, begin, end) for each box that has some of elements [lo, hi)."""
         row, manifest = self.manifest.tensors[number], self.manifest
-        # A parameter and its optimizer state are cut alike.
         if hi <= lo:
             return []
+        # A parameter and its optimizer state are cut in the same way: computed once.
         turn = manifest.turn_of(number) if row.layout is not None else None
         same = (row.layout, row.index, turn, lo, hi)
         if row.layout is not None and same in self._cuts:
@@ -231,95 +317,54 @@ class Checkpoint:
                 for o in owners_of(layout, row.index or 0, lo, hi)
             ]
         self._cuts[same] = [
-            (owner.rank, place, box, max(box.lo, owner.lo), min(box.hi, owner.hi))
+            (owner.rank, file, box, max(box.lo, owner.lo), min(box.hi, owner.hi))
             for owner in owners
-            for place, box in enumerate(manifest.boxes_of(number, owner.rank))
+            for file, box in enumerate(manifest.boxes_of(number, owner.rank))
             if max(box.lo, owner.lo) < min(box.hi, owner.hi)
         ]
         return self._cuts[same]
 
-    def read_chunks(self, chunks: Sequence[Chunk]) -> Iterator[int]:
-        """Read and check chunks; yield bytes as they come. **Raises** DamagedCheckpoint."""
-        return self._reader.read(chunks)
-
-    def index_of(self, rank: int) -> RankIndex:
-        """Return the index of a rank, read and checked on first use."""
-        if rank not in self._indexes:
-            name = index_name(rank)
-            path = self.folder / name
-            data = read_small(self._files, path)
-            self._reader.opened.add(name)
-            self._reader.num_bytes += len(data)
-            expected = self.manifest.ranks[rank]
-            if len(data) != expected.index_bytes or digest_of(data) != expected.digest:
-                found = two_saves(self.manifest, rank, data)
-                text = f"{path}: it is not the one that the manifest names"
-                raise DamagedCheckpoint(f"{self.folder}: {found}" if found else text)
-            index = parse_index(data, str(path))
-            check_index(self.manifest, rank, index, str(path))
-            self._indexes[rank] = index
-        return self._indexes[rank]
-
-    def values_of(self, rank: int) -> dict[str, Any]:
-        """Return the values of a rank, decoded, with their tensors."""
-        import torch
-
-        from shardwise.checkpoint.values import decode
-
-        index = self.index_of(rank)
-        own = {row.name: row for row in index.own if row.kind == "extra"}
-        where = str(self.folder / index_name(rank))
-
-        def tensor(place: str) -> torch.Tensor:
-            row = own.pop(place, None)  # each stands in one place only
-            if row is None:
-                raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
-            out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
-            self._read(_chunks_of_own(rank, row, 0, row.region.numel, memory_of(out)))
-            return out
-
-        values = {key: decode(value, tensor) for key, value in index.values.items()}
-        wrong = [k for k in _VALUES if not isinstance(values.setdefault(k, {}), dict)]
-        if wrong:
-            raise DamagedCheckpoint(f"{where}: there are no values under '{wrong[0]}'")
-        if own:
-            raise DamagedCheckpoint(f"{where}: no value has the tensor '{next(iter(own))}'")
-        return values
-
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.close()
-
-    def _read(self, chunks: Sequence[Chunk]) -> None:
-        for _ in self._reader.read(chunks):
+    def _fill(self, chunks: Sequence[Chunk]) -> None:
+        for _ in self.reader.read(chunks):
             pass
 
-    def _find(self, number: int, place: int, box: Box, rank: int) -> BoxPlace:
-        """Return where a box lies. **Raises** DamagedCheckpoint if it is not there in its size."""
-        row = self.manifest.tensors[number]
-        found = self.index_of(rank).box_places.get((number, place))
-        expected = (box.hi - box.lo) * element_bytes(row.dtype)
-        if found is None or found.end - found.begin != expected:
-            raise DamagedCheckpoint(
-                f"{self.folder / index_name(rank)}: tensor '{row.name}' is cut otherwise than the "
-                f"manifest says: expected {expected} bytes for {box}, got {found}"
-            )
-        return found
+
+# -- chunks
 
 
-def _chunks(
+class Target(Protocol):
+    """Memory for some bytes, to be sliced; a memoryview is one."""
+
+    def __getitem__(self, part: slice, /) -> memoryview | Scattered:
+        """Return the memory of a range of the bytes."""
+
+
+class Chunk(NamedTuple):
+    """A chunk of ``num_bytes`` at ``begin`` of a file; bytes [lo, hi) of it are wanted in ``out``.
+
+    ``key`` names its tensor.
+    """
+
+    name: str
+    begin: int
+    num_bytes: int
+    digest: str
+    key: str
+    lo: int
+    hi: int
+    out: memoryview | Scattered
+
+
+def chunks_around(
     name: str,
     key: str,
     box: BoxPlace | OwnRow,
     box_bytes: int,
     first: int,
     last: int,
-    out: memoryview | Scattered,
+    out: Target,
 ) -> Iterator[Chunk]:
     """Yield the chunks around bytes [first, last) of a box of ``box_bytes`` in file ``name``."""
-    digests = box.digests
-    if len(digests) != num_chunks(box_bytes) * DIGEST_CHARS:
-        raise DamagedCheckpoint(f"{name}: tensor '{key}' has not one digest for each chunk")
     for number in range(first // CHUNK_BYTES, num_chunks(last)):
         begin = number * CHUNK_BYTES
         end = min(begin + CHUNK_BYTES, box_bytes)
@@ -328,7 +373,7 @@ def _chunks(
             name,
             box.begin + begin,
             end - begin,
-            digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
+            box.digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
             key,
             lo - begin,
             hi - begin,
@@ -339,6 +384,172 @@ def _chunks(
 def _chunks_of_own(rank: int, row: OwnRow, lo: int, hi: int, out: memoryview) -> list[Chunk]:
     if hi <= lo:
         return []
-    name, width = file_name(rank, 0), element_bytes(row.dtype)
-    key, size = row.info.key, row.num_bytes
-    return list(_chunks(name, key, row, size, lo * width, hi * width, out))
+    width = element_bytes(row.dtype)
+    bounds = row.num_bytes, lo * width, hi * width
+    return list(chunks_around(file_name(rank, 0), row.info.key, row, *bounds, out))
+
+
+class ChunkReader:
+    """The files of one checkpoint, opened when they are needed.
+
+    It has read ``num_bytes`` so far, from the files in ``opened``.
+    """
+
+    def __init__(self, files: Files, folder: Path) -> None:
+        self.num_bytes = 0
+        self.opened: set[str] = set()
+        self._files = files
+        self._folder = folder
+        self._readers: dict[str, Reader] = {}
+
+    def read(self, chunks: Sequence[Chunk]) -> Iterator[int]:
+        """Read the chunks, sorted by file and place; yield the wanted bytes of each call.
+
+        **Raises** DamagedCheckpoint naming file, tensor and bytes; CheckpointError with the errno.
+        """
+        ordered = sorted(chunks, key=lambda c: (c.name, c.begin))
+        at = 0
+        while at < len(ordered):
+            end = _end_of_run(ordered, at)
+            run = ordered[at:end]
+            first = run[0]
+            is_one = len(run) == 1 and first.hi - first.lo == first.num_bytes
+            if is_one and isinstance(first.out, memoryview):
+                self.fill(first, first.out)
+                self._check(first, first.out)
+            else:
+                span = memoryview(bytearray(run[-1].begin + run[-1].num_bytes - first.begin))
+                self.fill(first, span)
+                for chunk in run:
+                    data = span[chunk.begin - first.begin :][: chunk.num_bytes]
+                    self._check(chunk, data)
+                    chunk.out[:] = data[chunk.lo : chunk.hi]
+            yield sum(chunk.hi - chunk.lo for chunk in run)
+            at = end
+
+    def fill(self, first: Chunk, out: memoryview) -> None:
+        """Fill memory with the bytes from a chunk's begin on, unchecked. **Raises** as `read`."""
+        try:
+            self.open(first.name).read_into(first.begin, out)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from error
+        except OSError as error:
+            # A file that cannot be read counts as damage: an older one may be readable.
+            kind = DamagedCheckpoint if is_unreadable(error) else CheckpointError
+            raise kind(
+                f"{self._folder / first.name}: tensor '{first.key}': {error.strerror} "
+                f"(errno {error.errno})"
+            ) from error
+        self.num_bytes += len(out)
+
+    def open(self, name: str) -> Reader:
+        """Return a file of the checkpoint, opened on first use; few are open at once."""
+        if name not in self._readers:
+            if len(self._readers) >= _OPEN_FILES:
+                oldest = next(iter(self._readers))
+                self._readers.pop(oldest).close()
+            path = self._folder / name
+            try:
+                self._readers[name] = self._files.open(path)
+            except FileNotFoundError:
+                raise DamagedCheckpoint(f"{path}: it is missing") from None
+            self.opened.add(name)
+        return self._readers[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def _check(self, chunk: Chunk, data: memoryview) -> None:
+        if chunk_digest(data) != chunk.digest:
+            raise DamagedCheckpoint(
+                f"{self._folder / chunk.name}: tensor '{chunk.key}' is damaged in the bytes "
+                f"{chunk.begin} to {chunk.begin + chunk.num_bytes} of the file"
+            )
+
+
+def _end_of_run(chunks: Sequence[Chunk], at: int) -> int:
+    """Return the end of the run of adjacent small chunks that begins at ``at``."""
+    first = last = chunks[at]
+    end = at + 1
+    while (
+        end < len(chunks)
+        and last.num_bytes <= _SMALL_BYTES >= chunks[end].num_bytes
+        and chunks[end].name == first.name
+        and chunks[end].begin == last.begin + last.num_bytes
+        and last.begin + last.num_bytes - first.begin < CHUNK_BYTES
+    ):
+        last = chunks[end]
+        end += 1
+    return end
+
+
+# -- pieces
+
+
+class Scattered:
+    """Bytes [first, last) of a saved piece, to be copied to elements [lo, ...) of another box.
+
+    It is sliced and assigned like a memoryview of those bytes; bytes that are not wanted are left
+    out. See Note [One piece into another].
+    """
+
+    def __init__(
+        self,
+        have: Region,
+        first: int,
+        last: int,
+        want: Region,
+        lo: int,
+        out: memoryview,
+        width: int,
+    ) -> None:
+        self._have, self._first, self._last = have, first, last
+        self._want, self._lo, self._out, self._width = want, lo, out, width
+
+    def __getitem__(self, part: slice) -> Scattered:
+        """Return the target of some of the bytes."""
+        begin, end, _ = part.indices(self._last - self._first)
+        first, last = self._first + begin, self._first + end
+        return Scattered(self._have, first, last, self._want, self._lo, self._out, self._width)
+
+    def __setitem__(self, all_of_it: slice, data: memoryview) -> None:
+        """Copy the bytes, which are whole elements, to their places."""
+        for common, (source, begin), (target, at) in self._copies():
+            theirs = self._array(data, source, begin - self._first // self._width)
+            ours = self._array(self._out, target, at - self._lo)
+            ours[target.inside(common)] = theirs[source.inside(common)]
+
+    def __bool__(self) -> bool:
+        """Tell whether any element of it is wanted."""
+        return any(True for _ in self._copies())
+
+    def _copies(self) -> Iterator[tuple[Region, tuple[Region, int], tuple[Region, int]]]:
+        """Yield (common box, the source box with its place, the target box with its place)."""
+        width, end = self._width, self._lo + len(self._out) // self._width
+        wanted = self._want.parts(self._lo, end)
+        for source, begin, _ in self._have.parts(self._first // width, self._last // width):
+            for target, at, _ in wanted:
+                common = source.common(target)
+                if common is not None:
+                    yield common, (source, begin), (target, at)
+
+    def _array(self, data: memoryview, box: Region, first: int) -> np.ndarray[Any, Any]:
+        """Return a box's elements, which are contiguous in ``data``, as an array."""
+        import numpy as np
+
+        kind = np.dtype(f"u{self._width}")
+        found = np.frombuffer(data, kind, box.numel, first * self._width)
+        return found.reshape(box.shape)
+
+
+def spans(have: Region, want: Region, lo: int, hi: int) -> tuple[int, int] | None:
+    """Return the flat range of a piece around its elements among [lo, hi) of another box."""
+    ranges = [
+        have.flat(common)
+        for part, _, _ in want.parts(lo, hi)
+        if (common := have.common(part)) is not None
+    ]
+    return (min(ranges)[0], max(hi for _, hi in ranges)) if ranges else None

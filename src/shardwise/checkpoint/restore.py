@@ -2,43 +2,164 @@
 
 Note [Moments in a checkpoint]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A checkpoint has ``exp_avg`` and ``exp_avg_sq`` as values: those of `shardwise.optim.AdamW` that are
-codes of 8 bits as float32, those in bfloat16 as they are. So any AdamW takes them, ours in whatever
-form its groups ask for: codes are made anew, which gives the codes that there were where blocks are
-the same, and torch's in the dtype of its parameters.
+A checkpoint has ``exp_avg`` and ``exp_avg_sq`` as values: the 8-bit codes of
+`shardwise.optim.AdamW` as float32, its bfloat16 moments as they are. So any AdamW can load them.
+Ours encodes them in the form of its groups, which gives the saved codes again if the blocks are the
+same. torch's takes them in the dtype of its parameters.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
-from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.checkpoint.state import local_piece, names_of_params, persistent_buffers
+from shardwise.checkpoint.state import (
+    clean_name,
+    local_piece,
+    names_of_params,
+    param_names,
+    persistent_buffers,
+)
 from shardwise.engine.adoption import innermost
-from shardwise.engine.parts import Joined, Model
+from shardwise.engine.parts import Joined, Model, modules_of
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.layout.boxes import Region
+from shardwise.layout.boxes import Region, full_region
 from shardwise.optim.adamw import AdamW, Moment
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.optim.moments import MOMENTS, kind_of
-from shardwise.tensor.inner import cut_by_rows, plain_parts
+from shardwise.tensor.cut import Cut
+from shardwise.tensor.inner import cut_by_rows, has_own_gather, inner_of, plain_parts
 from shardwise.tensor.plain_state import PLAIN_SCALARS
+from shardwise.unit.param import ShardedParam
 
 _SHOWN = 5
 _COMPARED_ELEMENTS = 1 << 22  # at once
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One parameter: all its names, and the memory of its elements [lo, hi).
+
+    ``held`` is the tensor in the optimizer's groups. ``param`` and ``cut`` are None for a parameter
+    that is not sharded, which has all elements. A parameter of several plain tensors has a place
+    for each. The optimizer's state belongs to the first, with the ``suffixes`` of all of them.
+    """
+
+    names: tuple[str, ...]
+    held: torch.Tensor
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+    data: torch.Tensor
+    param: ShardedParam | None = None
+    cut: Cut | None = None
+    is_first: bool = True
+    suffixes: tuple[str, ...] = ("",)
+
+    @property
+    def piece(self) -> Region:
+        """The box of the parameter whose flattened elements [lo, hi) are in ``data``."""
+        return full_region(self.shape) if self.cut is None else self.cut.piece
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The elements [lo, hi) that each rank of the shard axis works on."""
+        if self.param is None or self.cut is None or self.cut.layout is None or self.param.dim > 0:
+            return ((0, self.piece.numel),)
+        return self.cut.ranges
+
+    @property
+    def of_own_class(self) -> torch.Tensor | None:
+        """This rank's part of a parameter whose class defines its own gather; else None."""
+        local: torch.Tensor = self.held if self.param is None else self.param.sharded._local_tensor
+        return local if has_own_gather(local) else None
+
+    def state_of_class(self, before: object) -> torch.Tensor:
+        """Return memory for state of the parameter's own class: ``before``, if it fits."""
+        local = self.of_own_class
+        assert local is not None
+        if isinstance(before, torch.Tensor) and before.shape == self.held.shape:
+            inside = before._local_tensor if isinstance(before, DTensor) else before
+            is_alike = self.param is None or self.param.form.is_alike(before)
+            if is_alike and tuple(plain_parts(inside)) == self.suffixes:
+                return before
+        made = torch.zeros_like(local)
+        return made if self.param is None else self.param.form.like(made)
+
+    def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:
+        """Return memory for state that is cut as the parameter is: ``before``, if it fits."""
+        if self.param is None:
+            fits = type(before) is torch.Tensor and tuple(before.shape) == self.shape
+            if fits and before.dtype == dtype and before.device == self.data.device:
+                return before
+            return torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        if self.param.form.is_alike(before) and before.dtype == dtype:
+            found: torch.Tensor = before
+            return found
+        shape, home = self.param.cut.local_shape, self.param.unit.home
+        if home is not None and home.files.optimizer is not None:
+            return self.param.form.like(
+                home.in_file(home.files.optimizer, prod(shape), dtype).view(shape)
+            )
+        return self.param.form.like(torch.empty(shape, dtype=dtype, device=self.data.device))
+
+
+def places_of_sharded(param: ShardedParam) -> list[Place]:
+    """Return the places of a sharded parameter."""
+    names, held = param_names(param), param.sharded
+    parts = inner_of(held._local_tensor, param.cut, names[0])
+    suffixes = tuple(part.suffix for part in parts)
+    return [
+        Place(
+            tuple(name + part.suffix for name in names),
+            held,
+            part.cut.shape,
+            part.cut.lo,
+            part.cut.hi,
+            part.local.detach(),
+            param,
+            part.cut,
+            part is parts[0],
+            suffixes,
+        )
+        for part in parts
+    ]
+
+
+def places_of_plain(model: Model) -> list[Place]:
+    """Return the places of a model that is not sharded. **Raises** ConfigError on meta."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for each in modules_of(model):
+        for name, param in each.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(clean_name(name))
+            if param.is_meta:
+                raise ConfigError(
+                    f"model: parameter '{name}' is on the meta device and has no memory to load "
+                    "into; call model.to_empty(device=...) first"
+                )
+    places = []
+    for param, of_param in names.items():
+        parts = plain_parts(param)
+        for number, (suffix, part) in enumerate(parts.items()):
+            called = tuple(name + suffix for name in of_param)
+            shape, count = tuple(part.shape), part.numel()
+            kinds = None, None, number == 0, tuple(parts)
+            places.append(Place(called, param, shape, 0, count, part.detach(), *kinds))
+    return places
 
 
 @dataclass(frozen=True)
 class Target:
     """Elements [lo, hi) of a tensor of the checkpoint, or of a piece, to be read into ``data``.
 
-    With ``fill`` they are given to that, which knows how ``data`` has them.
+    With ``fill`` it is called with them, and writes them to ``data`` in its form.
     """
 
     info: TensorInfo
@@ -51,10 +172,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Matched:
-    """What goes where: parameters and buffers, and each place with the name it was saved under.
+    """The targets of parameters and buffers, and each place with the name it was saved under.
 
-    Without ``strict``, ``missing`` are the places that the checkpoint has not, ``missing_names``
-    what it has not in all, ``unexpected`` what only it has.
+    Without ``strict``, ``missing`` are the places that the checkpoint lacks, ``missing_names`` all
+    names that it lacks, ``unexpected`` the names that only it has.
     """
 
     targets: tuple[Target, ...]
@@ -74,7 +195,7 @@ class Names:
     def find(self, names: Sequence[str]) -> list[str]:
         """Return the names under which a parameter with these names was saved, each once.
 
-        More than one where weights are tied here and were not there.
+        It is more than one name if weights are tied here and were not when saved.
         """
         found = dict.fromkeys(self.tied.get(name, name) for name in names)
         return [name for name in found if name in self.infos]
@@ -89,11 +210,12 @@ def match_model(
     cast: bool,
     elsewhere: Collection[str] = (),
 ) -> Matched:
-    """Find what goes to each parameter and buffer; nothing is changed.
+    """Find the saved tensor of each parameter and buffer; nothing is changed.
 
     ``elsewhere``: names that other ranks look for.
 
-    **Raises** CheckpointError naming what is missing, unexpected, or of another shape or dtype.
+    **Raises** CheckpointError naming tensors that are missing, unexpected, or of another shape or
+    dtype.
     """
     names = Names(source)
     targets, found, missing = [], [], []
@@ -131,7 +253,7 @@ def match_model(
         targets.append(Target(info, 0, local.numel(), local, piece))
     unexpected = [name for name in names.infos if name not in used]
     if (strict or not found) and (missing or unexpected):
-        remedy = "or pass strict=False to load what both have" if found else "no parameter is alike"
+        remedy = "or pass strict=False to load what both have" if found else "no name is in both"
         raise CheckpointError(
             f"{source.where}: the model and the checkpoint differ: "
             f"{differences(missing, unexpected)}. Load into the model that was saved; {remedy}"
@@ -140,9 +262,9 @@ def match_model(
 
 
 def _differ(source: Source, a: TensorInfo, b: TensorInfo) -> bool:
-    """Tell whether two saved tensors have other bits; reads all of them if not, on every rank.
+    """Tell whether two saved tensors differ; reads all of both on every rank, if they do not.
 
-    So all ranks come to one answer without asking each other.
+    So all ranks find the same answer without an exchange.
     """
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return True
@@ -155,7 +277,7 @@ def _differ(source: Source, a: TensorInfo, b: TensorInfo) -> bool:
 
 
 def differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Write down which names only the model, and which only the checkpoint has."""
+    """Describe which names only the model has, and which only the checkpoint."""
     parts = [
         f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
         for what, names in (("missing there", missing), ("unknown here", unexpected))
@@ -200,7 +322,7 @@ def match_optimizer(source: Source, optimizer: Joined, matched: Matched) -> list
         {saved_names[id(place)] for place in group if id(place) in saved_names}
         for group in names_of_params([(p.held, p) for p in places if p.is_first], optimizer)
     ]
-    # What is tied here has one name, what this model has not (without strict) has none.
+    # Tied parameters have one name; parameters that this model lacks (without strict) have no name.
     known = {n: saved for place, saved in matched.places for n in (*place.names, saved)}
     listed = [[source.tied.get(n, n) for n in group["params"]] for group in info.groups]
     there = [{known[name] for name in names if name in known} for names in listed]
@@ -225,10 +347,10 @@ def optimizer_targets(
     matched: Matched,
     groups: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[Place, dict[str, Any]], list[Target]]:
-    """Return new state for each place, and what is to be read into its tensors.
+    """Return new state for each place, and the targets of its tensors.
 
-    Memory that the optimizer has already is used again. **Cost** the state's bytes of this rank,
-    where it does not exist yet.
+    Memory that the optimizer already has is reused. **Cost** the state's bytes of this rank, where
+    it does not exist yet.
     """
     info = source.optimizer
     assert info is not None
@@ -270,7 +392,9 @@ def optimizer_targets(
             if is_cut and dtype == torch.uint8:
                 _check_blocks(source, tensor, place)
             if is_cut:
-                if tensor.dtype == saved_dtypes.get(name) or _is_reduced(tensor.state, group):
+                # A moment of our AdamW may have another dtype than its parameter: not for others.
+                is_reduced = tensor.state in MOMENTS and ARGUMENTS[0] in group
+                if tensor.dtype == saved_dtypes.get(name) or is_reduced:
                     dtype = place.data.dtype  # like the parameter's, which may have been cast
                 value = place.state_like(dtype, before.get(tensor.state))
             else:
@@ -290,7 +414,7 @@ def optimizer_targets(
 def _states_of_class(
     source: Checkpoint, found: Sequence[TensorInfo], place: Place, before: Mapping[str, Any]
 ) -> tuple[dict[str, tuple[torch.Tensor, list[Target]]], list[TensorInfo]]:
-    """Return the state of a parameter of its own class, by key, with what is read; and the rest."""
+    """Return the state that has the parameter's own class, by key, with targets; and the rest."""
     by_state = {tensor.state: tensor for tensor in found}
     made: dict[str, tuple[torch.Tensor, list[Target]]] = {}
     last = place.suffixes[-1]
@@ -314,7 +438,7 @@ def _states_of_class(
 
 
 def _check_blocks(source: Checkpoint, info: TensorInfo, place: Place) -> None:
-    """Refuse 8-bit state whose blocks are not those of this rank's slices: scales are per block."""
+    """Refuse 8-bit state in blocks of other slices than this rank's: scales are per block."""
     if source.ranges(info, place.piece) != place.ranges:
         raise CheckpointError(
             f"{source.where}: optimizer state '{info.state}' of '{info.name}' is quantised in "
@@ -325,17 +449,17 @@ def _check_blocks(source: Checkpoint, info: TensorInfo, place: Place) -> None:
 
 
 def _is_cut(source: Checkpoint, info: TensorInfo, place: Place) -> bool:
-    """Tell whether a tensor of the optimizer is cut like its parameter; else it is a plain one."""
+    """Tell whether a tensor of the optimizer is cut as its parameter is; else it is plain."""
     if info.shape != place.shape:
         return False
-    # One that was imported is whole in its file; of a scalar the shape does not tell then.
+    # An imported tensor is whole in its file; for a scalar the shape does not decide then.
     return source.is_cut(info) or (source.is_imported and info.state not in PLAIN_SCALARS)
 
 
 def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]:
     """Read every target; yield bytes as they come.
 
-    What lies in CPU memory and needs no cast is read in place, without a copy on the way.
+    Targets in CPU memory that need no cast are read in place, without a copy.
     """
     in_place, chunks = [], []
     for target in targets:
@@ -345,7 +469,7 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
             in_place.append(data)
             memory = memory_of(data)
             chunks += source.chunks(target.info, target.lo, target.hi, memory, target.piece)
-        else:  # of no elements too: every rank's full copy is stale then
+        else:  # even without elements: every rank's full copy becomes stale
             with torch.no_grad():
                 read = source.read(target.info, target.lo, target.hi, target.piece)
                 if target.fill is not None:
@@ -356,7 +480,7 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
     try:
         yield from source.read_chunks(chunks)
     finally:
-        for data in in_place:  # autograd, and who keeps full copies, must see what we wrote
+        for data in in_place:  # autograd, and units with full copies, must see the change
             torch.autograd.graph.increment_version(data)
 
 
@@ -382,12 +506,12 @@ def apply_optimizer(
 def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
-            if _is_foreign(key, group):
+            if key in ARGUMENTS and key not in group:  # of our AdamW's moments, for another AdamW
                 continue
             before = group.get(key)
             tensors = [v for v in (before, value) if isinstance(v, torch.Tensor)]
             if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
-                # A captured graph, or a schedule, holds on to it.
+                # A captured graph, or a schedule, holds this tensor.
                 tensors[0].copy_(tensors[1])
             else:
                 group[key] = value
@@ -396,9 +520,9 @@ def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
 def _settings_for(
     where: str, optimizer: Joined, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return what the optimizer takes of saved settings.
+    """Return the saved settings that the optimizer takes.
 
-    **Raises** CheckpointError where its steps would be others.
+    **Raises** CheckpointError if they would change its steps.
     """
     first = innermost(optimizer.optimizers[0])
     try:
@@ -410,21 +534,11 @@ def _settings_for(
 def _moment_of(
     optimizer: Joined, place: Place, key: str, group: Mapping[str, Any], before: Mapping[str, Any]
 ) -> Moment | None:
-    """Return a moment to be filled, where it is one of our AdamW's; ``before`` is used if it fits.
+    """Return a moment to be filled, if the optimizer is our AdamW; ``before`` is used if it fits.
 
-    ``group`` are the settings of the parameter's.
+    ``group`` are the settings of the parameter's group.
     """
     if key not in MOMENTS or not isinstance(innermost(optimizer.optimizers[0]), AdamW):
         return None
     kind = kind_of(group["moments"], group["block"])
     return Moment(place.held, kind, MOMENTS.index(key), before)
-
-
-def _is_reduced(key: str, group: Mapping[str, Any]) -> bool:
-    """Tell whether a state is a moment of our AdamW, which another one has in its own dtype."""
-    return key in MOMENTS and ARGUMENTS[0] in group
-
-
-def _is_foreign(key: str, group: Mapping[str, Any]) -> bool:
-    """Tell whether a saved setting says how our AdamW keeps moments, to a group of another."""
-    return key in ARGUMENTS and key not in group

@@ -1,25 +1,21 @@
-"""The calls for one checkpoint: save it, load it."""
+"""`save()` and `load()` of one checkpoint."""
 
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.assemble import assemble, written_items
+from shardwise.checkpoint.all_ranks import ask_first_rank, collector_paused, on_all_ranks
+from shardwise.checkpoint.assemble import assemble, drop_copies, written_items
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
-from shardwise.checkpoint.gc_pause import collector_paused
 from shardwise.checkpoint.generators import read_generators
-from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
-from shardwise.checkpoint.places import host_of
-from shardwise.checkpoint.same_bits import once
-from shardwise.checkpoint.sealed import MANIFEST
+from shardwise.checkpoint.loading import Host, Loaded, Request, load_newest, load_one
+from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.state import Item, Table, collect
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, naming
@@ -28,7 +24,7 @@ from shardwise.engine.parts import Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.trace import Tracer
 
-NOTHING: Mapping[str, Any] = {}
+NOTHING: Mapping[str, object] = {}
 _RUN_BYTES = 8
 _LOOKED_AT = 1 << 20  # elements at once
 
@@ -40,23 +36,23 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
-    extra: Mapping[str, Any] = NOTHING,
+    extra: Mapping[str, object] = NOTHING,
     replace: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Save a checkpoint of a sharded model; it is on disk, for good, when the call returns.
+    """Save a checkpoint of a sharded model; it survives a power cut once the call has returned.
 
     Every rank calls it. The checkpoint is the folder ``path``, or with ``step`` the folder of that
-    step in ``path``. ``extra`` takes schedulers, scalers, loaders (whatever has a ``state_dict()``)
-    and plain values; each rank's are its own. A checkpoint that exists is only replaced with
-    ``replace``, at once. For saving in the background and for keeping the last few see
-    `Checkpoints`. A rank with several stages of a pipeline gives a list of them, and one optimizer
+    step in ``path``. ``extra`` takes schedulers, scalers, loaders (any object with a
+    ``state_dict()``) and plain values, of each rank its own. An existing checkpoint is replaced
+    only with ``replace``, atomically. To save in the background and keep the last few, use
+    `Checkpoints`. A rank with several pipeline stages passes a list of them, and one optimizer
     over all or a list of one for each.
 
     **Cost** this rank's slices once to disk, synced; five exchanges of a few bytes.
 
-    **Raises** CheckpointError on all ranks, with the rank, the file and the reason; nothing is left
-    of the attempt then, and training may go on.
+    **Raises** CheckpointError on all ranks, with the rank, the file and the reason. Nothing is left
+    on disk then, and training can continue.
     """
     files, target = Files(), Path(os.path.abspath(path))
     if step is not None:
@@ -77,9 +73,9 @@ def save(
 
 
 def tell_saved(tracer: Tracer, items: Iterable[Item], target: Path) -> None:
-    """Tell a recorder of a checkpoint that is on disk, and whether its numbers are finite.
+    """Record a checkpoint that is on disk, and whether its numbers are finite.
 
-    ``items`` are what this rank wrote. **Cost** reads them, where a recorder listens.
+    ``items`` are those that this rank wrote. **Cost** reads them, if the tracer has a recorder.
     """
     recorder = tracer.recorder
     if recorder is not None:
@@ -94,7 +90,7 @@ def _is_finite(data: torch.Tensor) -> bool:
 
 
 def _warn(files: Files, written: Written, step: int | None) -> None:
-    """Say what whoever saved would not expect: what was moved, and that an older run goes first."""
+    """Warn of moved files, and of a higher step that the next load takes first."""
     if written.other_files is not None:
         warnings.warn(tell_other_files(written.other_files), stacklevel=3)
     folder = written.path.parent
@@ -110,10 +106,10 @@ def _warn(files: Files, written: Written, step: int | None) -> None:
 
 
 def tell_other_files(path: Path) -> str:
-    """Say where files were left that lay in a checkpoint which was removed or replaced."""
+    """Return the warning on files of the user in a checkpoint that was removed or replaced."""
     return (
-        f"{path}: here is what lay in a checkpoint that was removed or replaced, and is none of "
-        "its files"
+        f"{path}: these files were in a checkpoint that was removed or replaced, and are not part "
+        "of it"
     )
 
 
@@ -123,22 +119,21 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
-    extra: Mapping[str, Any] = NOTHING,
+    extra: Mapping[str, object] = NOTHING,
     strict: bool = True,
     cast: bool = False,
     restore_generators: bool = True,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Load a checkpoint into a model, whatever ranks, stage and layout it was saved with.
+    """Load a checkpoint into a model, saved with any ranks, stage and layout.
 
-    Every rank of a sharded model calls it. Into a plain one each process loads all of it, on its
-    own, also without a process group. ``path`` is a checkpoint, or a folder of them: then the
-    newest that verifies is taken, with a warning for each damaged one, or that of ``step`` and no
-    other. What
-    ``extra`` names is restored in place where it has a ``load_state_dict()``; all of the user's
-    state is in the answer. With another number of ranks than saved, each rank's random generators
-    are seeded from those of rank 0 and its own number. Gradients are dropped. ``model`` and
-    ``optimizer`` may be lists, as in `save`.
+    Every rank of a sharded model calls it. A plain model is loaded whole by each process by itself,
+    also without a process group. ``path`` is a checkpoint, or a folder of them: then the newest
+    whole one is taken, with a warning for each damaged one, or only that of ``step``. Values in
+    ``extra`` that have a ``load_state_dict()`` are restored in place; the result holds all of the
+    user's state. With another number of ranks than saved, each rank's random generators are seeded
+    from those of rank 0 and the rank's number. Gradients are dropped. ``model`` and ``optimizer``
+    may be lists, as in `save`.
 
     **Cost** reads this rank's slices and at most two MiB beside each; no copy of the model.
 
@@ -149,7 +144,7 @@ def load(
     files, folder = Files(), Path(os.path.abspath(path))
     for each in modules_of(model):
         _check_model(each)
-    control = host_of(model).control
+    control = Host(model).control
     request = Request(
         files,
         control,
@@ -165,9 +160,7 @@ def load(
         with naming(f"the load of step {step} of {folder}"):
             return load_one(request, folder / step_name(checked_step(step)))
     with naming(f"the load of {folder}"):
-        is_one = (
-            on_all_ranks(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
-        )
+        is_one = ask_first_rank(control, lambda: holds_checkpoint(files, folder))
         loaded = load_one(request, folder) if is_one else load_newest(request, folder)
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
@@ -188,16 +181,16 @@ def _check_model(model: object) -> None:
 def collect_on_all_ranks(
     model: Model,
     optimizer: Optimizer | None,
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
     then: Callable[[Table], Table] = lambda table: table,
 ) -> Table:
-    """Return ``then`` of this rank's state; where that fails on one rank, it fails on all."""
+    """Return ``then`` of this rank's state; a failure on one rank is raised on all."""
     engine = Parts(model)
     device = engine.comm.device
     tables: list[Table] = []
 
     def work() -> None:
-        tables.append(then(once(collect(model, optimizer, extra, read_generators(device)))))
+        tables.append(then(drop_copies(collect(model, optimizer, extra, read_generators(device)))))
 
     on_all_ranks(engine.everyone, work)
     return tables[0]
@@ -216,8 +209,8 @@ def new_run(control: Control) -> str:
     return control.broadcast(os.urandom(_RUN_BYTES)).hex()
 
 
-def checked_step(step: Any) -> int:
-    """Return a step that a folder can be named after. **Raises** ConfigError for others."""
+def checked_step(step: object) -> int:
+    """Return the step, if it can name a folder. **Raises** ConfigError otherwise."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**12:
         raise ConfigError(f"step={step!r}: expected a whole number from 0 to 10^12")
     return step

@@ -1,4 +1,4 @@
-"""A checkpoint of whatever format, as a table of tensors that are read by slices."""
+"""A checkpoint of any format, as a table of tensors that are read by slices."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Kind = Literal["param", "buffer", "optimizer", "extra"]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: what it is, its dtype (safetensors spelling), its full shape.
+    """One tensor of a checkpoint: its kind, name, dtype (safetensors spelling) and full shape.
 
-    ``name`` is the fully qualified name of the parameter or buffer; for ``extra`` it is where the
-    tensor stands in the user's own state. ``state`` is the optimizer's key (``exp_avg``), else "".
+    ``name`` is the fully qualified name of the parameter or buffer; for ``extra`` it is the place
+    in the user's own state. ``state`` is the optimizer's key (``exp_avg``), else "".
     """
 
     kind: Kind
@@ -49,10 +49,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """What an optimizer has beside tensors; parameters are named, never numbered.
+    """An optimizer's settings and its state beside tensors; parameters are named, not numbered.
 
-    ``groups`` are torch's param_groups with ``params`` as a list of names; ``state`` are, by
-    parameter and key, the values that are no tensors.
+    ``groups`` are torch's param_groups with ``params`` as a list of names. ``state`` has the values
+    other than tensors, by parameter and key.
     """
 
     class_name: str
@@ -61,7 +61,7 @@ class OptimizerInfo:
 
 
 class Source(Protocol):
-    """Tensors and values of one checkpoint; nothing of it is in memory before it is asked for."""
+    """Tensors and values of one checkpoint; each is read when it is asked for."""
 
     where: str  # the folder or file, for messages
 
@@ -71,7 +71,7 @@ class Source(Protocol):
 
     @property
     def step(self) -> int | None:
-        """The optimizer step it was saved at, if it says."""
+        """The optimizer step at which it was saved, if known."""
 
     @property
     def optimizer(self) -> OptimizerInfo | None:
@@ -83,10 +83,10 @@ class Source(Protocol):
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Further names of shared parameters, each with the name that holds the data."""
+        """Further names of shared parameters, each with the name of the saved tensor."""
 
     def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
 
-        **Raises** DamagedCheckpoint naming the file and the tensor when its bytes are not right.
+        **Raises** DamagedCheckpoint naming the file and the tensor when its bytes are damaged.
         """

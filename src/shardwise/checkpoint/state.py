@@ -1,6 +1,6 @@
 """A model and its optimizer as a table of tensors, each with this rank's elements of it.
 
-Note [What is saved]
+Note [Saved state]
 ~~~~~~~~~~~~~~~~~~~~
 Parameters in their master dtype, frozen ones too; a low-precision copy is never saved, as the
 gather derives it. Persistent buffers. The optimizer's tensors: those cut like their parameter are
@@ -10,14 +10,14 @@ between ranks is saved by each rank for itself. Gradients are not saved.
 At stage 0, where every rank has everything, each rank still writes only the slice that it would own
 at another stage: replicas are written once, by all ranks together.
 
-A rank knows its own units and pieces, and says over which ranks each is cut; what others have,
-`merge` learns from them.
+A rank lists its own units and pieces, and the ranks over which each is cut. `assemble` adds those
+of other ranks.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
 
 Ranks = tuple[tuple[int, ...], ...]  # of the process group, as [replica][shard]
-# Wrappers that put a part of their own into the names of what they wrap.
+# Wrappers that add a part to the names of the modules inside.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -47,8 +47,8 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.
 class Item:
     """One tensor of the table: ``data`` are this rank's elements of it, flat.
 
-    With a layout it is parameter ``index`` of ``layouts[layout]``, from element ``lo`` on; without
-    one it is whole here. With a ``piece`` all this is said of that box of the tensor.
+    With a layout it is parameter ``index`` of ``layouts[layout]``, from element ``lo`` on. Without
+    one it is whole here. With a ``piece``, "it" is that box of the tensor.
     """
 
     info: TensorInfo
@@ -63,10 +63,10 @@ class Item:
 class Table:
     """All training state of one rank, not yet copied.
 
-    ``meshes`` are the ranks over which ``layouts`` are cut. ``is_alike``: this rank has all it
-    has in common with all others. ``is_staged``: only what it then writes itself was copied.
-    ``apart`` are parameters on a mesh of their own, which may be others on other ranks. ``place``:
-    of this rank's stages in a pipeline.
+    ``meshes`` are the ranks over which ``layouts`` are cut. ``is_alike``: all ranks have these
+    tensors, cut over one mesh. ``is_staged``: only the tensors that this rank writes were copied.
+    ``apart`` are parameters with their own mesh; on other ranks, the names may be other parameters.
+    ``place`` is that of this rank's stages in a pipeline.
     """
 
     stage: int
@@ -77,7 +77,7 @@ class Table:
     tied: Mapping[str, str]
     optimizer: OptimizerRow | None
     own: tuple[Item, ...]
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     is_alike: bool = True
     is_staged: bool = False
     apart: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def clean_name(name: str) -> str:
 
 
 def param_names(param: ShardedParam) -> tuple[str, ...]:
-    """Return every name of a parameter; the first one is that under which it is saved."""
+    """Return every name of a parameter; it is saved under the first."""
     names = [clean_name(use.name) for use in param.uses]
     return tuple(dict.fromkeys(names if param.tie is None else [param.tie.name, *names]))
 
@@ -104,7 +104,7 @@ def persistent_buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def module_states(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that keep a state of their own beside parameters and buffers, by name."""
+    """Yield the modules with an extra state beside parameters and buffers, by name."""
     for name, module in named_modules_of(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield clean_name(name), module
@@ -113,10 +113,10 @@ def module_states(model: Model) -> Iterator[tuple[str, nn.Module]]:
 def collect(
     model: Model,
     optimizer: Optimizer | None,
-    extra: Mapping[str, Any],
-    generators: Mapping[str, Any],
+    extra: Mapping[str, object],
+    generators: Mapping[str, object],
 ) -> Table:
-    """List everything that a checkpoint of this moment holds. See Note [What is saved].
+    """List everything that a checkpoint of this moment holds. See Note [Saved state].
 
     **Raises** StateError in the middle of an accumulation window or after a load that failed,
     ConfigError for an optimizer of another model, CheckpointError for state that cannot be written,
@@ -168,7 +168,7 @@ def collect(
 
 
 def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
-    """Tell whether one mesh is all that a rank knows of, and has all ranks in their order."""
+    """Tell whether there is only one mesh, with all ranks in their order."""
     members = [rank for replica in meshes[0] for rank in replica]
     return len(meshes) == 1 and (control.num_ranks == 1 or members == list(control.members))
 
@@ -176,12 +176,12 @@ def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
 _T = TypeVar("_T")
 
 
-def names_of_params(known: Sequence[tuple[Any, _T]], optimizer: Joined) -> list[list[_T]]:
-    """Return what is known of the parameters of each of the optimizer's groups.
+def names_of_params(known: Sequence[tuple[object, _T]], optimizer: Joined) -> list[list[_T]]:
+    """Return the value of each parameter of each of the optimizer's groups.
 
-    ``known`` are pairs of a parameter, as the optimizer knows it, and that.
+    ``known`` are pairs of a parameter, as the optimizer holds it, and its value.
 
-    **Raises** ConfigError for strangers.
+    **Raises** ConfigError for parameters that are not in ``known``.
     """
     by_id = {id(held): what for held, what in known}
     groups = []
@@ -234,7 +234,7 @@ class _Layouts:
 
     def __init__(self, engine: Parts) -> None:
         self.rows: list[LayoutRow] = []
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[object, int] = {}
         self._ranks: dict[int, Ranks] = {}
         self.meshes = [self._ranks_of(engine.comm)]
         for unit in engine.units:
@@ -243,11 +243,13 @@ class _Layouts:
                 layout = storage.layout
                 shapes = tuple(layout.params[index].shape for index in layout.spread)
                 if id(storage) in used and shapes:
-                    kind = "rows" if layout.kind == "rows" else "flat"
+                    kind: Literal["rows", "flat"] = "rows" if layout.kind == "rows" else "flat"
                     mesh = self._ranks_of(unit.comm)
                     self._numbers[id(storage)] = self._add(kind, shapes, mesh)
 
-    def _add(self, kind: Any, shapes: tuple[tuple[int, ...], ...], mesh: Ranks) -> int:
+    def _add(
+        self, kind: Literal["rows", "flat"], shapes: tuple[tuple[int, ...], ...], mesh: Ranks
+    ) -> int:
         if mesh not in self.meshes:
             self.meshes.append(mesh)
         self.rows.append(LayoutRow(kind=kind, shapes=shapes, mesh=self.meshes.index(mesh)))
@@ -272,7 +274,7 @@ class _Layouts:
         return found
 
     def _cut_of(self, param: ShardedParam, name: str) -> _Cut:
-        """Say what this rank has of a parameter, and in which layout that is."""
+        """Return this rank's part of a parameter, and its layout."""
         storage, cut = param.storage, param.cut
         box: Region = cut.piece
         piece = box if box.shape != cut.shape else None
@@ -379,8 +381,8 @@ def _not_of_one(optimizer: Joined, key: str, name: str) -> CheckpointError:
 
 
 def _own_values(
-    model: Model, extra: Mapping[str, Any], generators: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[Item, ...]]:
+    model: Model, extra: Mapping[str, object], generators: Mapping[str, object]
+) -> tuple[dict[str, object], tuple[Item, ...]]:
     """Return this rank's values for its index, and the tensors that they hold."""
     states = {key: _state_of(value) for key, value in extra.items()}
     encoded_extra, tensors = encode(states, "extra")
@@ -391,7 +393,7 @@ def _own_values(
     return values, own
 
 
-def _state_of(value: Any) -> Any:
+def _state_of(value: object) -> object:
     """Return the state of a scheduler, a scaler, a loader; other values as they are."""
     state_dict = getattr(value, "state_dict", None)
     return state_dict() if callable(state_dict) else value

@@ -1,12 +1,12 @@
-"""State that is no tensor, as JSON and back: every type and every bit, and never a pickle.
+"""State beside tensors as JSON and back: every type and every bit, and never a pickle.
 
-What JSON has a form for stays as it is; the rest is an object with a tag, ``{"$": "tuple", "of":
-[1, 2]}``. A dict that cannot stay (keys that are no text, or a key "$" of its own) is ``{"$":
-"dict", "keys": [...], "values": [...]}``. A tensor is ``{"$": "tensor", "of": place}``; its bytes
-lie elsewhere. A tag is looked up in a table, so no file can name code to run.
+Values that JSON can represent are unchanged. Others are an object with a tag, ``{"$": "tuple",
+"of": [1, 2]}``. A dict with other keys than text, or with a key "$", is ``{"$": "dict", "keys":
+[...], "values": [...]}``. A tensor is ``{"$": "tensor", "of": place}``; its bytes are in the
+files of tensors. A tag is looked up in a table, so no file can name code to run.
 
-Depth counts JSON's own levels (a tuple takes two): a value may have 48, a file 64, so that a value
-which could be saved can be read, whatever few levels the file has around it.
+Depth counts JSON's own levels (a tuple takes two): a value may have 48, a file 64. So each value
+that was saved can be read, with the levels that the file has around it.
 """
 
 import base64
@@ -16,9 +16,9 @@ import reprlib
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from functools import reduce
 from operator import is_
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -50,65 +50,57 @@ _MAPPINGS: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Spot:
-    """Where a value stands: the spot around it and its key there, and how deep that is.
-
-    Words are made when they are asked for, as millions of values stand somewhere. What is or is in
-    a key has no place for a tensor.
-    """
+class _Spot(NamedTuple):
+    """The path to a value by keys, and its depth. Inside a key there are no places for tensors."""
 
     name: str
-    outer: "_Spot | None" = None
-    key: Any = None
-    is_key: bool = False
+    keys: tuple[object, ...] = ()
     depth: int = 0
+    is_key: bool = False
 
-    def inside(self, key: Any, levels: int) -> "_Spot":
-        return _Spot("", self, key, self.is_key, self.depth + levels)
+    def inside(self, key: object, levels: int) -> "_Spot":
+        return self._replace(keys=(*self.keys, key), depth=self.depth + levels)
 
     def as_key(self, levels: int) -> "_Spot":
         """Return the spot of all keys or members of this one."""
-        return _Spot(f"a key or member of {self.where}", None, None, True, self.depth + levels)
+        return _Spot(f"a key or member of {self.where}", (), self.depth + levels, True)
 
     @property
     def where(self) -> str:
-        """The way to it in words."""
-        return f"{self.outer.where}[{_shown(self.key)}]" if self.outer is not None else self.name
+        """The path for error messages."""
+        return self.name + "".join(f"[{_shown(key)}]" for key in self.keys)
 
     @property
-    def place(self) -> str | None:
-        """The way to it as a tensor's place: its keys, joined by dots; none inside keys."""
-        if self.is_key or self.outer is None:
-            return None if self.is_key else ""
-        above = self.outer.place
-        return f"{above}.{_text(self.key)}" if above else _text(self.key)
+    def place(self) -> str:
+        """The path as a tensor's place: its keys, joined by dots."""
+        return reduce(lambda p, key: f"{p}.{_text(key)}" if p else _text(key), self.keys, "")
 
 
 def encode(
-    value: Any, where: str, before: Mapping[str, torch.Tensor] | None = None
+    value: object, where: str, before: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the value for `dumps`, and the tensors that it held by their place in it.
+    """Return the value for `dumps`, and its tensors by their place in it.
 
-    A place is made of the keys on the way, joined by dots ("scheduler.base.0"), and relative to
-    ``value``. Tensors are detached, and copied only if they are lazily conjugated. What stands in
-    two places becomes two. ``before`` are the tensors of another value that is saved beside this
-    one: they are returned too, and no place is given twice.
+    A place is the path of keys in ``value``, joined by dots ("scheduler.base.0"). Tensors are
+    detached, and copied only if they are lazily conjugated. A value at two places becomes two.
+    ``before`` are the tensors of another value that is saved beside this one: they are returned
+    too, and no place is used twice.
 
-    **Raises** CheckpointError for what is no data (functions, objects, shards of parameters), for
-    cycles and for nesting beyond 48 levels; it names the place as ``where['scheduler'][0]``.
+    **Raises** CheckpointError for values that are not data (functions, objects, shards of
+    parameters), for cycles and for nesting beyond 48 levels; it names the place as
+    ``where['scheduler'][0]``.
     """
     encoder = _Encoder()
     encoder.tensors.update(before or {})
     return encoder.encode(value, _Spot(where)), encoder.tensors
 
 
-def decode(value: Any, tensors: Callable[[str], torch.Tensor], where: str = "value") -> Any:
-    """Return what `encode` was given; ``tensors`` gives the tensor of a place.
+def decode(value: object, tensors: Callable[[str], torch.Tensor], where: str = "value") -> Any:
+    """Return the value that was encoded; ``tensors`` returns the tensor of a place.
 
-    Lists and dicts in which nothing had to be decoded are those of ``value`` itself.
+    Lists and dicts without tagged values inside are those of ``value`` itself.
 
-    **Raises** CheckpointError for everything that `encode` does not write.
+    **Raises** CheckpointError for JSON that `encode` does not write.
     """
     return _Decoder(tensors).decode(value, _Spot(where))
 
@@ -118,9 +110,9 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._open: set[int] = set()  # containers that the walk is inside of
+        self._open: set[int] = set()  # containers around the current value
 
-    def encode(self, value: Any, spot: _Spot) -> Any:
+    def encode(self, value: object, spot: _Spot) -> Any:
         if _is_plain(value):
             return value
         kind = type(value)
@@ -198,7 +190,7 @@ class _Encoder:
             tagged["factory"] = names[0]
         return tagged
 
-    def _keys(self, keys: Iterable[Any], spot: _Spot) -> list[Any]:
+    def _keys(self, keys: Iterable[object], spot: _Spot) -> list[Any]:
         inside = spot.as_key(2)
         return [self.encode(key, inside) for key in keys]
 
@@ -218,7 +210,7 @@ class _Encoder:
                 spot,
                 "a sparse, quantized or meta tensor has no plain bytes; give a dense tensor",
             )
-        if spot.place is None:
+        if spot.is_key:
             _refuse(spot, "a tensor cannot be a key; give its value, t.item() or t.tolist()")
         place, number = spot.place, 2
         while place in self.tensors:  # {"a.b": t} and {"a": {"b": t}} have the same place
@@ -241,7 +233,7 @@ class _Decoder:
             _refuse(spot, f"expected a value read from JSON, got a {kind.__name__}")
         if spot.depth >= MAX_DEPTH:
             _refuse(spot, f"it is nested deeper than {MAX_DEPTH} levels")
-        # What holds no tag stays the same object: it may be large.
+        # Containers without tags stay the same objects: they may be large.
         if kind is list:
             members = [
                 member if _is_plain(member) else self.decode(member, spot.inside(i, 1))
@@ -263,10 +255,10 @@ class _Decoder:
             _refuse(spot, f"unknown tag {reprlib.repr(tag)}; a newer Shardwise may have written it")
         for name in ("of", "keys", "values"):
             if tag in _CONTAINER_TAGS and name in fields:
-                # The list of members is no container of the user's: only its members are walked.
+                # The list itself is not a container of the user: only its members are decoded.
                 if type(fields[name]) is not list:
                     _refuse(spot, f"expected a list as {name!r} of a {tag}")
-                inside = replace(spot, depth=spot.depth + 1)
+                inside = spot._replace(depth=spot.depth + 1)
                 fields[name] = self.decode(fields[name], inside)
         try:
             if make is None:
@@ -278,18 +270,18 @@ class _Decoder:
             reason = (str(e).strip() or type(e).__name__).splitlines()[0]
             _refuse(spot, f"not a {tag} as Shardwise writes it: {reason[:200]}")
 
-    def _tensor(self, of: Any) -> torch.Tensor:
+    def _tensor(self, of: object) -> torch.Tensor:
         return self._tensors(_read_text(of))
 
 
-def _text(key: Any) -> str:
+def _text(key: object) -> str:
     try:
         return str(key).encode("utf-8", "backslashreplace").decode()
     except ValueError:  # an int with more digits than Python writes
         return type(key).__name__
 
 
-def _shown(key: Any) -> str:
+def _shown(key: object) -> str:
     try:
         return reprlib.repr(key)
     except ValueError:
@@ -324,7 +316,7 @@ _ARRAY_DTYPES = {
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether JSON's own form of a value comes back as the same value."""
+    """Tell whether JSON's own form of a value is read as the same value."""
     kind = type(value)
     if kind is int:
         return bool(_MIN_INT <= value <= _MAX_INT)
@@ -344,9 +336,9 @@ def _is_utf8(text: str) -> bool:
 
 
 def _write_leaf(value: Any) -> dict[str, Any] | None:
-    """Return a leaf that is not plain as an object with a tag; None for what is no leaf.
+    """Return a leaf that is not plain as an object with a tag; None for values of other types.
 
-    **Raises** ValueError for numpy values that are too large or no plain numbers.
+    **Raises** ValueError for numpy values that are too large or not plain numbers.
     """
     if type(value) in _LEAVES:
         tag, write, _ = _LEAVES[type(value)]
@@ -372,7 +364,7 @@ def _write_array(value: Any) -> dict[str, Any]:
     return tagged | shape | {"of": _write_base64(array.tobytes())}
 
 
-def _read_array(of: Any, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
+def _read_array(of: object, dtype: object, shape: object) -> np.ndarray[Any, Any]:
     data, found = _read_base64(of), _ARRAY_DTYPES[_read_text(dtype)]
     sizes = _sizes(shape)
     if len(data) > _MAX_ARRAY_BYTES or len(data) != math.prod(sizes) * found.itemsize:
@@ -386,18 +378,18 @@ def _write_base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _read_base64(of: Any) -> bytes:
+def _read_base64(of: object) -> bytes:
     return base64.b64decode(_read_text(of), validate=True)
 
 
-def _read_text(of: Any) -> str:
-    """Return a text that was read; a TypeError for everything else."""
+def _read_text(of: object) -> str:
+    """Return the text. **Raises** TypeError for other values."""
     if type(of) is not str:
         raise TypeError(f"expected text, got {reprlib.repr(of)}")
     return of
 
 
-def _sizes(of: Any) -> list[int]:
+def _sizes(of: object) -> list[int]:
     if type(of) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in of):
         raise TypeError(f"expected a list of sizes, got {reprlib.repr(of)}")
     return of
@@ -425,7 +417,7 @@ def _read_device(of: Any) -> torch.device:
     return device
 
 
-# Each type without parts: its tag, the writer of its "of", and the reader.
+# By type without parts: its tag, the writer of its "of", and the reader.
 _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[..., Any]]] = {
     int: ("int", hex, _read_int),
     float: (
@@ -451,7 +443,7 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[..., Any]]] = {
 
 
 def _check_hashes(keys: Any) -> None:
-    """Refuse keys that were chosen to collide: making a dict of them takes quadratic time."""
+    """Refuse keys chosen to collide: a dict of them takes quadratic time."""
     if len(keys) - len({hash(key) for key in keys}) > _MAX_COLLISIONS:
         raise ValueError("keys of one hash")
 
@@ -479,7 +471,7 @@ def _read_dict(keys: Any, values: Any) -> dict[Any, Any]:
 
 
 _CONTAINER_TAGS = {*_SEQUENCES.values(), *_MAPPINGS.values()}
-# By tag; each takes the fields of its object, and raises what Python raises on wrong ones.
+# By tag: each takes the fields of its object, and raises Python's errors on wrong ones.
 _READERS: dict[str, Callable[..., Any]] = {
     **{tag: read for tag, _, read in _LEAVES.values()},
     "numpy.scalar": lambda of, dtype: _read_array(of, dtype, [])[()],

@@ -2,37 +2,51 @@
 
 Note [Every byte is covered]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The manifest is sealed by its own digest, an index by the manifest's. An index says where the header
-of a file ends and where each tensor of it lies: these places follow one another without a gap up to
-the end of the file, so that the header's digest and those of the chunks cover it whole. What the
-header says of its tensors is compared with the manifest, so a reader who knows only safetensors
-gets the same tensors as we do.
+The manifest is sealed by its own digest, an index by the manifest's. An index gives the end of each
+file's header and the place of each tensor. The places follow one another without a gap up to the
+end of the file, so the header's digest and those of the chunks cover the whole file. The header's
+description of its tensors is compared with the manifest, so any safetensors reader gets the same
+tensors as we do.
 
-It needs no torch and no other rank: it runs anywhere, on somebody else's checkpoint too.
+This needs neither torch nor other ranks: it runs anywhere, on any user's checkpoint.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.checkpoint.all_ranks import explain
-from shardwise.checkpoint.container import MAX_HEADER_BYTES, Stored, element_bytes, parse_header
-from shardwise.checkpoint.digest import DIGEST_CHARS, chunk_digest, chunks_of, digest_of, num_chunks
+from shardwise.checkpoint.container import (
+    CHUNK_BYTES,
+    MAX_HEADER_BYTES,
+    Stored,
+    chunk_digest,
+    digest_of,
+    parse_header,
+)
 from shardwise.checkpoint.files import Entry, Files, Reader
 from shardwise.checkpoint.folder import check_quickly
-from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.rank_index import RankIndex, differences, parse_index, two_saves
-from shardwise.checkpoint.read import read_small
-from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, is_ours
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    BoxPlace,
+    FileRow,
+    Manifest,
+    OwnRow,
+    file_name,
+    index_name,
+    is_ours,
+    parse_manifest,
+)
+from shardwise.checkpoint.read import Checkpoint, Chunk, chunks_around, read_small
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-_READ_BYTES = 4 << 20
 _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One damage: in which file, of which tensor ("" if of none), and what it is."""
+    """One damage: its file, its tensor ("" if it concerns no tensor), and a description."""
 
     file: str
     tensor: str
@@ -46,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was read of a checkpoint, all damage in it, and what is not the checkpoint's."""
+    """All damage of a checkpoint, notes on foreign files in it, and how much was read."""
 
     path: Path
     step: int | None
@@ -64,19 +78,18 @@ class Verified:
 def verify(files: Files, path: Path, progress: Callable[[int], None] | None = None) -> Verified:
     """Check every byte of one checkpoint. See Note [Every byte is covered].
 
-    ``progress`` is told the bytes of each read.
+    ``progress`` is called with the bytes of each read.
 
-    **Cost** reads each file once, from its start to its end; one index and 4 MiB in memory.
+    **Cost** reads each file once, from its start to its end, and a damaged one twice; one index and
+    1 MiB in memory.
 
     **Raises** CheckpointError when this version does not know the format, or the folder cannot be
-    listed; all else that is wrong is a finding.
+    listed; all other damage is a finding.
     """
     check = _Check(files, path, progress)
     manifest = check.manifest()
     if manifest is not None:
-        for rank in range(len(manifest.ranks)):
-            check.rank(manifest, rank)
-        check.names(manifest)
+        check.ranks(manifest)
     return Verified(
         path,
         manifest.step if manifest else None,
@@ -87,264 +100,179 @@ def verify(files: Files, path: Path, progress: Callable[[int], None] | None = No
     )
 
 
-@dataclass(frozen=True)
-class _Span:
-    """Bytes [begin, end) of a file that have one digest; ``label`` is a key, or the header's."""
+class _Expected(NamedTuple):
+    """One tensor of a rank's files as manifest and index have it; bytes count from the file's."""
 
-    label: str
-    begin: int
-    end: int
-    digest: str
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """One tensor of a file as manifest and index have it."""
-
-    stored: Stored
+    file: int
     name: str
-    digests: str
-
-    @property
-    def has_all_digests(self) -> bool:
-        num_bytes = self.stored.end - self.stored.begin
-        return len(self.digests) == num_chunks(num_bytes) * DIGEST_CHARS
-
-    def spans(self) -> Iterator[_Span]:
-        begin = self.stored.begin
-        if not self.has_all_digests:  # a shape can claim more chunks than anybody could list
-            return
-        for n, (lo, hi) in enumerate(chunks_of(self.stored.end - begin)):
-            digest = self.digests[n * DIGEST_CHARS : (n + 1) * DIGEST_CHARS]
-            yield _Span(self.stored.key, begin + lo, begin + hi, digest)
+    stored: Stored
+    box: BoxPlace | OwnRow
 
 
-@dataclass
-class _Bad:
-    """Damaged spans of one tensor."""
+class _Scratch:
+    """Memory for one chunk at a time, sliced as if it were that of the whole tensor."""
 
-    spans: list[_Span] = field(default_factory=list)
-    reason: str = ""
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(CHUNK_BYTES))
+
+    def __getitem__(self, part: slice) -> memoryview:
+        return self._memory[: part.stop - part.start]
 
 
 class _Check:
-    """One run over one checkpoint: what was found so far."""
+    """One run over one checkpoint, with its findings so far."""
 
     def __init__(self, files: Files, path: Path, progress: Callable[[int], None] | None) -> None:
         self.findings: list[Finding] = []
         self.num_bytes = 0
         self.num_files = 0
-        self._files = files
-        self._path = path
-        self._progress = progress
-        self._expected_names = {MANIFEST}
-        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._files, self._path, self._progress = files, path, progress
+        self._scratch = _Scratch()
         try:
             self.entries: dict[str, Entry] = {entry.name: entry for entry in files.list(path)}
         except OSError as error:
             raise CheckpointError(f"{path} cannot be listed: {explain(error)}") from error
 
     def manifest(self) -> Manifest | None:
-        """Read the manifest; without it nothing else can be known."""
-        data = self._small(MANIFEST)
-        if data is None:
-            return None
+        """Read the manifest; without it nothing else can be checked."""
         try:
-            manifest = parse_manifest(data, str(self._path / MANIFEST))
-        except DamagedCheckpoint as error:
-            text = f"{self._short(error, MANIFEST)}; nothing else can be checked"
-            self._found(MANIFEST, "", text)
+            data = read_small(self._files, self._path / MANIFEST)
+            self._count(len(data))
+            self.num_files = 1
+            return parse_manifest(data, str(self._path / MANIFEST))
+        except (OSError, DamagedCheckpoint) as error:
+            text = self._short(error, MANIFEST)
+            self._found(MANIFEST, "", f"{text}; nothing else can be checked")
             return None
-        if len(manifest.ranks) != manifest.num_ranks:
-            text = f"it names {len(manifest.ranks)} ranks, expected {manifest.num_ranks}"
-            self._found(MANIFEST, "", text)
-        return manifest
 
-    def rank(self, manifest: Manifest, rank: int) -> None:
-        """Check the index and the files of one rank."""
-        row, name = manifest.ranks[rank], index_name(rank)
-        names = [file_name(rank, number) for number in range(row.num_files)]
-        self._expected_names |= {name, *names}
-        data = self._small(name)
-        if data is None:
-            self._unchecked(names, name)
-            return
-        if len(data) != row.index_bytes or digest_of(data) != row.digest:
-            found = two_saves(manifest, rank, data)
-            self._found(name, "", found or "it is damaged: not the one that the manifest names")
-            self._unchecked(names, name)
-            return
+    def ranks(self, manifest: Manifest) -> None:
+        """Check the files of all ranks, and that no other file has such a name."""
+        checkpoint = Checkpoint(self._files, self._path, manifest)
+        expected = {MANIFEST}
         try:
-            index = parse_index(data, str(self._path / name))
-        except DamagedCheckpoint as error:
-            self._found(name, "", self._short(error, name))
-            self._unchecked(names, name)
-            return
-        expected = list(self._expected(manifest, index, rank))
-        for text in differences(manifest, rank, index):
-            self._found(name, "", text)
-        for place, tensor in expected:
-            if place >= len(index.files):
-                self._found(name, tensor.name, f"it lies in file {place}, which is not named")
-        for number, (file, wanted) in enumerate(zip(index.files, names, strict=False)):
-            tensors = [tensor for place, tensor in expected if place == number]
-            self._file(wanted, file.num_bytes, file.header, tensors)
-
-    def names(self, manifest: Manifest) -> None:
-        """Check that there is no file that could be taken for one of this checkpoint."""
+            for rank, row in enumerate(manifest.ranks):
+                names = [file_name(rank, number) for number in range(row.num_files)]
+                expected |= {index_name(rank), *names}
+                self._rank(checkpoint, rank, names)
+        finally:
+            checkpoint.close()
+        self.num_files += len(checkpoint.opened)
         for name in self.entries:
-            if is_ours(name) and name not in self._expected_names:
+            if is_ours(name) and name not in expected:
                 self._found(name, "", "the manifest does not name this file")
-        if not self.findings:  # what loading asks first; it must never refuse what passed here
+        if not self.findings:  # a load begins with this check, which must not refuse it now
             try:
                 check_quickly(self._files, self._path)
             except (OSError, DamagedCheckpoint) as error:  # OSError: it was removed meanwhile
                 self._found(MANIFEST, "", explain(error))
 
-    def _expected(
-        self, manifest: Manifest, index: RankIndex, rank: int
-    ) -> Iterator[tuple[int, _Expected]]:
-        """Yield (number of the file, tensor) for all that must lie in the files of a rank."""
-        rows, name = dict(index.box_places), index_name(rank)
-        for number, place, box in manifest.all_boxes(rank):
-            tensor = manifest.tensors[number]
-            row, key = rows.pop((number, place), None), tensor.info.key
-            num_bytes = (box.hi - box.lo) * element_bytes(tensor.dtype)
-            if row is None or row.end - row.begin != num_bytes:
-                text = f"cut otherwise than the manifest says: expected {box}, got {row}"
-                self._found(name, key, text)
-                continue
-            stored = Stored(key, tensor.dtype, box.lengths, box.offsets, row.begin, row.end)
-            yield place, _Expected(stored, key, row.digests)
-        for number, place in rows:
-            text = f"box {place} of tensor {number} is none of this rank's"
-            self._found(name, "", text)
-        for own in index.own:
-            key = f"rank{rank:05d}.{own.info.key}"
-            end = own.begin + own.num_bytes
-            stored = Stored(key, own.dtype, own.shape, own.region.at, own.begin, end)
-            yield 0, _Expected(stored, own.info.key, own.digests)
-
-    def _file(self, name: str, num_bytes: int, header: str, tensors: list[_Expected]) -> None:
-        """Check one file of tensors: its size, its header, and every chunk."""
-        tensors.sort(key=lambda t: (t.stored.begin, t.stored.end))
-        header_end = tensors[0].stored.begin if tensors else num_bytes
-        self._check_places(name, num_bytes, header_end, tensors)
-        entry = self.entries.get(name)
-        if entry is None or entry.kind != "file":
-            what = "it is missing" if entry is None else "it is no regular file"
-            plural = "s" if len(tensors) != 1 else ""
-            self._found(name, "", f"{what}, with {len(tensors)} tensor{plural}")
-            return
+    def _rank(self, checkpoint: Checkpoint, rank: int, names: Sequence[str]) -> None:
+        """Check the index and the files of one rank."""
+        name, before = index_name(rank), checkpoint.num_bytes
         try:
-            reader = self._files.open(self._path / name)
+            index = checkpoint.index_of(rank)
+            expected = list(_expected(checkpoint, rank))
         except (OSError, CheckpointError) as error:
             self._found(name, "", self._short(error, name))
+            if names:
+                self._found(", ".join(names), "", f"not checked, for want of {name}")
             return
-        with reader:
-            if reader.size != num_bytes:
-                self._found(name, "", f"{reader.size} bytes, expected {num_bytes}")
-            self.num_files += 1
-            bad: dict[str, _Bad] = {}
-            self._header(reader, name, header_end, header, tensors)
-            for spans in _pieces(span for tensor in tensors for span in tensor.spans()):
-                self._read(reader, spans, bad)
-        by_key = {t.stored.key: t for t in tensors}
-        for key, damage in bad.items():
-            chunks = num_chunks(by_key[key].stored.end - by_key[key].stored.begin)
-            self._found(name, by_key[key].name, _describe(damage, chunks))
+        finally:
+            self._count(checkpoint.num_bytes - before)
+        for number, row in enumerate(index.files):
+            tensors = sorted(
+                (each for each in expected if each.file == number),
+                key=lambda each: (each.stored.begin, each.stored.end),
+            )
+            try:
+                reader = checkpoint.reader.open(names[number])
+            except (OSError, CheckpointError) as error:
+                self._found(names[number], "", self._short(error, names[number]))
+            else:
+                self._file(checkpoint, reader, names[number], row, tensors)
 
-    def _check_places(
-        self, name: str, num_bytes: int, header_end: int, tensors: list[_Expected]
+    def _file(
+        self,
+        checkpoint: Checkpoint,
+        reader: Reader,
+        name: str,
+        row: FileRow,
+        tensors: list[_Expected],
     ) -> None:
-        """Check that the places follow one another, and that each chunk has its digest."""
-        at = header_end
-        for tensor in tensors:
-            stored = tensor.stored
-            if stored.begin != at:
-                text = f"the index puts it at byte {stored.begin}, expected {at}"
-                self._found(name, tensor.name, text)
-            if not tensor.has_all_digests:
-                self._found(name, tensor.name, "the index has not one digest for each chunk")
-            at = stored.end
-        if at != num_bytes:
-            self._found(name, "", f"the index describes {at} bytes of it, expected {num_bytes}")
+        """Check one file of tensors: its size, its header, and every chunk."""
+        if reader.size != row.num_bytes:
+            self._found(name, "", f"{reader.size} bytes, expected {row.num_bytes}")
+        end = tensors[0].stored.begin if tensors else row.num_bytes
+        try:
+            self._header(reader, name, end, row, tensors)
+        except (OSError, CheckpointError) as error:
+            self._found(name, "", self._short(error, name))
+        chunks = [self._chunks(name, each) for each in tensors]
+        try:
+            for num_bytes in checkpoint.reader.read([chunk for each in chunks for chunk in each]):
+                self._count(num_bytes)
+        except CheckpointError:
+            for each, listed in zip(tensors, chunks, strict=True):
+                self._tensor(checkpoint, name, each, listed)
+
+    def _chunks(self, name: str, each: _Expected) -> list[Chunk]:
+        num_bytes = each.stored.end - each.stored.begin
+        return list(
+            chunks_around(name, each.stored.key, each.box, num_bytes, 0, num_bytes, self._scratch)
+        )
+
+    def _tensor(
+        self, checkpoint: Checkpoint, name: str, each: _Expected, chunks: Sequence[Chunk]
+    ) -> None:
+        """Check a tensor of a damaged file chunk by chunk."""
+        damaged: list[Chunk] = []
+        reason = ""
+        for chunk in chunks:
+            data = self._scratch[slice(0, chunk.num_bytes)]
+            try:
+                checkpoint.reader.fill(chunk, data)
+                self._count(chunk.num_bytes)
+                if chunk_digest(data) != chunk.digest:
+                    damaged.append(chunk)
+            except CheckpointError as error:
+                cut_short = "the file ends before it"
+                cause = error.__cause__
+                reason = explain(cause) if isinstance(cause, OSError) else cut_short
+                damaged.append(chunk)
+        if damaged:
+            text = f"{len(damaged)} of its {len(chunks)} chunks " if len(chunks) > 1 else ""
+            text += f"cannot be read ({reason})" if reason else "damaged"
+            self._found(name, each.name, f"{text}, from byte {damaged[0].begin} of the file")
 
     def _header(
-        self, reader: Reader, name: str, end: int, digest: str, tensors: list[_Expected]
+        self, reader: Reader, name: str, end: int, row: FileRow, tensors: list[_Expected]
     ) -> None:
-        """Check the digest of a header, and that it says the same as manifest and index."""
+        """Compare a file's header with manifest and index. **Raises** DamagedCheckpoint."""
         if not _LENGTH_BYTES <= end <= MAX_HEADER_BYTES + _LENGTH_BYTES or end > reader.size:
-            self._found(name, "", f"its header should have {end} bytes, which cannot be")
-            return
+            raise DamagedCheckpoint(f"its header should have {end} bytes, which is impossible")
         try:
             data = reader.read(0, end)
         except (OSError, DamagedCheckpoint) as error:
-            self._found(name, "", f"its header cannot be read: {self._short(error, name)}")
-            return
+            text = self._short(error, name)
+            raise DamagedCheckpoint(f"its header cannot be read: {text}") from error
         self._count(end)
-        if digest_of(data) != digest:
-            self._found(name, "", "its header is damaged")
-            return
+        if digest_of(data) != row.header:
+            raise DamagedCheckpoint("its header is damaged")
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         if length != end - _LENGTH_BYTES:
-            self._found(name, "", f"its header claims {length} bytes, expected {end - 8}")
-            return
-        told = {t.stored.key: (t.stored, t.name) for t in tensors}
-        data_bytes = max((t.stored.end for t in tensors), default=end) - end
-        try:
-            found = parse_header(data[_LENGTH_BYTES:], data_bytes, str(self._path / name))
-        except CheckpointError as error:
-            self._found(name, "", self._short(error, name))
-            return
-        for key in sorted({*told, *found}):
-            if key not in found or key not in told:
-                who = "is not in its header" if key in told else "is in its header alone"
-                self._found(name, told[key][1] if key in told else key, who)
+            raise DamagedCheckpoint(f"its header claims {length} bytes, expected {end - 8}")
+        found = parse_header(data[_LENGTH_BYTES:], row.num_bytes - end, str(self._path / name))
+        expected = {each.stored.key: each for each in tensors}
+        for key in sorted({*expected, *found}):
+            if key not in found or key not in expected:
+                where = "is not in its header" if key in expected else "is in its header alone"
+                self._found(name, expected[key].name if key in expected else key, where)
                 continue
-            here, (there, tensor) = found[key], told[key]
-            moved = Stored(
-                key, here.dtype, here.lengths, here.offsets, here.begin + end, here.end + end
-            )
-            if moved != there:
-                self._found(name, tensor, f"its header says {moved}, the manifest {there}")
-
-    def _read(self, reader: Reader, spans: list[_Span], bad: dict[str, _Bad]) -> None:
-        """Read spans that follow one another, and check each; if that fails, one by one."""
-        begin, end = spans[0].begin, spans[-1].end
-        data = self._buffer[: end - begin]
-        try:
-            if end > reader.size:
-                raise DamagedCheckpoint("the file ends before it")
-            reader.read_into(begin, data)
-        except (OSError, DamagedCheckpoint) as error:
-            if len(spans) > 1:
-                for span in spans:
-                    self._read(reader, [span], bad)
-            else:
-                damage = bad.setdefault(spans[0].label, _Bad())
-                damage.reason = explain(error)
-                damage.spans.append(spans[0])
-            return
-        self._count(end - begin)
-        for span in spans:
-            if chunk_digest(data[span.begin - begin : span.end - begin]) != span.digest:
-                bad.setdefault(span.label, _Bad()).spans.append(span)
-
-    def _small(self, name: str) -> bytes | None:
-        """Read a manifest or an index; None, and a finding, if that fails."""
-        try:
-            data = read_small(self._files, self._path / name)
-        except (OSError, CheckpointError) as error:
-            self._found(name, "", self._short(error, name))
-            return None
-        self.num_files += 1
-        self._count(len(data))
-        return data
-
-    def _unchecked(self, names: list[str], index: str) -> None:
-        if names:
-            self._found(", ".join(names), "", f"not checked, for want of {index}")
+            here = found[key]
+            moved = here._replace(begin=here.begin + end, end=here.end + end)
+            if moved != expected[key].stored:
+                text = f"its header says {moved}, the manifest {expected[key].stored}"
+                self._found(name, expected[key].name, text)
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -355,24 +283,24 @@ class _Check:
         self.findings.append(Finding(file, tensor, text))
 
     def _short(self, error: Exception, name: str) -> str:
-        """Write an error without the path, which a finding has anyway."""
-        return explain(error).replace(f"{self._path / name}: ", "").replace(f"{self._path}/", "")
+        """Return an error's text without the path, which a finding has anyway."""
+        text = explain(error).replace(f"{self._path / name}: ", "")
+        return text.replace(f"{self._path}/", "").removeprefix(f"{self._path}: ")
 
 
-def _pieces(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
-    """Put spans that follow one another together, up to the size of one read."""
-    piece: list[_Span] = []
-    for span in spans:
-        if piece and (span.begin != piece[-1].end or span.end - piece[0].begin > _READ_BYTES):
-            yield piece
-            piece = []
-        piece.append(span)
-    if piece:
-        yield piece
-
-
-def _describe(bad: _Bad, num_all: int) -> str:
-    first = bad.spans[0]
-    text = f"{len(bad.spans)} of its {num_all} chunks " if num_all > 1 else ""
-    text += f"cannot be read ({bad.reason})" if bad.reason else "damaged"
-    return f"{text}, from byte {first.begin} of the file"
+def _expected(checkpoint: Checkpoint, rank: int) -> Iterator[_Expected]:
+    """Yield the tensors that must be in the files of a rank. **Raises** DamagedCheckpoint."""
+    manifest, index = checkpoint.manifest, checkpoint.index_of(rank)
+    boxes = list(manifest.all_boxes(rank))
+    for number, file, box in boxes:
+        row, place = manifest.tensors[number], checkpoint.place_of(number, file, box, rank)
+        key, bounds = row.info.key, (place.begin, place.end)
+        stored = Stored(key, row.dtype, box.lengths, box.offsets, *bounds)
+        yield _Expected(file, key, stored, place)
+    if len(index.boxes) != len(boxes):
+        text = f"{len(index.boxes)} boxes, expected {len(boxes)}: some are not this rank's"
+        raise DamagedCheckpoint(f"{checkpoint.folder / index_name(rank)}: {text}")
+    for own in index.own:
+        key, end = f"rank{rank:05d}.{own.info.key}", own.begin + own.num_bytes
+        stored = Stored(key, own.dtype, own.shape, own.region.at, own.begin, end)
+        yield _Expected(0, own.info.key, stored, own)

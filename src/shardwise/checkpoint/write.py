@@ -2,16 +2,16 @@
 
 Note [Commit]
 ~~~~~~~~~~~~~
-1. Rank 0 makes ``.tmp-<name>-<nonce>`` beside the target, under a lock (Note [Who writes there]);
-   the others learn the nonce.
+1. Rank 0 makes ``.tmp-<name>-<nonce>`` beside the target, under a lock (Note [Who writes there]),
+   and sends the nonce to the others.
 2. Every rank writes its tensors there, hashing the memory as it goes, then its index; each file is
    synced. The ranks exchange a row: whether it worked, and the size and digest of the index.
 3. Rank 0 writes the manifest with those rows, syncs it and the folder, renames the folder to its
-   name, and syncs the folder above (`commit`). A last exchange, and `write_checkpoint` returns.
+   name, and syncs the folder above (`_commit`). After a last exchange `write_checkpoint` returns.
 
-So a folder of that name is complete, and complete for good once the call has returned; everything
-else is a leftover. A failure anywhere raises the same error on all ranks, and rank 0 removes what
-was written. Nothing points at a checkpoint but its name.
+So a folder with that name is complete, and once the call has returned it survives a power cut. All
+other folders are leftovers. A failure anywhere raises the same error on all ranks, and rank 0
+removes the files. Nothing but its name points at a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,20 +20,47 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.commit import commit, discard, prepare
-from shardwise.checkpoint.container import Stored, build_header, place
-from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, digest_of
-from shardwise.checkpoint.files import Files, Writer
-from shardwise.checkpoint.leftovers import temporary
-from shardwise.checkpoint.manifest import IndexRow, Manifest, TensorRow
-from shardwise.checkpoint.rank_index import BoxRow, FileRow, OwnRow, RankIndex
-from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, seal
-from shardwise.errors import CheckpointError, CollectiveError
+from shardwise.checkpoint.container import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    Stored,
+    build_header,
+    chunk_digests,
+    digest_of,
+    place,
+)
+from shardwise.checkpoint.files import Entry, Files, Writer
+from shardwise.checkpoint.folder import check_presence
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    BoxRow,
+    FileRow,
+    IndexRow,
+    Manifest,
+    OwnRow,
+    RankIndex,
+    TensorRow,
+    file_name,
+    index_name,
+    is_ours,
+    seal,
+)
+from shardwise.checkpoint.trash import (
+    clean_up_before,
+    discard_replaced,
+    hold,
+    is_step,
+    let_go,
+    remove_tree,
+    temporary,
+)
+from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
 from shardwise.layout.boxes import Box
 
 if TYPE_CHECKING:
@@ -43,31 +70,33 @@ NONCE_BYTES = 4
 _ROW = Struct(f"<3Q{DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
+# The fields of the manifest that must be the same on all ranks.
+_COMPARED = {"run", "step", "stage", "meshes", "layouts", "tensors", "tied", "optimizer"}
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes.
+    """The content of one rank's files.
 
-    ``read(number, box)`` returns the bytes of a box of tensor ``number`` of the manifest; ``own``
-    are tensors of this rank alone, whole; ``values`` go into its index. One tensor at a time is
-    asked for.
+    ``read(number, box)`` returns the bytes of a box of tensor ``number`` of the manifest. ``own``
+    are tensors of this rank alone, whole; ``values`` go into its index. Tensors are read one at a
+    time.
     """
 
     rank: int
     read: Callable[[int, Box], memoryview]
     own: Sequence[tuple[TensorRow, Callable[[], memoryview]]]
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What the ranks wrote: the checkpoint's folder, the bytes of all ranks and of this one.
+    """A checkpoint that is on disk: its folder, the bytes of all ranks and of this rank.
 
-    ``other_files`` is, on rank 0, the folder of what lay in a replaced checkpoint and is none of
-    ours, if there was anything.
+    ``other_files``, on rank 0, is the folder of the files in a replaced checkpoint that are not
+    ours, if there were any.
     """
 
     path: Path
@@ -88,7 +117,7 @@ def write_checkpoint(
 ) -> Written:
     """Write and commit one checkpoint; all ranks call it. See Note [Commit].
 
-    ``manifest`` has no ``ranks`` yet and is the same on all ranks; of the nonces rank 0's counts.
+    ``manifest`` has no ``ranks`` yet and is the same on all ranks. Rank 0's nonce is used.
 
     **Cost** this rank's bytes once to disk; three exchanges of at most 34 bytes per rank.
 
@@ -101,7 +130,7 @@ def write_checkpoint(
     def begin() -> bytes:
         meant = bytes.fromhex(digest_of(manifest.model_dump_json(include=_COMPARED).encode()))
         if control.rank == 0:
-            made.append(prepare(files, target, nonce, replace, held))
+            made.append(_prepare(files, target, nonce, replace, held))
         return nonce + meant
 
     def write_manifest() -> None:
@@ -111,23 +140,29 @@ def write_checkpoint(
     def give_name() -> None:
         if control.rank == 0:
             with held:
-                left.append(commit(files, folder, target, ranks, write_manifest, replace))
+                left.append(_commit(files, folder, target, ranks, write_manifest, replace))
 
     with ExitStack() as held:  # of rank 0: the lock of the temporary folder
         try:
             rows = on_all_ranks(control, begin, NONCE_BYTES + DIGEST_BYTES)
             folder = temporary(target, rows[0][:NONCE_BYTES])
-            _check_same(rows, NONCE_BYTES)
+            other = [n for n, row in enumerate(rows) if row[NONCE_BYTES:] != rows[0][NONCE_BYTES:]]
+            if other:
+                raise CheckpointError(
+                    f"rank {other[0]} has other tensors to save than rank 0: parameters, optimizer "
+                    "state, step, run and stage must agree. Was an optimizer stepped on some ranks "
+                    "only?"
+                )
             rows = on_all_ranks(
                 control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
             )
         except CollectiveError:
-            raise  # the others may be writing still; the next save or run finds what they leave
+            raise  # the others may still be writing; the next save or run removes the leftovers
         except Exception:
             for each in made:
-                discard(files, each)
+                _discard(files, each)
             raise
-        ranks = [_index_row(row) for row in rows]
+        ranks = [index_row(row) for row in rows]
         on_all_ranks(control, give_name)
     mine = ranks[control.rank]
     return Written(
@@ -136,19 +171,6 @@ def write_checkpoint(
         mine.index_bytes + mine.file_bytes,
         left[0] if left else None,
     )
-
-
-# What all ranks mean to save alike.
-_COMPARED = {"run", "step", "stage", "meshes", "layouts", "tensors", "tied", "optimizer"}
-
-
-def _check_same(rows: Sequence[bytes], begin: int) -> None:
-    other = [n for n, row in enumerate(rows) if row[begin:] != rows[0][begin:]]
-    if other:
-        raise CheckpointError(
-            f"rank {other[0]} has other tensors to save than rank 0: parameters, optimizer state, "
-            "step, run and stage must agree. Was an optimizer stepped on some ranks only?"
-        )
 
 
 def write_rank(
@@ -160,38 +182,31 @@ def write_rank(
         boxes.setdefault(file, []).append((number, box))
     if part.own:
         boxes.setdefault(0, [])
-    file_rows, box_rows, own_rows, total = [], [], [], 0
+    file_rows, box_rows, own_rows = [], [], []
     for file, listed in sorted(boxes.items()):
+        described: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
+        reads: list[Callable[[], memoryview]] = []
+        for number, box in listed:
+            row = manifest.tensors[number]
+            described.append((row.info.key, row.dtype, box.lengths, box.offsets))
+            reads.append(partial(part.read, number, box))
         own = part.own if file == 0 else ()
-        described = [
-            (row.info.key, row.dtype, box.lengths, box.offsets)
-            for row, box in ((manifest.tensors[number], box) for number, box in listed)
-        ]
-        described += [
-            (f"rank{part.rank:05d}.{row.info.key}", row.dtype, row.shape, row.region.at)
-            for row, _ in own
-        ]
+        for row, read in own:
+            key = f"rank{part.rank:05d}.{row.info.key}"
+            described.append((key, row.dtype, row.shape, row.region.at))
+            reads.append(read)
         assert len({key for key, *_ in described}) == len(described), "one key twice in a file"
         stored = place(described)
         header = build_header(stored)
-        reads: list[Callable[[], memoryview]] = [
-            lambda number=number, box=box: part.read(number, box)  # type: ignore[misc]
-            for number, box in listed
-        ]
-        reads += [read for _, read in own]
         path = folder / file_name(part.rank, file)
         digests = _write_file(files, path, header, stored, reads, progress)
         num_bytes = len(header) + (stored[-1].end if stored else 0)
-        total += num_bytes
         file_rows.append(FileRow(num_bytes=num_bytes, header=digest_of(header)))
-        begin = len(header)
-        for (number, _), s, digest in zip(listed, stored, digests, strict=False):
-            box_rows.append(BoxRow(number, file, begin + s.begin, digest))
-        for (row, _), s, digest in zip(
-            own, stored[len(listed) :], digests[len(listed) :], strict=True
-        ):
-            fields = row.model_dump()
-            own_rows.append(OwnRow(**fields, begin=begin + s.begin, digests=digest))
+        places = [(len(header) + s.begin, d) for s, d in zip(stored, digests, strict=True)]
+        for (number, _), (begin, digest) in zip(listed, places, strict=False):
+            box_rows.append(BoxRow(number, file, begin, digest))
+        for (row, _), (begin, digest) in zip(own, places[len(listed) :], strict=True):
+            own_rows.append(OwnRow(**row.model_dump(), begin=begin, digests=digest))
     index = seal(
         RankIndex(
             format=manifest.format,
@@ -205,7 +220,16 @@ def write_rank(
         )
     )
     _write_small(files, folder / index_name(part.rank), index)
+    total = sum(row.num_bytes for row in file_rows)
     return _ROW.pack(len(index), len(file_rows), total, bytes.fromhex(digest_of(index)))
+
+
+def index_row(row: bytes) -> IndexRow:
+    """Return the manifest's row from the bytes that `write_rank` returned."""
+    index_bytes, num_files, file_bytes, digest = _ROW.unpack(row)
+    return IndexRow(
+        index_bytes=index_bytes, num_files=num_files, file_bytes=file_bytes, digest=digest.hex()
+    )
 
 
 def _write_file(
@@ -229,7 +253,7 @@ def _write_file(
 
 @contextmanager
 def _new_file(files: Files, path: Path, wanted: int) -> Iterator[Writer]:
-    """Make a file of ``wanted`` bytes and sync it; when the disk is full, say what was wanted."""
+    """Make a file of ``wanted`` bytes and sync it; a full disk's error gets both sizes."""
     try:
         with files.create(path) as writer:
             yield writer
@@ -243,7 +267,7 @@ def _new_file(files: Files, path: Path, wanted: int) -> Iterator[Writer]:
 
 
 def _add_tensor(batch: _Batch, data: memoryview, stored: Stored) -> str:
-    """Write a tensor; return the digests of its chunks. A large one is in memory no longer then."""
+    """Write a tensor; return the digests of its chunks. A large one is flushed, to free it."""
     assert len(data) == stored.end - stored.begin, stored
     parts = []
     for begin in range(0, len(data), _BATCH_BYTES):
@@ -256,7 +280,7 @@ def _add_tensor(batch: _Batch, data: memoryview, stored: Stored) -> str:
 
 
 class _Batch:
-    """Buffers to be written with one call."""
+    """Buffers that are written with one call."""
 
     def __init__(self, writer: Writer, progress: Progress | None) -> None:
         self._writer = writer
@@ -265,14 +289,14 @@ class _Batch:
         self._num_bytes = 0
 
     def add(self, data: memoryview) -> None:
-        """Add bytes; they must stay as they are until the flush."""
+        """Add bytes, which must not change before the flush."""
         self._buffers.append(data)
         self._num_bytes += len(data)
         if self._num_bytes >= _BATCH_BYTES or len(self._buffers) >= _BATCH_BUFFERS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added."""
+        """Write the buffers."""
         self._writer.write(self._buffers)
         if self._progress is not None:
             self._progress(self._num_bytes)
@@ -284,8 +308,117 @@ def _write_small(files: Files, path: Path, data: bytes) -> None:
         writer.write([memoryview(data)])
 
 
-def _index_row(row: bytes) -> IndexRow:
-    index_bytes, num_files, file_bytes, digest = _ROW.unpack(row)
-    return IndexRow(
-        index_bytes=index_bytes, num_files=num_files, file_bytes=file_bytes, digest=digest.hex()
-    )
+# -- the commit, by rank 0 alone
+
+
+def _prepare(files: Files, target: Path, nonce: bytes, replace: bool, held: ExitStack) -> Path:
+    """Make the temporary folder and hold its lock; return the folder."""
+    files.make_folders(target.parent)
+    entries = files.list(target.parent)
+    there = next((entry for entry in entries if entry.name == target.name), None)
+    if there is not None:
+        if not replace:
+            raise CheckpointError(_exists(target))
+        _check_replaceable(files, target, there)
+    clean_up_before(files, target, entries)
+    folder = temporary(target, nonce)
+    held.callback(let_go, files, folder, hold(files, folder))
+    files.make_folder(folder)
+    return folder
+
+
+def _exists(target: Path) -> str:
+    return f"{target} exists already; save under another name or step, or pass replace=True"
+
+
+def _check_replaceable(files: Files, target: Path, there: Entry) -> None:
+    """Refuse to replace a folder that is not a checkpoint."""
+    if there.kind != "folder":
+        raise CheckpointError(
+            f"{target} is a link or a file, and replace=True replaces a checkpoint's own folder: "
+            "save to the folder that the link leads to, or remove it first"
+        )
+    names = [entry.name for entry in files.list(target)]
+    if names and not is_step(target.name) and not any(is_ours(name) for name in names):
+        raise CheckpointError(
+            f"{target} is a folder that holds no checkpoint ({names[0]!r} is in it): replace=True "
+            "does not replace it. Save under another name, or with step= to save inside it"
+        )
+
+
+def _commit(
+    files: Files,
+    folder: Path,
+    target: Path,
+    ranks: Sequence[IndexRow],
+    write_manifest: Callable[[], None],
+    replace: bool,
+) -> Path | None:
+    """Check that all files are there, seal them, and rename the folder; see Note [Commit].
+
+    Returns the folder of a replaced checkpoint's files that are not ours, if there are any.
+    """
+    try:
+        _check_shared(files, folder, ranks)
+        write_manifest()
+        files.sync_folder(folder)
+        replaces = replace and any(e.name == target.name for e in files.list(target.parent))
+        (_exchange if replaces else _rename)(files, folder, target)
+    except (OSError, CheckpointError):
+        _discard(files, folder)
+        raise
+    try:
+        files.sync_folder(target.parent)
+    except OSError:
+        # The rename may not be durable: it is undone. Until that is durable, a power cut may
+        # bring back either name; the new checkpoint is removed only afterwards.
+        with suppress(OSError, CheckpointError):
+            if replaces:
+                files.exchange(folder, target)
+            else:
+                files.rename(target, folder)
+            files.sync_folder(target.parent)
+            remove_tree(files, folder)
+        raise
+    if replaces:  # the new one is durable; if the old one cannot be removed, it is a leftover
+        with suppress(OSError):
+            return discard_replaced(files, folder)
+    return None
+
+
+def _check_shared(files: Files, folder: Path, ranks: Sequence[IndexRow]) -> None:
+    """Check that the files of all ranks are in the folder that this rank sees."""
+    try:
+        check_presence(folder, files.list(folder), ranks)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(
+            f"what the ranks wrote is not all there ({error}). Does every machine see the same "
+            "folder? A checkpoint goes to a file system that all ranks share"
+        ) from error
+
+
+def _rename(files: Files, folder: Path, target: Path) -> None:
+    try:
+        files.rename(folder, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise CheckpointError(f"{_exists(target)} (another save made it meanwhile)") from error
+
+
+def _exchange(files: Files, folder: Path, target: Path) -> None:
+    try:
+        files.exchange(folder, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EINVAL):
+            raise
+        raise CheckpointError(
+            f"{target}: this file system cannot swap two folders at once, so the old checkpoint "
+            "cannot be replaced safely; save under another name and remove the old one afterwards"
+        ) from error
+
+
+def _discard(files: Files, folder: Path) -> None:
+    """Remove the files of a failed save; if that fails, they are a leftover."""
+    with suppress(OSError, CheckpointError):
+        remove_tree(files, folder)

@@ -262,8 +262,7 @@ def _summary(facts: dict[str, Any]) -> str:
 def _open(path: Path, step: int | None) -> Checkpoint:
     """Open a checkpoint; of a run, that step, or the newest that passes the quick check."""
     from shardwise.checkpoint.files import Files
-    from shardwise.checkpoint.folder import check_quickly, step_name
-    from shardwise.checkpoint.newest import MAX_LOOKS, vanishing
+    from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, vanishing
     from shardwise.checkpoint.read import Checkpoint
     from shardwise.cli.facts import checkpoints_at, is_gone, kind_of
 

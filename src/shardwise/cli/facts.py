@@ -13,10 +13,16 @@ from shardwise.checkpoint.folder import (
     step_name,
     steps_in,
 )
-from shardwise.checkpoint.leftovers import is_held, leftovers_in
-from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow, parse_manifest
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    OptimizerRow,
+    TensorRow,
+    is_ours,
+    parse_manifest,
+)
 from shardwise.checkpoint.read import Checkpoint, read_small
-from shardwise.checkpoint.sealed import MANIFEST, is_ours
+from shardwise.checkpoint.trash import is_held, leftovers_in
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 KINDS = {

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.container import memory_of
-from shardwise.checkpoint.digest import digest_of
+from shardwise.checkpoint.container import digest_of, memory_of
 from shardwise.checkpoint.generators import read_generators, set_generators
 from shardwise.engine.parts import Parts
 from shardwise.errors import StateError

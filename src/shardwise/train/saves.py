@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.saving import Saving
+from shardwise.checkpoint.checkpoints import Checkpoints, Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.monitor.lines import JsonLines

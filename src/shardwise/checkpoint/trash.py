@@ -1,21 +1,21 @@
-"""Folders that are being written or removed, under names of their own, and what becomes of them.
+"""Temporary and removed folders of checkpoints: their names, their locks, their removal.
 
 Note [What may be removed]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A checkpoint is removed only if its manifest says that this run wrote it, and only while another of
-this run that is kept passes `check_quickly`. It is first renamed to ``.old-...``, so that a removal
-that is cut short leaves a leftover and never half a checkpoint. Only files of our names go. What
-else lies in the folder is somebody's: it stays, in a folder ``<name>-other-files``.
+A run removes a checkpoint only if the manifest names that run, and only while another checkpoint
+that the run keeps passes `check_quickly`. The folder is first renamed to ``.old-...``, so an
+interrupted removal leaves a leftover and never half a checkpoint. Only files with names of ours are
+removed. Other files stay, in a folder ``<name>-other-files``.
 
 Note [Who writes there]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Whoever writes ``.tmp-<name>-<nonce>`` holds ``.tmp-<name>-<nonce>.lock`` from before the folder is
-made until after it has its name. A leftover is removed only by one who got that lock, so its writer
-is gone: a save that runs elsewhere, in another process or on another machine, is left alone. Where
-the file system has no locks, nothing is proved and nothing removed. Where machines do not see each
-other's locks, a save of another machine may be taken for a leftover; so a leftover is renamed to
-``.old-...`` before a file of it goes. Of two renames one fails: then it is that save, with an
-error, and never a checkpoint that stands and lacks files.
+A save to ``.tmp-<name>-<nonce>`` holds the lock ``.tmp-<name>-<nonce>.lock`` from before the folder
+is made until the folder has its final name. A leftover is removed only under that lock, which
+proves that its writer is gone: a save in another process or on another machine is left alone. If
+the file system has no locks, nothing is proved and nothing is removed. If machines do not see each
+other's locks, a save of another machine may look like a leftover. Therefore a leftover is renamed
+to ``.old-...`` before its files are removed. One of the two renames fails, and if it is the save's,
+the save raises; a checkpoint that lacks files never appears.
 """
 
 import errno
@@ -28,23 +28,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.files import Entry, Files, Lock
-from shardwise.checkpoint.sealed import is_ours
+from shardwise.checkpoint.manifest import is_ours
 from shardwise.errors import CheckpointError
 
-# Who only asks whether a lock is free holds it for an instant, which is long under load; one that
-# is stopped meanwhile does not end.
+# A process that tests a lock holds it for an instant, which is long under load. A process that is
+# stopped in that instant holds it until it is continued.
 LOCK_RETRY_S = 0.1
 LOCK_ATTEMPTS = 600
+STEP = re.compile(r"step-([0-9]{8,12})")
 _TEMPORARY = ".tmp-"
 _REMOVED = ".old-"
 _LOCKED = ".lock"
 _LEFTOVER = re.compile(
     rf"({re.escape(_TEMPORARY)}|{re.escape(_REMOVED)})(?P<target>.+)-(?P<nonce>[0-9a-f]{{8}})"
 )
-STEP = re.compile(r"step-([0-9]{8,12})")
 _OTHER_FILES = "-other-files"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_NFS_REMOVED = ".nfs"  # a removed file that somebody has open, on NFS; it goes by itself
+_NFS_REMOVED = ".nfs"  # a removed file that is still open, on NFS; NFS removes it later
 
 
 def temporary(target: Path, nonce: bytes) -> Path:
@@ -52,8 +52,16 @@ def temporary(target: Path, nonce: bytes) -> Path:
     return target.parent / f"{_TEMPORARY}{target.name}-{nonce.hex()}"
 
 
+def is_step(name: str) -> bool:
+    """Tell whether this is the name of a step's checkpoint."""
+    return STEP.fullmatch(name) is not None
+
+
+# -- locks of temporary folders
+
+
 def hold(files: Files, folder: Path) -> Lock | None:
-    """Lock a temporary folder that is about to be made; None where the file system has no locks.
+    """Lock a temporary folder before it is made; return None if the file system has no locks.
 
     See Note [Who writes there]. **Raises** OSError.
     """
@@ -74,7 +82,7 @@ def hold(files: Files, folder: Path) -> Lock | None:
 
 
 def let_go(files: Files, folder: Path, lock: Lock | None) -> None:
-    """Give a temporary folder up: it has its name, or is a leftover."""
+    """Unlock a temporary folder, which has its final name or is a leftover."""
     if lock is not None:
         with suppress(OSError):
             files.remove_file(_lock_of(folder))
@@ -83,7 +91,7 @@ def let_go(files: Files, folder: Path, lock: Lock | None) -> None:
 
 
 def is_held(files: Files, folder: Path) -> bool:
-    """Tell whether somebody writes in a temporary folder. **Raises** OSError."""
+    """Tell whether a save is writing in a temporary folder. **Raises** OSError."""
     if not any(entry.name == _lock_of(folder).name for entry in files.list(folder.parent)):
         return False
     lock = files.lock(_lock_of(folder), shared=True)
@@ -92,34 +100,45 @@ def is_held(files: Files, folder: Path) -> bool:
     return lock is None
 
 
-def is_step(name: str) -> bool:
-    """Tell whether this is the name of a step's checkpoint."""
-    return STEP.fullmatch(name) is not None
-
-
 def _lock_of(folder: Path) -> Path:
     return folder.parent / f"{folder.name}{_LOCKED}"
 
 
-def leftovers_in(files: Files, folder: Path) -> list[Entry]:
-    """Return what has the name of a save or a removal, under way or interrupted."""
-    return [entry for entry in files.list(folder) if _LEFTOVER.fullmatch(entry.name)]
+def _give_back(files: Files, folder: Path, lock: Lock) -> None:
+    """Release a lock that was free; remove its file if the folder is gone."""
+    try:
+        is_left = any(entry.name == folder.name for entry in files.list(folder.parent))
+    except OSError:
+        lock.release()
+        raise
+    if is_left:
+        lock.release()
+    else:  # the save has ended, perhaps just now: then our call made the lock file anew
+        let_go(files, folder, lock)
+
+
+# -- leftovers
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What interrupted saves and removals left: removed now, or kept as not proved to be ours."""
+    """Names that interrupted saves and removals left: removed now, or kept as not provably ours."""
 
     removed: tuple[str, ...]
     kept: tuple[str, ...]
 
 
+def leftovers_in(files: Files, folder: Path) -> list[Entry]:
+    """Return the entries named like a save or a removal, in progress or interrupted."""
+    return [entry for entry in files.list(folder) if _target_of(entry.name)]
+
+
 def clean_up(
     files: Files, folder: Path, of: Callable[[str], bool] = lambda target: True
 ) -> Leftovers:
-    """Remove what interrupted saves left, if ``of`` says yes to the name that it was to have.
+    """Remove leftovers of interrupted saves whose target's name satisfies ``of``.
 
-    What is being written is left alone and not listed. See Note [What may be removed] and Note
+    A save in progress is left alone and not listed. See Note [What may be removed] and Note
     [Who writes there].
     """
     going, kept = [], []
@@ -128,12 +147,15 @@ def clean_up(
         if not target or not of(target):
             continue
         if entry.name.endswith(_LOCKED):
-            with suppress(OSError, CheckpointError):
-                _remove_lock(files, folder, entry)
+            path = folder / entry.name.removesuffix(_LOCKED)
+            if entry.kind == "file" and not entry.size:  # ours are empty
+                with suppress(OSError, CheckpointError):
+                    if (lock := files.lock(folder / entry.name)) is not None:
+                        _give_back(files, path, lock)
             continue
         try:
             away = _claim(files, folder, entry)
-        except FileNotFoundError:  # its save ended well, or somebody else removed it
+        except FileNotFoundError:  # the save was committed, or another process removed it
             continue
         except (OSError, CheckpointError):
             kept.append(entry.name)
@@ -141,12 +163,12 @@ def clean_up(
         if away is not None:
             going.append((entry.name, away))
     if going:
-        # A run that was killed may have swapped or renamed folders and not synced that; were the
-        # names to come back after a power cut, they would be those of folders emptied here.
+        # A killed run may have renamed folders without syncing that. If a power cut brought the
+        # old names back, they would name the folders that are emptied here.
         files.sync_folder(folder)
     removed = []
     for name, away in going:
-        left: Path | None = folder / name  # unless it goes
+        left: Path | None = folder / name
         with suppress(OSError):
             left = empty(files, away)
         if left is None:
@@ -157,9 +179,9 @@ def clean_up(
 
 
 def clean_up_before(files: Files, target: Path, entries: Iterable[Entry]) -> None:
-    """Remove what interrupted saves of this checkpoint left, or of any step, if it is of a step.
+    """Remove the leftovers of earlier saves to ``target``; of any step, if it is a step's folder.
 
-    ``entries`` is the folder's listing. What resists stays: a save does not fail for it.
+    ``entries`` is the folder's listing. A leftover that cannot be removed does not fail the save.
     """
 
     def of(name: str) -> bool:
@@ -171,15 +193,15 @@ def clean_up_before(files: Files, target: Path, entries: Iterable[Entry]) -> Non
 
 
 def _target_of(name: str) -> str:
-    """Return which checkpoint a leftover was to become, or has been; "" for any other name."""
+    """Return the name of the checkpoint that a leftover belongs to; "" for other names."""
     match = _LEFTOVER.fullmatch(name)
     return match["target"] if match is not None else ""
 
 
 def _claim(files: Files, folder: Path, entry: Entry) -> Path | None:
-    """Take a leftover away from its writer if there is one no more; None if there is.
+    """Rename a leftover away; return its new path, or None if its writer is alive.
 
-    **Raises** OSError or CheckpointError if it is not proved to be ours.
+    **Raises** OSError or CheckpointError if it is not provably ours.
     """
     path = folder / entry.name
     if entry.kind != "folder":
@@ -193,10 +215,9 @@ def _claim(files: Files, folder: Path, entry: Entry) -> Path | None:
         return None
     try:
         _check_ours(files, path)
-        away = _rename_away(files, path, _target_of(entry.name))
+        return _rename_away(files, path)
     finally:
         let_go(files, path, lock)
-    return away
 
 
 def _check_ours(files: Files, path: Path) -> None:
@@ -205,38 +226,23 @@ def _check_ours(files: Files, path: Path) -> None:
             raise CheckpointError(f"{path / entry.name} is none of ours")
 
 
-def _remove_lock(files: Files, folder: Path, entry: Entry) -> None:
-    """Remove a lock whose writer is gone, once its folder is gone too."""
-    path = folder / entry.name.removesuffix(_LOCKED)
-    if entry.kind != "file" or entry.size:  # ours are empty
-        return
-    lock = files.lock(_lock_of(path))
-    if lock is not None:
-        _give_back(files, path, lock)
-
-
-def _give_back(files: Files, folder: Path, lock: Lock) -> None:
-    """Release a lock that nobody else held; its file goes if the folder has gone."""
-    try:
-        is_left = any(entry.name == folder.name for entry in files.list(folder.parent))
-    except OSError:
-        lock.release()
-        raise
-    if is_left:
-        lock.release()
-    else:  # its save has ended, perhaps since it was asked about: then this made the file anew
-        let_go(files, folder, lock)
+# -- removal
 
 
 def remove_checkpoint(files: Files, path: Path) -> Path | None:
-    """Remove a checkpoint, so that at no moment half of one stands under its name.
+    """Remove a checkpoint; half of one never stands under its name.
 
-    Returns the folder that holds what was in it and is none of ours, if there was anything.
-    **Raises** OSError; what is left then is a checkpoint or a leftover.
+    Returns the folder of the files in it that are not ours, if it held any. **Raises** OSError; a
+    checkpoint or a leftover remains then.
     """
-    away = _rename_away(files, path, path.name)
+    away = _rename_away(files, path)
     files.sync_folder(path.parent)
     return empty(files, away)
+
+
+def discard_replaced(files: Files, folder: Path) -> Path | None:
+    """Remove a replaced checkpoint, which got the temporary name of the one that replaced it."""
+    return empty(files, _rename_away(files, folder))
 
 
 def remove_tree(files: Files, path: Path) -> None:
@@ -260,26 +266,22 @@ def remove_tree(files: Files, path: Path) -> None:
     files.remove_folder(path)
 
 
-def discard_replaced(files: Files, folder: Path) -> Path | None:
-    """Remove a checkpoint that another has taken the name of; it has that one's temporary name."""
-    return empty(files, _rename_away(files, folder, _target_of(folder.name)))
-
-
-def _rename_away(files: Files, path: Path, target: str) -> Path:
+def _rename_away(files: Files, path: Path) -> Path:
+    target = _target_of(path.name) or path.name
     away = path.parent / f"{_REMOVED}{target}-{os.urandom(4).hex()}"
     files.rename(path, away)
     return away
 
 
 def empty(files: Files, away: Path) -> Path | None:
-    """Remove our files from a folder that nobody uses any more, and the folder if that was all.
+    """Remove our files from an ``.old-...`` folder, and the folder if nothing else is in it.
 
-    Returns the folder that holds the rest, which gets a name that can be seen.
+    Returns the folder that holds the rest, under a name that is not hidden.
     """
     others = False
     try:
         entries = files.list(away)
-    except FileNotFoundError:  # somebody else was at it too
+    except FileNotFoundError:  # another process is removing it too
         return None
     for entry in entries:
         if entry.kind == "file" and is_ours(entry.name):
