@@ -126,7 +126,7 @@ def _build_shardwise(model: nn.Module, settings: Settings, stage: int) -> Traine
     optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
 
     def state_bytes() -> int:
-        held = shardwise.stats(model)
+        held = shardwise.debug.stats(model)
         kept = held.param_shard_bytes + held.param_full_bytes
         return kept + held.grad_shard_bytes + held.grad_partial_bytes + _optimizer_bytes(optimizer)
 
@@ -135,7 +135,7 @@ def _build_shardwise(model: nn.Module, settings: Settings, stage: int) -> Traine
         optimizer,
         lambda last: shardwise.accumulate(model, last=last),
         state_bytes,
-        lambda: sum(shardwise.stats(model).sent_bytes.values()),
+        lambda: sum(shardwise.debug.stats(model).sent_bytes.values()),
     )
 
 

@@ -44,7 +44,8 @@ def work(config: Mapping[str, Any]) -> None:
     """Run some steps of a decoder on this rank; count and time them."""
     import torch
 
-    from shardwise import Precision, shard, stats
+    from shardwise import Precision, shard
+    from shardwise.debug import stats
     from shardwise.train.config import TrainConfig
     from shardwise.train.decoder import Decoder
 

@@ -107,7 +107,7 @@ def passes_over(batch: tuple[Any, Any]) -> Callable[[Any], Any]:
 def tensor_case(rounds: int) -> dict[str, Any]:
     """Time steps of 2 shards x tp 2."""
     import shardwise
-    from shardwise.train.degrees import spread_decoder
+    from shardwise.train.decoder import spread_decoder
 
     axes = shardwise.Axes(tp=2)
     batch = batch_of(axes["dp_shard"].get_local_rank())
@@ -128,7 +128,7 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
     from torch.nn.functional import cross_entropy
 
     import shardwise
-    from shardwise.train.pipeline import Stage
+    from shardwise.train.decoder import Stage
 
     axes = shardwise.Axes(pp=2)
     stage, device = axes["pp"].get_local_rank(), torch.device("cpu")
@@ -173,13 +173,13 @@ def context_case(rounds: int) -> dict[str, Any]:
     steps, models = {}, {}
     for method in ("gather", "heads"):
         models[method] = model = shardwise.shard(make_decoder(), mesh=axes)
-        context = shardwise.ContextParallel(model, axes, method=method)  # type: ignore[arg-type]
+        context = shardwise.parallel.ContextParallel(model, axes, method=method)  # type: ignore[arg-type]
 
         def passes(model: Any, context: Any = context) -> Any:
             with context.cut(ids, targets) as (part, wanted, positions):
                 logits = model(part, positions=positions)
                 total = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
-                loss = shardwise.mean_loss(model, total, wanted.numel())
+                loss = shardwise.parallel.mean_loss(model, total, wanted.numel())
                 loss.backward()
             return loss.detach()
 
@@ -216,8 +216,10 @@ def expert_case(rounds: int) -> dict[str, Any]:
     for ep in (1, NUM_RANKS):
         axes = shardwise.Axes(ep=ep)
         torch.manual_seed(0)
-        model = shardwise.spread_experts(PlainDecoder(shape), axes)
-        models[f"ep {ep}"] = model = shardwise.shard(model, mesh=axes, experts="*.experts")
+        model = shardwise.parallel.spread_experts(PlainDecoder(shape), axes)
+        models[f"ep {ep}"] = model = shardwise.shard(
+            model, mesh=axes, units=shardwise.config.Units(experts="*.experts")
+        )
         steps[f"ep {ep}"] = stepping(model, passes_over(batch))
     times = in_turns(steps, rounds)
     name = f"ep {NUM_RANKS}"
@@ -240,9 +242,9 @@ def sent_by(model: Any, step: Callable[[], object], start: str) -> dict[str, int
     """Return what one step sends, of the kinds that start so."""
     import shardwise
 
-    before = dict(shardwise.stats(model).sent_bytes)
+    before = dict(shardwise.debug.stats(model).sent_bytes)
     step()
-    after = shardwise.stats(model).sent_bytes
+    after = shardwise.debug.stats(model).sent_bytes
     return {k: n - before.get(k, 0) for k, n in after.items() if k.startswith(start)}
 
 

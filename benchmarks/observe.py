@@ -55,7 +55,7 @@ class Chain:
     def step(self, batch: torch.Tensor) -> None:
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         self.model(batch).square().mean().backward()
-        shardwise.clip_grad_norm_(self.model.parameters(), 1.0)
+        shardwise.parallel.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.wall_s.append(time.perf_counter() - wall_s)

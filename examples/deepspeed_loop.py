@@ -37,7 +37,7 @@ def build_model() -> nn.Module:
 
 def train(device: torch.device) -> None:
     rank = dist.get_rank()
-    settings = shardwise.from_deepspeed(CONFIG)
+    settings = shardwise.interop.deepspeed.from_deepspeed(CONFIG)
     model = shardwise.shard(build_model().to(device), **settings.shard)
     optimizer = settings.optimizer(model.parameters())
     scheduler = settings.scheduler(optimizer, total_num_steps=STEPS)  # "auto" in the file

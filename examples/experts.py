@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.config import Units
 from shardwise.device import local_device
 from shardwise.parallel.routing import Routing
 
@@ -25,7 +26,9 @@ class Block(nn.Module):
         super().__init__()
         routing = Routing(num=8, top_k=2, scoring="sigmoid", balanced=True, biased=True)
         self.norm = nn.LayerNorm(WIDTH)
-        self.moe = shardwise.MixtureOfExperts(WIDTH, WIDTH, routing, nn.Linear(WIDTH, WIDTH))
+        self.moe = shardwise.parallel.MixtureOfExperts(
+            WIDTH, WIDTH, routing, nn.Linear(WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, balance = self.moe(self.norm(x))
@@ -55,8 +58,8 @@ def make_model() -> Model:
 
 
 def compose(model: nn.Module, axes: shardwise.Axes) -> nn.Module:
-    shardwise.spread_experts(model, axes)
-    return shardwise.shard(model, mesh=axes, experts="*.experts")
+    shardwise.parallel.spread_experts(model, axes)
+    return shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"))
 
 
 def main() -> None:
@@ -67,7 +70,7 @@ def main() -> None:
 
     # Once, before a new composition trains: has it the gradients of one process?
     tokens = torch.arange(64).reshape(8, 8).to(device)
-    report = shardwise.check_gradients(
+    report = shardwise.check.gradients(
         lambda: make_model().to(device),
         tokens,
         axes,
@@ -85,14 +88,14 @@ def main() -> None:
     for step in range(1, STEPS + 1):
         loss = model(torch.randint(VOCAB, (8, 16), generator=data).to(device))
         loss.backward()
-        shardwise.clip_grad_norm_(model.parameters(), 1.0)
+        shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        shardwise.balance_experts(model)
+        shardwise.parallel.balance_experts(model)
         if rank == 0 and (step == 1 or step % 5 == 0):
             print(f"step {step:3d}  loss {loss.item():.4f}")
     if rank == 0:
-        sent = shardwise.stats(model).sent_bytes["ep.all_to_all"]
+        sent = shardwise.debug.stats(model).sent_bytes["ep.all_to_all"]
         print(f"sent {sent // STEPS:,} bytes of tokens a step")
     del model, optimizer
     gc.collect()  # hooks form cycles that hold the group

@@ -47,7 +47,7 @@ def main() -> None:
     torch.manual_seed(0)
     shape = llama_shape(layers=2, dim=64, heads=4, kv_heads=4, ffn=128, vocab=VOCAB)
     model = shardwise.shard(PlainDecoder(shape).to(device), mesh=axes)
-    context = shardwise.ContextParallel(model, axes, method=method)
+    context = shardwise.parallel.ContextParallel(model, axes, method=method)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(1)  # all ranks of a cp group have the same sequences
     for step in range(1, STEPS + 1):
@@ -55,7 +55,7 @@ def main() -> None:
         with context.cut(ids, labels, documents=DOCUMENTS) as (part, wanted, positions):
             logits = model(part, positions=positions)
             total = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
-            loss = shardwise.mean_loss(model, total, wanted.numel())
+            loss = shardwise.parallel.mean_loss(model, total, wanted.numel())
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -64,7 +64,7 @@ def main() -> None:
         if rank == 0 and (step == 1 or step % 10 == 0):
             print(f"step {step:3d}  loss {shown.item() / dist.get_world_size():.4f}")
     if rank == 0:
-        sent = shardwise.stats(model).sent_bytes
+        sent = shardwise.debug.stats(model).sent_bytes
         print(f"a rank has {part.shape[1]} of {LENGTH} tokens, and sent", sent)
     del model, context, optimizer
     gc.collect()  # hooks form cycles that hold the group

@@ -56,7 +56,7 @@ def train(device: torch.device, folder: str) -> None:
     save_adapter(model, folder)  # every rank calls it; PeftModel.from_pretrained loads it
     if rank == 0:
         trained, every = (sum(p.numel() for p in ps) for ps in (adapters, model.parameters()))
-        shards = shardwise.stats(model).param_shard_bytes
+        shards = shardwise.debug.stats(model).param_shard_bytes
         print(
             f"{trained} of {every} parameters trained; this rank holds {shards} bytes of them all"
         )

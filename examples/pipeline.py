@@ -73,7 +73,7 @@ def compose(axes: shardwise.Axes, device: torch.device) -> list[nn.Module]:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         parallelize_module(part, axes["tp"], plan)
         parts.append(shardwise.shard(part, mesh=axes, units="Block"))
-    shardwise.tie(parts, TIED)
+    shardwise.parallel.tie(parts, TIED)
     return parts
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     axes = shardwise.Axes(pp=PP, tp=2)  # dp_shard is the rest
 
     # Once, before a new composition trains: has it the gradients of one process?
-    report = shardwise.check_gradients(
+    report = shardwise.check.gradients(
         lambda: Decoder().to(device),
         torch.arange(128).reshape(16, 8).remainder(VOCAB).to(device),
         axes,
@@ -120,7 +120,7 @@ def main() -> None:
     data = torch.Generator().manual_seed(axes["dp_shard"].get_local_rank())
     for number in range(1, STEPS + 1):
         losses = step(schedule, torch.randint(VOCAB, (8, 16), generator=data).to(device), axes)
-        shardwise.clip_grad_norm_(params, 1.0)
+        shardwise.parallel.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == dist.get_world_size() - 1 and (number == 1 or number % 5 == 0):

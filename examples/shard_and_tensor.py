@@ -57,7 +57,7 @@ def main() -> None:
 
     # Once, before a new composition trains: has it the gradients of one process?
     tokens = torch.arange(64).reshape(8, 8).to(device)
-    report = shardwise.check_gradients(
+    report = shardwise.check.gradients(
         lambda: make_model().to(device),
         tokens,
         axes,
@@ -78,7 +78,7 @@ def main() -> None:
     for step in range(1, STEPS + 1):
         loss = next_token_loss(model, torch.randint(VOCAB, (8, 16), generator=data).to(device))
         loss.backward()
-        shardwise.clip_grad_norm_(model.parameters(), 1.0)
+        shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step == 1 or step % 5 == 0):

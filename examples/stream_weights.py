@@ -36,7 +36,9 @@ def train(mesh: DeviceMesh, generator: int) -> None:
             F.cross_entropy(logits.flatten(0, 1), (7 * tokens + 3).flatten() % VOCAB).backward()
             optimizer.step()
             optimizer.zero_grad()
-        for name, weight in shardwise.stream(model, ranks=[0]):  # every rank; turns on rank 0 only
+        for name, weight in shardwise.interop.stream(
+            model, ranks=[0]
+        ):  # every rank; turns on rank 0 only
             dist.send_object_list([name, weight.shape, weight.dtype], generator)
             dist.send(weight, generator)
         if dist.get_rank() == 0:

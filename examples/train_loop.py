@@ -69,7 +69,7 @@ def train(stage: int, device: torch.device) -> None:
         if rank == 0 and (step == 1 or step % 5 == 0):
             print(f"step {step:3d}  loss {loss_sum:.4f}  gradient norm {norm:.3f}")
     if rank == 0:
-        print(shardwise.stats(model))
+        print(shardwise.debug.stats(model))
 
 
 def run_rank(local_rank: int, stage: int, num_ranks: int = -1, method: str | None = None) -> None:

@@ -126,7 +126,7 @@ def train(case: Case, folder: Path) -> None:
         if due("step"):
             inject(case, folder)
         if case.axis != "ddp" and not (case.fault == "skip" and due("step")):
-            shardwise.clip_grad_norm_(model.parameters(), 1.0)
+            shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 3 == 0 and case.axis != "ddp":
@@ -157,30 +157,31 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     import shardwise
+    from shardwise.config import Units
     from shardwise.plan.model.decoder import PlainDecoder, token_loss
     from shardwise.plan.model.shapes import DecoderShape, Experts
-    from shardwise.train.degrees import spread_decoder
-    from shardwise.train.pipeline import Stage
+    from shardwise.train.decoder import Stage, spread_decoder
 
     axes = shardwise.Axes(**AXES[case.axis])
     experts = Experts(4, 2, 8) if case.axis == "expert" else None
     shape = DecoderShape(4, 16, 2, 2, 8, 32, 32, **({"experts": experts} if experts else {}))
     model: Any = PlainDecoder(shape)
     ids, labels = torch.randint(32, (2, 4, 8))
-    spread_decoder(shardwise.spread_experts(model, axes), axes)
+    spread_decoder(shardwise.parallel.spread_experts(model, axes), axes)
     if axes.pp > 1:
         model = Stage(model, axes["pp"].get_local_rank(), axes.pp)
     if case.axis == "fully_shard":
         for block in model.blocks:
             shardwise.fully_shard(block)
         shardwise.fully_shard(model)
-        shardwise.watch(case.timeout_s)
+        shardwise.debug.watch(case.timeout_s)
     elif case.axis == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
-        shardwise.watch(case.timeout_s)
+        shardwise.debug.watch(case.timeout_s)
     else:
         of_experts = "*.experts" if experts else ()
-        shardwise.shard(model, mesh=axes, experts=of_experts, hang_timeout=case.timeout_s)
+        shardwise.debug.watch(case.timeout_s)
+        shardwise.shard(model, mesh=axes, units=Units(experts=of_experts))
     if axes.pp > 1:
         index = axes["pp"].get_local_rank()
         group = axes["pp"].get_group()
@@ -193,7 +194,7 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
             schedule.step(*given, **kwargs)
 
         return model, run
-    context = shardwise.ContextParallel(model, axes) if axes.cp > 1 else None
+    context = shardwise.parallel.ContextParallel(model, axes) if axes.cp > 1 else None
 
     def step(cross_entropy: Any) -> Any:
         cut = context.cut(ids, labels) if context is not None else nullcontext((ids, labels, None))

@@ -161,4 +161,4 @@ def pipeline_of(
 
 
 def collectives_of(parts: Sequence[nn.Module], kind: str) -> int:
-    return sum(shardwise.stats(part).num_collectives.get(kind, 0) for part in parts)
+    return sum(shardwise.debug.stats(part).num_collectives.get(kind, 0) for part in parts)

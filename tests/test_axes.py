@@ -20,6 +20,7 @@ import shardwise
 from ranks import run_ranks, run_sizes
 from shardwise.axes import DENSE, Axes
 from shardwise.comm import control
+from shardwise.config import Units
 from shardwise.errors import ConfigError
 
 DEGREES = st.integers(1, 6)
@@ -138,7 +139,7 @@ def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
         shardwise.shard(model(), mesh=mesh) for mesh in (by_hand, Axes(dp_replicate=copies), plain)
     ]
     grads = [gradients(each, rank) for each in found]
-    sent = [shardwise.stats(each).sent_bytes for each in found]
+    sent = [shardwise.debug.stats(each).sent_bytes for each in found]
     assert all(s == sent[0] for s in sent)
     for others in grads[1:]:
         for a, b in zip(grads[0], others, strict=True):
@@ -151,10 +152,10 @@ def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
         shardwise.shard(model(), mesh=plain["tp"])
     for axes in (Axes(dp_replicate=copies), Axes(ep=num_ranks)):
         with pytest.raises(ConfigError, match="experts: 'no' is the name of no parameter"):
-            shardwise.shard(model(), mesh=axes, experts="no")
+            shardwise.shard(model(), mesh=axes, units=Units(experts="no"))
     if num_ranks > 1:  # nothing has spread it: each rank would train one of its own
         with pytest.raises(ConfigError, match=r"experts: '2.weight' is no DTensor on axes\['ep'\]"):
-            shardwise.shard(model(), mesh=Axes(ep=num_ranks), experts="2")
+            shardwise.shard(model(), mesh=Axes(ep=num_ranks), units=Units(experts="2"))
     with pytest.raises(ConfigError, match=f"is not the {num_ranks} ranks"):
         shardwise.shard(model(), mesh=Axes(dp_shard=5))
 

@@ -261,7 +261,7 @@ def test_of_collectives_that_fly_the_oldest_counts_from_when_the_one_before_ende
 def a_device_hangs(rank: int, world_size: int) -> list[str]:
     """Let a collective of a device that aborts never end, as rank 1 does not begin it."""
     WATCH.look_every_s = 0.2
-    shardwise.watch(4)
+    shardwise.debug.watch(4)
     group = dist.group.WORLD
     meeting = Meeting("all_gather", "blocks.0", 0, "shard", group)
     aborted = threading.Event()
@@ -289,10 +289,11 @@ def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missin
 
 # -- the switch
 def one_rank(rank: int, world_size: int) -> None:
-    model = shardwise.shard(nn.Linear(4, 4), hang_timeout=4)
+    with pytest.warns(FutureWarning, match=r"shardwise.debug.watch"):
+        model = shardwise.shard(nn.Linear(4, 4), hang_timeout=4)
     assert WATCH.limit_s == 4
     model(torch.ones(2, 4)).sum().backward()
-    shardwise.watch(None)
+    shardwise.debug.watch(None)
     assert WATCH.limit_s is None
     config = TrainConfig(hang_timeout=77, dim=16, layers=1, heads=2, kv_heads=2, seq=8, vocab=8)
     shard_decoder(config, config.axes.over(1), make_decoder(config, load_tokenizer(None)))

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise
 from ranks import HANG_S
-from shardwise.config import PRECISIONS, Precision, resolve_config
+from shardwise.config import PRECISIONS, Precision, Schedule, Units, resolve_config
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.plan.accounting import Setup
@@ -64,7 +64,7 @@ SAME = {
 
 @pytest.mark.parametrize(("name", "said"), [(n, s) for n, all_ in SAME.items() for s in all_])
 def test_a_precision_has_torchs_names_too(name: str, said: Any, tmp_path: Path) -> None:
-    assert resolve_config(3, "rows", said, None, None).precision == PRECISIONS[name]
+    assert resolve_config(3, "rows", said).precision == PRECISIONS[name]
     assert Candidate(precision=said).precision == Setup(2, precision=said).precision == name
     text = str(said)
     path = tmp_path / "run.yaml"
@@ -129,11 +129,11 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),  # type: ignore[arg-type]
     (lambda: Precision(block=100), "precision.block=100: expected a multiple of 16"),
     (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),
-    (lambda: shardwise.shard(Net(), prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
-    (lambda: shardwise.shard(Net(), bucket_bytes=None), "bucket_bytes=None: expected 0 (each"),
+    (lambda: Schedule(prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
+    (lambda: Schedule(bucket_bytes=None), "bucket_bytes=None: expected 0 (each"),
     (lambda: shardwise.shard(Net(), mesh=(1, 1)), "mesh=(1, 1): expected shardwise.Axes(), a Dev"),
-    (lambda: shardwise.shard(Net(), init=5), "init=5: expected a function that takes a module"),
-    (lambda: shardwise.stats("x"), "model: expected a torch.nn.Module, got 'x'"),
+    (lambda: Units(init=5), "init=5: expected a function that takes a module"),
+    (lambda: shardwise.debug.stats("x"), "model: expected a torch.nn.Module, got 'x'"),
     (lambda: shardwise.fully_shard("x"), "model: expected a torch.nn.Module, got 'x'"),
     (lambda: shardwise.fully_shard(Net), "got the class Net"),
     (lambda: shardwise.fully_shard([]), "or a list of some, got an empty list"),
@@ -143,13 +143,20 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: shardwise.fully_shard(Net(), mesh=8), "mesh=8: expected shardwise.Axes, torch's Dev"),
     (lambda: shardwise.fully_shard(Net(), offload_policy="cpu"), "torch's OffloadPolicy or None"),
-    (lambda: shardwise.from_deepspeed({}, auto="lr"), "auto: expected a dict of full names"),
     (
-        lambda: shardwise.from_deepspeed({"scheduler": {"type": "WarmupLR"}}).scheduler("x"),
+        lambda: shardwise.interop.deepspeed.from_deepspeed({}, auto="lr"),
+        "auto: expected a dict of full names",
+    ),
+    (
+        lambda: shardwise.interop.deepspeed.from_deepspeed(
+            {"scheduler": {"type": "WarmupLR"}}
+        ).scheduler("x"),
         "scheduler(): expected an optimizer of torch, got 'x'",
     ),
     (
-        lambda: shardwise.from_deepspeed({"optimizer": {"type": "AdamW"}}).optimizer(Net()),
+        lambda: shardwise.interop.deepspeed.from_deepspeed(
+            {"optimizer": {"type": "AdamW"}}
+        ).optimizer(Net()),
         "optimizer(): expected parameters, got a Net; give .parameters()",
     ),
 ]

@@ -439,7 +439,7 @@ def check_trained(rank: int, world_size: int, kind: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    shardwise.check_replicas(model, optimizer)
+    shardwise.check.replicas(model, optimizer)
     assert copy.deepcopy(optimizer.param_groups[0]["moments"]) == kind
     return losses
 

@@ -14,7 +14,7 @@ from shardwise import progress as progress_lines
 from shardwise.cli.main import app
 from shardwise.progress import ProgressLines, byte_bar, share_bar, step_bar
 from shardwise.quantities import format_duration
-from shardwise.train.progress_bar import ProgressBar
+from shardwise.train.summary import run_bar
 
 
 class Clock:
@@ -37,10 +37,10 @@ def test_a_run_says_every_30_seconds_where_it_is_and_once_more_at_its_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    with ProgressBar(1000, shown=True, num_done=900, clock=clock) as bar:
+    with run_bar(1000, shown=True, num_done=900, clock=clock) as advance:
         for step in range(901, 1001):
             clock.now_s += 1
-            bar.advance(f"loss {step / 1000:.3f}", "1,234 tokens/s", "state 1 GiB", "peak 2 GiB")
+            advance(f"loss {step / 1000:.3f}", "1,234 tokens/s", "state 1 GiB", "peak 2 GiB")
     assert lines_of(capsys) == [
         "step 930 of 1,000: loss 0.930, 1,234 tokens/s, 1 min 10 s left",
         "step 960 of 1,000: loss 0.960, 1,234 tokens/s, 40 s left",
@@ -51,16 +51,16 @@ def test_a_run_says_every_30_seconds_where_it_is_and_once_more_at_its_end(
 
 def test_a_run_that_breaks_off_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    with pytest.raises(ZeroDivisionError), ProgressBar(10, shown=True, clock=clock) as bar:
-        bar.advance("loss 1.000", "2 tokens/s")
+    with pytest.raises(ZeroDivisionError), run_bar(10, shown=True, clock=clock) as advance:
+        advance("loss 1.000", "2 tokens/s")
         clock.now_s += 4
         raise ZeroDivisionError
     assert lines_of(capsys) == ["step 1 of 10: loss 1.000, 2 tokens/s, took 4.0 s"]
-    with ProgressBar(10, shown=True, num_done=10, clock=clock):
+    with run_bar(10, shown=True, num_done=10, clock=clock):
         pass  # nothing was left to do
-    with ProgressBar(10, shown=False, clock=clock) as bar:  # of another rank
+    with run_bar(10, shown=False, clock=clock) as advance:  # of another rank
         clock.now_s += 100
-        bar.advance("loss 1.000")
+        advance("loss 1.000")
     assert lines_of(capsys) == []
 
 

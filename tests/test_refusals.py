@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import run_ranks
-from shardwise import ShardTensor, accumulate, describe, fully_shard, gathered, shard, stats
-from shardwise.config import Precision
+from shardwise import ShardTensor, accumulate, describe, fully_shard, gathered, shard
+from shardwise.config import Precision, Schedule
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
 
@@ -77,6 +78,10 @@ def refused(model: nn.Module, match: str, error: type[Exception] = ConfigError) 
     assert_unchanged(before, state_of(model))
 
 
+def warns_of(name: str) -> Any:
+    return pytest.warns(FutureWarning, match=name)
+
+
 class OnAnotherDevice(torch.Tensor):
     """A tensor that says it is on a GPU, where there is none."""
 
@@ -96,9 +101,9 @@ def check_settings(rank: int, world_size: int) -> None:
         with refused(model, rf"precision.{field}=torch.int64: expected a floating-point dtype"):
             shard(model, precision=Precision(**{field: torch.int64}))
     with refused(model, r"reduce_every='never': expected 'step' .* 'micro_batch'"):
-        shard(model, reduce_every="never")
+        shard(model, schedule=Schedule(reduce_every="never"))  # type: ignore[arg-type]
     with refused(model, r"prefetch_bytes=-1: expected 0 \(blocking\) or more"):
-        shard(model, prefetch_bytes=-1)
+        shard(model, schedule=Schedule(-1))
     with refused(model, r"units: Layer matches no module; the model has Block, Embedding, Linear,"):
         shard(model, units=["Layer"])
     with refused(model, r"units: Conv1d matches no module"):
@@ -157,25 +162,20 @@ def check_models(rank: int, world_size: int) -> None:
 def check_meshes(rank: int, world_size: int) -> None:
     model = Net()
     one = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
-    with refused(model, r"mesh: 3 axes \('pp', 'dp', 'tp'\); name the one or two"):
+    with refused(model, r"mesh: 3 axes \('pp', 'dp', 'tp'\); pass the one or two"):
         shard(model, mesh=three)
     with refused(model, r"mesh: 3 axes \(\)|mesh: 3 axes"):
         shard(model, mesh=init_device_mesh("cpu", (2, 2, 1)))
-    with refused(model, r"shard_axis='dpp': the mesh has the axes \('dp',\)"):
+    with (
+        refused(model, r"shard_axis='dpp': the mesh has the axes \('dp',\)"),
+        warns_of("shard_axis"),
+    ):
         shard(model, mesh=one, shard_axis="dpp")
-    with refused(model, r"replicate_axis='dpp': the mesh has the axes"):
-        shard(model, mesh=two, shard_axis="shard", replicate_axis="dpp")
-    with refused(model, r"shard_axis='dp': .*unnamed"):
-        shard(model, mesh=init_device_mesh("cpu", (4,)), shard_axis="dp")
-    with refused(model, r"shard_axis and replicate_axis are both 'shard'"):
-        shard(model, mesh=two, shard_axis="shard", replicate_axis="shard")
-    with refused(model, r"replicate_axis='replicate': name shard_axis too"):
-        shard(model, mesh=two, replicate_axis="replicate")
-    with refused(model, r"shard_axis='dp': name axes only together with mesh="):
+    with refused(model, r"shard_axis='dp': name axes only together"), warns_of("shard_axis"):
         shard(model, shard_axis="dp")
-    shard(model, mesh=three, shard_axis="dp")
+    with warns_of("shard_axis"):
+        shard(model, mesh=three, shard_axis="dp")
     assert describe(model).num_shards == 2 and describe(model).num_replicas == 1
 
 

@@ -14,7 +14,8 @@ from torch.overrides import handle_torch_function
 
 from ranks import run_ranks
 from roundings import assert_rounded_alike
-from shardwise import ShardTensor, gathered, shard, stats
+from shardwise import ShardTensor, gathered, shard
+from shardwise.debug import stats
 from shardwise.errors import ShardError, StateError
 
 LAYOUTS = ("rows", "flat", "matrices")

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from ranks import run_ranks
-from shardwise import check_replicas, shard
+from shardwise import shard
+from shardwise.check import replicas as check_replicas
 from test_shard_tensor import LAYOUTS, STAGES, Net, assert_bits, give_grads
 
 Draw = Callable[[Any], object]

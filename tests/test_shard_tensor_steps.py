@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from ranks import run_ranks
 from roundings import assert_rounded_alike
-from shardwise import ShardTensor, stats
+from shardwise import ShardTensor
+from shardwise.debug import stats
 from test_shard_tensor import (
     LAYOUTS,
     Net,

@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
-from shardwise import accumulate, describe, save, shard, stats
+from shardwise import accumulate, describe, save, shard
+from shardwise.config import Schedule
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
 
@@ -132,7 +134,12 @@ def check_traffic(rank: int, world_size: int) -> None:
         for stage in (0, 1, 2, 3):
             for prefetch_bytes in (None, 0) if stage == 3 else (None,):
                 torch.manual_seed(0)
-                model = shard(Net(), stage=stage, layout=layout, prefetch_bytes=prefetch_bytes)
+                model = shard(
+                    Net(),
+                    stage=stage,
+                    layout=layout,
+                    schedule=Schedule(prefetch_bytes=prefetch_bytes),
+                )
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 num_params = len(list(model.parameters()))
                 one_step(model, optimizer)
@@ -157,7 +164,7 @@ def model_bytes_per_rank(rank: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def sent_at(stage: int, world_size: int) -> tuple[int, int]:
-    model = shard(Even(), stage=stage, prefetch_bytes=0)
+    model = shard(Even(), stage=stage, schedule=Schedule(prefetch_bytes=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -250,7 +257,9 @@ def check_hybrid_windows(rank: int, world_size: int, stage: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     plain = Skipping()
-    model: Any = shard(copy.deepcopy(plain), stage=stage, mesh=mesh, reduce_every="micro_batch")
+    model: Any = shard(
+        copy.deepcopy(plain), stage=stage, mesh=mesh, schedule=Schedule(reduce_every="micro_batch")
+    )
 
     def micro_batch(number: int, last: bool, skips: bool = False) -> None:
         model.skips = skips
@@ -429,7 +438,7 @@ def check_peak(rank: int, world_size: int) -> None:
     for layout in ("rows", "flat"):
         root, block = (full_bytes(u, layout, world_size) for u in (ROOT, BLOCK))
         for prefetch in (None, 0, 2 * block, 10**6):
-            model = shard(Net(), stage=3, layout=layout, prefetch_bytes=prefetch)
+            model = shard(Net(), stage=3, layout=layout, schedule=Schedule(prefetch_bytes=prefetch))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
                 one_step(model, optimizer)
@@ -547,7 +556,7 @@ def check_accumulation(rank: int, world_size: int) -> None:
         (3, None, False),
         (3, "step", True),
     ):
-        model = shard(Net(), stage=stage, reduce_every=every)
+        model = shard(Net(), stage=stage, schedule=Schedule(reduce_every=every))
         mine = sum(owned(u, "rows", world_size, rank) for u in UNITS) * 4
         for number in range(2):
             with accumulate(model, last=False):

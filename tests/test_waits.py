@@ -243,7 +243,7 @@ def gather_alone(rank, world_size):
 def test_the_root_unit_is_named_when_another_rank_has_ended():
     found = run_ranks(gather_alone, 2, timeout_s=LIMIT_S, fresh=True)
     assert "rank 0: all_gather of unit '(root)' over axis 'shard' (2 ranks) failed" in found[0]
-    assert "has ended without an error" in found[0] and "shardwise.join(" in found[0]
+    assert "has ended without an error" in found[0] and "shardwise.parallel.join(" in found[0]
     assert "died" not in found[0]
 
 

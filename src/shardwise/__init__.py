@@ -17,9 +17,9 @@ Reading order, which is also the import order (a file imports only from what sta
     device                    what differs between devices
     stages, precisions        the table of stages; names of precisions
     homes                     where state may rest
+    axes                      degrees of parallelism, and meshes that follow
     config                    what the user asks for
     trace                     what goes on, told to a profiler or a recorder; counts
-    axes                      degrees of parallelism, and meshes that follow
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
@@ -41,80 +41,87 @@ Reading order, which is also the import order (a file imports only from what sta
     interop/                  other libraries: fully_shard, DeepSpeed, Hugging Face, Lightning ...
     cli/                      parse, call, print
 
-Names are imported on first use, so that the command line answers without loading torch.
+Public names: those of ``__all__``, of the groups `check`, `debug`, `optim`, `parallel` and
+`interop`, and of `config` and `errors`. They are imported on first use, so that the command line
+answers without loading torch.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
+    from shardwise import check as check
+    from shardwise import debug as debug
+    from shardwise import interop as interop
     from shardwise import optim as optim
+    from shardwise import parallel as parallel
     from shardwise.axes import Axes as Axes
-    from shardwise.check.compare_ranks import check_replicas as check_replicas
-    from shardwise.check.one_process import check_gradients as check_gradients
     from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
     from shardwise.checkpoint.save_load import load as load
     from shardwise.checkpoint.save_load import save as save
     from shardwise.config import Precision as Precision
-    from shardwise.debug import counting as counting
-    from shardwise.debug import stats as stats
-    from shardwise.debug import watch as watch
     from shardwise.engine.accumulate import accumulate as accumulate
-    from shardwise.engine.accumulate import layer_by_layer as layer_by_layer
     from shardwise.engine.api import shard as shard
     from shardwise.engine.describe import describe as describe
     from shardwise.engine.gathered import gathered as gathered
     from shardwise.homes import Offload as Offload
-    from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
-    from shardwise.interop.streaming import stream as stream
     from shardwise.monitor.observer import observe as observe
-    from shardwise.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
-    from shardwise.parallel.context import ContextParallel as ContextParallel
-    from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
-    from shardwise.parallel.experts import spread_experts as spread_experts
-    from shardwise.parallel.losses import mean_loss as mean_loss
-    from shardwise.parallel.routing import balance_experts as balance_experts
-    from shardwise.parallel.tying import tie as tie
-    from shardwise.parallel.uneven import join as join
     from shardwise.step.overlap import overlap as overlap
     from shardwise.tensor.shard_tensor import ShardTensor as ShardTensor
 
 _HOMES = {
     "Axes": "shardwise.axes",
     "Checkpoints": "shardwise.checkpoint.checkpoints",
-    "ContextParallel": "shardwise.parallel.context",
-    "MixtureOfExperts": "shardwise.parallel.experts",
     "Offload": "shardwise.homes",
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.tensor.shard_tensor",
     "accumulate": "shardwise.engine.accumulate",
-    "balance_experts": "shardwise.parallel.routing",
-    "check_gradients": "shardwise.check.one_process",
-    "check_replicas": "shardwise.check.compare_ranks",
-    "clip_grad_norm_": "shardwise.parallel.clipping",
-    "counting": "shardwise.debug",
     "describe": "shardwise.engine.describe",
-    "from_deepspeed": "shardwise.interop.deepspeed.settings",
     "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",
-    "join": "shardwise.parallel.uneven",
-    "layer_by_layer": "shardwise.engine.accumulate",
     "load": "shardwise.checkpoint.save_load",
-    "mean_loss": "shardwise.parallel.losses",
     "observe": "shardwise.monitor.observer",
-    "optim": "shardwise.optim",
     "overlap": "shardwise.step.overlap",
     "save": "shardwise.checkpoint.save_load",
     "shard": "shardwise.engine.api",
-    "spread_experts": "shardwise.parallel.experts",
-    "stats": "shardwise.debug",
-    "stream": "shardwise.interop.streaming",
-    "tie": "shardwise.parallel.tying",
-    "watch": "shardwise.comm.watch",
+}
+_GROUPS = {name: f"shardwise.{name}" for name in ("check", "debug", "interop", "optim", "parallel")}
+# Names of version 0.1, which go with 0.3: where each is now, by its group and name there.
+_RENAMED = {
+    "ContextParallel": "parallel.ContextParallel",
+    "MixtureOfExperts": "parallel.MixtureOfExperts",
+    "balance_experts": "parallel.balance_experts",
+    "check_gradients": "check.gradients",
+    "check_replicas": "check.replicas",
+    "clip_grad_norm_": "parallel.clip_grad_norm_",
+    "counting": "debug.counting",
+    "from_deepspeed": "interop.deepspeed.from_deepspeed",
+    "join": "parallel.join",
+    "layer_by_layer": "engine.accumulate.layer_by_layer",
+    "mean_loss": "parallel.mean_loss",
+    "spread_experts": "parallel.spread_experts",
+    "stats": "debug.stats",
+    "stream": "interop.stream",
+    "tie": "parallel.tie",
+    "watch": "debug.watch",
 }
 
-__version__ = "0.1.0"
+
+def _warn_of_name(name: str) -> None:
+    if name in _RENAMED:
+        new = f"shardwise.{_RENAMED[name]}"
+        if name == "layer_by_layer":
+            new = "shardwise.accumulate(model, forward, micro_batches, order='breadth_first')"
+        warnings.warn(
+            f"shardwise.{name} is now {new}; the old name goes with version 0.3",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+__version__ = "0.2.0"
 __all__ = list(_HOMES)
-__getattr__, __dir__ = lazily(__name__, _HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES | _GROUPS, _warn_of_name, _RENAMED)

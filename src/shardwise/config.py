@@ -1,11 +1,20 @@
-"""What the user asks of ``shard()``, as frozen values, checked and resolved."""
+"""Settings of ``shard()``, as frozen values that check themselves.
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+`Precision`, `Units` and `Schedule` are public, and so is `homes.Offload`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
+from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
 from shardwise.precisions import (
@@ -117,16 +126,145 @@ PRECISIONS = {name: _precision(dtypes) for name, dtypes in PRECISION_DTYPES.item
 PrecisionLike = str | torch.dtype | Precision | None
 
 
+UnitChoice = type[nn.Module] | str | nn.Module
+Placement = DeviceMesh | Shard | tuple[DeviceMesh, Shard]
+Placements = Mapping[str, Placement] | Callable[[str, nn.Parameter], Placement | None]
+Init = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Which modules form units, and how their parameters are placed and filled.
+
+    ``modules`` are module classes, class names or modules; None finds them (`layout.units`).
+    ``optional`` modules may be skipped by some ranks at stage 3. ``experts`` names the parameters
+    that lie on the expert mesh of `Axes`, with ``*`` as a wildcard. ``placements`` gives parameters
+    a mesh or a dim of their own (`layout.placements`). ``init(module)`` fills a module of a model
+    on the meta device; None calls ``reset_parameters()``.
+
+    **Raises** ConfigError for an ``init`` that cannot be called.
+    """
+
+    modules: UnitChoice | Iterable[UnitChoice] | None = None
+    optional: UnitChoice | Iterable[UnitChoice] = ()
+    experts: str | Sequence[str] = ()
+    placements: Placements | None = None
+    init: Init | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values where they are written."""
+        if self.init is not None and not callable(self.init):
+            raise ConfigError(
+                f"init={self.init!r}: expected a function that takes a module, or None"
+            )
+
+
+UnitsLike = UnitChoice | Iterable[UnitChoice] | Units | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When parameters are gathered and gradients reduced. It changes no value.
+
+    ``prefetch_bytes`` bounds the full parameters gathered ahead of their use; None is the largest
+    unit, 0 makes every gather blocking. ``bucket_bytes`` of gradients are collected before a
+    reduction starts; 0 reduces each unit alone. ``reduce_every`` is "step" (one reduction of an
+    accumulation window, more memory) or "micro_batch" (less memory, more traffic); None is the
+    stage's own.
+
+    **Raises** ConfigError for a value that a field does not take.
+    """
+
+    prefetch_bytes: int | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    reduce_every: ReduceEvery | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values where they are written."""
+        if self.reduce_every not in (None, "step", "micro_batch"):
+            raise ConfigError(
+                f"reduce_every={self.reduce_every!r}: expected 'step' (one reduction, more "
+                "memory), 'micro_batch' (less memory, more traffic), or None for the stage's own"
+            )
+        if self.prefetch_bytes is not None and not _is_size(self.prefetch_bytes):
+            raise ConfigError(
+                f"prefetch_bytes={self.prefetch_bytes!r}: expected 0 (blocking) or more bytes, as "
+                "a number, or None for the largest unit"
+            )
+        if not _is_size(self.bucket_bytes):
+            raise ConfigError(
+                f"bucket_bytes={self.bucket_bytes!r}: expected 0 (each unit alone) or more bytes, "
+                "as a number"
+            )
+
+
+_RENAMED = {
+    **{name: ("schedule", "Schedule", name) for name in ("prefetch_bytes", "bucket_bytes")},
+    "reduce_every": ("schedule", "Schedule", "reduce_every"),
+    **{name: ("units", "Units", name) for name in ("optional", "experts", "placements", "init")},
+}
+
+
+def take_renamed(settings: dict[str, Any], old: dict[str, Any], caller: str) -> dict[str, Any]:
+    """Return the settings of ``shard()`` with those of earlier names in their new places.
+
+    ``settings`` has ``mesh``, ``units`` and ``schedule``. Warns of each old name. The names go
+    with the next version.
+
+    **Raises** TypeError for any other name, with the nearest one.
+    """
+    found = dict(settings)
+    known = (*_RENAMED, "shard_axis", "replicate_axis", "hang_timeout")
+    for name in old:
+        if name not in known:
+            hint = did_you_mean(name, (*found, *known))
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+    for name, value in old.items():
+        if name not in _RENAMED:
+            continue
+        place, kind, field = _RENAMED[name]
+        _warn_of_name(caller, name, f"{place}=shardwise.config.{kind}({field}=...)")
+        if place == "schedule":
+            found[place] = replace(found[place] or Schedule(), **{field: value})
+        else:
+            held = found[place] if isinstance(found[place], Units) else Units(found[place])
+            found[place] = replace(held, **{field: value})
+    if old.get("hang_timeout") is not None:
+        _warn_of_name(caller, "hang_timeout", "shardwise.debug.watch(seconds), called before")
+        import_module("shardwise.debug").watch(old["hang_timeout"])
+    names = [name for name in ("replicate_axis", "shard_axis") if old.get(name) is not None]
+    for name in names:
+        _warn_of_name(caller, name, 'a slice of the mesh: mesh["replicate", "shard"]')
+    if names:
+        found["mesh"] = _sliced(found["mesh"], [(name, old[name]) for name in names])
+    return found
+
+
+def _warn_of_name(caller: str, old: str, new: str) -> None:
+    warnings.warn(
+        f"{caller}({old}=) is now {new}; the old name goes with the next version",
+        FutureWarning,
+        stacklevel=4,
+    )
+
+
+def _sliced(mesh: DeviceMesh | Axes | None, axes: Sequence[tuple[str, str]]) -> DeviceMesh:
+    """Return the part of a mesh that has the named axes. **Raises** ConfigError if it has not."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"{axes[0][0]}={axes[0][1]!r}: name axes only together with mesh=")
+    names = tuple(mesh.mesh_dim_names or ())
+    for setting, name in axes:
+        if name not in names:
+            raise ConfigError(f"{setting}={name!r}: the mesh has the axes {names or '(unnamed)'}")
+    chosen = tuple(name for _, name in axes)
+    return mesh if chosen == names else mesh[chosen]
+
+
 @dataclass(frozen=True)
 class ShardConfig:
-    """The settings of one ``shard()`` call, checked and resolved.
+    """The settings of one ``shard()`` call, checked and resolved; see `Schedule`, `Offload`.
 
-    ``prefetch_bytes`` bounds the full parameters gathered ahead of their use (``None``: the
-    largest unit; 0: none, which makes every gather blocking). ``bucket_bytes`` is how many bytes
-    of gradients are collected before a reduction starts. ``reduces_in_flight`` bounds reductions
-    that run behind the backward pass. ``offload="cpu"`` keeps what each rank owns in host memory:
-    slices, their gradients, the optimizer's state and its step; `Offload` says it for each kind,
-    and for inputs of checkpointed blocks (two copies of each, which win nothing where all fits).
+    ``reduces_in_flight`` bounds reductions that run behind the backward pass.
     """
 
     stage: Stage
@@ -148,9 +286,7 @@ def resolve_config(
     stage: int,
     layout: str,
     precision: PrecisionLike,
-    reduce_every: str | None,
-    prefetch_bytes: int | None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    schedule: Schedule | None = None,
     offload: OffloadLike = None,
 ) -> ShardConfig:
     """Check the settings and resolve their defaults.
@@ -165,21 +301,9 @@ def resolve_config(
             "'matrices' (each matrix whole on one rank)"
         )
     precision = resolve_precision(precision)
-    if reduce_every not in (None, "step", "micro_batch"):
-        raise ConfigError(
-            f"reduce_every={reduce_every!r}: expected 'step' (one reduction, more memory), "
-            "'micro_batch' (less memory, more traffic), or None for the stage's own"
-        )
-    if prefetch_bytes is not None and not _is_size(prefetch_bytes):
-        raise ConfigError(
-            f"prefetch_bytes={prefetch_bytes!r}: expected 0 (blocking) or more bytes, as a number, "
-            "or None for the largest unit"
-        )
-    if not _is_size(bucket_bytes):
-        raise ConfigError(
-            f"bucket_bytes={bucket_bytes!r}: expected 0 (each unit alone) or more bytes, as a "
-            "number"
-        )
+    schedule = Schedule() if schedule is None else schedule
+    if not isinstance(schedule, Schedule):
+        raise ConfigError(f"schedule={schedule!r}: expected a shardwise.config.Schedule or None")
     row, homes = STAGES[int(stage)], resolve_offload(offload)
     if precision.gather is not None:
         check_coded(precision.gather, row, homes, layout)
@@ -187,9 +311,9 @@ def resolve_config(
         stage=row,
         layout=layout,  # type: ignore[arg-type]
         precision=precision,
-        reduce_every=reduce_every or row.reduce_every,  # type: ignore[arg-type]
-        prefetch_bytes=prefetch_bytes,
-        bucket_bytes=bucket_bytes,
+        reduce_every=schedule.reduce_every or row.reduce_every,
+        prefetch_bytes=schedule.prefetch_bytes,
+        bucket_bytes=schedule.bucket_bytes,
         offload=homes,
     )
 

@@ -28,6 +28,9 @@ class Offload:
     size, for optimizers that work element by element. ``activations`` are the inputs of
     checkpointed blocks: in "cpu" they are between their forward and their recomputation, the last
     block's apart.
+
+    **Raises** ConfigError for a value that a field does not take, and for fields that contradict
+    each other.
     """
 
     params: str = "device"
@@ -36,6 +39,24 @@ class Offload:
     fraction: float = 1.0
     step_on: Literal["host", "device"] | None = None
     activations: str = "device"
+
+    def __post_init__(self) -> None:
+        """Check the values where they are written; "nvme" without a folder is a plan's."""
+        for name in ("params", "grads", "optimizer"):
+            place = getattr(self, name)
+            if place is not None and _tier(place, False) is None:
+                raise ConfigError(f"offload: {name}={place!r}: expected {_EXPECTED}")
+        if self.activations not in ("device", "cpu"):
+            raise ConfigError(
+                f"offload: activations={self.activations!r}: expected 'device' or 'cpu' (host "
+                "memory)"
+            )
+        fraction: object = self.fraction
+        if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ConfigError(f"offload: fraction={self.fraction!r}: expected a number from 0 to 1")
+        if self.step_on not in (None, "host", "device"):
+            raise ConfigError(f"offload: step_on={self.step_on!r}: expected 'host' or 'device'")
+        _check_combination(self)
 
     @property
     def moves_state(self) -> bool:
@@ -107,18 +128,8 @@ def resolve_offload(asked: OffloadLike, *, names_folders: bool = True) -> Offloa
         raise ConfigError(f"offload={asked!r}: expected 'cpu', a shardwise.Offload or None")
     for name in ("params", "grads", "optimizer"):
         place = getattr(asked, name)
-        if place is not None and _tier(place, names_folders) is None:
+        if names_folders and place is not None and _tier(place, True) is None:
             raise ConfigError(f"offload: {name}={place!r}: expected {_EXPECTED}")
-    if asked.activations not in ("device", "cpu"):
-        raise ConfigError(
-            f"offload: activations={asked.activations!r}: expected 'device' or 'cpu' (host memory)"
-        )
-    fraction: object = asked.fraction
-    if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-        raise ConfigError(f"offload: fraction={asked.fraction!r}: expected a number from 0 to 1")
-    if asked.step_on not in (None, "host", "device"):
-        raise ConfigError(f"offload: step_on={asked.step_on!r}: expected 'host' or 'device'")
-    _check_combination(asked)
     if asked.moves_state:
         return replace(asked, grads=asked.grads or "cpu", step_on=asked.step_on or "host")
     return Offload(activations="cpu") if asked.activations == "cpu" else None

@@ -6,19 +6,28 @@ from typing import Any
 
 
 def lazily(
-    package: str, homes: Mapping[str, str], before: Callable[[str], object] = lambda name: None
+    package: str,
+    homes: Mapping[str, str],
+    before: Callable[[str], object] = lambda name: None,
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package, whose names live in modules.
 
-    A name that is a module of the package has itself as its home. ``before`` is called with a name
-    before it is imported.
+    ``homes`` has the module of each name; a module of the package has itself, and a name that is
+    another one there is written "module:name". ``renamed`` has the path below the package of names
+    that are not listed any more. ``before`` is called with a name before it is imported.
     """
+    old = renamed or {}
 
     def get(name: str) -> Any:
-        if name not in homes:
+        if name not in homes and name not in old:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         before(name)
-        home = import_module(homes[name])
-        return home if homes[name] == f"{package}.{name}" else getattr(home, name)
+        if name in old:
+            module, _, attribute = f"{package}.{old[name]}".rpartition(".")
+            return getattr(import_module(module), attribute)
+        module, _, attribute = homes[name].partition(":")
+        home = import_module(module)
+        return home if module == f"{package}.{name}" else getattr(home, attribute or name)
 
     return get, lambda: sorted([*vars(import_module(package)), *homes])

@@ -54,18 +54,12 @@ class DataAxes:
         return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
 
 
-def resolve_axes(
-    mesh: DeviceMesh | Axes | None,
-    shard_axis: str | None,
-    replicate_axis: str | None,
-    device_type: str,
-) -> DataAxes:
-    """Find the axes: a one-axis mesh shards; a two-axis mesh is (replicate, shard), or by name.
+def resolve_axes(mesh: DeviceMesh | Axes | None, device_type: str) -> DataAxes:
+    """Find the axes: a mesh of one axis shards, one of two is (replicate, shard).
 
     Of `Axes`, or a mesh that has their names, those that carry data parallelism are taken.
 
-    **Raises** ConfigError where there is no process group, an axis name is not in the mesh, or the
-    mesh has more axes than were named.
+    **Raises** ConfigError if there is no process group, or the mesh has more axes.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
@@ -73,9 +67,6 @@ def resolve_axes(
             "and call torch.distributed.init_process_group() before shard(); one process is fine"
         )
     if mesh is None:
-        for setting, name in (("shard_axis", shard_axis), ("replicate_axis", replicate_axis)):
-            if name is not None:
-                raise ConfigError(f"{setting}={name!r}: name axes only together with mesh=")
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     if isinstance(mesh, Axes):
         mesh = mesh.mesh
@@ -86,29 +77,14 @@ def resolve_axes(
         )
     names = tuple(mesh.mesh_dim_names or ())
     stages = None
-    if shard_axis is None and replicate_axis is None and names and set(names) <= set(DENSE):
+    if names and set(names) <= set(DENSE):
         stages = stages_of(mesh)
         mesh = data_of(mesh)
         names = tuple(mesh.mesh_dim_names or ())
-    for setting, name in (("shard_axis", shard_axis), ("replicate_axis", replicate_axis)):
-        if name is not None and name not in names:
-            raise ConfigError(f"{setting}={name!r}: the mesh has the axes {names or '(unnamed)'}")
-    if shard_axis is not None:
-        if shard_axis == replicate_axis:
-            raise ConfigError(f"shard_axis and replicate_axis are both {shard_axis!r}")
-        if replicate_axis is not None and names.index(replicate_axis) > names.index(shard_axis):
-            raise ConfigError(
-                f"replicate_axis={replicate_axis!r} comes after shard_axis={shard_axis!r} in the "
-                f"mesh {names}; build it as (replicate, shard), so that shards are neighbours"
-            )
-        chosen = (shard_axis,) if replicate_axis is None else (replicate_axis, shard_axis)
-        mesh = mesh if chosen == names else mesh[chosen]
-    elif replicate_axis is not None:
-        raise ConfigError(f"replicate_axis={replicate_axis!r}: name shard_axis too")
     if mesh.ndim > 2:
         raise ConfigError(
-            f"mesh: {mesh.ndim} axes {names}; name the one or two that carry data parallelism with "
-            "shard_axis= and replicate_axis="
+            f"mesh: {mesh.ndim} axes {names or '(unnamed)'}; pass the one or two that carry data "
+            'parallelism, such as mesh["shard"] or mesh["replicate", "shard"]'
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(f"mesh: rank {dist.get_rank()} is not part of it")

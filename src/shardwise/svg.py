@@ -1,13 +1,28 @@
-"""What all pictures are drawn with: a document that follows light and dark, elements, an axis."""
+"""Pictures as SVG text: three kinds of chart, and the document around them.
 
-from collections.abc import Iterable, Sequence
+`draw_curves` draws values over steps, `draw_spans` rows of coloured bars, `draw_areas` stacked
+areas. Colours follow the reader's light or dark setting.
+
+Note [Few shapes]
+~~~~~~~~~~~~~~~~~
+A step has thousands of spans and moments, and a run more steps than a picture has columns. Steps
+that share a column become one: the least of the minima, the mean of the values (weighed by their
+number of steps), the greatest of the maxima, so a spike of one step is still seen. Spans that are
+too short to be seen are joined with their neighbours and drawn with as much of each kind as they
+had. Only the longest have titles; the shapes of all others of one kind in a row are one path.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from math import ceil, floor, log10
-from typing import Any
+from typing import NamedTuple
 
 _ENOUGH, _FAR = 20, 10  # values of which some can be called far away; by how many of their range
-_COLOURS = {  # what is drawn: which property has the colour; on light, on dark
+_DOT_GAP = 11  # pixels between points that are dotted
+_COLOURS = {  # selector: the property that has the colour; on light, on dark
     "text": ("fill", "#4a5058", "#b3bac3"),
     ".strong": ("fill", "#1c2024", "#f0f3f6"),
     ".paper": ("fill", "#fff", "#16191d"),
@@ -21,8 +36,69 @@ _COLOURS = {  # what is drawn: which property has the colour; on light, on dark
     ".rate": ("stroke", "#27864b", "#6dc48c"),
     ".bad,.limit": ("stroke", "#c0392b", "#ff8a7a"),
 }
+OTHER = "other"  # bytes of the device that are not the engine's
+KIND_COLOURS = {  # kinds of memory, in the order in which they are stacked and listed
+    "param_shards": "#1f6fd1",
+    "param_full": "#6cabf5",
+    "grad_full": "#e08a1e",
+    "grad_shards": "#b3560b",
+    "optimizer_state": "#27864b",
+    "optimizer_temporary": "#6dc48c",
+    "state_staging": "#a5dcb8",
+    "gather_staging": "#8f6bd6",
+    "reduce_staging": "#c0a6f0",
+    "activations": "#d1487a",
+    "temporary": "#eb97b7",
+    "logits": "#8a6d3b",
+    "inputs": "#7a828c",
+    "buffers": "#a9b1ba",
+    "activations_on_host": "#7a828c",
+    OTHER: "#d1487a",
+}
+PHASE_COLOURS = {  # phases of a plan, then those that only a run has
+    "forward": "#1f6fd1",
+    "loss": "#8a6d3b",
+    "recompute": "#6cabf5",
+    "backward": "#b3560b",
+    "unshard": "#8f6bd6",
+    "reduce": "#d1487a",
+    "clip": "#7a828c",
+    "optimizer": "#27864b",
+    "offload": "#a9b1ba",
+    **dict.fromkeys(("to_device", "to_host", "disk_read", "disk_write"), "#0f7f86"),
+    **dict.fromkeys(("all_gather", "engine"), "#8f6bd6"),
+    **dict.fromkeys(("waiting for others", "wait_unshard"), "#c0392b"),
+    "step": "#27864b",
+    "reduce_scatter": "#d1487a",
+    "wait_reduce": "#e0796d",
+    "exchange": "#8f2a1f",
+    "data": "#e08a1e",
+    "save": "#8a6d3b",
+    "load": "#b89a63",
+    "outside": "#a9b1ba",
+}
+_REST = ("#5a7d9a", "#9a7d5a", "#7d5a9a", "#5a9a7d")
 
 
+def colour_of(name: str) -> str:
+    """Return the colour of a phase or a kind of memory; an unknown one has the same everywhere."""
+    known = PHASE_COLOURS.get(name) or KIND_COLOURS.get(name)
+    return known or _REST[sum(map(ord, name)) % len(_REST)]
+
+
+def order_of_kinds(kind: str) -> tuple[bool, int]:
+    """Return the place of a kind of memory in pictures and tables; `OTHER` is last."""
+    known = list(KIND_COLOURS)
+    return kind == OTHER, known.index(kind) if kind in known else len(known)
+
+
+def is_light(colour: str) -> bool:
+    """Tell whether dark text is easier to read on a colour than white text."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 140
+
+
+# -- axes
 @dataclass(frozen=True)
 class Axis:
     """Values from ``low`` to ``high``, drawn from ``begin`` to ``end``."""
@@ -33,7 +109,7 @@ class Axis:
     end: float
 
     def at(self, value: float) -> float:
-        """Return where a value lies; an axis of one value has it in the middle."""
+        """Return the place of a value; an axis of one value has it in the middle."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.begin + share * (self.end - self.begin)
 
@@ -51,7 +127,7 @@ def round_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def padded_ticks(values: Sequence[float], most: int) -> list[float]:
-    """Return ticks around some values, with room beside values that are all alike."""
+    """Return ticks around some values, with room beside values that are all equal."""
     low, high = min(values), max(values)
     if high - low < 1e-6 * abs(high) or high == low:
         room = 0.05 * abs(high) or 1.0
@@ -70,7 +146,7 @@ def labels(ticks: Sequence[float]) -> list[str]:
 
 
 def highest_shown(values: Iterable[float]) -> float:
-    """Return where an axis may end: below a few values that lie far above all others."""
+    """Return the end of an axis: below a few values that lie far above all others."""
     ordered = sorted(values)
     if len(ordered) < _ENOUGH:
         return ordered[-1] if ordered else 0.0
@@ -79,6 +155,267 @@ def highest_shown(values: Iterable[float]) -> float:
     return max(value for value in ordered if value <= far)
 
 
+def draw_levels(
+    up: Axis, ticks: Sequence[float], across: Axis, words: Sequence[str] | None = None
+) -> list[str]:
+    """Draw lines of the grid, with labels at the left."""
+    parts = []
+    for tick, label in zip(ticks, words or labels(ticks), strict=True):
+        y = up.at(tick)
+        parts.append(element("line", "grid", x1=across.begin, x2=across.end, y1=y, y2=y))
+        parts.append(text(across.begin - 8, y + 4, label, 'text-anchor="end"'))
+    return parts
+
+
+def whole_ticks(across: Axis, most: int) -> list[float]:
+    """Return round whole numbers on an axis, or its two ends if fewer than two lie on it."""
+    ticks = [t for t in round_ticks(across.low, across.high, most) if t == int(t)]
+    ticks = [t for t in ticks if across.low <= t <= across.high]
+    return ticks if len(ticks) > 1 else list(dict.fromkeys((across.low, across.high)))
+
+
+def draw_steps(across: Axis, bottom: float, most: int) -> list[str]:
+    """Draw `whole_ticks` below an axis."""
+    parts = []
+    for value in whole_ticks(across, most):
+        x = across.at(value)
+        anchor = "end" if x > across.end - 16 else "middle"
+        parts += [tick(x, bottom), text(x, bottom + 20, f"{value:,.0f}", f'text-anchor="{anchor}"')]
+    return parts
+
+
+# -- values over steps
+class Point(NamedTuple):
+    """The lowest, middle and highest value of ``weight`` steps up to ``step``."""
+
+    step: float
+    low: float
+    middle: float
+    high: float
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart; ``gaps`` are steps without a number.
+
+    ``look`` is the class of the line, ``look-fill`` that of its band and its dots.
+    """
+
+    look: str
+    name: str
+    points: Sequence[Point]
+    gaps: Sequence[float] = ()
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """Return at most ``most`` points, each of neighbouring steps; see Note [Few shapes]."""
+    if len(points) <= most:
+        return list(points)
+    first, last = points[0].step, points[-1].step
+    groups: dict[int, list[Point]] = {}
+    for point in points:
+        place = min(int((point.step - first) / (last - first) * most), most - 1)
+        groups.setdefault(place, []).append(point)
+    return [
+        Point(
+            group[-1].step,
+            min(point.low for point in group),
+            sum(point.middle * point.weight for point in group) / weight,
+            max(point.high for point in group),
+            weight,
+        )
+        for group in groups.values()
+        for weight in (sum(point.weight for point in group),)
+    ]
+
+
+def draw_curves(curves: Sequence[Curve], across: Axis, up: Axis) -> list[str]:
+    """Draw lines over steps, with bands from lowest to highest.
+
+    Points have dots if they are few. Values above the axis and steps without a number have marks.
+    """
+    return [part for curve in curves for part in _draw_curve(curve, across, up)]
+
+
+def _draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
+    fill, parts = f"{curve.look}-fill", []
+    shown = [p for p in curve.points if p.middle <= up.high]
+    if any(p.high > p.low for p in shown):
+        edges = [(across.at(p.step), up.at(min(p.high, up.high))) for p in shown]
+        edges += [(across.at(p.step), up.at(p.low)) for p in reversed(shown)]
+        parts.append(element("polygon", fill, fill_opacity=0.22, points=places(edges)))
+    gaps = sorted(curve.gaps)
+    for _, piece in groupby(shown, key=lambda p: bisect_left(gaps, p.step)):
+        line = [(across.at(p.step), up.at(p.middle)) for p in piece]
+        parts.append(draw_line(curve.look, line, stroke_width=1.6, stroke_linejoin="round"))
+    if len(shown) * _DOT_GAP <= across.end - across.begin:
+        parts += [
+            dot(fill, across.at(p.step), up.at(p.middle), f"step {p.step:,.0f}: {p.middle:.4g}")
+            for p in shown
+        ]
+    beyond: dict[int, Point] = {}
+    for point in curve.points:
+        column = round(across.at(point.step) / 8)
+        if point.high > max(up.high, beyond[column].high if column in beyond else up.high):
+            beyond[column] = point
+    for point in beyond.values():
+        said = f"step {point.step:,.0f}: {point.high:.4g}, above what is shown"
+        parts.append(above(fill, across.at(point.step) - 4, up.end + 2, said))
+    for x, step in {round(across.at(step)): step for step in reversed(gaps)}.items():
+        said = f"{curve.name}: not a number at step {step:,.0f}"
+        ends = {"x1": x, "x2": x, "y1": up.begin - 13, "y2": up.begin}
+        parts.append(element("line", "bad", said, stroke_width=1.5, **ends))
+    return parts
+
+
+# -- rows of coloured bars
+class Span(NamedTuple):
+    """A part of a row: its kind, which tells its colour, its begin and length; its owner."""
+
+    kind: str
+    begin: float
+    length: float
+    of: str = ""
+
+
+@dataclass
+class _Bar:
+    """A span, or several short ones: the length of each kind, in the order of the first ones."""
+
+    first: Span
+    end: float
+    kinds: dict[str, float]
+    count: int = 1
+
+    @property
+    def length(self) -> float:
+        return self.end - self.first.begin
+
+
+def stack(values: Mapping[str, float]) -> list[Span]:
+    """Return values as spans, one after the other."""
+    spans, at = [], 0.0
+    for kind, value in values.items():
+        spans.append(Span(kind, at, value))
+        at += value
+    return spans
+
+
+def draw_spans(
+    rows: Sequence[tuple[float, Sequence[Span]]],
+    across: Axis,
+    height: float,
+    say: Callable[[Span, float], str],
+    shortest: float = 0.0,
+    most_titles: int | None = None,
+) -> list[str]:
+    """Draw rows of (top, spans) as bars; see Note [Few shapes].
+
+    Spans below ``shortest`` are joined with their neighbours. ``say`` takes a span and the length
+    of one of its kinds and returns the title. ``most_titles`` bars have one; None is all.
+    """
+    drawn = [(top, _join(spans, shortest)) for top, spans in rows]
+    lengths = sorted((bar.length for _, bars in drawn for bar in bars), reverse=True)
+    few = most_titles is not None and len(lengths) > most_titles
+    least = lengths[most_titles] if few and most_titles is not None else -1.0
+    return [
+        part for top, bars in drawn for part in _draw_row(bars, across, top, height, say, least)
+    ]
+
+
+def _join(spans: Sequence[Span], shortest: float) -> list[_Bar]:
+    bars: list[_Bar] = []
+    for span in spans:
+        last = bars[-1] if bars else None
+        if (
+            last is not None
+            and span.begin - last.end < shortest / 4
+            and min(last.length, span.length) < shortest / 2
+            and last.length < shortest
+        ):
+            last.kinds[span.kind] = last.kinds.get(span.kind, 0.0) + span.length
+            last.end, last.count = span.begin + span.length, last.count + 1
+        else:
+            bars.append(_Bar(span, span.begin + span.length, {span.kind: span.length}))
+    return bars
+
+
+def _draw_row(
+    bars: Sequence[_Bar],
+    across: Axis,
+    top: float,
+    height: float,
+    say: Callable[[Span, float], str],
+    least: float,
+) -> list[str]:
+    untitled: dict[str, list[str]] = {}
+    titled = []
+    for bar in bars:
+        at, is_titled = bar.first.begin, bar.length > least
+        for kind, length in bar.kinds.items():
+            x, width = across.at(at), max(across.at(at + length) - across.at(at), 0.3)
+            at += length
+            if is_titled and bar.count == 1:
+                titled.append(
+                    draw_bar(x, top, width, height, colour_of(kind), say(bar.first, length))
+                )
+            else:
+                untitled.setdefault(kind, []).append(rectangle(x, top, width, height))
+        if is_titled and bar.count > 1:  # an invisible bar that has the title
+            words = ", ".join(say(Span(kind, 0.0, n), n) for kind, n in bar.kinds.items())
+            words = f"{bar.count} spans from {bar.first.of or '(root)'} on: {words}"
+            x = across.at(bar.first.begin)
+            titled.append(draw_bar(x, top, across.at(bar.end) - x, height, "#0000", words))
+    return draw_paths(untitled) + titled
+
+
+def rectangle(x: float, y: float, width: float, height: float) -> str:
+    """Return a rectangle as part of a path."""
+    return f"M{x:.1f},{y:.0f}h{width:.1f}v{height:.0f}h-{width:.1f}z"
+
+
+def draw_paths(pieces: Mapping[str, Sequence[str]]) -> list[str]:
+    """Draw the rectangles of each kind as one shape."""
+    return [
+        element("path", "", d="".join(these), fill=colour_of(kind))
+        for kind, these in pieces.items()
+    ]
+
+
+# -- stacked areas
+def draw_areas(
+    kinds: Sequence[str],
+    columns: Sequence[tuple[float, Mapping[str, float]]],
+    across: Axis,
+    up: Axis,
+    say: Callable[[str, float], str],
+) -> list[str]:
+    """Draw columns of (begin, value by kind) as stacked areas, the first kind lowest."""
+    below, parts = [0.0] * len(columns), []
+    ends = [*(begin for begin, _ in columns[1:]), across.high]
+
+    def corners(values: Sequence[float]) -> list[tuple[float, float]]:
+        """Return the corners of a line of steps; values that stay have none."""
+        found: list[tuple[float, float]] = []
+        rows = zip((begin for begin, _ in columns), ends, values, strict=True)
+        for value, group in groupby(rows, key=lambda row: row[2]):
+            same = list(group)
+            found += [(across.at(x), up.at(value)) for x in (same[0][0], same[-1][1])]
+        return found
+
+    for kind in kinds:
+        top = [low + row.get(kind, 0) for low, (_, row) in zip(below, columns, strict=True)]
+        if top != below:
+            edge = [*corners(top), *corners(below)[::-1]]
+            path = "M" + "L".join(f"{x:.0f},{y:.1f}" for x, y in edge) + "z"
+            said = say(kind, max(row.get(kind, 0) for _, row in columns))
+            parts.append(element("path", "", said, d=path, fill=colour_of(kind)))
+        below = top
+    return parts
+
+
+# -- the document and its elements
 def document(
     size: tuple[float, float],
     title: str,
@@ -87,10 +424,10 @@ def document(
     ids: str = "",
     has_style: bool = True,
 ) -> str:
-    """Return a whole SVG document, which may stand inside an HTML page.
+    """Return a whole SVG document, which may be put into an HTML page.
 
-    With ``ids`` title and description have ids, by which the picture is labelled. Pictures of a
-    page that has `style` need none of their own.
+    With ``ids`` title and description have ids, by which the picture is labelled. On a page that
+    contains `style` pictures need no style.
     """
     label = f'aria-label="{escape(title, quote=True)}"'
     if ids:
@@ -109,7 +446,7 @@ def document(
 
 
 def style() -> str:
-    """Return what the classes of elements look like, as CSS."""
+    """Return the CSS of the classes of elements."""
     light, dark = (
         "\n".join(
             f"{','.join(f'.shardwise-picture {one}' for one in of.split(','))}{{{row[0]}:{row[i]}}}"
@@ -121,7 +458,7 @@ def style() -> str:
     return f"\n{font}\n{light}\n@media (prefers-color-scheme:dark){{\n{dark}\n}}\n"
 
 
-def element(tag: str, name: str, said: str = "", **attributes: Any) -> str:
+def element(tag: str, name: str, said: str = "", **attributes: object) -> str:
     """Write an element of the class ``name``; ``said`` is shown under a pointer.
 
     An attribute's "_" stands for "-".
@@ -131,7 +468,7 @@ def element(tag: str, name: str, said: str = "", **attributes: Any) -> str:
     return f"<{tag} {written}>{f'<title>{escape(said)}</title>' if said else ''}</{tag}>"
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
@@ -140,9 +477,9 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
 
 
-def heading(x: float, y: float, words: str) -> str:
+def heading(x: float, y: float, words: str, size: int = 15) -> str:
     """Write the title of a picture."""
-    return text(x, y, words, 'class="strong" font-size="15" font-weight="600"')
+    return text(x, y, words, f'class="strong" font-size="{size}" font-weight="600"')
 
 
 def dot(name: str, x: float, y: float, said: str = "", radius: float = 2.6) -> str:
@@ -150,20 +487,14 @@ def dot(name: str, x: float, y: float, said: str = "", radius: float = 2.6) -> s
     return element("circle", name, said, cx=x, cy=y, r=radius)
 
 
-def line(name: str, points: Sequence[tuple[float, float]], **attributes: Any) -> str:
+def draw_line(name: str, points: Sequence[tuple[float, float]], **attributes: object) -> str:
     """Draw a line through points, with the class ``name``."""
-    return element("polyline", name, fill="none", **attributes, points=places(points))
+    return element("polyline", name, "", fill="none", **attributes, points=places(points))
 
 
 def places(points: Iterable[tuple[float, float]]) -> str:
-    """Write points as an attribute has them."""
+    """Write points as an attribute."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-
-
-def level(y: float, left: float, right: float, label: str) -> list[str]:
-    """Draw a line of the grid with its label at the left."""
-    stroke = element("line", "grid", x1=left, x2=right, y1=y, y2=y)
-    return [stroke, text(left - 8, y + 4, label, 'text-anchor="end"')]
 
 
 def tick(x: float, y: float) -> str:
@@ -172,12 +503,14 @@ def tick(x: float, y: float) -> str:
 
 
 def legend(items: Sequence[tuple[str, str, str]], right: float, y: float) -> list[str]:
-    """Draw (class, text, dashes) one beside the other, up to ``right``; "above" is a mark."""
+    """Draw (class, text, dashes) side by side, up to ``right``; "above" is a mark."""
     parts = []
     x = right - sum(38 + 6.6 * len(words) for _, words, _ in items)
     for name, words, dashes in items:
-        look = {"stroke_width": 2, **({"stroke_dasharray": dashes} if dashes else {})}
-        stroke = element("line", name, "", **look, x1=x + 12, x2=x + 32, y1=y - 4, y2=y - 4)
+        ends = {"x1": x + 12, "x2": x + 32, "y1": y - 4, "y2": y - 4}
+        stroke = element(
+            "line", name, "", stroke_width=2, stroke_dasharray=dashes or "none", **ends
+        )
         parts += [above("train-fill", x + 18, y) if name == "above" else stroke]
         parts += [text(x + 37, y, words)]
         x += 38 + 6.6 * len(words)
@@ -185,27 +518,26 @@ def legend(items: Sequence[tuple[str, str, str]], right: float, y: float) -> lis
 
 
 def above(name: str, x: float, y: float, said: str = "") -> str:
-    """Draw a small triangle: there is something above."""
+    """Draw a small triangle, the mark of a value above the axis."""
     return element("path", name, said, d=f"M{x:.1f},{y:.1f} h8 l-4,-8 z")
 
 
-def bar(x: float, y: float, width: float, fill: str, said: str = "", height: float = 22) -> str:
-    """Draw a bar of a colour of its own, wide enough to be seen."""
-    seen = max(width, 0.3)
-    return element("rect", "", said, x=x, y=y, width=seen, height=height, fill=fill)
+def draw_bar(x: float, y: float, width: float, height: float, fill: str, said: str = "") -> str:
+    """Draw a bar, wide enough to be seen."""
+    return element("rect", "", said, x=x, y=y, width=max(width, 0.3), height=height, fill=fill)
 
 
 def squares(
-    items: Sequence[tuple[str, str]], ends: tuple[float, float], top: float
+    kinds: Mapping[str, str], left: float, right: float, top: float
 ) -> tuple[list[str], float]:
-    """Draw a legend of (text, colour) in lines between two ends; return it and where it ends."""
+    """Draw a legend of kinds with their names, in lines; return it and its lower end."""
     parts: list[str] = []
-    x = float(ends[0])
-    for name, colour in items:
+    x = left
+    for kind, name in kinds.items():
         width = 28 + 6.8 * len(name)
-        if x + width > ends[1]:
-            x, top = float(ends[0]), top + 20
-        parts.append(bar(x, top - 9, 10, colour, "", 10))
+        if x + width > right:
+            x, top = left, top + 20
+        parts.append(draw_bar(x, top - 9, 10, 10, colour_of(kind)))
         parts.append(text(x + 15, top, name))
         x += width
     return parts, top + 16

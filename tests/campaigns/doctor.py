@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE / "monitor"), str(HERE.parent / "examples")]
 
 import ranks  # noqa: E402 - found through the line above
 from faults import FAULTS, HEALTHY, Scenario, train  # noqa: E402
-from shardwise.monitor.doctor.rules import diagnose  # noqa: E402
+from shardwise.monitor.doctor import diagnose  # noqa: E402
 from shardwise.monitor.record import read_run  # noqa: E402
 
 

@@ -20,7 +20,7 @@ import test_overlap as overlap  # noqa: E402
 import test_stream_order as streams  # noqa: E402
 import test_tied_stages as tied  # noqa: E402
 
-import shardwise.train.gradients as gradients  # noqa: E402
+import shardwise.train.loop as gradients  # noqa: E402
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
 import test_parallel_models as parallel  # noqa: E402

@@ -20,6 +20,7 @@ from saving import same
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import parse_manifest
 from shardwise.checkpoint.verify import verify
+from shardwise.config import Units
 from shardwise.interop.fsdp2 import fully_shard
 
 WIDTH, HIDDEN = NormedBlock.WIDTH, NormedBlock.HIDDEN
@@ -90,8 +91,7 @@ def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
             stage=how.stage,
             layout=how.layout,
             mesh=dp,
-            units=Block,
-            placements=placements or None,
+            units=Units(Block, placements=placements or None),
         )
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():  # as a step would

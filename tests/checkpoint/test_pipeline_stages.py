@@ -91,7 +91,7 @@ def stages_are_saved_as_one(rank: int, num_ranks: int, folder: Path, by: str) ->
     norms = [torch.zeros(()) for _ in range(num_ranks)]
     torch.distributed.all_gather(norms, mine)
     wanted = torch.stack(sorted({float(n): n for n in norms}.values())).norm()
-    found = shardwise.clip_grad_norm_(model.parameters(), 1e9)
+    found = shardwise.parallel.clip_grad_norm_(model.parameters(), 1e9)
     torch.testing.assert_close(found, wanted)
     shardwise.save(folder / "saved", model, optimizer, extra={"step": 3})
     saved = whole_tensors(model, optimizer)
@@ -203,12 +203,12 @@ def a_flipped_bit_is_named(rank: int, num_ranks: int) -> None:
     axes = shardwise.Axes(pp=2, dp_replicate=2)
     model = stage_of(axes, [0, 1], "shard")
     optimizer = trained(model)
-    shardwise.check_replicas(model, optimizer)
+    shardwise.check.replicas(model, optimizer)
     if rank == 3:  # of the second stage
         param = engine_of(model).units[-1].params[0]
         param.sharded.to_local().view(-1)[0] += 1
     with pytest.raises(ReplicaError, match=r"'layers\.\d\.[\w.]+', value: ranks 2, 3 differ"):
-        shardwise.check_replicas(model, optimizer)
+        shardwise.check.replicas(model, optimizer)
 
 
 def test_replicas_of_a_stage_are_compared_with_each_other() -> None:

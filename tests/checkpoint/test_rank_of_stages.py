@@ -61,13 +61,13 @@ def a_v_of_stages(rank: int, num_ranks: int, folder: Path, by: str) -> None:
     loss_of(whole(x), y).backward()
 
     # One norm over all stages of all ranks.
-    norm = shardwise.clip_grad_norm_(made.params, 0.1)
+    norm = shardwise.parallel.clip_grad_norm_(made.params, 0.1)
     wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
     torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
     for each in (*as_list(optimizers), reference):
         each.step()
         each.zero_grad()
-    shardwise.check_replicas(made.parts, optimizers)
+    shardwise.check.replicas(made.parts, optimizers)
 
     shardwise.save(folder / "saved", made.parts, optimizers, step=1)
     saved = everything(values_of(made.parts, optimizers), num_ranks)
@@ -191,12 +191,12 @@ def stages_of_one_rank_with_one_name(rank: int, num_ranks: int, folder: Path) ->
 
 def a_flipped_bit_is_named(parts: Sequence[nn.Module], rank: int) -> None:
     copies = [shardwise.shard(Named(1.0, f"own_{n}"), stage=0) for n in range(2)]
-    shardwise.check_replicas(copies)
+    shardwise.check.replicas(copies)
     if rank == 0:  # of the second stage
         param = engine_of(copies[1]).units[-1].params[0]
         param.sharded.to_local().view(-1)[0] += 1
     with pytest.raises(ReplicaError, match=r"'table', value: ranks 0, 1 differ"):
-        shardwise.check_replicas(copies)
+        shardwise.check.replicas(copies)
 
 
 def test_stages_of_one_rank_are_one_model_with_one_tensor_of_a_name(tmp_path: Path) -> None:

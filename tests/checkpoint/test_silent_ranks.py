@@ -40,9 +40,9 @@ def test_small_exchanges_wait_as_long_as_the_groups_of_the_mesh() -> None:
 
 
 def _ask_for_timeout(rank: int, world_size: int) -> None:
-    axes = resolve_axes(short_mesh(world_size), None, None, "cpu")
+    axes = resolve_axes(short_mesh(world_size), "cpu")
     assert timeout_of(axes) == timedelta(seconds=TIMEOUT_S)
-    assert timeout_of(resolve_axes(None, None, None, "cpu")) == timedelta(minutes=5)
+    assert timeout_of(resolve_axes(None, "cpu")) == timedelta(minutes=5)
 
 
 def call_while_one_is_stopped(
@@ -175,7 +175,7 @@ def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
     from shardwise.checkpoint.all_ranks import on_all_ranks
     from shardwise.comm.control import control_over
 
-    control = control_over(resolve_axes(short_mesh(world_size), None, None, "cpu"))
+    control = control_over(resolve_axes(short_mesh(world_size), "cpu"))
     seen = []
 
     def work() -> bytes:

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block
 from ranks import run_ranks
-from shardwise import Offload, accumulate, describe, shard, stats
+from shardwise import Offload, accumulate, describe, shard
+from shardwise.debug import stats
 from shardwise.engine.activations import _Input
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError

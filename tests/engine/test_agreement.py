@@ -17,6 +17,7 @@ from ranks import HANG_S, run_ranks, start_ranks
 from shardwise import shard
 from shardwise.comm.control import SoloControl
 from shardwise.comm.meeting import name_ranks
+from shardwise.config import Schedule, Units
 from shardwise.engine.agreement import agree, find_difference
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
@@ -167,8 +168,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str, str]] = {
     "stage": (PLAIN, {"stage": 3}, PLAIN, {"stage": 2}, "[stage=3]", "[stage=2]"),
     "layout": (PLAIN, {}, PLAIN, {"layout": "flat"}, "[layout=rows]", "[layout=flat]"),
     "precision": (PLAIN, {}, PLAIN, {"precision": "bf16"}, "param=None", "param=torch.bfloat16"),
-    "prefetch": (PLAIN, {}, PLAIN, {"prefetch_bytes": 7}, "bytes=None]", "bytes=7]"),
-    "init": (PLAIN, {}, PLAIN, {"init": nn.init.zeros_}, "[init=NoneType]", "[init=zeros_]"),
+    "prefetch": (PLAIN, {}, PLAIN, {"schedule": Schedule(7)}, "bytes=None]", "bytes=7]"),
+    "init": (
+        PLAIN,
+        {},
+        PLAIN,
+        {"units": Units(init=nn.init.zeros_)},
+        "[init=NoneType]",
+        "[init=zeros_]",
+    ),
     "shape": (
         *(PLAIN, {}, _bag(a=(3, 2), b=(5,)), {}),
         "[parameter 'b' (4,) torch.float32, trainable, unit '(root)']",
@@ -186,7 +194,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str, str]] = {
         "'b' (4,) torch.float32, trainable",
         "torch.float32, frozen",
     ),
-    "meta": (PLAIN, {"init": len}, _meta(PLAIN), {"init": len}, "float32, t", "float32 on meta, t"),
+    "meta": (
+        PLAIN,
+        {"units": Units(init=len)},
+        _meta(PLAIN),
+        {"units": Units(init=len)},
+        "float32, t",
+        "float32 on meta, t",
+    ),
     "tied": (
         *(lambda: _tied(False), {}, lambda: _tied(True), {}),
         "[parameter '0.one.bias'",
@@ -319,7 +334,7 @@ def control_beside_other_groups(rank: int, world_size: int) -> list[bytes]:
     """The user has a group without this rank, and data parallelism is one axis of the mesh."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = shard(PLAIN(), mesh=mesh, shard_axis="dp")
+    model = shard(PLAIN(), mesh=mesh["dp"])
     return engine_of(model).comm.control.exchange(bytes([rank]))
 
 

@@ -18,9 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block, Checkpointed, OddModel, Stack
 from ranks import run_ranks
-from shardwise import Axes, accumulate, clip_grad_norm_, fully_shard, layer_by_layer, shard, stats
+from shardwise import Axes, accumulate, fully_shard, shard
+from shardwise.config import Schedule, Units
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.parallel import clip_grad_norm_
+
+layer_by_layer: Any = partial(accumulate, order="breadth_first")
 
 NUM = 3  # micro-batches
 
@@ -91,7 +96,7 @@ def ways() -> list[Callable[[], Any]]:
             (Stack, Checkpointed)[(n // 2 + n) % 2](),
             stage=s,
             precision=p,
-            reduce_every="step",
+            schedule=Schedule(reduce_every="step"),
             layout=("rows", "flat")[n // 2 % 2],
         )
         for number, (stage, precision) in enumerate(spread)
@@ -111,7 +116,7 @@ def test_losses_and_steps_have_the_bits_of_an_accumulation_window(world_size: in
 
 def with_offload(rank: int, world_size: int, folder: Path) -> None:
     for offload, precision in itertools.product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
-        options: Any = {"precision": precision, "reduce_every": "step"}
+        options: Any = {"precision": precision, "schedule": Schedule(reduce_every="step")}
         found = train(lambda o=options, p=offload: shard(Stack(), offload=p, **o), vertically, rank)  # type: ignore[misc]
         expected = train(lambda o=options: shard(Stack(), **o), one_by_one, rank)  # type: ignore[misc]
         assert all(map(torch.equal, found, expected)), (offload, precision)
@@ -160,7 +165,7 @@ def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter
 def count(rank: int, world_size: int, kind: type[nn.Module], precision: str) -> None:
     """What all micro-batches send together is what one alone sends."""
     for stage in range(4):
-        model = shard(kind(), stage=stage, precision=precision, bucket_bytes=0)
+        model = shard(kind(), stage=stage, precision=precision, schedule=Schedule(bucket_bytes=0))
         batches = batches_of(rank, 0)
         one_by_one(model, batches[:1])  # what comes once
         for p in model.parameters():
@@ -303,7 +308,7 @@ def window(rank: int, world_size: int) -> None:
     batches = batches_of(rank, 0) + batches_of(rank, 1)
     for vertical in (True, False):
         torch.manual_seed(0)
-        model = shard(Stack(), precision="bf16", reduce_every="step")
+        model = shard(Stack(), precision="bf16", schedule=Schedule(reduce_every="step"))
         if vertical:
             for part, last in ((batches[:NUM], False), (batches[NUM:], True)):
                 with accumulate(model, last=last):
@@ -336,7 +341,7 @@ def inside(rank: int, world_size: int) -> None:
     results = []
     for passes in (vertically, one_by_one):
         torch.manual_seed(0)
-        model = shard(CheckpointedInside(), reduce_every="step")
+        model = shard(CheckpointedInside(), schedule=Schedule(reduce_every="step"))
         passes(model, [x.clone() for x in batches_of(rank, 0)])
         results.append([p.grad.full_tensor() for p in model.parameters()])
     assert all(map(torch.equal, *results))
@@ -435,7 +440,7 @@ def fail(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model: Any = Stack()
     model.blocks[1].__class__ = Failing
-    shard(model, reduce_every="step")
+    shard(model, schedule=Schedule(reduce_every="step"))
     batches = batches_of(rank, 0)
     vertically(model, batches)
     expected = [p.grad.full_tensor() for p in model.parameters()]
@@ -473,7 +478,7 @@ def fail(rank: int, world_size: int) -> None:
         layer_by_layer(Stack(), lambda x: x, batches)
     vertically(model, batches)
     assert all(map(torch.equal, (p.grad.full_tensor() for p in model.parameters()), expected))
-    optional = shard(Stack(), optional=["Block"])
+    optional = shard(Stack(), units=Units(optional=["Block"]))
     with pytest.raises(StateError, match=r"some ranks may skip unit .blocks.0."):
         layer_by_layer(optional, partial(loss_of, optional), batches)
     stage = shard(Stack(), mesh=Axes(pp=world_size))

@@ -15,7 +15,8 @@ from models import Block, OddModel, Stack
 from oracle import assert_same_bits, average
 from ranks import run_ranks
 from roundings import assert_rounded_alike
-from shardwise import ShardTensor, accumulate, gathered, shard, stats
+from shardwise import ShardTensor, accumulate, gathered, shard
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
 from trainer import (

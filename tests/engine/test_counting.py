@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 import pipelines
 import shardwise
 from ranks import run_ranks
+from shardwise.config import Units
 from shardwise.debug import counting
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
@@ -189,12 +190,12 @@ def steps_over_tensors(rank: int, num_ranks: int, dp: int, by: str, by_sequence:
         model.zero_grad()
 
     step()
-    before = shardwise.stats(model)
+    before = shardwise.debug.stats(model)
     step()
-    plain = shardwise.stats(model)
-    with shardwise.counting(model) as counted:
+    plain = shardwise.debug.stats(model)
+    with shardwise.debug.counting(model) as counted:
         step()
-    after = shardwise.stats(model)
+    after = shardwise.debug.stats(model)
     own = {name: n - before.sent_bytes.get(name, 0) for name, n in plain.sent_bytes.items()}
     return {
         "own": {name: n for name, n in own.items() if n},
@@ -302,16 +303,16 @@ def steps_with_exchanges(rank: int, num_ranks: int) -> dict[str, Any]:
         model: Any = PlainDecoder(shape)
         for block in model.blocks:
             block.feed_forward = Mixture(routing)
-        shardwise.spread_experts(model, axes)
-        shardwise.shard(model, mesh=axes, experts="*.experts", stage=2)
-        context = shardwise.ContextParallel(model, axes, method=method)  # type: ignore[arg-type]
+        shardwise.parallel.spread_experts(model, axes)
+        shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"), stage=2)
+        context = shardwise.parallel.ContextParallel(model, axes, method=method)  # type: ignore[arg-type]
         ids = torch.randint(16, (ROWS, 2 * TOKENS), generator=torch.Generator().manual_seed(1))
         sent = []
         for counts in (False, False, True):  # the first one gathers parameters, which stay
-            before = shardwise.stats(model).sent_bytes
+            before = shardwise.debug.stats(model).sent_bytes
             with counting(model) if counts else nullcontext(), context.cut(ids) as (part, places):
                 model(part, positions=places).sum().backward()
-            after = shardwise.stats(model).sent_bytes
+            after = shardwise.debug.stats(model).sent_bytes
             sent.append({name: n - before.get(name, 0) for name, n in after.items()})
             model.zero_grad()
         found[method] = sent[1:]
@@ -321,7 +322,7 @@ def steps_with_exchanges(rank: int, num_ranks: int) -> dict[str, Any]:
 class Mixture(nn.Module):
     def __init__(self, routing: Routing) -> None:
         super().__init__()
-        self.mixture = shardwise.MixtureOfExperts(WIDTH, HIDDEN, routing)
+        self.mixture = shardwise.parallel.MixtureOfExperts(WIDTH, HIDDEN, routing)
 
     def forward(self, x: Tensor) -> Tensor:
         made, balance = self.mixture(x)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardwise
 from ranks import run_ranks
+from shardwise.config import Units
 from shardwise.interop.fsdp2 import fully_shard
 
 
@@ -40,7 +41,7 @@ def elements_are_where_it_says(rank: int, num_ranks: int, degrees: dict[str, int
             parallelize_module(model.parts, axes["tp"], plan)
         return model
 
-    dim = {"placements": {"parts.head.weight": Shard(1)}}
+    dim = {"units": Units(placements={"parts.head.weight": Shard(1)})}
     models = [
         shardwise.shard(parallel(), mesh=axes, **dim),  # type: ignore[arg-type]
         shardwise.shard(parallel(), mesh=axes, layout="flat"),

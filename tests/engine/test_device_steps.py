@@ -15,7 +15,8 @@ from torch import nn
 
 from models import Stack
 from ranks import run_ranks
-from shardwise import Offload, describe, load, save, shard, stats
+from shardwise import Offload, describe, load, save, shard
+from shardwise.debug import stats
 from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardError

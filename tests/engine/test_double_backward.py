@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from models import Checkpointed, Stack
 from ranks import run_ranks
 from roundings import assert_rounded_alike
-from shardwise import accumulate, fully_shard, gathered, shard, stats
+from shardwise import accumulate, fully_shard, gathered, shard
+from shardwise.config import Schedule
+from shardwise.debug import stats
 from shardwise.errors import ShardError, StateError
 from trainer import full, full_grads, full_parameters
 
@@ -312,7 +314,7 @@ def test_gathered_keeps_its_contract(stage: int) -> None:
 
 def check_traffic(rank: int, world_size: int, stage: int) -> None:
     """The pass that only makes a graph sends nothing; the second reduces every unit once."""
-    model = shard(make_critic(), stage=stage, bucket_bytes=0)
+    model = shard(make_critic(), stage=stage, schedule=Schedule(bucket_bytes=0))
     batch = batches(world_size)[0][rank]
     wasserstein(model, batch).backward()
     plain = stats(model).num_collectives

@@ -17,16 +17,10 @@ from torch.distributed.tensor.parallel import (
 
 from block_codes import ODD_SHAPES, cuts_of, decoded, wire_bytes
 from ranks import run_ranks
-from shardwise import (
-    Precision,
-    accumulate,
-    check_gradients,
-    describe,
-    fully_shard,
-    shard,
-    stats,
-)
+from shardwise import Precision, accumulate, describe, fully_shard, shard
+from shardwise.check import gradients as check_gradients
 from shardwise.comm import coalesced, collectives
+from shardwise.debug import stats
 from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder

@@ -14,7 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import shardwise
 from block_codes import decoded, wire_bytes
 from ranks import run_ranks
-from shardwise import Axes, Offload, Precision, check_gradients, describe, gathered, shard, stats
+from shardwise import Axes, Offload, Precision, describe, gathered, shard
+from shardwise.check import gradients as check_gradients
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig

@@ -49,7 +49,7 @@ def parallel(model: Any, axes: shardwise.Axes) -> Any:
 
 def said_of(**arguments: Any) -> str:
     with pytest.raises(GradientError) as caught:
-        shardwise.check_gradients(Net, **arguments)
+        shardwise.check.gradients(Net, **arguments)
     return str(caught.value)
 
 
@@ -79,24 +79,24 @@ def odd_on_meta() -> nn.Module:
 def right_ones_pass(rank: int, num_ranks: int) -> None:
     torch.manual_seed(rank)  # weights differ from call to call and rank to rank, which is no matter
     batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    report = shardwise.check_gradients(Net, batch)
+    report = shardwise.check.gradients(Net, batch)
     assert not report.wrong
     assert len(report.checks) == 8
-    shardwise.check_gradients(Net, (batch,), compose=lambda m: fully_shard(m))
-    assert len(shardwise.check_gradients(Odd, batch).checks) == 3
-    shardwise.check_gradients(Odd, batch, compose=nn.parallel.DistributedDataParallel)
-    assert len(shardwise.check_gradients(odd_on_meta, batch).checks) == 3
-    shardwise.check_gradients(Net, batch, micro_batches=2)
-    shardwise.check_gradients(
+    shardwise.check.gradients(Net, (batch,), compose=lambda m: fully_shard(m))
+    assert len(shardwise.check.gradients(Odd, batch).checks) == 3
+    shardwise.check.gradients(Odd, batch, compose=nn.parallel.DistributedDataParallel)
+    assert len(shardwise.check.gradients(odd_on_meta, batch).checks) == 3
+    shardwise.check.gradients(Net, batch, micro_batches=2)
+    shardwise.check.gradients(
         Net, batch, compose=lambda m: shardwise.shard(m, stage=1, precision="bf16")
     )
     if num_ranks > 1:
         axes = shardwise.Axes(tp=num_ranks)
-        shardwise.check_gradients(
+        shardwise.check.gradients(
             Net, batch, axes, compose=lambda m: shardwise.shard(parallel(m, axes), mesh=axes)
         )
     with pytest.raises(ConfigError, match=r"\(1, 12\) has no rows that"):
-        shardwise.check_gradients(Net, batch[:1], micro_batches=2)
+        shardwise.check.gradients(Net, batch[:1], micro_batches=2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -219,13 +219,13 @@ class Attention(nn.Module):
 
 def said_of_attention(batch: Tensor, loss: Any) -> str:
     with pytest.raises(GradientError) as caught:
-        shardwise.check_gradients(Attention, batch, loss=loss)
+        shardwise.check.gradients(Attention, batch, loss=loss)
     return str(caught.value)
 
 
 def noise_is_no_matter(rank: int, num_ranks: int) -> None:
     batch = torch.randn(ROWS, 4 * WIDTH, generator=torch.Generator().manual_seed(1))
-    report = shardwise.check_gradients(Attention, batch)
+    report = shardwise.check.gradients(Attention, batch)
     (bias,) = (check for check in report.checks if check.name == "key.bias")
     assert bias.is_rounding
 
@@ -236,7 +236,7 @@ def noise_is_no_matter(rank: int, num_ranks: int) -> None:
     assert "key.weight: the gradient is 2 times too large" in said_of_attention(batch, halves)
     rows = {"local_batch": lambda whole: whole[: 3 if rank else 4], "micro_batches": 2}
     with pytest.raises(ConfigError, match=r"another rank cannot cut|\(3, 48\) has no rows"):
-        shardwise.check_gradients(Attention, batch, **rows)  # type: ignore[arg-type]
+        shardwise.check.gradients(Attention, batch, **rows)  # type: ignore[arg-type]
 
 
 def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together() -> None:

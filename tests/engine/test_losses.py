@@ -51,7 +51,7 @@ def means_are_over_all_tokens(rank: int, num_ranks: int) -> None:
         for part in (mine[:1], mine[1:]):
             with shardwise.accumulate(sharded, last=len(shown) == 1):
                 total = sum_of_losses(sharded, part)
-                loss = shardwise.mean_loss(sharded, total, len(mine))
+                loss = shardwise.parallel.mean_loss(sharded, total, len(mine))
                 loss.backward()
             shown.append(loss.detach())
         for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
@@ -59,8 +59,8 @@ def means_are_over_all_tokens(rank: int, num_ranks: int) -> None:
     summed = [torch.zeros(()) for _ in range(num_ranks)]
     torch.distributed.all_gather(summed, sum(shown, torch.zeros(())))
     assert_rounded_alike(torch.stack(summed).sum(), wanted.detach(), roundings)
-    assert shardwise.mean_loss(sharded, torch.zeros(()), 0) == 0
-    in_bf16 = shardwise.mean_loss(sharded, torch.ones((), dtype=torch.bfloat16), 3)
+    assert shardwise.parallel.mean_loss(sharded, torch.zeros(()), 0) == 0
+    in_bf16 = shardwise.parallel.mean_loss(sharded, torch.ones((), dtype=torch.bfloat16), 3)
     assert in_bf16.dtype == torch.float32
 
 

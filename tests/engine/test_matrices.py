@@ -69,9 +69,9 @@ def check_steps(rank: int, num_ranks: int, stage: int) -> None:
             with shardwise.accumulate(model, last=micro == 1):
                 (model(batch(rank, step, micro)) / 2).backward()
         assert all(p.grad is not None for p in model.parameters())
-        before = dict(shardwise.stats(model).num_collectives)
+        before = dict(shardwise.debug.stats(model).num_collectives)
         optimizer.step()
-        assert dict(shardwise.stats(model).num_collectives) == before
+        assert dict(shardwise.debug.stats(model).num_collectives) == before
         optimizer.zero_grad()
     of_step = [[[batch(r, s, m) for r in range(num_ranks)] for m in range(2)] for s in range(STEPS)]
     truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, stage >= 2)
@@ -174,7 +174,7 @@ def check_any(rank: int, num_ranks: int, stage: int, closes: bool) -> int:
     train(model, optimizer, range(3), closes)
     assert_same_bits(values(model), plainly(range(3)))
     assert optimizer.num_steps == optimizer.param_groups[0]["num_steps"] == 3
-    shardwise.check_replicas(model, optimizer)
+    shardwise.check.replicas(model, optimizer)
     return len(optimizer.state)
 
 

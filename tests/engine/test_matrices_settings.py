@@ -17,6 +17,7 @@ from checking_device import CheckingDevice
 from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise.comm import coalesced, collectives
+from shardwise.config import Schedule
 from shardwise.errors import ConfigError, ReplicaError, ShardError
 from shardwise.interop.fsdp2 import fully_shard
 
@@ -74,7 +75,7 @@ def step(model: Any, optimizer: Any, steps: range, rank: int, clip: float | None
     for number in steps:
         model(batch(rank, number)).backward()
         if clip is not None:
-            shardwise.clip_grad_norm_(model.parameters(), clip)
+            shardwise.parallel.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -92,8 +93,19 @@ def trained(rank: int, clip: float | None = None, **options: Any) -> dict[str, T
 def check_settings(rank: int, num_ranks: int, folder: str) -> None:
     host, files = shardwise.Offload("cpu", "cpu", "cpu"), f"nvme:{folder}"
     alike: dict[str, list[dict[str, Any]]] = {
-        "fp32": [{"prefetch_bytes": 0}, {"bucket_bytes": 1}, {"stage": 1}, {"offload": files}],
-        "bf16": [{}, {"bucket_bytes": 1}, {"stage": 2}, {"offload": "cpu"}, {"offload": host}],
+        "fp32": [
+            {"schedule": Schedule(0)},
+            {"schedule": Schedule(bucket_bytes=1)},
+            {"stage": 1},
+            {"offload": files},
+        ],
+        "bf16": [
+            {},
+            {"schedule": Schedule(bucket_bytes=1)},
+            {"stage": 2},
+            {"offload": "cpu"},
+            {"offload": host},
+        ],
     }
     for precision, settings in alike.items():
         truth = trained(rank, stage=0, precision=precision)
@@ -117,13 +129,13 @@ def over_replicas(rank: int, num_ranks: int) -> None:
     model = shardwise.shard(net(), units=[Block], mesh=mesh, layout="matrices")
     optimizer = mixed(model)
     step(model, optimizer, range(2), rank)
-    shardwise.check_replicas(model, optimizer)
+    shardwise.check.replicas(model, optimizer)
     weight = model.blocks[0].up.weight
     assert shardwise.describe(model).units[1].params[2].owner == 0
     if rank == 0:
         optimizer.state[weight]["momentum_buffer"].to_local()[0, 0] += 1
     with pytest.raises(ReplicaError, match=r"'blocks.0.up.weight', state: ranks 0, 2 differ"):
-        shardwise.check_replicas(model, optimizer)
+        shardwise.check.replicas(model, optimizer)
 
 
 def test_replicas_of_an_owner_step_alike_and_a_difference_is_found() -> None:
@@ -157,9 +169,9 @@ def count_bytes(rank: int, num_ranks: int, by: str) -> int:
         model = shardwise.shard(net(), units=[Block], layout="matrices")
         optimizer = mixed(model)
         step(model, optimizer, range(1), rank)  # by now the first one's order is known
-        before = dict(shardwise.stats(model).sent_bytes)
+        before = dict(shardwise.debug.stats(model).sent_bytes)
         step(model, optimizer, range(1, 2), rank)
-        sent = {k: n - before[k] for k, n in shardwise.stats(model).sent_bytes.items()}
+        sent = {k: n - before[k] for k, n in shardwise.debug.stats(model).sent_bytes.items()}
     others, gathered, reduced, num_trained = num_ranks - 1, 0, 0, 0
     for unit in shardwise.describe(model).units:
         params = {p.name: model.get_parameter(p.name) for p in unit.params}
@@ -190,7 +202,7 @@ def count_bytes(rank: int, num_ranks: int, by: str) -> int:
     assert sent["shard.all_gather"] == gathered
     assert sent["shard.reduce_scatter"] == reduced
     held = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[operator]
-    padding = shardwise.stats(model).param_shard_bytes - held
+    padding = shardwise.debug.stats(model).param_shard_bytes - held
     assert 0 <= padding < 4 * 32 * len(list(model.parameters()))
     return sum(p.to_local().numel() for p in model.parameters() if p.ndim == 2)  # type: ignore[operator]
 
@@ -292,9 +304,9 @@ def in_files(rank: int, num_ranks: int, folder: str) -> None:
     for state in optimizer.state.values():
         of_adamw += sum(state[key].to_local().nbytes for key in ADAMWS if key in state)
         of_muon += state["momentum_buffer"].to_local().nbytes if "momentum_buffer" in state else 0
-    places = shardwise.stats(model, optimizer).bytes_by_place
+    places = shardwise.debug.stats(model, optimizer).bytes_by_place
     assert places["files"] == of_adamw > 0
-    held = shardwise.stats(model).bytes_by_place["host"]
+    held = shardwise.debug.stats(model).bytes_by_place["host"]
     assert places["host"] == held + of_muon + 4 * len(counts)
 
 
@@ -342,9 +354,9 @@ def written(rank: int, num_ranks: int) -> None:
     assert torch.equal(weight.full_tensor(), 2 * value)
     assert float(weight.detach().norm()) == float((2 * value).norm())
     assert torch.equal(copy.deepcopy(model).blocks[0].up.weight.full_tensor(), 2 * value)
-    before = shardwise.stats(model).sent_bytes.get("shard.scalars", 0)
+    before = shardwise.debug.stats(model).sent_bytes.get("shard.scalars", 0)
     weight.full_tensor()
-    sent = shardwise.stats(model).sent_bytes.get("shard.scalars", 0) - before
+    sent = shardwise.debug.stats(model).sent_bytes.get("shard.scalars", 0) - before
     assert sent == (value.nbytes * (num_ranks - 1) if weight.to_local().numel() else 0)
 
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from models import Block, Checkpointed, Stack
 from ranks import run_ranks
 from roundings import assert_rounded_alike
-from shardwise import ShardTensor, shard, stats
+from shardwise import ShardTensor, shard
+from shardwise.debug import stats
 from trainer import STAGES, compare, sample
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from models import Block, Stack
 from ranks import run_ranks
 from shardwise import accumulate, shard
+from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 from shardwise.unit.states import GradState, ParamState
 from trainer import (
@@ -201,7 +202,7 @@ def compare_detours(rank: int, world_size: int) -> None:
             batch[0, 0] = number
     torch.manual_seed(0)
     truth = train_plain(DetoursByStep(), steps, mean_square)
-    for options in [*SPREAD, {"stage": 3, "prefetch_bytes": 1 << 20}]:
+    for options in [*SPREAD, {"stage": 3, "schedule": Schedule(1 << 20)}]:
         torch.manual_seed(0)
         assert_same_run(train(DetoursByStep(), steps, mean_square, **options), truth)
 
@@ -264,7 +265,7 @@ def fail_in_a_window(rank, world_size):
     found = []
     for stage in range(4):
         torch.manual_seed(0)
-        model = shard(Fragile(), stage=stage, reduce_every="step")
+        model = shard(Fragile(), stage=stage, schedule=Schedule(reduce_every="step"))
         x = torch.ones(2, 8)
         with accumulate(model, last=False):
             model(x).sum().backward()
@@ -278,7 +279,7 @@ def fail_in_a_window(rank, world_size):
                 model(x).sum().backward()
             model(x).sum().backward()
         found.append([str(w.message) for w in caught])
-        again = shard(Fragile(), stage=stage, reduce_every="step")
+        again = shard(Fragile(), stage=stage, schedule=Schedule(reduce_every="step"))
         again.load_state_dict(model.state_dict())
         for _ in range(2):
             again(x).sum().backward()

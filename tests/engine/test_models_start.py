@@ -11,6 +11,7 @@ from oracle import Grads, assert_same_bits
 from ranks import run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
 from shardwise import fully_shard, shard
+from shardwise.config import Units
 from shardwise.errors import ConfigError, ShardwiseError
 from trainer import LAYOUTS, full_grads, full_parameters, mean_square, sgd
 
@@ -102,7 +103,7 @@ class Bare(nn.Module):
 def start_with_init(rank: int, world_size: int) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Bare()
-    shard(model, stage=3, init=fill_by_hand)
+    shard(model, stage=3, units=Units(init=fill_by_hand))
     return full_parameters(model)
 
 
@@ -163,7 +164,8 @@ def refuse_unwritten(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=f"model: {names} had no value"):
         shard(on_meta(ALL))
     with pytest.raises(ConfigError, match=r"'blocks.1.scale' and 3 more had no"):
-        shard(on_meta(()), init=lambda m: [nn.init.ones_(p) for p in m.parameters(recurse=False)])
+        ones = Units(init=lambda m: [nn.init.ones_(p) for p in m.parameters(recurse=False)])
+        shard(on_meta(()), units=ones)
     with pytest.raises(ConfigError, match=r"'blocks.1.scale' had no value"):
         shard(on_meta(("scale",) if rank == world_size - 1 else ()))
     assert torch.equal(emptied(())(x), torch.full((2, 3), 14.0))

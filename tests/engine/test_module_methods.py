@@ -83,7 +83,7 @@ def same_gradients(model: nn.Module, wanted: list[Tensor]) -> None:
 
 
 def sent(model: nn.Module, kind: str) -> int:
-    return shardwise.stats(model).num_collectives.get(f"shard.{kind}", 0)
+    return shardwise.debug.stats(model).num_collectives.get(f"shard.{kind}", 0)
 
 
 # -- what they are
@@ -218,7 +218,7 @@ def pinned(rank: int, world: int, folder: str) -> None:
             losses[0].detach(), loss_of(reference, 3, rank).detach(), of_gradient(8, 11, over=36)
         )
         if stage == 3 and world > 1:
-            assert not shardwise.stats(model).param_full_bytes
+            assert not shardwise.debug.stats(model).param_full_bytes
         losses[0].backward()
         for saves in (True, False):
             optimizer.zero_grad()

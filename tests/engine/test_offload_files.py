@@ -20,8 +20,9 @@ from torch import nn
 
 from models import Stack
 from ranks import run_ranks
-from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard, stats
+from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard
 from shardwise.comm.collectives import Comm
+from shardwise.debug import stats
 from shardwise.device import HostTime
 from shardwise.engine import host_room
 from shardwise.engine.api import engine_of

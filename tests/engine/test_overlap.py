@@ -20,19 +20,9 @@ from torch import Tensor, nn
 
 from models import Stack
 from ranks import HANG_S, run_ranks
-from shardwise import (
-    Offload,
-    accumulate,
-    check_replicas,
-    fully_shard,
-    gathered,
-    load,
-    optim,
-    overlap,
-    save,
-    shard,
-    stats,
-)
+from shardwise import Offload, accumulate, fully_shard, gathered, load, optim, overlap, save, shard
+from shardwise.check import replicas as check_replicas
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from shardwise.step import overlap as module

@@ -16,6 +16,7 @@ from oracle import assert_same_bits
 from ranks import run_ranks
 from roundings import SMOOTH_EPS, assert_all_rounded_alike, assert_rounded_alike, of_gradient
 from shardwise import fully_shard, shard
+from shardwise.config import Schedule
 from trainer import (
     HALVES,
     LAYOUTS,
@@ -202,7 +203,13 @@ def train_with_prefetch(rank: int, world_size: int, stage: int) -> None:
         torch.manual_seed(0)
         model = OddModel()
         runs.append(
-            train(model, steps, zero.next_byte_loss, stage=stage, prefetch_bytes=prefetch_bytes)
+            train(
+                model,
+                steps,
+                zero.next_byte_loss,
+                stage=stage,
+                schedule=Schedule(prefetch_bytes=prefetch_bytes),
+            )
         )
     for run in runs[1:]:
         assert_same_run(run, runs[0])
@@ -220,7 +227,7 @@ def order_of_gathers(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
     steps = make_steps(world_size, 2, make_batch=token_batch)
     for prefetch_bytes in (0, None):
         torch.manual_seed(0)
-        model = shard(OddModel(), stage=3, prefetch_bytes=prefetch_bytes)
+        model = shard(OddModel(), stage=3, schedule=Schedule(prefetch_bytes=prefetch_bytes))
         backward_all(model, steps[0], zero.next_byte_loss, rank)
         events = events_of(model)
         for number, block in enumerate(model.blocks):
@@ -245,7 +252,7 @@ ACCUMULATION = [  # every stage as it does by default, and in the other way
     {"stage": stage, "layout": ("rows", "flat")[(stage + number) % 2], **override}
     for stage in range(4)
     for number, override in enumerate(
-        ({}, {"reduce_every": "micro_batch" if stage < 2 else "step"})
+        ({}, {"schedule": Schedule(reduce_every="micro_batch" if stage < 2 else "step")})
     )
 ]
 

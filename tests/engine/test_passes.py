@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ranks import run_ranks
-from shardwise import accumulate, gathered, shard, stats
+from shardwise import accumulate, gathered, shard
+from shardwise.config import Schedule
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.engine.calls import CALL_TRANSITIONS, Call, CallState
 from shardwise.errors import ConfigError, IllegalTransition
@@ -82,7 +84,9 @@ def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_o
 
 def check_sum(rank: int, world_size: int, stage: int) -> None:
     plain = whole_numbers()
-    model = shard(whole_numbers(), stage=stage, units=[nn.Sequential], bucket_bytes=0)
+    model = shard(
+        whole_numbers(), stage=stage, units=[nn.Sequential], schedule=Schedule(bucket_bytes=0)
+    )
     counts = []
     for step in range(3):
         before = dict(stats(model).num_collectives)
@@ -105,7 +109,9 @@ def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(
 
 def check_one_then_sum(rank: int, world_size: int) -> None:
     """Passes through one graph, of one that is alive, say nothing of passes through two."""
-    model = shard(whole_numbers(), stage=3, units=[nn.Sequential], bucket_bytes=0)
+    model = shard(
+        whole_numbers(), stage=3, units=[nn.Sequential], schedule=Schedule(bucket_bytes=0)
+    )
     counts = []
     for numbers in ((0,), (1, 2), (3,), (4, 5)):
         before = stats(model).num_collectives.get("shard.reduce_scatter", 0)
@@ -256,7 +262,9 @@ def check_late_grads_in_any_order(rank: int, world_size: int, stage: int) -> Non
     """Let a penalty's gradients come after the layers' own are on their way; read in two orders."""
     found = []
     for step in (1, -1):
-        model = shard(whole_numbers(), stage=stage, units=nn.Linear, bucket_bytes=0)
+        model = shard(
+            whole_numbers(), stage=stage, units=nn.Linear, schedule=Schedule(bucket_bytes=0)
+        )
         with gathered(model):
             penalty = sum(p.sum() for p in model.parameters())
         (model(inputs(0, rank)).sum() + penalty).backward()

@@ -40,7 +40,7 @@ class Checked:
     def compose(self, model: nn.Module) -> list[nn.Module]:
         self.pipeline = self.makes()
         if self.ties:
-            shardwise.tie(self.pipeline.parts, {"head.weight": "embed.weight"})
+            shardwise.parallel.tie(self.pipeline.parts, {"head.weight": "embed.weight"})
         return self.pipeline.parts
 
     def run(self, parts: list[nn.Module], batch: Any) -> None:
@@ -49,7 +49,7 @@ class Checked:
 
     def report(self, **more: Any) -> GradientReport:
         told = {"compose": self.compose, "run": self.run, "loss": plain_loss, **more}
-        return shardwise.check_gradients(
+        return shardwise.check.gradients(
             lambda: Net(tied=self.tied),
             whole_batch(0, self.axes["dp_shard"].size()),
             self.axes,
@@ -125,11 +125,11 @@ def what_does_not_fit_is_said(rank: int, num_ranks: int) -> None:
     with pytest.raises(ConfigError, match="run: compose= returned several stages"):
         checked.report(run=None)
     with pytest.raises(ConfigError, match="no stage has 'more' of the plain model"):
-        shardwise.check_gradients(
+        shardwise.check.gradients(
             WithMore, batch_of(0, 0), axes, compose=checked.compose, run=checked.run
         )
     with pytest.raises(ConfigError, match=r"make_model: 'blocks\.\d.* the plain one has no such"):
-        shardwise.check_gradients(
+        shardwise.check.gradients(
             lambda: Net(range(1)), batch_of(0, 0), axes, compose=checked.compose, run=checked.run
         )
 

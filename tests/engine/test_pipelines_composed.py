@@ -32,6 +32,7 @@ from pipelines import (
 )
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
+from shardwise.config import Units
 from shardwise.parallel.routing import Routing
 
 STEPS = 2
@@ -74,7 +75,7 @@ def composed(rank: int, num_ranks: int, folder: Path) -> None:
             lambda part, axes=axes, how=settings: shardwise.shard(parallel(part, axes), **how),
         )
         if tied:
-            shardwise.tie(made.parts, {"head.weight": "embed.weight"})
+            shardwise.parallel.tie(made.parts, {"head.weight": "embed.weight"})
         whole = Net(tied=tied)
         optimizers = [torch.optim.SGD(ps, lr=0.5) for ps in (made.params, whole.parameters())]
         replicas = axes["dp_replicate"]
@@ -82,7 +83,7 @@ def composed(rank: int, num_ranks: int, folder: Path) -> None:
             made.step(*batch_of(step, replicas.get_local_rank()))
             x, y = whole_batch(step, replicas.size())
             loss_of(whole(x), y).backward()
-            norm = shardwise.clip_grad_norm_(made.params, 0.5)
+            norm = shardwise.parallel.clip_grad_norm_(made.params, 0.5)
             wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
             assert_rounded_alike(norm, wanted.item(), ROUNDINGS)
             for each in optimizers:
@@ -91,14 +92,14 @@ def composed(rank: int, num_ranks: int, folder: Path) -> None:
         expected = dict(whole.named_parameters(remove_duplicate=False))
         for name, param in made.named().items():
             assert_rounded_alike(full(param), expected[name].detach(), ROUNDINGS, name)
-        shardwise.check_replicas(made.parts, optimizers[0])
+        shardwise.check.replicas(made.parts, optimizers[0])
         shardwise.save(folder / str(number), made.parts, optimizers[0])
 
         # Into stages that are split, cut and sharded otherwise.
         shards = shardwise.Axes(pp=2)
         other = pipelines.pipeline_of("GPipe", shards, 3, by="fully_shard")
         if tied:
-            shardwise.tie(other.parts, {"head.weight": "embed.weight"})
+            shardwise.parallel.tie(other.parts, {"head.weight": "embed.weight"})
         shardwise.load(folder / str(number), other.parts)
         for name, param in other.named().items():
             assert_rounded_alike(full(param), expected[name].detach(), ROUNDINGS, name)
@@ -123,7 +124,9 @@ class ExpertsBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.moe = shardwise.MixtureOfExperts(width, 6, Routing(4, 2), std=0.2, out_std=0.2)
+        self.moe = shardwise.parallel.MixtureOfExperts(
+            width, 6, Routing(4, 2), std=0.2, out_std=0.2
+        )
         nn.init.normal_(self.moe.router.weight)  # so large that rounding decides no choice
 
     def forward(self, x: Any) -> Any:
@@ -131,11 +134,11 @@ class ExpertsBlock(nn.Module):
 
 
 def sharded_by(by: str, part: Any, axes: shardwise.Axes) -> Any:
-    shardwise.spread_experts(part, axes, "blocks.*.moe.experts")
+    shardwise.parallel.spread_experts(part, axes, "blocks.*.moe.experts")
     how = {"mesh": axes, "stage": 3, "precision": "fp32"}
     if by == "fully_shard":
         return BY[by](part, **how)
-    return shardwise.shard(part, units=ExpertsBlock, experts="*.experts", **how)
+    return shardwise.shard(part, units=Units(ExpertsBlock, experts="*.experts"), **how)
 
 
 def experts_in_stages(rank: int, num_ranks: int) -> None:
@@ -163,7 +166,7 @@ def experts_in_stages(rank: int, num_ranks: int) -> None:
             assert_rounded_alike(full(param.grad), grads[name], roundings, what)
         # The norm is one over all stages, whichever parameter comes first.
         params = [p for _, p in sorted(made.named().items(), key=lambda e: ".experts." not in e[0])]
-        assert_rounded_alike(shardwise.clip_grad_norm_(params, 1.0), norm, roundings)
+        assert_rounded_alike(shardwise.parallel.clip_grad_norm_(params, 1.0), norm, roundings)
     patch.undo()
     counts_gathers_of_other_meshes(axes)
 

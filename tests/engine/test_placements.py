@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import shardwise
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
+from shardwise.config import Units
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
 
@@ -75,9 +76,9 @@ def trains(rank: int, num_ranks: int, model: nn.Module, plain: nn.Module, num_su
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert p.shape == q.shape
             assert_rounded_alike(full(p.grad), q.grad, roundings, name)
-        before = shardwise.stats(model).num_collectives
+        before = shardwise.debug.stats(model).num_collectives
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, plain)]
-        after = shardwise.stats(model).num_collectives
+        after = shardwise.debug.stats(model).num_collectives
         sent = {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
         if num_ranks > 1:
             assert sum(sent.values()) == num_sums, sent
@@ -90,7 +91,7 @@ def trains(rank: int, num_ranks: int, model: nn.Module, plain: nn.Module, num_su
     with shardwise.gathered(model):
         torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(copy.deepcopy(model)(x), plain(x), rtol=1e-4, atol=1e-5)
-    shardwise.check_replicas(model, ours)
+    shardwise.check.replicas(model, ours)
 
 
 def experts(rank: int, world_size: int, mesh: DeviceMesh, stage: int, layout: str) -> None:
@@ -105,9 +106,8 @@ def experts(rank: int, world_size: int, mesh: DeviceMesh, stage: int, layout: st
         model,
         stage=stage,
         layout=layout,
-        units=Experts,
+        units=Units(Experts, placements={"layers.*.weight": mesh["efsdp"]}),
         mesh=mesh._flatten("dp"),
-        placements={"layers.*.weight": mesh["efsdp"]},
     )
     weight: Any = model.layers[0].weight
     assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
@@ -125,10 +125,9 @@ def columns(rank: int, world_size: int, stage: int, precision: str) -> None:
     shardwise.shard(
         model,
         stage=stage,
-        units=Experts,
         mesh=mesh,
         precision=precision,
-        placements=lambda name, param: Shard(-1) if param.ndim > 1 else None,
+        units=Units(Experts, placements=lambda name, param: Shard(-1) if param.ndim > 1 else None),
     )
     weight: Any = model.layers[1].weight
     if stage:
@@ -153,9 +152,9 @@ def clips_over_meshes(mesh: DeviceMesh, order: float) -> None:
     model(x).square().mean().backward()
     before = [full(p.grad).double() for p in model.parameters()]
     truth = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in before]), order)
-    sent = shardwise.stats(model).num_collectives
-    found = shardwise.clip_grad_norm_(model.parameters(), 0.05, order)
-    after = shardwise.stats(model).num_collectives
+    sent = shardwise.debug.stats(model).num_collectives
+    found = shardwise.parallel.clip_grad_norm_(model.parameters(), 0.05, order)
+    after = shardwise.debug.stats(model).num_collectives
     assert sum(after.values()) - sum(sent.values()) == 4  # dp; efsdp; efsdp and ep
     assert type(found) is Tensor
     numel = sum(g.numel() for g in before)
@@ -165,20 +164,20 @@ def clips_over_meshes(mesh: DeviceMesh, order: float) -> None:
         assert_rounded_alike(full(param.grad), clipped.float(), numel, "clipped")
     with pytest.raises(RuntimeError, match="non-finite"):
         model.head.weight.grad.to_local().fill_(float("nan"))
-        shardwise.clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
+        shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
 
 
 def clips_as_torch_does(rank: int, world_size: int) -> None:
     """On one mesh the norm and the gradients have the bits of torch's function."""
     found = []
-    for clip in (nn.utils.clip_grad_norm_, shardwise.clip_grad_norm_):
+    for clip in (nn.utils.clip_grad_norm_, shardwise.parallel.clip_grad_norm_):
         torch.manual_seed(0)
         model = shardwise.shard(Net(), mesh=init_device_mesh("cpu", (world_size,)))
         model(batch_of(rank, 1)).square().mean().backward()
         norm = clip(model.parameters(), 0.01)
         found.append([norm, *(full(p.grad) for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert shardwise.clip_grad_norm_([], 1.0) == 0
+    assert shardwise.parallel.clip_grad_norm_([], 1.0) == 0
     mesh = init_device_mesh("cpu", (world_size,))
     params = []
     for rows in (world_size, 1):  # of the second one all but rank 0 have nothing
@@ -187,10 +186,10 @@ def clips_as_torch_does(rank: int, world_size: int) -> None:
             param.grad = torch.full_like(param, 3.0)
         params.append(param)
     for order, norm in ((float("inf"), 3.0), (float("-inf"), 3.0), (1.0, 18.0)):
-        assert shardwise.clip_grad_norm_(params, 1e9, order) == norm, order
+        assert shardwise.parallel.clip_grad_norm_(params, 1e9, order) == norm, order
     plain = nn.Parameter(torch.ones(4))
     plain.grad = torch.full((4,), 2.0)
-    assert shardwise.clip_grad_norm_(plain, 1.0) == 4
+    assert shardwise.parallel.clip_grad_norm_(plain, 1.0) == 4
     assert torch.allclose(plain.grad, torch.full((4,), 0.5))
 
 
@@ -235,7 +234,7 @@ def refuses(mesh: DeviceMesh) -> None:
             model.head.bias = nn.Parameter(placed)
             placements = {"head.bias": options.pop("spread")}
         with pytest.raises(ConfigError, match=said):
-            shardwise.shard(model, placements=placements, **options)
+            shardwise.shard(model, units=Units(placements=placements), **options)
         assert not any(isinstance(p, shardwise.ShardTensor) for p in model.parameters())
 
 

@@ -1,6 +1,7 @@
 """Ranks that do not run the same layers: layerdrop, stochastic depth, a head per task, experts."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, shard
+from shardwise.config import Schedule, Units
 from shardwise.engine.api import engine_of
 from trainer import LAYOUTS, adamw, compare, events_of, full_grads, sgd
 
@@ -79,7 +81,7 @@ class Meeting(nn.Module):
 
 def train_meeting(rank, world_size):
     for stage in (0, 2):
-        model = shard(Meeting(), stage=stage, units=[nn.Linear], hang_timeout=30)
+        model = shard(Meeting(), stage=stage, units=[nn.Linear])
         for step in range(4):  # in passes 2 and 4 ranks are compared
             x = torch.ones(2, 4, requires_grad=True)
             model(x, skips=rank == 1 and step > 0).sum().backward()
@@ -116,7 +118,12 @@ def sums_of_windows(rank, world_size):
     for stage, layout, shape in itertools.product((0, 1, 2), ("rows", "flat"), ((1, 3), (7,))):
         model = Factors(shape)
         shard(
-            model, stage=stage, layout=layout, units=[Factor], precision="bf16", reduce_every="step"
+            model,
+            stage=stage,
+            layout=layout,
+            units=[Factor],
+            precision="bf16",
+            schedule=Schedule(reduce_every="step"),
         )
         for zeroes in (False, True):  # a window that somebody ends half-way, and another one
             for last, given in ((False, 256.0), (True, 1.0)):
@@ -160,7 +167,10 @@ def compare_dropped(rank, world_size, settings, optimizer, num_micro_batches):
 
 def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
     budgets = itertools.cycle((None, 0, 0, None))  # both with each layout
-    settings = [dict(s, prefetch_bytes=b) for s, b in zip(STAYS_FULL, budgets, strict=False)]
+    settings = [
+        dict(s, schedule=Schedule(prefetch_bytes=b))
+        for s, b in zip(STAYS_FULL, budgets, strict=False)
+    ]
     if world_size == 1:  # it skips layers too, but never other ones than its peers
         settings = [settings[n] for n in (0, 3, 4)]
     made_by = {"adamw": adamw, "sgd": sgd}[optimizer]
@@ -175,8 +185,9 @@ def test_ranks_may_skip_different_layers_at_stages_0_to_2(num_ranks, optimizer, 
 
 def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
     optional = ([nn.Linear], [nn.Linear, nn.LayerNorm])[num_micro_batches - 1]
+    chosen = Units(optional=optional)
     settings = [
-        {"stage": 3, "layout": layout, "optional": optional, "prefetch_bytes": budget}
+        {"stage": 3, "layout": layout, "units": chosen, "schedule": Schedule(budget)}
         for layout, budget in (("rows", None), ("rows", 0), ("flat", 0), ("flat", 1 << 20))
     ]
     compare_dropped(rank, world_size, settings, adamw, num_micro_batches)
@@ -243,7 +254,9 @@ def events_of_ranks(rank, world_size, checkpoints):
     for stage in range(4):
         torch.manual_seed(0)
         model = shard(
-            Nested(checkpoints), stage=stage, units=[Inner, nn.Linear], optional=[Inner, nn.Linear]
+            Nested(checkpoints),
+            stage=stage,
+            units=Units([Inner, nn.Linear], optional=[Inner, nn.Linear]),
         )
         events = events_of(model)
         run_steps(model, random, 4)
@@ -260,10 +273,8 @@ def test_all_ranks_start_the_same_collectives_in_the_same_order_whatever_they_sk
 
 
 def skip_nested(rank, world_size):
-    settings = [
-        {"stage": stage, "units": [Inner, nn.Linear], "optional": [Inner, nn.Linear]}
-        for stage in (1, 3)
-    ]
+    both = [Inner, nn.Linear]
+    settings = [{"stage": stage, "units": Units(both, optional=both)} for stage in (1, 3)]
     for checkpoints in (False, True):
         compare(
             rank,
@@ -324,9 +335,9 @@ def events_on_meshes(rank, world_size, checkpoints, waits):
     random = torch.Generator().manual_seed(rank)
     torch.manual_seed(0)
     units = ON_MESHES[checkpoints]
-    options = {"placements": on_meshes(world_size), "units": units, "optional": units}
+    options = {"units": Units(units, optional=units, placements=on_meshes(world_size))}
     budget = 0 if waits else None
-    model = shard(OnMeshes(checkpoints), prefetch_bytes=budget, **options)
+    model = shard(OnMeshes(checkpoints), schedule=Schedule(prefetch_bytes=budget), **options)
     events = []
     for number, comm in enumerate(engine_of(model).comms):
         comm.traffic.events = _Numbered(events, number)
@@ -356,8 +367,11 @@ def test_units_of_one_module_on_several_meshes_are_skipped_in_one_order(checkpoi
 
 def skip_on_meshes(rank, world_size):
     for checkpoints, units in ON_MESHES.items():
-        options = {"placements": on_meshes(world_size), "units": units}
-        settings = [{"stage": 3, "optional": units, **options}, {"stage": 1, **options}]
+        placed = Units(units, placements=on_meshes(world_size))
+        settings = [
+            {"stage": 3, "units": replace(placed, optional=units)},
+            {"stage": 1, "units": placed},
+        ]
         made = partial(OnMeshes, checkpoints)
         compare(rank, world_size, made, settings, loss_of, adamw, draw_batch, num_steps=4)
 
@@ -408,7 +422,12 @@ def test_layerdrop_of_transformers_has_the_losses_of_ddp_that_finds_unused_param
     truth = run_ranks(train_wav2vec2, 2, "ddp", {})
     assert truth[0][1] != truth[1][1] and max(ran for _, ran in truth) < 16
     layer = ["Wav2Vec2EncoderLayer"]
-    for options in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "optional": layer}):
+    for options in (
+        {"stage": 0},
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 3, "units": Units(optional=layer)},
+    ):
         assert run_ranks(train_wav2vec2, 2, "shard", options) == truth, options
     ran_all = run_ranks(train_wav2vec2, 2, "shard", {"stage": 3})  # by transformers' own switch
     assert [ran for _, ran in ran_all] == [16, 16]
@@ -447,7 +466,10 @@ def grads_of_late_gradients(rank, world_size, skips):
         for stage, bucket_bytes in ((0, 1 << 20), (1, 1), (2, 1), (2, 1 << 20)):
             torch.manual_seed(0)
             model = shard(
-                kind().double(), stage=stage, bucket_bytes=bucket_bytes, units=[nn.Linear]
+                kind().double(),
+                stage=stage,
+                schedule=Schedule(bucket_bytes=bucket_bytes),
+                units=[nn.Linear],
             )
             for _ in range(2):
                 model.zero_grad()
@@ -499,7 +521,12 @@ def skip_a_shared_layer(rank, world_size):
     torch.manual_seed(0)
     model = Shared().double()
     layer = model.first.shared
-    model = shard(model, units=[Half, layer], optional=[layer], stage=3, bucket_bytes=0)
+    model = shard(
+        model,
+        units=Units([Half, layer], optional=[layer]),
+        stage=3,
+        schedule=Schedule(bucket_bytes=0),
+    )
     # Four layers, a square and a mean; passes and ranks.
     roundings = of_gradient(8, 8, 8, 8, 1, 24, over=2 * world_size)
     for _ in range(2):

@@ -28,6 +28,7 @@ from ranks import run_ranks, run_sizes
 from shardwise import Offload, Precision, accumulate, gathered, optim, overlap, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
+from shardwise.config import Schedule
 from shardwise.device import follow_current
 from shardwise.engine import activations
 from shardwise.engine.activations import _Input
@@ -197,7 +198,7 @@ def change_at_home(rank: int, world_size: int) -> list[Tensor]:
 
 def drop(rank: int, world_size: int) -> list[Tensor]:
     """Let a model go whose reductions are under way; its slices, and their means, are at home."""
-    model: Any = shard(Stack(), bucket_bytes=1, offload="cpu")
+    model: Any = shard(Stack(), schedule=Schedule(bucket_bytes=1), offload="cpu")
     loss = model(torch.ones(2, 8)).sum()
     loss.backward()
     value = loss.detach()
@@ -291,7 +292,10 @@ for stage in (1, 3):
 matrices_away = {"layout": "matrices", "precision": "bf16"}
 add("slices at home, matrices, bf16", partial(at_home, **matrices_away))
 add("matrices stepped whole", partial(sharded, layout="matrices", make_optimizer=muon))
-add("a reduction per unit", partial(sharded, bucket_bytes=1, make_optimizer=adamw))
+add(
+    "a reduction per unit",
+    partial(sharded, schedule=Schedule(bucket_bytes=1), make_optimizer=adamw),
+)
 for stage, kind in ((1, "int4"), (2, "fp8"), (3, "int8")):
     coded = {"stage": stage, "precision": Precision(torch.bfloat16, torch.float32, gather=kind)}
     add(f"stage {stage}, gathered as {kind}", partial(sharded, **coded))
@@ -299,9 +303,12 @@ for stage, kind in ((1, "int4"), (2, "fp8"), (3, "int8")):
 add("by block, gathered as fp8", partial(by_block, mp_policy=Precision(gather="fp8")))
 for stage in (0, 3):
     add(f"stage {stage}, replicas", partial(hybrid, replicas=2, stage=stage))
-add("no prefetch", partial(sharded, prefetch_bytes=0))
-add("slices at home, prefetch of all", partial(at_home, prefetch_bytes=1 << 30, bucket_bytes=1))
-add("reduced every step", partial(sharded, reduce_every="step"))
+add("no prefetch", partial(sharded, schedule=Schedule(prefetch_bytes=0)))
+add(
+    "slices at home, prefetch of all",
+    partial(at_home, schedule=Schedule(prefetch_bytes=1 << 30, bucket_bytes=1)),
+)
+add("reduced every step", partial(sharded, schedule=Schedule(reduce_every="step")))
 add("checkpointing", partial(sharded, make=partial(Checkpointed, False)))
 add("checkpointing, reentrant", partial(sharded, make=partial(Checkpointed, True)))
 add("various uses", partial(sharded, make=Various))

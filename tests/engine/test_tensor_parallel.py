@@ -91,7 +91,7 @@ def trains(mesh: DeviceMesh, stage: int, layout: str, in_window: bool) -> None:
             each.zero_grad()
         alike(model, plain, lambda p: p, roundings)
     gathered_copied_and_drawn(model, plain, batch_of(9, dp))
-    shardwise.check_replicas(model, optimizer)
+    shardwise.check.replicas(model, optimizer)
 
 
 def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
@@ -129,7 +129,7 @@ def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
         pass
     x = batch_of(1, 1)
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
-    shardwise.check_replicas(model)
+    shardwise.check.replicas(model)
     with shardwise.gathered(model):
         torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
         assert model.layers[0].up.weight.placements == (Shard(0),)
@@ -220,11 +220,11 @@ def saves_over_two_axes(folder: str) -> None:
 def finds_copies_that_differ(mesh: DeviceMesh) -> None:
     """What tensor parallelism does not cut has copies along its axis; one that differs is named."""
     model: Any = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
-    shardwise.check_replicas(model)
+    shardwise.check.replicas(model)
     if torch.distributed.get_rank() == 2:
         model.head.weight.to_local().add_(1)
     with pytest.raises(ReplicaError, match=r"'head.weight', value: ranks 2, 3 differ from"):
-        shardwise.check_replicas(model)
+        shardwise.check.replicas(model)
 
 
 def refuses_optimizers_of_matrices(mesh: DeviceMesh) -> None:

@@ -34,12 +34,12 @@ ROUNDINGS = STEPS * of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=24)
 
 def tied_pipeline(schedule: str, axes: shardwise.Axes, **settings: Any) -> Pipeline:
     made = pipeline_of(schedule, axes, micro_batches_of(schedule, 2), **settings)
-    shardwise.tie(made.parts, NAMES)
+    shardwise.parallel.tie(made.parts, NAMES)
     return made
 
 
 def sent_for_tied(made: Pipeline) -> int:
-    return sum(shardwise.stats(p).sent_bytes.get("stages.tied", 0) for p in made.parts)
+    return sum(shardwise.debug.stats(p).sent_bytes.get("stages.tied", 0) for p in made.parts)
 
 
 def tied_steps(rank: int, num_ranks: int, folder: Path, cases: list[tuple[str, str, int]]) -> None:
@@ -57,7 +57,7 @@ def tied_steps(rank: int, num_ranks: int, folder: Path, cases: list[tuple[str, s
             x, y = whole_batch(step, dp.size())
             loss_of(whole(x), y).backward()
             if step:  # without it the optimizer's step sums
-                norm = shardwise.clip_grad_norm_(made.params, 0.5)
+                norm = shardwise.parallel.clip_grad_norm_(made.params, 0.5)
                 wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
                 assert_rounded_alike(norm, wanted.item(), ROUNDINGS)
             for each in (optimizer, reference):
@@ -70,7 +70,7 @@ def tied_steps(rank: int, num_ranks: int, folder: Path, cases: list[tuple[str, s
         expected = dict(whole.named_parameters(remove_duplicate=False))
         for name, param in made.named().items():
             assert_rounded_alike(full(param), expected[name].detach(), ROUNDINGS, name)
-        shardwise.check_replicas(made.parts, optimizer)
+        shardwise.check.replicas(made.parts, optimizer)
         shardwise.save(folder / str(number), made.parts, optimizer)
 
         # Into other stages, and into one model that is tied in itself.
@@ -125,7 +125,7 @@ def what_cannot_be_tied(rank: int, num_ranks: int) -> None:
 
     def refused(part: nn.Module, names: Any, match: str) -> None:
         with pytest.raises(ConfigError, match=match):
-            shardwise.tie(shardwise.shard(part, mesh=axes), names)
+            shardwise.parallel.tie(shardwise.shard(part, mesh=axes), names)
 
     ends = ("a", "b")
     refused(Ends(ends[place]), {"c": "a"}, "no stage has a parameter 'c'")
@@ -143,15 +143,15 @@ def what_cannot_be_tied(rank: int, num_ranks: int) -> None:
     part: Any = Ends(ends[place])
     before = part.get_parameter(ends[place]).detach().clone()
     part = shardwise.shard(part, mesh=axes)
-    shardwise.tie(part, {"b": "a"})
+    shardwise.parallel.tie(part, {"b": "a"})
     ((name, param),) = part.named_parameters()
     assert name == ends[place]
     assert torch.equal(full(param), before) == (place == 0)  # all take the first stage's values
-    shardwise.check_replicas(part)
+    shardwise.check.replicas(part)
     if place:
         param.to_local()[0, 0] += 1
     with pytest.raises(ReplicaError, match=r"'a'.*ranks 0, 1 differ"):
-        shardwise.check_replicas(part)
+        shardwise.check.replicas(part)
 
 
 def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found() -> None:
@@ -171,7 +171,7 @@ def tied_over_a_window(rank: int, num_ranks: int) -> None:
                 made.step(*batch_of(number, 0))
             x, y = whole_batch(number, 1)
             loss_of(whole(x), y).backward()
-        shardwise.clip_grad_norm_(made.params, 1e9)
+        shardwise.parallel.clip_grad_norm_(made.params, 1e9)
         optimizer.step()
         torch.optim.SGD(whole.parameters(), lr=0.5).step()
         assert sent_for_tied(made) - before == 4 * (WORDS * WIDTH + 1)
@@ -192,10 +192,10 @@ def frozen_copies_send_nothing(rank: int, num_ranks: int) -> None:
 
     axes = shardwise.Axes(pp=2)
     made = Pipeline("1F1B", axes, 2, frozen)
-    shardwise.tie(made.parts, NAMES)
+    shardwise.parallel.tie(made.parts, NAMES)
     before = sent_for_tied(made)
     made.step(*batch_of(0, 0))
-    shardwise.clip_grad_norm_(made.params, 1.0)
+    shardwise.parallel.clip_grad_norm_(made.params, 1.0)
     torch.optim.SGD(made.params, lr=0.5).step()
     assert sent_for_tied(made) == before
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import describe, gathered, shard
+from shardwise.config import Units
 from trainer import compare, full_parameters, make_steps, train, train_plain
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
@@ -178,7 +179,7 @@ def start_llama_on_meta(rank: int, world_size: int) -> dict[str, Tensor]:
     """Initialise by the model's own rule, given as init=."""
     with torch.device("meta"):
         model = make_llama()
-    shard(model, stage=3, init=model._init_weights)
+    shard(model, stage=3, units=Units(init=model._init_weights))
     loss = own_loss(model, torch.tensor([[1, 2, 3]]))
     assert loss.isfinite()
     return full_parameters(model)

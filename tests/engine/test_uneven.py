@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: `shardwise.join`."""
+"""Ranks with different numbers of batches: `shardwise.parallel.join`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +11,9 @@ from models import Stack, stack_roundings
 from oracle import Grads, assert_same_bits, average, copy
 from ranks import run_ranks
 from roundings import assert_all_rounded_alike
-from shardwise import accumulate, fully_shard, join, shard
+from shardwise import accumulate, fully_shard, shard
 from shardwise.errors import ConfigError
+from shardwise.parallel import join
 from trainer import full_parameters, mean_square, sgd
 
 LENGTHS = [[3], [4, 1], [2, 5, 1]]  # by the number of ranks

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from models import Stack
 from oracle import assert_same_bits
 from ranks import run_ranks
-from shardwise import shard, stats
+from shardwise import shard
+from shardwise.debug import stats
 from shardwise.engine.wrappers import wrapped_by
 from trainer import adamw, assert_same_grads, events_of, full_grads, full_parameters
 

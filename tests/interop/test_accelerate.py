@@ -19,6 +19,7 @@ from oracle import assert_same_bits
 from programs import run_example
 from ranks import run_ranks
 from shardwise import fully_shard, gathered, shard
+from shardwise.config import Schedule
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from trainer import full_parameters
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 BY_CALLS: dict[str, Any] = {"by": "fully_shard"}  # instead of shard()'s options
 # Stages 2 and 3 sum over ranks first where micro-batches are many; DDP sums over micro-batches.
-SETTINGS = [{"stage": stage, "reduce_every": "step"} for stage in range(4)]
+SETTINGS = [{"stage": stage, "schedule": Schedule(reduce_every="step")} for stage in range(4)]
 
 
 class Dropping(Stack):
@@ -338,7 +339,7 @@ def save_in_a_window(rank: int, world_size: int, folder: str) -> None:
         accelerator = ours.Accelerator(
             cpu=True, gradient_accumulation_steps=2, project_config=project
         )
-        run = Run(accelerator, {"stage": 3, "reduce_every": "step"})
+        run = Run(accelerator, {"stage": 3, "schedule": Schedule(reduce_every="step")})
         checkpoints = Path(folder, "checkpoints")
         accelerator.save_state()
         steps = run.steps()

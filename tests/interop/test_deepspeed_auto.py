@@ -11,13 +11,13 @@ import torch
 import yaml
 
 from programs import run_program
-from shardwise import from_deepspeed
 from shardwise.cli.convert import run_command as convert
 from shardwise.cli.train import _with_deepspeed
 from shardwise.cli.train import run_command as train
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.report import Report
-from shardwise.interop.deepspeed.train_keys import read_train_keys
+from shardwise.interop.deepspeed import from_deepspeed
+from shardwise.interop.deepspeed.reader import Report
+from shardwise.interop.deepspeed.run_keys import read_train_keys
 from shardwise.train.checks import resolve_batch
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import RankPlace

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.schedules import _TORCHS
+from shardwise.interop.deepspeed.run_keys import _said_keys
 from shardwise.interop.deepspeed.settings import DeepSpeedSettings, from_deepspeed
-from shardwise.interop.deepspeed.train_keys import _unsaid
+from shardwise.interop.foreign_keys import TORCH_SCHEDULERS
 
 AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
 
@@ -52,7 +52,7 @@ def test_a_copy_of_the_settings_still_misses_what_is_auto(
 
 
 def test_the_options_of_torchs_schedulers_are_those_of_their_signatures() -> None:
-    for name, options in _TORCHS.items():
+    for name, options in TORCH_SCHEDULERS.items():
         made = inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters
         # a file cannot hold a function
         assert set(options) == set(made) - {"optimizer", "scale_fn"}, name
@@ -105,4 +105,4 @@ def test_a_wrong_value_is_told_as_ours(build: Callable[[], object], named: str) 
 def test_a_file_says_a_key_of_ours_where_its_own_key_has_a_value(
     content: dict[str, Any], said: set[str]
 ) -> None:
-    assert _unsaid({}) - _unsaid(content) == said
+    assert _said_keys(content) == said

@@ -7,7 +7,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
-from shardwise import from_deepspeed, shard
+from shardwise import shard
+from shardwise.interop.deepspeed import from_deepspeed
 
 NUM_STEPS = 5
 

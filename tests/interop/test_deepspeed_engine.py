@@ -14,7 +14,7 @@ from ranks import run_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
 from shardwise import accumulate, shard
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.interop.deepspeed.settings import from_deepspeed
+from shardwise.interop.deepspeed import from_deepspeed
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 NUM_STEPS = 6

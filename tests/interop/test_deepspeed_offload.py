@@ -10,7 +10,7 @@ from ranks import run_ranks
 from shardwise import Offload, shard
 from shardwise.errors import ConfigError
 from shardwise.homes import resolve_offload
-from shardwise.interop.deepspeed.settings import from_deepspeed
+from shardwise.interop.deepspeed import from_deepspeed
 from shardwise.train.config import load_config
 from test_deepspeed_settings import leaves
 

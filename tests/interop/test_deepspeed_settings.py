@@ -10,19 +10,11 @@ import pytest
 import torch
 
 from shardwise import Precision, shard
-from shardwise.config import PRECISIONS
+from shardwise.config import PRECISIONS, Schedule
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.optimizers import _RATES, REFUSED
-from shardwise.interop.deepspeed.schedules import _TORCHS
-from shardwise.interop.deepspeed.settings import from_deepspeed
-from shardwise.interop.foreign_keys import (
-    BF16,
-    DEEPSPEED,
-    FP16,
-    OFFLOAD_OPTIMIZER,
-    OFFLOAD_PARAM,
-    ZERO,
-)
+from shardwise.interop.deepspeed import from_deepspeed
+from shardwise.interop.deepspeed.blocks import RATES
+from shardwise.interop.foreign_keys import KEYS, REFUSED_OPTIMIZERS, TORCH_SCHEDULERS
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
 WHOLE: dict[str, Any] = {
@@ -54,7 +46,7 @@ WHOLE: dict[str, Any] = {
 
 def test_a_config_becomes_the_arguments_of_a_loop() -> None:
     settings = from_deepspeed(WHOLE, world_size=8)
-    assert settings.shard == {"stage": 3, "prefetch_bytes": 10**8, "precision": "bf16"}
+    assert settings.shard == {"stage": 3, "schedule": Schedule(10**8), "precision": "bf16"}
     assert set(settings.shard) <= set(inspect.signature(shard).parameters)
     batch = settings.batch
     assert (batch.micro_batch, batch.accumulation, batch.global_batch) == (4, 8, 256)
@@ -219,9 +211,9 @@ def test_the_tables_of_optimizers_and_schedulers_are_those_of_torch() -> None:
         made = inspect.signature(optimizer_class(name).__init__).parameters
         own = {"decoupled_weight_decay"} if name == "adam" else set()
         assert set(arguments) == set(made) - {"self", "params"} - own, title
-        assert made["lr"].default == _RATES.get(name, 1e-3), title
-        assert name not in REFUSED
-    for title in _TORCHS:
+        assert made["lr"].default == RATES.get(name, 1e-3), title
+        assert name not in REFUSED_OPTIMIZERS
+    for title in TORCH_SCHEDULERS:
         assert hasattr(torch.optim.lr_scheduler, title)
     settings = from_deepspeed({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}})
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -319,11 +311,11 @@ def test_what_is_wrong_is_refused_by_name(content: dict[str, Any], named: str) -
     assert str(caught.value).startswith("config: ")
 
 
-@pytest.mark.parametrize("kind", sorted(REFUSED))
+@pytest.mark.parametrize("kind", sorted(REFUSED_OPTIMIZERS))
 def test_an_optimizer_that_cannot_step_on_shards_is_refused_with_the_reason(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.type: ") as caught:
         from_deepspeed({"optimizer": {"type": kind, "params": {}}})
-    assert REFUSED[kind] in str(caught.value)
+    assert REFUSED_OPTIMIZERS[kind] in str(caught.value)
 
 
 def test_a_key_that_stands_there_twice_is_refused_and_a_missing_file_too(tmp_path: Path) -> None:
@@ -345,7 +337,7 @@ def test_integral_floats_are_whole_numbers_and_null_is_as_if_it_were_not_there()
         | {"scheduler": None, "fp16": None, "communication_data_type": None},
         world_size=3,
     )
-    assert settings.shard == {"stage": 2, "prefetch_bytes": 4000, "precision": "fp32"}
+    assert settings.shard == {"stage": 2, "schedule": Schedule(4000), "precision": "fp32"}
     assert settings.batch.global_batch == 6
     assert settings.report.ignored["scheduler"].startswith("null")
     assert from_deepspeed({"zero_optimization": True}).shard["stage"] == 1
@@ -364,11 +356,11 @@ def test_what_is_not_in_the_file_and_still_counts_is_told() -> None:
 
 def test_every_key_of_the_tables_has_a_reason_or_a_reader() -> None:
     """A key without a reason must be taken: else the walk would have no handler for it."""
-    tables = {"": DEEPSPEED, "zero_optimization.": ZERO, "fp16.": FP16, "bf16.": BF16}
-    tables |= {"zero_optimization.offload_param.": OFFLOAD_PARAM}
-    tables |= {"zero_optimization.offload_optimizer.": OFFLOAD_OPTIMIZER}
-    for prefix, table in tables.items():
-        for name in table:
+    for section in KEYS:
+        if section.startswith("accelerate") or section.endswith(".params"):
+            continue
+        prefix = "" if section == "top" else f"{section}."
+        for name in KEYS[section]:
             for value in (1, {}, "auto"):
                 try:
                     told = from_deepspeed(nested(prefix + name, value)).report

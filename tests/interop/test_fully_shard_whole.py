@@ -143,12 +143,12 @@ def what_is_told(rank: int, world_size: int) -> None:
     assert (mine.stage, mine.num_shards) == (theirs.stage, theirs.num_shards)
     assert (mine.full_bytes, mine.rank_bytes) == (theirs.full_bytes, theirs.rank_bytes)
     assert {u.name for u in mine.units} == {"", "blocks.0", "blocks.1"}
-    told = shardwise.stats(model)
-    assert told.param_shard_bytes == shardwise.stats(other).param_shard_bytes
+    told = shardwise.debug.stats(model)
+    assert told.param_shard_bytes == shardwise.debug.stats(other).param_shard_bytes
     assert told.param_full_peak_bytes >= told.param_full_bytes
     if world_size > 1:
         assert sum(told.sent_bytes.values()) > 0
-    shardwise.check_replicas(model, optimizers[0])
+    shardwise.check.replicas(model, optimizers[0])
 
     with shardwise.accumulate(model, last=False):
         train_without_step(model)
@@ -204,12 +204,12 @@ def test_full_parameters_may_be_read_changed_and_differentiated(world_size: int)
 def differ(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = sharded("fully_shard", mesh)
-    shardwise.check_replicas(model)
+    shardwise.check.replicas(model)
     if rank == 1:
         with torch.no_grad():
             next(model.parameters()).to_local()[0, 0] += 1  # type: ignore[attr-defined]
     try:
-        shardwise.check_replicas(model)
+        shardwise.check.replicas(model)
     except ReplicaError as error:
         return str(error)
     return ""

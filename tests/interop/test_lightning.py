@@ -25,6 +25,7 @@ from oracle import assert_same_bits
 from programs import ROOT, run_program
 from ranks import run_ranks
 from shardwise import Precision, fully_shard, gathered, save, shard
+from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.interop.lightning import ShardwiseStrategy
@@ -231,7 +232,10 @@ def fit_like_ddp(rank: int, world_size: int) -> None:
             assert_same_fit(sharded, plain)
         assert [u.name for u in engine_of(sharded[0]).units] == ["", "blocks.0", "blocks.1"]
         windows = fit("ddp", rank, world_size, accumulate_grad_batches=4)
-        for strategy in ("shardwise_stage_1", ShardwiseStrategy(reduce_every="step")):
+        for strategy in (
+            "shardwise_stage_1",
+            ShardwiseStrategy(schedule=Schedule(reduce_every="step")),
+        ):
             sharded = fit(strategy, rank, world_size, accumulate_grad_batches=4)
             assert_same_fit(sharded, windows)
         manual = fit("ddp_find_unused_parameters_true", rank, world_size, TwoNetworks)

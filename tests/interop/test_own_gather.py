@@ -241,7 +241,7 @@ def alike_in_every_way(rank: int, world_size: int) -> None:
                     x = torch.arange(2.0 * ROWS[kind]).view(2, -1).add(step) / 7
                     loss = model(x).float().square().mean()
                     loss.backward()
-                    norm = shardwise.clip_grad_norm_(model.parameters(), 0.1)
+                    norm = shardwise.parallel.clip_grad_norm_(model.parameters(), 0.1)
                     found[how].append((loss.item(), norm.item()))
                     optimizer.step()
                     optimizer.zero_grad()
@@ -261,11 +261,11 @@ def replicas(rank: int, world_size: int) -> None:
             model = sharded(kind, how, mesh=mesh)
             optimizer = adam(model)
             step_losses(model, optimizer, range(1))
-            shardwise.check_replicas(model, optimizer)
+            shardwise.check.replicas(model, optimizer)
             *_, last = plain_parts(model.blocks[1].weight._local_tensor).values()
             last[0, 0] += rank
             with pytest.raises(ReplicaError, match=r"'blocks\.1\.weight', value"):
-                shardwise.check_replicas(model, optimizer)
+                shardwise.check.replicas(model, optimizer)
 
 
 def refuse(rank: int, world_size: int) -> None:

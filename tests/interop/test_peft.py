@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from oracle import assert_same_bits
 from peft_models import VARIANTS, Stack, loss_of, make_llama
 from ranks import run_ranks
-from shardwise import describe, shard, stats
+from shardwise import describe, shard
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.layout.units import partition_into_units
 from shardwise.plan.candidate import Candidate

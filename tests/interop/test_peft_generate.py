@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from peft_models import lora_llama, loss_of, make_llama
 from ranks import run_ranks
-from shardwise import fully_shard, gathered, shard, stats
+from shardwise import fully_shard, gathered, shard
+from shardwise.debug import stats
 from shardwise.errors import ShardError
 from trainer import assert_same_grads, full_grads
 

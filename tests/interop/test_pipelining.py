@@ -109,7 +109,9 @@ def torchs_own(part: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gathers_of(parts: list[nn.Module]) -> int:
-    return sum(shardwise.stats(part).num_collectives.get("shard.all_gather", 0) for part in parts)
+    return sum(
+        shardwise.debug.stats(part).num_collectives.get("shard.all_gather", 0) for part in parts
+    )
 
 
 def is_at_rest(part: nn.Module) -> None:

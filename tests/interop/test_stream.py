@@ -1,4 +1,4 @@
-"""`shardwise.stream`: full weights one after the other, from any stage and composition."""
+"""`shardwise.interop.stream`: full weights one after the other, from any stage and composition."""
 
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise
 from pipelines import Net, stage_of
 from ranks import run_ranks
+from shardwise.config import Units
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.interop.transformers import save_pretrained
@@ -49,7 +50,7 @@ class Small(nn.Module):
 def assert_streamed(
     model: Any, want: State, ranks: list[int] | None = None, dtype: Any = None, bucket: int = 256
 ) -> None:
-    got = dict(shardwise.stream(model, ranks=ranks, dtype=dtype, bucket_bytes=bucket))
+    got = dict(shardwise.interop.stream(model, ranks=ranks, dtype=dtype, bucket_bytes=bucket))
     if ranks is not None and dist.get_rank() not in ranks:
         assert not got
         return
@@ -98,9 +99,9 @@ def small_models(rank: int, num_ranks: int) -> None:
         for ranks in (None, [num_ranks - 1], list(range(num_ranks))):
             others = [r for r in range(num_ranks) if r != rank and r in (ranks or range(num_ranks))]
             for bucket in (0, 256, 1 << 20):
-                before = shardwise.stats(model).sent_bytes.get("shard.stream", 0)
+                before = shardwise.debug.stats(model).sent_bytes.get("shard.stream", 0)
                 assert_streamed(model, want, ranks, None, bucket)
-                sent = shardwise.stats(model).sent_bytes.get("shard.stream", 0) - before
+                sent = shardwise.debug.stats(model).sent_bytes.get("shard.stream", 0) - before
                 assert sent == (held * len(others) if is_cut else 0)
         assert_streamed(model, want, None, torch.bfloat16)
         assert torch.isfinite(model(torch.ones(2, 7)).sum())  # and it goes on
@@ -164,7 +165,7 @@ def composed(rank: int, num_ranks: int) -> None:
     for degrees in ({"ep": 2}, {"ep": 4, "tp": 2}):
         axes = shardwise.Axes(**degrees)
         mixture: Any = spread_experts(experts(), axes)
-        shardwise.shard(mixture, mesh=axes, experts="*.experts")
+        shardwise.shard(mixture, mesh=axes, units=Units(experts="*.experts"))
         for ranks in asks:
             assert_streamed(mixture, plain, ranks)
 
@@ -182,7 +183,7 @@ def under_hub_names(rank: int, num_ranks: int, folder: Path) -> None:
         model: Any = shardwise.shard(make())
         save_pretrained(model, folder / name)
         want = load_file(folder / name / "model.safetensors")
-        got = dict(shardwise.stream(model, ranks=[1]))
+        got = dict(shardwise.interop.stream(model, ranks=[1]))
         if rank == 1:
             assert got.keys() == want.keys()
             assert all(torch.equal(got[key], want[key]) for key in want)
@@ -200,14 +201,14 @@ WIDTH, BUCKET = 128, 4 * 128 * 8
 def peak_of_streaming(rank: int, num_ranks: int) -> tuple[int, int]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     shardwise.shard(model, units=nn.Linear)
-    for _ in shardwise.stream(model):  # groups and their buffers are there
+    for _ in shardwise.interop.stream(model):  # groups and their buffers are there
         pass
     with traced() as trace:
         with trace.window("all"):
-            for name, weight in shardwise.stream(model, bucket_bytes=BUCKET):
+            for name, weight in shardwise.interop.stream(model, bucket_bytes=BUCKET):
                 del name, weight
         with trace.window("one"):
-            for name, weight in shardwise.stream(model, ranks=[0], bucket_bytes=BUCKET):
+            for name, weight in shardwise.interop.stream(model, ranks=[0], bucket_bytes=BUCKET):
                 del name, weight
     return trace.peak("all"), trace.peak("one")
 
@@ -224,14 +225,14 @@ def test_one_weight_and_a_bucket_are_in_memory_on_the_ranks_that_take_them() -> 
 def refusals(rank: int, num_ranks: int) -> None:
     model = shardwise.shard(Small(), units=nn.Linear)
     with pytest.raises(ConfigError, match=r"ranks=\[9\]: expected ranks of the world, 0 to 1"):
-        shardwise.stream(model, ranks=[9])
+        shardwise.interop.stream(model, ranks=[9])
     with pytest.raises(ConfigError, match=r"the ranks differ.*ranks=\[0\]"):
-        shardwise.stream(model, ranks=[rank])
+        shardwise.interop.stream(model, ranks=[rank])
     with pytest.raises(ConfigError, match=r"dtype=torch\.int8: expected a floating-point dtype"):
-        shardwise.stream(model, dtype=torch.int8)
+        shardwise.interop.stream(model, dtype=torch.int8)
     with shardwise.gathered(model), pytest.raises(StateError, match="the model is gathered"):
-        shardwise.stream(model)
-    weights = shardwise.stream(model, bucket_bytes=0)
+        shardwise.interop.stream(model)
+    weights = shardwise.interop.stream(model, bucket_bytes=0)
     next(weights)
     with torch.no_grad():
         model.head.weight.mul_(2)

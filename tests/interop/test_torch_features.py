@@ -19,7 +19,9 @@ from oracle import assert_same_bits
 from programs import run_program
 from ranks import run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
-from shardwise import gathered, shard, stats
+from shardwise import gathered, shard
+from shardwise.config import Schedule
+from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
 from shardwise.interop.fsdp2 import fully_shard
@@ -130,7 +132,11 @@ def compare_autocast(rank: int, world_size: int) -> None:
     steps = make_steps(world_size, num_steps=3, num_micro_batches=2)
     for make in (Stack, Checkpointed):
         runs = []
-        for options in (None, {"stage": 1}, {"stage": 3, "reduce_every": "step"}):
+        for options in (
+            None,
+            {"stage": 1},
+            {"stage": 3, "schedule": Schedule(reduce_every="step")},
+        ):
             model = seeded(make)
             called: Any = shard(model, **options) if options else DistributedDataParallel(model)
             optimizer = adamw(called.parameters())
@@ -207,7 +213,9 @@ def assert_between(profiler: Any, label: str, work: str) -> None:
     assert any(begin.end <= t.start and t.end <= end.start for t in inside)
 
 
-@pytest.mark.parametrize("sharded", [partial(shard, bucket_bytes=0), shard_fully])
+@pytest.mark.parametrize(
+    "sharded", [partial(shard, schedule=Schedule(bucket_bytes=0)), shard_fully]
+)
 def test_a_profile_names_every_unit_in_every_phase(sharded: Any) -> None:
     for labels in run_ranks(profile_step, 2, sharded):
         phases: dict[str, set[str]] = {}

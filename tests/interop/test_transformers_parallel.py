@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import shardwise
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
+from shardwise.config import Units
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.interop.transformers import parallelize, save_pretrained
@@ -52,7 +53,9 @@ def make(kind: str) -> Any:
 def composed(kind: str, axes: shardwise.Axes, by: str) -> Any:
     model = parallelize(make(kind), axes)
     if by == "shard":
-        return shardwise.shard(model, mesh=axes, experts="*.experts" if kind == "mixtral" else ())
+        return shardwise.shard(
+            model, mesh=axes, units=Units(experts="*.experts" if kind == "mixtral" else ())
+        )
     for layer in model.model.layers:
         fully_shard(layer, mesh=axes)
     return fully_shard(model, mesh=axes)
@@ -70,7 +73,7 @@ def two_steps(model: Any, batches: list[list[torch.Tensor]]) -> list[torch.Tenso
                 continue
             with shardwise.accumulate(model, last=part is parts[-1]):
                 (model(input_ids=part, labels=part).loss / len(parts)).backward()
-        norms.append(shardwise.clip_grad_norm_(model.parameters(), 1.0))
+        norms.append(shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
     return norms
 
@@ -150,12 +153,12 @@ def cut_sequences_train_as_whole_ones(
         ]
         (sum(losses) / whole).backward()
         model = composed("qwen3", axes, "shard")
-        context = shardwise.ContextParallel(model, axes, method)  # type: ignore[arg-type]
+        context = shardwise.parallel.ContextParallel(model, axes, method)  # type: ignore[arg-type]
         packed = None if len(documents) == 1 else documents
         with context.cut(ids, labels, documents=packed) as (part, wanted, positions):
             logits = model(input_ids=part, position_ids=positions).logits[0]
             total = nn.functional.cross_entropy(logits, wanted[0], reduction="sum")
-            shardwise.mean_loss(model, total, wanted.numel()).backward()
+            shardwise.parallel.mean_loss(model, total, wanted.numel()).backward()
         for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             assert_rounded_alike(p.grad.full_tensor(), q[1].grad, ROUNDINGS, f"{name}, {axes}")
         # A whole sequence is computed as ever afterwards, padding included.
@@ -202,7 +205,7 @@ def tied_weights_stay_tied(rank: int, num_ranks: int) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with pytest.raises(ConfigError, match=r"is a DTensor already; call parallelize\(\) once"):
         parallelize(model, axes)
-    shardwise.check_gradients(
+    shardwise.check.gradients(
         tied,
         {"input_ids": ids, "labels": ids},
         axes,

@@ -14,6 +14,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shardwise import shard
+from shardwise.config import Schedule
 from shardwise.errors import CheckpointError, ConfigError
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
@@ -62,7 +63,7 @@ def compare_with_ddp(rank: int, folder: Path) -> None:
         ({}, [{"stage": 0}, {"stage": 3}]),
         (
             {"gradient_accumulation_steps": 2},
-            [{"stage": 1}, {"stage": 3, "reduce_every": "step"}],
+            [{"stage": 1}, {"stage": 3, "schedule": Schedule(reduce_every="step")}],
         ),
         ({"max_grad_norm": 0.5}, [{"stage": 3}]),
         ({"bf16": True, "activation_checkpointing": True}, [{"stage": 3}]),
@@ -274,16 +275,18 @@ def train_adapters(rank: int, folder: Path) -> None:
     plain = train(folder / "plain", *adapted(), Stock, gradient_accumulation_steps=2)
     model, data = adapted()
     options: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2}
-    trainer = train(folder / "run", shard(model, reduce_every="step"), data, **options)
+    trainer = train(
+        folder / "run", shard(model, schedule=Schedule(reduce_every="step")), data, **options
+    )
     assert losses(trainer) == losses(plain)
     with as_on_gpus():
-        model = prepare(shard(adapted()[0], reduce_every="step"))
+        model = prepare(shard(adapted()[0], schedule=Schedule(reduce_every="step")))
         options |= {"save_only_model": True}
         stock = train(folder / "stock", model, data, Stock, **options)
     assert losses(stock) == losses(plain)
     loaded = PeftModel.from_pretrained(model_and_data()[0], folder / "stock" / "checkpoint-4")
     assert_same_tensors(full(stock.model), loaded.state_dict())
-    again = shard(adapted()[0], reduce_every="step")
+    again = shard(adapted()[0], schedule=Schedule(reduce_every="step"))
     middle = folder / "run" / "checkpoint-2"
     assert losses(train(folder / "run", again, data, resume=middle, **options)) == losses(plain)
     loaded = PeftModel.from_pretrained(model_and_data()[0], folder / "run" / "checkpoint-4")

@@ -26,6 +26,7 @@ from models import Checkpointed, Stack
 from shardwise import fully_shard, observe, shard
 from shardwise.checkpoint.files import Writer
 from shardwise.comm.point_to_point import _Exchange
+from shardwise.config import Schedule
 from shardwise.offload.files import System
 from shardwise.trace import Tracer
 
@@ -253,13 +254,13 @@ def slow_disk(rank: int, model: nn.Module) -> Iterator[None]:
 
 def copies_only(world_size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
-    return {"stage": 3, "mesh": mesh, "shard_axis": "shard", "replicate_axis": "replicate"}
+    return {"stage": 3, "mesh": mesh["replicate", "shard"]}
 
 
 def pair_of_pairs(world_size: int) -> dict[str, Any]:
     shape = (2, world_size // 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return {"stage": 3, "mesh": mesh, "shard_axis": "shard", "replicate_axis": "replicate"}
+    return {"stage": 3, "mesh": mesh["replicate", "shard"]}
 
 
 HALF = {"scaler": 2000, "autocast": True, "steps": 14}
@@ -272,9 +273,13 @@ FAULTS = {
     "units too small": Scenario("SW003", 3, FineStack, {"stage": 3, "units": nn.Linear}),
     "one large unit": Scenario("SW004", 3, WideHead),
     "padding": Scenario("SW006", 3, FewRows),
-    "tiny buckets": Scenario("SW010", 3, options={"stage": 2, "bucket_bytes": 1}),
-    "huge buckets": Scenario("SW011", 3, options={"stage": 2, "bucket_bytes": 1 << 30}),
-    "huge prefetch": Scenario("SW011", 3, options={"stage": 3, "prefetch_bytes": 1 << 30}),
+    "tiny buckets": Scenario(
+        "SW010", 3, options={"stage": 2, "schedule": Schedule(bucket_bytes=1)}
+    ),
+    "huge buckets": Scenario(
+        "SW011", 3, options={"stage": 2, "schedule": Schedule(bucket_bytes=1 << 30)}
+    ),
+    "huge prefetch": Scenario("SW011", 3, options={"stage": 3, "schedule": Schedule(1 << 30)}),
     "slow network": Scenario("SW012", 3, inject=slow_links),
     "slow network of two": Scenario("SW012", 2, options={"stage": 2}, inject=slow_links),
     "slow link": Scenario("SW013", 3, inject=lambda r, m: slow_links(r, m, [{0, 1}], 0.08), rank=0),

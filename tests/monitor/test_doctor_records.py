@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 
 from records import write_record
-from shardwise.monitor.doctor.rules import diagnose
-from shardwise.monitor.findings import Change, Finding, Gain, finding_from_json
-from shardwise.monitor.lessons import LESSONS, page, read_lessons
+from shardwise.errors import ConfigError
+from shardwise.monitor.doctor import diagnose
+from shardwise.monitor.findings import (
+    Change,
+    Finding,
+    Gain,
+    finding_docs,
+    finding_from_json,
+    findings_page,
+    read_docs,
+)
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
@@ -330,7 +338,7 @@ def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:
     assert {each.code for each in found.abstentions} <= {"SW013"}
     unseen = diagnose(run_of(units=(unit("layers.0", dtype="bfloat16"), unit("layers.1"))))
     assert "SW042" in {each.code for each in unseen.abstentions}
-    assert {*found.judged, "SW013"} == set(LESSONS)
+    assert {*found.judged, "SW013"} == set(finding_docs())
 
 
 def test_a_long_run_that_saves_now_and_then_and_a_short_one_that_does_not_are_healthy() -> None:
@@ -362,7 +370,7 @@ def test_on_a_cpu_whose_cores_are_short_waits_are_not_judged() -> None:
     busy = late | {"host/waits_for_core(s)": 0.2}
     assert not codes(run_of(busy, device="cpu"))
     missing = {e.code: e.missing for e in diagnose(run_of(busy, device="cpu")).abstentions}
-    assert "cores of their own" in missing["SW020"]
+    assert "a core for each rank" in missing["SW020"]
 
 
 def test_who_waits_for_a_slow_rank_is_not_bound_by_communication() -> None:
@@ -439,7 +447,7 @@ def test_offload_that_is_hidden_costs_an_accelerator_nothing_and_is_not_judged_o
     assert not codes(run_of({"time_metrics/optimizer(s)": 0.6}, offload=inputs))
     busy = run_of(hidden | {"host/waits_for_core(s)": 0.9}, offload=offload, device="cpu")
     missing = {each.code: each.missing for each in diagnose(busy).abstentions}
-    assert "cores of their own" in missing["SW032"]
+    assert "a core for each rank" in missing["SW032"]
 
 
 def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy() -> None:
@@ -507,14 +515,17 @@ def test_a_finding_is_the_same_after_json() -> None:
     assert finding_from_json(told) == finding
 
 
-def test_the_page_of_findings_is_the_table_of_lessons() -> None:
-    assert (ROOT / "docs" / "findings.md").read_text() == page()
-    lesson = "[SW999]\ntitle='t'\nseverity='warning'\nmeans='m'\nsignal='s'\nremedies=['r']\n"
-    (whole,) = read_lessons(f"{lesson}picture='p'").values()
-    assert (whole.code, whole.remedies, whole.picture) == ("SW999", ("r",), "p")
-    for rest in ("", "picture=''", "picture='p'\nmore='x'"):
-        with pytest.raises(ValueError, match="lesson SW999: expected a text for each of"):
-            read_lessons(lesson + rest)
+def test_the_page_of_findings_is_made_from_the_texts_of_the_source() -> None:
+    assert (ROOT / "docs" / "findings.md").read_text() == findings_page(), (
+        "write it anew: shardwise explain --markdown > docs/findings.md"
+    )
+    doc = "[SW999]\ntitle='t'\nseverity='warning'\nmeans='m'\ncondition='s'\nremedies=['r']\n"
+    case = "cases={default={verdict='v', why='w'}}\n"
+    (whole,) = read_docs(f"{doc}picture='p'\n{case}").values()
+    assert (whole.code, whole.remedies, whole.picture) == ("SW999", ["r"], "p")
+    for rest in (case, f"picture=''\n{case}", "picture='p'\n", "picture='p'\ncases={}\n"):
+        with pytest.raises(ConfigError, match=r"finding SW999: (picture|cases)"):
+            read_docs(doc + rest)
 
 
 def test_live_a_finding_is_logged_once_and_kept(
@@ -525,7 +536,7 @@ def test_live_a_finding_is_logged_once_and_kept(
     told = []
     with caplog.at_level("WARNING", "shardwise"):
         for line in run.steps:
-            doctor.look(line)
+            doctor.write(line)
             told.append(len(doctor.found))
     doctor.close()
     assert told == [0] * 9 + [1] * 6  # five lines after three are judged; it holds for three

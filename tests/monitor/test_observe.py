@@ -18,7 +18,8 @@ from torch import nn
 from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
 from ranks import run_ranks
-from shardwise import Precision, accumulate, fully_shard, observe, shard, stats
+from shardwise import Precision, accumulate, fully_shard, observe, shard
+from shardwise.debug import stats
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.monitor.metrics import (
     DATA_S,

@@ -9,8 +9,8 @@ from browser import browser, look_at
 from records import write_record
 from shardwise.cli.plan import run_plan
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
+from shardwise.monitor.page import ShownRun, report_html
 from shardwise.monitor.record import read_run
-from shardwise.monitor.report.page import ShownRun, report_html
 
 KEYS = {"dim": 32, "layers": 2, "heads": 2, "seq": 16, "stage": 3, "ranks": 2, "steps": 1}
 WIDTHS = (1280, 420)

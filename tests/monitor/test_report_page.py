@@ -16,19 +16,21 @@ from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
 from shardwise.monitor.lines import read_newest
 from shardwise.monitor.metrics import STEP_S, OverRanks, OverSteps, summarize_steps
+from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
+from shardwise.monitor.pictures import memory_of, memory_svg
 from shardwise.monitor.record import FOLDER, KINDS, StepLine, read_run, read_step
-from shardwise.monitor.report.colours import colour_of_kind
-from shardwise.monitor.report.curves import metric_curve, not_numbers, value_curve
-from shardwise.monitor.report.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
-from shardwise.monitor.report.step_pictures import memory_of, memory_svg
-from shardwise.monitor.report.summary import (
+from shardwise.monitor.summary import (
     ENGINE,
     figures_of,
+    metric_curve,
+    not_numbers,
     saves_of,
     settled,
     unit_rows,
+    value_curve,
     where_time_goes,
 )
+from shardwise.svg import colour_of
 
 NEVER_CLOSED = {"meta", "br"}
 
@@ -206,7 +208,7 @@ def test_the_memory_picture_is_as_high_as_its_moments() -> None:
     assert of_process.process_bytes == of_device.peak_bytes
     (drawn,) = pictures(memory_svg(of_device, "a", {"param_shards": 1 << 20}, 100))
     fills = [each.get("fill") for each in drawn]
-    planned = colour_of_kind("param_shards")
+    planned = colour_of("param_shards")
     assert fills.count(planned) == 4  # measured, planned, the legend; the phase "forward"
     said = [each[0].text for each in drawn if len(each)]
     assert "param full: up to 3.91 KiB" in said and "plan: param shards 1 MiB" in said

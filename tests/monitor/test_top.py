@@ -11,7 +11,7 @@ import pytest
 
 from records import memory, step_line, write_record
 from shardwise.cli.top import run_command, sparkline
-from shardwise.monitor.following import LiveRun
+from shardwise.monitor.live import LiveRun
 from shardwise.monitor.metrics import STEP_S, OverRanks
 from shardwise.monitor.record import FOLDER
 

@@ -73,7 +73,7 @@ def test_documents_that_are_not_the_sequence_are_refused() -> None:
 
 
 def attention_is_that_of_the_whole_sequence(rank: int, num_ranks: int) -> None:
-    context = shardwise.ContextParallel(nn.Linear(1, 1), shardwise.Axes(cp=num_ranks))
+    context = shardwise.parallel.ContextParallel(nn.Linear(1, 1), shardwise.Axes(cp=num_ranks))
     for length, documents in ((24, None), (25, None), (24, (3, 1, 12, 8)), (2, None)):
         for causal in (True, False):
             for masked in (False, True) if documents is None else (False,):
@@ -81,7 +81,7 @@ def attention_is_that_of_the_whole_sequence(rank: int, num_ranks: int) -> None:
 
 
 def check_attention(
-    context: shardwise.ContextParallel,
+    context: shardwise.parallel.ContextParallel,
     rank: int,
     length: int,
     documents: tuple[int, ...] | None,
@@ -173,7 +173,7 @@ def a_cut_step_is_that_of_one_process(
             model = fully_shard(model, mesh=axes)
         else:
             model = shardwise.shard(model, mesh=axes, stage=stage)
-        context = shardwise.ContextParallel(model, axes, method=method)
+        context = shardwise.parallel.ContextParallel(model, axes, method=method)
         group = axes.data.size() // axes.cp
         each = ROWS // group
         row = axes["dp_replicate"].get_local_rank() * axes["dp_shard"].size()
@@ -182,7 +182,7 @@ def a_cut_step_is_that_of_one_process(
         packed = None if len(documents) == 1 else documents
         with context.cut(ids[mine], labels[mine], documents=packed) as (part, labelled, positions):
             total = loss_of(model, part, labelled, positions)
-            loss = shardwise.mean_loss(model, total, (labelled != IGNORED).sum())
+            loss = shardwise.parallel.mean_loss(model, total, (labelled != IGNORED).sum())
             loss.backward()
         # Three sums over rows of 12 or 16 in each half block, softmax over the length, the head.
         roundings = of_gradient(*[DIM, length, DIM, FFN] * LAYERS, DIM, over=length * ROWS)
@@ -197,7 +197,7 @@ def a_cut_step_is_that_of_one_process(
 
 
 def check_bytes(
-    context: shardwise.ContextParallel,
+    context: shardwise.parallel.ContextParallel,
     method: str,
     documents: Sequence[int],
     rows: int,
@@ -225,7 +225,7 @@ def check_bytes(
         forward = inputs * here * (ranks - 1) + outputs * others
         backward = inputs * others + outputs * here * (ranks - 1)
         wanted = {"cp.all_to_all": (passes * forward + backward) * vector}
-    counted = shardwise.stats(context.model).sent_bytes
+    counted = shardwise.debug.stats(context.model).sent_bytes
     found = {kind: n for kind, n in counted.items() if kind.startswith("cp.")}
     assert found == wanted, (method, found, wanted, documents, checkpointed)
 
@@ -266,21 +266,21 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
     with pytest.raises(
         ConfigError, match="method='rings': expected one of 'gather', 'heads', 'ring'"
     ):
-        shardwise.ContextParallel(make(), axes, method="rings")  # type: ignore[arg-type]
+        shardwise.parallel.ContextParallel(make(), axes, method="rings")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"its axes \('dp_shard',\) name no 'cp'"):
-        shardwise.ContextParallel(make(), shardwise.Axes()["dp_shard"])
+        shardwise.parallel.ContextParallel(make(), shardwise.Axes()["dp_shard"])
 
     # Weight gradients must be summed over cp, also where it is the only axis (torchtitan#685).
     meshes = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("other", "own"))
     apart = shardwise.shard(make(), mesh=meshes["own"])
     with (
         pytest.raises(ConfigError, match="its gradients are not summed over the axis 'cp'"),
-        shardwise.ContextParallel(apart, axes).cut(ids),
+        shardwise.parallel.ContextParallel(apart, axes).cut(ids),
     ):
         pass
 
     model = shardwise.shard(make(), mesh=axes)
-    context = shardwise.ContextParallel(model, axes, method="heads")
+    context = shardwise.parallel.ContextParallel(model, axes, method="heads")
     # A model whose attention is not found would train on its own part (torchtitan#2808).
     with (
         pytest.raises(ConfigError, match=f"no attention over parts of {12 // num_ranks} tokens"),
@@ -314,7 +314,7 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
     part = torch.zeros(1, 5, 12 // num_ranks, 4)
     with (
         pytest.raises(ConfigError, match="by ring: documents are packed, which torch's ring"),
-        shardwise.ContextParallel(model, axes, method="ring").cut(ids, documents=[4, 8]),
+        shardwise.parallel.ContextParallel(model, axes, method="ring").cut(ids, documents=[4, 8]),
     ):
         F.scaled_dot_product_attention(part, part, part, is_causal=True)
     with (
@@ -329,7 +329,7 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
     with context.cut(ids, documents=[4, 8]):
         with (
             pytest.raises(ConfigError, match="a sequence is cut already"),
-            shardwise.ContextParallel(model, axes).cut(ids),
+            shardwise.parallel.ContextParallel(model, axes).cut(ids),
         ):
             pass
         F.scaled_dot_product_attention(*[torch.zeros(1, 2, 12 // num_ranks, 4)] * 3)
@@ -362,7 +362,7 @@ def contexts_of_one_model_are_over_their_own_ranks(rank: int, num_ranks: int) ->
     model = shardwise.shard(nn.Linear(1, 1))
     sent = 0
     for cp in (2, num_ranks):
-        context = shardwise.ContextParallel(model, shardwise.Axes(cp=cp))
+        context = shardwise.parallel.ContextParallel(model, shardwise.Axes(cp=cp))
         x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(cp))
         wanted = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         with context.cut(x, wanted) as (part, mine, positions):  # one head, as [B, t, E]
@@ -370,7 +370,7 @@ def contexts_of_one_model_are_over_their_own_ranks(rank: int, num_ranks: int) ->
         assert positions.tolist() == [cut_of(8, cp).tokens(context.exchange.axis.rank)]
         assert_rounded_alike(found, mine, 8, scale=1)
         sent += 2 * (8 // cp) * (4 + 4) * (cp - 1) * 4
-        assert shardwise.stats(model).sent_bytes["cp.all_gather"] == sent
+        assert shardwise.debug.stats(model).sent_bytes["cp.all_gather"] == sent
 
 
 def test_contexts_of_one_model_are_over_their_own_ranks() -> None:

@@ -18,6 +18,7 @@ import shardwise
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.comm.exchange import Exchange
+from shardwise.config import Units
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.parallel.experts import (
@@ -30,7 +31,7 @@ from shardwise.parallel.experts import (
 from shardwise.parallel.routing import Routing, balance_experts
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, Experts
-from shardwise.train.degrees import spread_decoder
+from shardwise.train.decoder import spread_decoder
 
 DIM, FFN, EXPERT, HEAD, VOCAB, LENGTH, LAYERS = 8, 10, 12, 4, 13, 5, 2
 STEPS = 3
@@ -88,12 +89,11 @@ class Cell:
         return shardwise.shard(
             model,
             mesh=axes,
-            placements=placements,
             offload=self.offload,
             stage=self.by,
             layout=self.layout,
             precision=self.precision,
-            experts="*.experts",
+            units=Units(experts="*.experts", placements=placements),
         )
 
 
@@ -145,7 +145,7 @@ def step_of(
             with shardwise.accumulate(model, last=number == len(parts) - 1):
                 (model(ids, targets) / len(parts)).backward()
     grads = {name: whole(p.grad).detach().clone() for name, p in model.named_parameters()}
-    norm = shardwise.clip_grad_norm_(model.parameters(), 0.5)
+    norm = shardwise.parallel.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
     balance_experts(model, rate=0.05)
@@ -188,7 +188,7 @@ def sent_by_formula(cell: Cell, axes: shardwise.Axes, choices: list[Tensor]) -> 
 
 
 def sent_between_experts(model: Any) -> int:
-    sent = torch.tensor(shardwise.stats(model).sent_bytes.get("ep.all_to_all", 0))
+    sent = torch.tensor(shardwise.debug.stats(model).sent_bytes.get("ep.all_to_all", 0))
     dist.all_reduce(sent)
     return int(sent)
 
@@ -227,7 +227,7 @@ def trains_as_one_process_does(cell: Cell) -> None:
     if cell.biased:
         assert all(b.any() for name, b in model.named_buffers() if name.endswith("bias"))
     if cell.by != "fully_shard":
-        shardwise.check_replicas(model, ours)
+        shardwise.check.replicas(model, ours)
         can_be_copied(model)
 
 
@@ -319,7 +319,9 @@ def some_have_nothing(rank: int, num_ranks: int, by: Any) -> None:
         fully_shard(model.moe, mesh=axes)
         fully_shard(model, mesh=axes)
     else:
-        shardwise.shard(model, mesh=axes, stage=by, units=MixtureOfExperts, experts="*.experts")
+        shardwise.shard(
+            model, mesh=axes, stage=by, units=Units(MixtureOfExperts, experts="*.experts")
+        )
     bounds = [0, 0, *range(1, num_ranks - 1), 9] if num_ranks > 1 else [0, 9]
     for step in range(2):
         x = torch.randn(9, DIM, generator=torch.Generator().manual_seed(step))
@@ -341,7 +343,7 @@ def some_have_nothing(rank: int, num_ranks: int, by: Any) -> None:
     if num_ranks > 1:  # no rank has a token
         found, balance = model(x[:0])
         (found.sum() + balance).backward()
-        sent = shardwise.stats(model).num_collectives
+        sent = shardwise.debug.stats(model).num_collectives
         assert sent["loss.all_reduce"] == 5
 
 
@@ -429,7 +431,7 @@ def meta_is_the_same(rank: int, num_ranks: int) -> None:
             model = Cell(biased=True).make()
         spread_experts(model, axes)
         torch.manual_seed(7 + rank)
-        shardwise.shard(model, mesh=axes, experts="*.experts")
+        shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"))
         found.append([*map(whole, model.parameters()), *model.buffers()])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b) and not a.is_meta
@@ -444,7 +446,7 @@ def checked(cell: Cell, micro_batches: int = 1) -> None:
     """Compare all gradients with one process, and say of a wrong scale which one it is."""
     axes = shardwise.Axes(**cell.degrees)
     ids, targets = batch_of(0, 0, 12)
-    shardwise.check_gradients(
+    shardwise.check.gradients(
         cell.make,
         (ids, targets),
         axes,
@@ -485,7 +487,7 @@ def norm_of_all(rank: int, num_ranks: int) -> None:
         model(*batch).backward()
         grads = [whole(p.grad).double() for p in model.parameters()]
         truth = torch.cat([g.flatten() for g in grads]).norm()
-        norm = shardwise.clip_grad_norm_(model.parameters(), 1e9)
+        norm = shardwise.parallel.clip_grad_norm_(model.parameters(), 1e9)
         assert_rounded_alike(float(norm), float(truth), sum(g.numel() for g in grads), f"{by}")
         alone = [whole(p.grad) for name, p in model.named_parameters() if "experts" in name]
         assert torch.cat([g.flatten() for g in alone]).norm() > 0.1 * truth
@@ -536,12 +538,14 @@ def costs_nothing(rank: int, num_ranks: int) -> None:
             spread_experts(model, shardwise.Axes())
         local = not spreads or num_ranks == 1
         assert local == all(m.exchange is None for m in model.modules() if hasattr(m, "exchange"))
-        shardwise.shard(model, mesh=shardwise.Axes(), experts="*.experts" if spreads else ())
+        shardwise.shard(
+            model, mesh=shardwise.Axes(), units=Units(experts="*.experts" if spreads else ())
+        )
         assert not any(len(p.placements) > 1 for p in model.parameters())
         ids, targets = batch_of(rank, 0, 2)
         (model(ids, targets, with_balance=True)[0]).backward()
         found.append([whole(p.grad) for p in model.parameters()])
-        sent.append(dict(shardwise.stats(model).num_collectives))
+        sent.append(dict(shardwise.debug.stats(model).num_collectives))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     loads = sent[1].pop("loss.all_reduce", 0)
     assert sent[0] == sent[1]
@@ -591,11 +595,11 @@ def own_layers(rank: int, num_ranks: int) -> None:
 
     def compose(model: nn.Module) -> nn.Module:
         spread_experts(model, axes, experts="experts")
-        return shardwise.shard(model, mesh=axes, experts="experts")
+        return shardwise.shard(model, mesh=axes, units=Units(experts="experts"))
 
     batch = torch.randn(12, DIM, generator=torch.Generator().manual_seed(1))
     for axes in (shardwise.Axes(ep=num_ranks), shardwise.Axes(ep=num_ranks, tp=num_ranks)):
-        shardwise.check_gradients(make, batch, axes, compose=compose)
+        shardwise.check.gradients(make, batch, axes, compose=compose)
 
 
 def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism() -> None:
@@ -623,10 +627,10 @@ def whole_decoders(rank: int, num_ranks: int) -> None:
 
         def compose(model: nn.Module, axes: shardwise.Axes = axes) -> nn.Module:
             spread_decoder(spread_experts(model, axes), axes)
-            return shardwise.shard(model, mesh=axes, experts="*.experts")
+            return shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"))
 
         ids, targets = tokens if axes.tp == 2 else tokens[:, :, :4]
-        shardwise.check_gradients(
+        shardwise.check.gradients(
             make, (ids, targets), axes, compose=compose, loss=lambda model, batch: model(*batch)
         )
 

@@ -27,8 +27,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import Decoder
-from shardwise.train.pipeline import Pipeline
+from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 
 DENSE: dict[str, Any] = {
@@ -188,7 +187,7 @@ def _step(config: TrainConfig, model: Any, context: Any, pipeline: Any, optimize
                 continue
             with shardwise.accumulate(model, last=number + 1 == num):
                 model(*inputs).backward()
-    shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from allocator import AllocatorTrace, traced
-from shardwise import shard, stats
+from shardwise import shard
+from shardwise.debug import stats
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import huggingface_source, module_source
 from shardwise.plan.model.traced import TracedModel

@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 import shardwise
 from ranks import run_ranks
-from shardwise.cli.plan_accounting import accounting_json, show_accounting
+from shardwise.cli.plan import show_accounting
 from shardwise.config import Precision
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.plan.accounted import Bytes, Setup
 from shardwise.plan.accounting import (
     MAX_PARAMS,
+    Accounting,
+    Bytes,
+    Setup,
     account,
-    account_setup,
+    accounting_facts,
 )
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS
 from shardwise.quantities import parse_count
@@ -43,7 +45,7 @@ def largest_model(memory: int | str, setup: Setup) -> int:
     low, high = 0, MAX_PARAMS + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = account_setup(middle, setup).total.device <= parse_count(memory)
+        fits = Accounting(middle, setup).total.device <= parse_count(memory)
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -168,7 +170,7 @@ def test_traffic_is_that_of_the_published_formulas(ranks: int, batches: int) -> 
     }
     for (stage, every), times in expected.items():
         setup = Setup(ranks=ranks, stage=stage, accumulation=batches, reduce_every=every)  # type: ignore[arg-type]
-        assert account_setup(psi, setup).traffic.shard_sent_elements == times * once
+        assert Accounting(psi, setup).traffic.shard_sent_elements == times * once
 
 
 def test_between_copies_a_rank_sends_what_the_fsdp_paper_says() -> None:
@@ -212,14 +214,14 @@ def one_training(stage: int, precision: str) -> dict[str, Any]:
     )
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        before = Counter(shardwise.stats(model).sent_bytes)
+        before = Counter(shardwise.debug.stats(model).sent_bytes)
         for is_last in (False, True):
             with shardwise.accumulate(model, last=is_last):
                 model(torch.ones(4, 12)).float().square().mean().backward()
             if not is_last:
-                window = shardwise.stats(model)
+                window = shardwise.debug.stats(model)
         assert all(p.grad is not None for p in model.parameters())
-        after = shardwise.stats(model)
+        after = shardwise.debug.stats(model)
         optimizer.step()
         optimizer.zero_grad()
     sent = Counter(after.sent_bytes) - before
@@ -339,7 +341,7 @@ def setups(draw: st.DrawFn) -> Setup:
 
 @given(counts, setups())
 def test_the_lines_add_up_and_nothing_is_negative(params: int, setup: Setup) -> None:
-    found = account_setup(params, setup)
+    found = Accounting(params, setup)
     for home in ("device", "host", "nvme"):
         assert getattr(found.total, home) == sum(getattr(b, home) for b in found.lines.values())
     on_host = Bytes(host=found.gradients.host)  # stays
@@ -358,45 +360,45 @@ def test_on_one_rank_all_stages_hold_the_same_without_master_weights(
 
 @given(counts, setups(), st.integers(1, 3000))
 def test_more_ranks_never_hold_more(params: int, setup: Setup, more: int) -> None:
-    few = account_setup(params, setup).total
-    many = account_setup(params, replace(setup, ranks=setup.ranks + more, replicas=1)).total
+    few = Accounting(params, setup).total
+    many = Accounting(params, replace(setup, ranks=setup.ranks + more, replicas=1)).total
     assert all(getattr(many, home) <= getattr(few, home) for home in asdict(few))
 
 
 @given(counts, setups(), st.integers(1, 10**15))
 def test_more_parameters_never_take_less(params: int, setup: Setup, more: int) -> None:
-    few, many = (account_setup(n, setup).total for n in (params, params + more))
+    few, many = (Accounting(n, setup).total for n in (params, params + more))
     assert all(getattr(many, home) >= getattr(few, home) for home in asdict(few))
 
 
 @given(counts, setups().filter(lambda s: s.reduce_every is None))
 def test_a_higher_stage_never_holds_more(params: int, setup: Setup) -> None:
     setup = replace(setup, offload=Offload())
-    held = [account_setup(params, replace(setup, stage=s)).device_bytes for s in range(4)]
+    held = [Accounting(params, replace(setup, stage=s)).device_bytes for s in range(4)]
     assert held == sorted(held, reverse=True)
 
 
 @given(counts, setups())
 def test_offload_never_puts_more_on_the_device(params: int, setup: Setup) -> None:
-    plain = account_setup(params, replace(setup, offload=Offload())).device_bytes
+    plain = Accounting(params, replace(setup, offload=Offload())).device_bytes
     # Less than a whole block of quantized state is left on either side of the cut.
-    assert account_setup(params, setup).device_bytes <= plain + 2 * 5
+    assert Accounting(params, setup).device_bytes <= plain + 2 * 5
 
 
 @given(counts, setups())
 def test_all_ranks_together_hold_all_of_the_state(params: int, setup: Setup) -> None:
     setup = replace(setup, stage=3, offload=Offload(), reduce_every=None)
-    whole = account_setup(params, replace(setup, ranks=1)).device_bytes
-    together = account_setup(params, setup).device_bytes * setup.ranks
+    whole = Accounting(params, replace(setup, ranks=1)).device_bytes
+    together = Accounting(params, setup).device_bytes * setup.ranks
     assert whole <= together
 
 
 @given(st.integers(1, 10**15), setups())
 def test_the_largest_model_fits_and_one_more_parameter_does_not(memory: int, setup: Setup) -> None:
     found = largest_model(memory, setup)
-    assert found == 0 or account_setup(found, setup).device_bytes <= memory
+    assert found == 0 or Accounting(found, setup).device_bytes <= memory
     if found < MAX_PARAMS:
-        assert account_setup(found + 1, setup).device_bytes > memory
+        assert Accounting(found + 1, setup).device_bytes > memory
 
 
 # -- counts and refusals
@@ -519,7 +521,7 @@ def units_of(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
     chosen = account("7e9", 8, 3, "fp32", offload=Offload(optimizer="cpu"))
-    data = json.loads(json.dumps(accounting_json(chosen)))
+    data = json.loads(json.dumps(accounting_facts(chosen)))
     fractional = [k for k, v in units_of(data) if isinstance(v, float)]
     assert fractional == ["fraction"]
     inputs = {f.name for f in fields(Setup)} | {"params", "world_size"}
@@ -528,26 +530,32 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
             assert key.endswith(("_bytes", "_elements", "_bytes_per_node")) or key[:4] == "num_"
     assert [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
     for row in data["stages"]:
-        expected = account_setup(data["params"], replace(chosen.setup, stage=row["stage"]))
+        expected = Accounting(data["params"], replace(chosen.setup, stage=row["stage"]))
         assert row["total_device_bytes"] == expected.device_bytes
         assert row["gradients_host_bytes"] == expected.gradients.host
     assert data["left_out"] == list(chosen.left_out)
 
 
-def test_accounting_needs_neither_torch_nor_numpy() -> None:
+@pytest.mark.parametrize(
+    ("code", "unused"),
+    [
+        (
+            "from shardwise.plan.accounting import account; account('7B', 8)",
+            ["torch", "numpy", "pydantic", "rich", "difflib"],
+        ),
+        (
+            "from shardwise.cli.plan import run_plan; run_plan(['--params', '7B'])",
+            ["torch", "numpy"],
+        ),
+    ],
+)
+def test_accounting_needs_neither_torch_nor_numpy(code: str, unused: list[str]) -> None:
+    root = str(Path(shardwise.__file__).parent.parent)
     code = (
-        "import sys; from shardwise.plan.accounting import account; account('7B', 8);"
-        "import shardwise.cli.plan_accounting;"
-        "print([m for m in ('torch', 'numpy', 'pydantic', 'rich', 'difflib') if m in sys.modules])"
+        f"import sys; sys.path.insert(0, {root!r}); {code}; print(set({unused}) & {{*sys.modules}})"
     )
-    root = Path(shardwise.__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {code}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_bytes_of_a_shard_are_rounded_up() -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from torch import nn
 
 from memory_cells import SEQ, Cell, build_decoder, planned
 from ranks import run_ranks
-from shardwise import layer_by_layer, shard, stats
+from shardwise import accumulate, shard
 from shardwise.cli.plan_setup import set_up
+from shardwise.debug import stats
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Transfer
 from test_play import BLOCK, MODEL, SMALL, make_tape
+
+layer_by_layer: Any = partial(accumulate, order="breadth_first")
 
 NUM = 3
 CELLS = [

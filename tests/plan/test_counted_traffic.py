@@ -1,6 +1,6 @@
 """What plans say that a rank sends over `tp`, `pp` and `cp`, against what its run has sent.
 
-The oracle is `shardwise.counting` around one step of the built-in decoder, on every rank.
+The oracle is `shardwise.debug.counting` around one step of the built-in decoder, on every rank.
 """
 
 from contextlib import nullcontext
@@ -19,8 +19,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Work
 from shardwise.plan.planning import plan
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import Decoder
-from shardwise.train.pipeline import Pipeline
+from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 
 VOCAB = 64
@@ -48,7 +47,7 @@ def _sent(config: TrainConfig, num_ranks: int) -> Any:
     context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
     pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
     for _ in range(2):  # in the first one stages tell each other of shapes
-        with shardwise.counting(model) as counted:
+        with shardwise.debug.counting(model) as counted:
             rows = config.micro_batch * (1 if pipeline is None else num)
             for _ in range(num if pipeline is None else 1):
                 ids = torch.randint(VOCAB, (rows, config.seq))

@@ -40,8 +40,7 @@ from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler
 from shardwise.train.config import TrainConfig, load_config
-from shardwise.train.decoder import Decoder
-from shardwise.train.pipeline import Pipeline
+from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 from shardwise.train.summary import count_state
 
@@ -94,7 +93,7 @@ def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
     pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        before = shardwise.stats(model)
+        before = shardwise.debug.stats(model)
         if pipeline is not None:
             ids = torch.randint(
                 VOCAB, (config.micro_batch * (config.accumulation or 1), config.seq)
@@ -106,11 +105,11 @@ def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
             cut = nullcontext((ids, ids)) if context is None else context.cut(ids, ids)
             with shardwise.accumulate(model, last=last), cut as inputs:
                 model(*inputs).backward()
-        shardwise.clip_grad_norm_(model.parameters(), 1.0)
+        shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         state = count_state(model, optimizer)
         optimizer.zero_grad()
-    after = shardwise.stats(model)
+    after = shardwise.debug.stats(model)
     return {
         "stage": axes["pp"].get_local_rank() if pipeline else 0,
         "state": [state.param_bytes, state.grad_bytes, state.optimizer_bytes],

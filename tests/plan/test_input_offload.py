@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 from shardwise import Offload as Away
-from shardwise import layer_by_layer, shard, stats
+from shardwise import accumulate, shard
+from shardwise.debug import stats
 from shardwise.engine.activations import _Input
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
@@ -31,6 +33,9 @@ from shardwise.train.decoder import Decoder
 
 BLOCKS, DIM, SEQ, VOCAB, ROWS = 5, 32, 16, 64, 2
 HOST = Offload(activations="cpu")
+
+
+layer_by_layer: Any = partial(accumulate, order="breadth_first")
 
 
 def decoder() -> nn.Module:

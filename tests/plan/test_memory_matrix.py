@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from memory_cells import MODELS, Cell, build, cells_of, measure_all, predict
 from ranks import run_ranks
-from shardwise import shard, stats
+from shardwise import shard
+from shardwise.debug import stats
 
 MIB = 1 << 20
 NUM_RANKS = 2

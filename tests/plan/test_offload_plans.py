@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shardwise import Offload, accumulate, shard, stats
+from shardwise import Offload, accumulate, shard
+from shardwise.debug import stats
 from shardwise.offload.disk import Disk
 from shardwise.offload.lane import Lane, Load
 from shardwise.optim import AdamW

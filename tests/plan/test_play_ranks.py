@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from allocator import AllocatorTrace, traced
 from models import OddModel
 from ranks import run_ranks
-from shardwise import Precision, accumulate, shard, stats
+from shardwise import Precision, accumulate, shard
 from shardwise.config import PRECISIONS
+from shardwise.debug import stats
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Tape
 from shardwise.plan.model.tracing import trace

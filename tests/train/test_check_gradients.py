@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise.train.gradients as gradients
+import shardwise.train.loop as gradients
 from ranks import run_ranks
 from resumes import prepared, write_text
 from shardwise.errors import GradientError

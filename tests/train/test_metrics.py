@@ -10,13 +10,13 @@ from shardwise.errors import ConfigError
 from shardwise.monitor.lines import JsonLines
 from shardwise.train.checks import check_output, metrics_path
 from shardwise.train.config import TrainConfig
-from shardwise.train.progress_bar import ProgressBar
 from shardwise.train.summary import (
     Predicted,
     RunResult,
     StateBytes,
     compare,
     format_result,
+    run_bar,
 )
 
 
@@ -48,8 +48,8 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_the_progress_bar_is_silent_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressBar(2, shown=True) as bar:
-        bar.advance("loss 1")
+    with run_bar(2, shown=True) as advance:
+        advance("loss 1")
     assert capsys.readouterr().out.strip() == ""
 
 

@@ -88,7 +88,7 @@ def test_steps_without_a_number_are_gaps_with_marks() -> None:
     losses: list[float | None] = [3.0, 2.9, None, None, 2.8, None]
     root = drawn(metrics(losses))
     assert [len(piece) for piece in places(root, "train")] == [2, 1]
-    said = "the loss is not a number at step"
+    said = "training loss: not a number at step"
     assert sorted(titles(root, "line", "bad")) == [f"{said} 3", f"{said} 4", f"{said} 6"]
     assert "no number at 3 steps, first at step 3" in (root.findtext(f"{SVG}desc") or "")
     nothing = drawn(metrics([None]))

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.text import TokenStream
-from shardwise.train.windows import WindowSampler, permute, rank_indices, read_windows
+from shardwise.train.text import TokenStream, WindowSampler, permute, rank_indices, read_windows
 
 
 @given(size=st.integers(1, 400), key=st.integers(0, 2**64 - 1))

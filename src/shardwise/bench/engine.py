@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.bench.compute import both_ways
 from shardwise.bench.stopwatch import Stopwatch
+from shardwise.config import Schedule
 from shardwise.engine.api import shard
 
 _NUM_BLOCKS = 16
@@ -61,7 +62,7 @@ def host_seconds(watch: Stopwatch) -> HostSeconds:
     mesh = init_device_mesh(
         watch.device.type, (watch.num_ranks, 1), mesh_dim_names=("replicate", "shard")
     )
-    shard(sharded, stage=3, mesh=mesh["shard"], bucket_bytes=1)
+    shard(sharded, stage=3, mesh=mesh["shard"], schedule=Schedule(bucket_bytes=1))
     start = torch.ones(_TOKENS, _WIDTH, device=watch.device, requires_grad=True)
 
     def measure(model: nn.Module) -> list[float]:

@@ -55,10 +55,10 @@ def axes_of_groups(watch: Stopwatch, group_size: int) -> DataAxes:
     """Cut the ranks into groups of neighbours; every rank calls it together."""
     device_type = watch.device.type
     if group_size == watch.num_ranks:
-        return resolve_axes(None, None, None, device_type)
+        return resolve_axes(None, device_type)
     shape = (watch.num_ranks // group_size, group_size)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-    return resolve_axes(mesh, "shard", "replicate", device_type)
+    return resolve_axes(mesh, device_type)
 
 
 def group_sizes(num_ranks: int) -> list[int]:

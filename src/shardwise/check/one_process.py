@@ -242,7 +242,7 @@ def _places(mesh: Axes | DeviceMesh | None, micro_batches: int) -> tuple[int, in
     if mesh is None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         return rank, num_ranks, {"data-parallel ranks": num_ranks, "micro-batches": micro_batches}
-    axes = resolve_axes(mesh, None, None, "")
+    axes = resolve_axes(mesh, "")
     copies = axes.replicate
     rank = axes.shard.rank + (axes.shard.size * copies.rank if copies else 0)
     if isinstance(mesh, Axes):

@@ -80,8 +80,8 @@ def check_stages(control: Control, table: Table, merged: Merged) -> None:
 def _other_bits(key: str, where: str) -> CheckpointError:
     return CheckpointError(
         f"'{key}' has other values in {where}, and a checkpoint has one tensor of a name. If it is "
-        "one parameter (tied embeddings), call shardwise.tie() once the stages are sharded; else "
-        "give each stage's a name of its own"
+        "one parameter (tied embeddings), call shardwise.parallel.tie() once the stages are "
+        "sharded; else give each stage's a name of its own"
     )
 
 

@@ -50,7 +50,7 @@ def _doctor(path: Path, as_json: bool) -> int:
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
     from shardwise.cli.planned_run import with_planned_gains
-    from shardwise.monitor.doctor.rules import diagnose
+    from shardwise.monitor.doctor import diagnose
     from shardwise.monitor.record import read_run
 
     run = read_run(path)

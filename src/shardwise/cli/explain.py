@@ -1,4 +1,4 @@
-"""`shardwise explain`: what a finding of `shardwise doctor` means, when it is told, what to do."""
+"""`shardwise explain`: the meaning, condition and remedies of a finding of `shardwise doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.spelling import did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardwise.monitor.lessons import Lesson
+    from shardwise.monitor.findings import FindingDoc
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -29,23 +29,24 @@ def run_command(arguments: Sequence[str]) -> int:
             bool, typer.Option("--markdown", help="the page of all findings, docs/findings.md")
         ] = False,
     ) -> int:
-        """Explain a finding by its code: what it means, signal and threshold, remedies in order."""
+        """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
         return _explain(code, markdown)
 
     return call_command(explain, arguments, "shardwise explain")
 
 
 def _explain(code: str | None, markdown: bool) -> int:
-    from shardwise.monitor.lessons import LESSONS, page
+    from shardwise.monitor.findings import finding_docs, findings_page
 
     if markdown:
-        terminal.say(page())
+        terminal.say(findings_page())
         return 0
+    docs = finding_docs()
     if code is not None:
         given, code = code, f"SW{int(code):03d}" if code.isdecimal() else code.upper()
-        if code not in LESSONS:
+        if code not in docs:
             raise ConfigError(
-                f"{given!r} is not the code of a finding{did_you_mean(code, LESSONS)}; "
+                f"{given!r} is not the code of a finding{did_you_mean(code, docs)}; "
                 "`shardwise explain` lists them"
             )
     from shardwise.cli.tables import make_table
@@ -53,24 +54,24 @@ def _explain(code: str | None, markdown: bool) -> int:
 
     console = open_console()
     if code is not None:
-        _show(console, LESSONS[code])
+        _show(console, docs[code])
         return 0
     table = make_table("!code", "finding", "!severity")
-    for lesson in LESSONS.values():
-        table.add_row(lesson.code, lesson.title, lesson.severity)
+    for doc in docs.values():
+        table.add_row(doc.code, doc.title, doc.severity)
     console.print(table)
     return 0
 
 
-def _show(console: Console, lesson: Lesson) -> None:
+def _show(console: Console, doc: FindingDoc) -> None:
     from rich.text import Text
 
     def say(heading: str, text: str) -> None:
         console.print(Text.assemble((f"{heading}\n", "bold"), text, "\n"))
 
-    console.print(Text(f"{lesson.code}  {lesson.title} ({lesson.severity})\n", "bold"))
-    say("What it means", lesson.means)
-    say("When it is told", lesson.signal)
-    remedies = "\n".join(f"{n}. {text}" for n, text in enumerate(lesson.remedies, 1))
-    say("What to do, in this order", remedies)
-    say("What it looks like", lesson.picture)
+    console.print(Text(f"{doc.code}  {doc.title} ({doc.severity})\n", "bold"))
+    say("Meaning", doc.means)
+    say("Condition", doc.condition)
+    remedies = "\n".join(f"{n}. {text}" for n, text in enumerate(doc.remedies, 1))
+    say("Remedies, in this order", remedies)
+    say("In the report", doc.picture)

@@ -14,9 +14,14 @@ from shardwise.cli.flags import print_json, run_with_flags
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.request import PlanRequest, SimulateRequest
+from shardwise.quantities import format_bytes, format_gb
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from shardwise.cli.plan_setup import Setup
+    from shardwise.plan.accounting import Accounting
     from shardwise.plan.planning import Plan
     from shardwise.plan.searching import SearchResult
     from shardwise.train.config import TrainConfig
@@ -63,8 +68,7 @@ def _plan(model: str | None, flags: Mapping[str, Any]) -> int:
 
 
 def _account(model: str | None, request: PlanRequest) -> int:
-    from shardwise.cli.plan_accounting import accounting_json, show_accounting
-    from shardwise.plan.accounting import account
+    from shardwise.plan.accounting import account, accounting_facts
     from shardwise.plan.request import offload_asked
 
     if model is not None:
@@ -82,12 +86,60 @@ def _account(model: str | None, request: PlanRequest) -> int:
         ranks_per_node=request.gpus_per_node or min(8, request.ranks or 8),
     )
     if request.json_:
-        print_json(accounting_json(found))
+        print_json(accounting_facts(found))
     else:
         from shardwise.terminal import open_console
 
         show_accounting(open_console(), found)
     return 0
+
+
+def show_accounting(console: Console, chosen: Accounting) -> None:
+    """Print an accounting of all stages, the chosen one marked, and what it leaves out."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    setup, stages = chosen.setup, chosen.of_all_stages()
+    ranks = f"{setup.ranks:,} rank{'s' if setup.ranks > 1 else ''}"
+    if setup.replicas > 1:
+        ranks = f"{setup.replicas:,} x {ranks}"
+    title = f"{chosen.params:,} parameters, {ranks}, {setup.precision}, {setup.optimizer}"
+    console.print(Text(title, "bold"), soft_wrap=True)
+    console.print(_accounting_table(stages, setup.stage))
+    decimal = ", ".join(format_gb(each.device_bytes) for each in stages)
+    console.print(f"  device in GB, as papers count, by stage: {decimal}", soft_wrap=True)
+    if chosen.host_bytes:
+        node = f"host memory of a node ({min(setup.ranks_per_node, setup.world_size)} ranks)"
+        console.print(f"  {node}: {format_bytes(chosen.host_bytes_per_node)}", soft_wrap=True)
+    console.print("  per rank at the end of backward; resting: between steps; sent: in one step")
+    console.print("  left out:")
+    for sentence in chosen.left_out:
+        console.print(Padding(Text(f"- {sentence}", "dim"), (0, 0, 0, 2)))
+
+
+def _accounting_table(stages: Sequence[Accounting], chosen: int) -> Table:
+    from shardwise.cli.tables import make_table
+
+    columns = {
+        "params": [a.parameters.device for a in stages],
+        "master": [a.master_weights.device for a in stages],
+        "grads": [a.gradients.device for a in stages],
+        "optimizer": [a.optimizer_state.device for a in stages],
+        "device": [a.device_bytes for a in stages],
+        "resting": [a.between_steps.device for a in stages],
+        "host": [a.host_bytes for a in stages],
+        "disk": [a.nvme_bytes for a in stages],
+        "sent": [a.traffic.shard_sent_bytes + a.traffic.replica_sent_bytes for a in stages],
+    }
+    shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
+    table = make_table("!stage", *(f">!{name}" for name in shown), padding=(0, 1, 0, 0))
+    for number, accounting in enumerate(stages):
+        is_chosen = accounting.setup.stage == chosen
+        cells = [format_bytes(sizes[number]) for sizes in shown.values()]
+        table.add_row(
+            f"{'>' if is_chosen else ' '} {number}", *cells, style="bold" if is_chosen else ""
+        )
+    return table
 
 
 def _plan_one(name: str | None, request: PlanRequest) -> int:

@@ -15,8 +15,8 @@ from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
+    from shardwise.monitor.page import ShownRun
     from shardwise.monitor.record import RunRecord
-    from shardwise.monitor.report.page import ShownRun
 
 _Runs = Annotated[
     list[Path],
@@ -59,8 +59,8 @@ def run_command(arguments: Sequence[str]) -> int:
         --planned what `shardwise plan` is given; ranks, stage and degrees are the run's.
         """
         from shardwise.cli.plan_write import check_target
+        from shardwise.monitor.page import report_html
         from shardwise.monitor.record import folder_of, read_run
-        from shardwise.monitor.report.page import report_html
         from shardwise.monitor.timeline import chrome_trace
 
         page = output if output is not None else folder_of(runs[0]).parent / "report.html"
@@ -103,8 +103,8 @@ def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -
         plan_of_run,
         with_planned_gains,
     )
-    from shardwise.monitor.doctor.rules import diagnose
-    from shardwise.monitor.report.page import ShownRun
+    from shardwise.monitor.doctor import diagnose
+    from shardwise.monitor.page import ShownRun
 
     config, diagnosis = config_of(record), diagnose(record)
     if planned is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from shardwise.monitor.following import LiveRun, Snapshot
+    from shardwise.monitor.live import LiveRun, Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 32, 30  # characters
@@ -40,7 +40,7 @@ def run_command(arguments: Sequence[str]) -> int:
         Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
         ends it; the run does not notice.
         """
-        from shardwise.monitor.following import LiveRun
+        from shardwise.monitor.live import LiveRun
 
         live = LiveRun(run)
         if as_json:
@@ -110,7 +110,7 @@ def _findings(now: Snapshot) -> list[RenderableType]:
     from rich.text import Text
 
     from shardwise.cli.tables import printable
-    from shardwise.monitor.doctor.rules import diagnose
+    from shardwise.monitor.doctor import diagnose
 
     found = diagnose(now.record).findings
     rows: list[RenderableType] = []
@@ -125,13 +125,13 @@ def _findings(now: Snapshot) -> list[RenderableType]:
 
 def _figures(now: Snapshot) -> Table:
     from shardwise.cli.tables import make_table
-    from shardwise.monitor.report.summary import FIGURES, write_figure
+    from shardwise.monitor.summary import FIGURES, write_figure
 
     table = make_table("", ">!median", ">!lowest", ">!rank", ">!highest", ">!rank ")
     latest = now.lines[-1].metrics
     for shown in FIGURES:
         value = latest.get(shown.metric)
-        if value is not None and shown.is_told(value):
+        if value is not None and shown.is_shown(value):
             row = [shown.title, write_figure(value.median)]
             if value.min != value.max:
                 row += [write_figure(value.min), str(value.min_rank)]
@@ -146,7 +146,7 @@ def _curves(now: Snapshot) -> list[RenderableType]:
 
     from shardwise.cli.tables import printable
     from shardwise.monitor.metrics import STEP_S
-    from shardwise.monitor.report.curves import metric_curve, value_curve
+    from shardwise.monitor.summary import metric_curve, value_curve
 
     names = list(now.lines[-1].values)[:_MOST_VALUES]
     curves = {name: value_curve(now.lines, name, _CURVE) for name in names}
@@ -174,7 +174,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _phases(now: Snapshot) -> Table:
     from shardwise.cli.tables import make_table
-    from shardwise.monitor.report.summary import where_time_goes
+    from shardwise.monitor.summary import where_time_goes
 
     table = make_table("where a step's time goes", ">!seconds", ">!share", "!")
     phases = where_time_goes(now.lines)
@@ -187,7 +187,7 @@ def _phases(now: Snapshot) -> Table:
 
 def _memory(now: Snapshot) -> list[RenderableType]:
     """Return the memory of the rank that had the most in its newest sampled step."""
-    from shardwise.monitor.report.step_pictures import largest_memory, name_of_kind
+    from shardwise.monitor.pictures import largest_memory, name_of_kind
 
     most = largest_memory(now.record)
     if most is None:

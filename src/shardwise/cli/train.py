@@ -20,7 +20,7 @@ from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
 if TYPE_CHECKING:
-    from shardwise.interop.deepspeed.report import Report
+    from shardwise.interop.deepspeed.reader import Report
 
 _BAD_CONFIG, _FAILED = 2, 1
 _MOST_RANKS = 10**8
@@ -122,8 +122,7 @@ def _with_deepspeed(
     config_file: Path | None, flags: Mapping[str, Any], file: Path, place: RankPlace | None
 ) -> tuple[TrainConfig, Report]:
     """Put the flags over both files; the two files must agree."""
-    from shardwise.interop.deepspeed.sources import tell_sources
-    from shardwise.interop.deepspeed.train_keys import read_train_keys
+    from shardwise.interop.deepspeed.run_keys import read_train_keys, tell_sources
 
     values = read_keys(config_file) if config_file is not None else {}
     if place is not None:

@@ -37,6 +37,11 @@ _UNITS_PER_MODEL = 1 << 12
 _NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
+def next_number() -> int:
+    """Return this rank's count of sharded models, which may differ from other ranks'."""
+    return next(_NUMBERS)
+
+
 class Transport(Protocol):
     """How gathers are made: in place, by one of the two modules, or `packed.Packed`."""
 
@@ -65,7 +70,7 @@ class Comm:
         self.time = time_of(device)
         self.traffic = Traffic()
         self.tracer = Tracer()
-        self._number = 0
+        self.number = 0  # of the model, the same on all ranks
 
     @cached_property
     def _transports(self) -> dict[str, Any]:
@@ -78,9 +83,9 @@ class Comm:
 
     def agree_on_number(self) -> None:
         """Take rank 0's count of sharded models as this one's number, for `collective_id`."""
-        number = torch.tensor([next(_NUMBERS)], device=self.device)
+        number = torch.tensor([next_number()], device=self.device)
         self.broadcast(number, CollectiveId("broadcast", "(number)", 0))
-        self._number = int(number.item())
+        self.number = int(number.item())
 
     def refuse_failed(self, what: str) -> None:
         """Refuse ``what`` where an earlier collective over one of the axes has failed."""
@@ -94,7 +99,7 @@ class Comm:
         must not be taken for those of the next model.
         """
         return CollectiveId(
-            kind, unit, (self._number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
+            kind, unit, (self.number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
         )
 
     def start_all_gather(

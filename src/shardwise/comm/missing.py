@@ -434,7 +434,8 @@ def said_of(rank: int, failed: Record | None, pulses: Pulses, waits: Record) -> 
     if pulse.left == ENDED_WELL:
         return (
             f"{who} has ended without an error, after fewer collectives than this rank: if ranks "
-            "have different numbers of batches, iterate over shardwise.join(model, batches)"
+            "have different numbers of batches, iterate over "
+            "shardwise.parallel.join(model, batches)"
         )
     if pulse.left:
         return f"{who} has ended: {pulse.left}"

@@ -181,7 +181,7 @@ _GATHER = gather_function()  # another one at run time is somebody's who counts
 def _is_traced() -> bool:
     """Tell whether a mode looks at every operation, as torch's `CommDebugMode` does.
 
-    That of `shardwise.counting` does not look at what is sent here, and changes nothing.
+    That of `shardwise.debug.counting` does not look at what is sent here, and changes nothing.
     """
     num = torch._C._len_torch_dispatch_stack()
     modes = (torch._C._get_dispatch_stack_at(place) for place in range(num))

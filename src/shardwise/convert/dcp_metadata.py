@@ -1,31 +1,27 @@
 """The ``.metadata`` of a torch.distributed.checkpoint folder, read as data and checked.
 
-What comes out is a table of tensors and values with the place of each of their pieces. Before it
-is used, everything is held against everything: pieces lie inside their tensor, cover each element
-once, are in a file of this very folder, inside of that file, and do not share bytes.
+The result is a table of tensors and values with the place of each of their pieces. All of it is
+checked before it is used: pieces lie inside their tensor and cover each element once, places lie
+inside a file of this folder and do not share bytes.
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.convert.foreign import is_plain_name
-from shardwise.convert.plain_names import PLAIN
-from shardwise.convert.torch_file import open_file
-from shardwise.convert.torch_names import DTYPES
-from shardwise.convert.unpickle import MAX_PICKLE_BYTES, Builder, Made, Name, read_pickle
+from shardwise.convert.torch_file import DTYPES, is_plain_name, open_file, sizes_of
+from shardwise.convert.unpickle import MAX_PICKLE_BYTES, PLAIN, Builder, Made, Name, read_pickle
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 METADATA = ".metadata"
-_MAX_INDEX = 1 << 50
-_MAX_DIMS = 64
+_MAX_PATH_PARTS = 64
 _BYTES_PER_PART = 16  # of the table, at the least
 _FREE_COMPARES, _COMPARES_PER_CHUNK = 1_000_000, 100
 _PREFIX = "torch.distributed.checkpoint."
-_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = (
+_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = _CLASSES = tuple(
     _PREFIX + name
     for name in (
         "metadata.Metadata",
@@ -37,22 +33,14 @@ _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = (
         "filesystem._StorageInfo",
     )
 )
-
-
-def _sizes(sizes: Any = ()) -> tuple[int, ...]:
-    if len(sizes) > _MAX_DIMS or not all(type(n) is int and 0 <= n < _MAX_INDEX for n in sizes):
-        raise ValueError(f"a size was expected, {reprlib.repr(sizes)} came")
-    return tuple(sizes)
-
-
 _NAMES: Mapping[str, Builder | None] = {
     **PLAIN,
-    **dict.fromkeys((_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE)),
+    **dict.fromkeys(_CLASSES),
     **dict.fromkeys(DTYPES),
     _PREFIX + "metadata.StorageMeta": None,
     _PREFIX + "metadata._MEM_FORMAT_ENCODING": None,
     "torch.serialization._get_layout": None,
-    "torch.Size": _sizes,
+    "torch.Size": sizes_of,
     # Layouts and dtypes that are described but cannot be read: refused with their tensor's name.
     "torch.float8_e4m3fnuz": None,
     "torch.float8_e5m2fnuz": None,
@@ -64,7 +52,7 @@ _NAMES: Mapping[str, Builder | None] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """Bytes [begin, begin + length) of a file of the folder: one stream of torch.save."""
 
     file: str
@@ -78,7 +66,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +80,17 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a folder holds, by flattened key; ``paths`` are the keys before they were flattened."""
+    """The entries of a folder by flattened key; ``paths`` are the keys before flattening."""
 
     tensors: Mapping[str, DcpTensor]
-    values: Mapping[str, Place]
+    values: Mapping[str, FileRange]
     paths: Mapping[str, tuple[str | int, ...]]
 
 
 def read_dcp_metadata(folder: Path) -> DcpMetadata:
     """Read and check the table of a folder.
 
-    **Raises** CheckpointError when it is no such folder, or names what it must not: a class, a
+    **Raises** CheckpointError when it is no such folder, or names a class that is not allowed or a
     path out of the folder; DamagedCheckpoint when a piece of a tensor is missing or cut short.
     """
     path = folder / METADATA
@@ -118,7 +106,7 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
         data = reader.read(0, reader.size)
     tree = read_pickle(data, str(path), _NAMES)
     try:
-        metadata = _Table(folder, tree, len(data)).read()
+        metadata = _Table(folder, len(data)).read(tree)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(
             f"{path}: not a table as torch.distributed.checkpoint writes it: "
@@ -129,31 +117,31 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
 
 
 class _Table:
-    """The tree of one ``.metadata``, taken apart."""
+    """Reads the tree of one ``.metadata``; what may still be read is counted."""
 
-    def __init__(self, folder: Path, tree: Any, num_bytes: int) -> None:
+    def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder = folder
         self._where = str(folder / METADATA)
-        self._tree = _made(tree, _METADATA)
         self._compares_left = _FREE_COMPARES
         self._parts_left = num_bytes // _BYTES_PER_PART
-        self._places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+        self._places: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
 
-    def read(self) -> DcpMetadata:
-        for index, info in self._tree.field("storage_data").items():
+    def read(self, tree: Any) -> DcpMetadata:
+        tree = _made(tree, _METADATA)
+        for index, info in tree.field("storage_data").items():
             key, offset = _text(_made(index, _INDEX).field("fqn")), index.field("offset")
-            self._places[key, None if offset is None else _sizes(offset)] = self._place(key, info)
+            self._places[key, None if offset is None else sizes_of(offset)] = self._place(key, info)
         tensors, values = {}, {}
-        for key, entry in self._tree.field("state_dict_metadata").items():
+        for key, entry in tree.field("state_dict_metadata").items():
             if entry.name == _BYTES:
                 values[_text(key)] = self._find(key, None)
             else:
                 tensors[_text(key)] = self._tensor(key, _made(entry, _TENSOR))
-        paths = self._tree.field("planner_data")
+        paths = tree.field("planner_data")
         known = {key: _path(path) for key, path in paths.items()} if paths else {}
         return DcpMetadata(tensors, values, {k: known.get(k, (k,)) for k in (*tensors, *values)})
 
-    def _place(self, key: str, info: Any) -> Place:
+    def _place(self, key: str, info: Any) -> FileRange:
         info = _made(info, _STORAGE)
         name = _text(info.field("relative_path"))
         if not is_plain_name(name):
@@ -166,10 +154,10 @@ class _Table:
                 f"{self._folder / name}: '{key}' was compressed or encrypted by an extension of "
                 "the writer, which cannot be undone here; save it again without"
             )
-        begin, length = _sizes((info.field("offset"), info.field("length")))
-        return Place(name, begin, length)
+        begin, length = sizes_of((info.field("offset"), info.field("length")))
+        return FileRange(name, begin, length)
 
-    def _find(self, key: str, offset: tuple[int, ...] | None) -> Place:
+    def _find(self, key: str, offset: tuple[int, ...] | None) -> FileRange:
         if (key, offset) not in self._places:
             at = "" if offset is None else f", its part at {offset}"
             raise DamagedCheckpoint(f"{self._where}: '{key}'{at} is in no file of the folder")
@@ -181,17 +169,17 @@ class _Table:
         if not isinstance(named, Name) or named.text not in DTYPES:
             name = named.text if isinstance(named, Name) else reprlib.repr(named)
             raise CheckpointError(f"{self._where}: '{key}' has dtype {name}, which cannot be read")
-        shape = _sizes(entry.field("size"))
+        shape = sizes_of(entry.field("size"))
         chunks = []
         for chunk in entry.field("chunks"):
-            self._parts_left -= 1  # one list may stand in many tensors, or one part often in a list
+            self._parts_left -= 1  # one list may be in many tensors, or one part often in a list
             if self._parts_left < 0:
                 raise CheckpointError(
                     f"{self._where}: it names more parts of tensors than it has room to describe: "
                     "the file is damaged or hostile"
                 )
-            offsets = _sizes(_made(chunk, _CHUNK).field("offsets"))
-            lengths = _sizes(chunk.field("sizes"))
+            offsets = sizes_of(_made(chunk, _CHUNK).field("offsets"))
+            lengths = sizes_of(chunk.field("sizes"))
             ends = zip(offsets, lengths, shape, strict=True)
             if any(offset + length > size for offset, length, size in ends):
                 raise DamagedCheckpoint(
@@ -204,7 +192,7 @@ class _Table:
         return DcpTensor(DTYPES[named.text], shape, tuple(chunks))
 
     def _check_cover(self, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-        """Boxes that lie inside, do not overlap and have all elements together cover all."""
+        """Check that boxes inside a tensor do not overlap and have all of its elements."""
         covered = sum(prod(chunk.lengths) for chunk in chunks)
         if covered < prod(shape):
             files = ", ".join(sorted({chunk.place.file for chunk in chunks})) or "no file"
@@ -225,9 +213,9 @@ class _Table:
 
 
 def _overlap(chunks: list[Chunk], max_compares: int) -> tuple[bool, int]:
-    """Tell whether two boxes share an element, and how many comparisons that took, more or less.
+    """Tell whether two boxes share an element, and about how many comparisons that took.
 
-    Swept along the dim that is cut most; given up after ``max_compares``.
+    Swept along the dim with the most cuts; given up after ``max_compares``.
     """
     num_dims = len(chunks[0].offsets) if chunks else 0
     if len(chunks) < 2 or not num_dims:
@@ -253,29 +241,24 @@ def _meet(a: Chunk, b: Chunk) -> bool:
 
 
 def _check_files(folder: Path, metadata: DcpMetadata) -> None:
-    """Hold every place against its file, before anything is read."""
-    by_file: dict[str, list[tuple[Place, str]]] = {}
-    for place, key in _all_places(metadata):
-        by_file.setdefault(place.file, []).append((place, key))
-    for name, places in by_file.items():
+    """Compare every place with the size of its file, before anything is read."""
+    by_file: dict[str, list[tuple[int, int, str]]] = {}
+    pieces = [(c.place, key) for key, t in metadata.tensors.items() for c in t.chunks]
+    for place, key in (*pieces, *((place, key) for key, place in metadata.values.items())):
+        by_file.setdefault(place.file, []).append((place.begin, place.length, key))
+    for name, ranges in by_file.items():
         with open_file(folder / name) as reader:
             size = reader.size
         end = 0
-        for place, key in sorted(places, key=lambda p: p[0].begin):
-            if place.begin < end:
+        for begin, length, key in sorted(ranges):
+            if begin < end:
                 raise DamagedCheckpoint(f"{folder / name}: '{key}' shares bytes with another entry")
-            end = place.begin + place.length
+            end = begin + length
             if end > size:
                 raise DamagedCheckpoint(
                     f"{folder / name}: '{key}' should end at byte {end}, but the file has {size}: "
                     "it was cut short; load another checkpoint"
                 )
-
-
-def _all_places(metadata: DcpMetadata) -> Iterator[tuple[Place, str]]:
-    for key, tensor in metadata.tensors.items():
-        yield from ((chunk.place, key) for chunk in tensor.chunks)
-    yield from ((place, key) for key, place in metadata.values.items())
 
 
 def _made(value: Any, name: str) -> Made:
@@ -291,7 +274,7 @@ def _text(value: Any) -> str:
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
-    right = isinstance(value, tuple) and all(type(part) in (str, int) for part in value)
-    if not right or not 0 < len(value) <= _MAX_DIMS:
+    is_right = isinstance(value, tuple) and all(type(part) in (str, int) for part in value)
+    if not is_right or not 0 < len(value) <= _MAX_PATH_PARTS:
         raise ValueError(f"a path was expected, {reprlib.repr(value)} came")
     return value

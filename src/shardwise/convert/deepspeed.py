@@ -1,42 +1,54 @@
 """A DeepSpeed ZeRO checkpoint, stages 1 to 3 or universal, as a source, without DeepSpeed.
 
-The files are read with `torch_file`, so what DeepSpeed pickles beside tensors (its loss scaler, the
-stage, addresses of fragments) is described and never made; see Note [Why not torch.load]. The fp32
-master weights are read, not their 16-bit copies. What is no parameter of the optimizer comes from
-the model's file: frozen parameters, buffers.
+`torch_file` reads the files, so objects that DeepSpeed pickles beside tensors (its loss scaler, the
+stage, addresses of fragments) are described and never made. The fp32 master weights are read, not
+their 16-bit copies. Tensors that the optimizer does not update come from the model's file: frozen
+parameters, buffers.
+
+Note [How ZeRO lays out what it saves]
+The fp32 weights and the optimizer's states of one group of parameters are in flat tensors, *flats*,
+one or more per rank and group.
+
+- Stages 1 and 2 concatenate the parameters of the group and cut the whole into equal parts, so
+  several ranks may share a parameter. Each rank says in ``param_slice_mappings`` which elements of
+  its flat are which parameter's. The padding that makes the parts equal is cut off the weights, but
+  stays in the states.
+- Stage 3 cuts each parameter by itself: rank r has elements [r * c, (r + 1) * c) of it, c = numel /
+  ranks, rounded up; the last part is padded with zeros. A group is divided into sub-groups of
+  whole parameters, each with a flat of its own.
+
+In both, the n-th flat has the n-th of ``param_shapes`` and the n-th state of the optimizer, as if
+flats were the parameters.
+
+Note [Universal checkpoints]
+DeepSpeed's own converter makes them of ZeRO's files: a folder for each parameter, with whole
+weights and states. The model's files stay as they were; ``zero/optimizer_state.pt`` has the groups
+and, of stage 3, the step counts.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.container import torch_dtype
+from shardwise.checkpoint.container import dtype_name, torch_dtype
 from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
-from shardwise.convert.deepspeed_parts import (
-    NAMES,
-    UNIVERSAL,
-    Part,
-    Trained,
-    integer_of,
-    read_partitions,
-    read_parts,
-    read_universal,
-    shapes_of,
-    stage_of,
-    text_of,
+from shardwise.convert.torch_file import (
+    StoredTensor,
+    TorchFile,
+    explained,
+    explained_property,
+    is_plain_name,
 )
-from shardwise.convert.foreign import explained, is_plain_name
-from shardwise.convert.torch_file import TorchFile
-from shardwise.convert.torch_names import StoredTensor
-from shardwise.convert.unpickle import Made, Name
+from shardwise.convert.unpickle import Builder, Made, Name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
+_WRITER = "DeepSpeed"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OTHERS = re.compile(r"layer_\d+.*_states\.pt|.*expert_\d+.*_states\.pt|expp_rank_.*")
@@ -51,6 +63,18 @@ _OWN = frozenset(
         *("ds_version", "num_experts", "ds_autoep_layers", "universal_checkpoint_info"),
     )
 )
+# Classes that DeepSpeed pickles; they are described, never made.
+_NAMES: Mapping[str, Builder | None] = dict.fromkeys(
+    (
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+)
+_UNIVERSAL = "zero"  # the folder of a universal checkpoint
+_WEIGHTS = "fp32.pt"  # in each parameter's folder
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def open_deepspeed(folder: Path, tag: str | None = None) -> "DeepSpeedSource":
@@ -58,38 +82,39 @@ def open_deepspeed(folder: Path, tag: str | None = None) -> "DeepSpeedSource":
 
     ``folder`` may also be the tag's own folder.
 
-    **Cost** the tables of all ranks' files; no tensor is read but the step counts.
+    **Cost** the tables of all ranks' files; the only tensors read are the step counts.
+
     **Raises** CheckpointError when it is no such folder, names classes that it must not, or is of
     tensor, pipeline or expert parallel training; DamagedCheckpoint when a rank's file is missing,
     cut short, or of another step.
     """
-    with explained(str(folder), "DeepSpeed"):
+    with explained(str(folder), _WRITER):
         home = _find_folder(folder, tag)
         optims, models = _list_files(home)
-        files = [TorchFile(path, NAMES, any_name=True) for path in models]
-        shapes = [shapes_of(of_flat) for of_flat in files[0].value["param_shapes"]]
+        files = [TorchFile(path, _NAMES, any_name=True) for path in models]
+        shapes = [_shapes_of(of_flat) for of_flat in files[0].value["param_shapes"]]
         if not optims:
-            return DeepSpeedSource(home, files, read_universal(home, shapes))
-        states = [TorchFile(path, NAMES) for path in optims]
+            return DeepSpeedSource(home, files, _read_universal(home, shapes))
+        states = [TorchFile(path, _NAMES) for path in optims]
         _check_ranks(home, files, states)
-        return DeepSpeedSource(home, files, read_partitions(states, shapes))
+        return DeepSpeedSource(home, files, _read_partitions(states, shapes))
 
 
 class DeepSpeedSource:
     """The tensors and values of one tag."""
 
-    def __init__(self, folder: Path, models: Sequence[TorchFile], trained: Trained) -> None:
+    def __init__(self, folder: Path, models: Sequence[TorchFile], trained: "_Trained") -> None:
         self.where = str(folder)
         self._model = models[0]
         self._state: Mapping[str, Any] = models[0].value
         self._parts = dict(trained.parts)
         self._scalars = trained.scalars
-        self.step: int | None = integer_of(self._state["global_steps"])
+        self.step: int | None = _integer_of(self._state["global_steps"])
         self.optimizer: OptimizerInfo | None = OptimizerInfo(
             self._optimizer_name(), tuple(trained.groups), trained.values
         )
         tied = self._state.get("shared_params") or {}
-        self.tied: Mapping[str, str] = {text_of(k): text_of(v) for k, v in tied.items()}
+        self.tied: Mapping[str, str] = {_text_of(k): _text_of(v) for k, v in tied.items()}
         if trained.stage == 3:
             self._add_frozen(models)
         self._add_rest(trained.stage)
@@ -99,23 +124,18 @@ class DeepSpeedSource:
         """Parameters each with its states, then frozen parameters and buffers, then scalars."""
         return (*self._parts, *self._scalars)
 
-    @cached_property
+    @property
     def extra(self) -> Mapping[str, Any]:
         """The user's ``client_state``, and ``lr_scheduler`` if there is one."""
         return self._own[0]
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What ``extra`` lacks, as it was made of classes that are not read."""
+        """Entries that ``extra`` lacks because their classes are not read."""
         return self._own[1]
 
-    @cached_property
+    @explained_property(_WRITER)
     def _own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Return ``extra``, and what was left out of it."""
-        with explained(self.where, "DeepSpeed"):
-            return self._find_own()
-
-    def _find_own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         own = {k: v for k, v in self._state.items() if k not in _OWN}
         if own.get("lr_scheduler") is None:
             own.pop("lr_scheduler", None)
@@ -128,17 +148,23 @@ class DeepSpeedSource:
     def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
 
-        **Cost** the elements. **Raises** DamagedCheckpoint naming the file when its bytes are not
-        right.
+        **Cost** the elements.
+
+        **Raises** DamagedCheckpoint naming the file when its bytes are not right.
         """
         if tensor in self._scalars:
             return self._scalars[tensor].reshape(1)[lo:hi].clone()
         out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype))
-        read_parts(self._parts[tensor], out, lo)
+        for part in self._parts[tensor]:
+            begin, end = max(part.lo, lo), min(part.hi, hi)
+            if begin < end:
+                file, stored = part.flat.file, part.flat.tensors[tensor.state]
+                start = part.start + begin - part.lo
+                out[begin - lo : end - lo] = file.read(stored, start, start + end - begin)
         return out
 
     def _optimizer_name(self) -> str:
-        """Return torch's name for what DeepSpeed's config says, "" where it does not say it.
+        """Return torch's name of the optimizer in DeepSpeed's config, "" if it has none.
 
         Its "Adam" decays weights as AdamW does, unless ``adam_w_mode`` is off.
         """
@@ -154,8 +180,8 @@ class DeepSpeedSource:
         return "AdamW" if name.lower() == "adamw" else name
 
     def _add_frozen(self, models: Sequence[TorchFile]) -> None:
-        """Add parameters without gradients of stage 3, which cuts them as well."""
-        for name, shape in shapes_of(self._state.get("frozen_param_shapes") or {}).items():
+        """Add frozen parameters of stage 3, which cuts them as well."""
+        for name, shape in _shapes_of(self._state.get("frozen_param_shapes") or {}).items():
             parts = []
             share = -(-prod(shape) // len(models))
             for rank, file in enumerate(models):
@@ -165,13 +191,13 @@ class DeepSpeedSource:
                     raise DamagedCheckpoint(
                         f"{file.where}: '{name}' has {stored.numel} elements, expected {hi - lo}"
                     )
-                parts.append(Part(lo, hi, file, stored, 0))
+                parts.append(_Part(lo, hi, _Flat(file, {"": stored})))
             self._parts[TensorInfo("param", name, stored.dtype, shape)] = parts
 
     def _add_rest(self, stage: int) -> None:
-        """Add what only the model's file has: buffers, and frozen parameters of stages 1 and 2."""
+        """Add tensors of the model's file: buffers, and frozen parameters of stages 1 and 2."""
         known = {info.name for info in self._parts}
-        buffers = {text_of(name) for name in self._state.get("buffer_names") or ()}
+        buffers = {_text_of(name) for name in self._state.get("buffer_names") or ()}
         for name, stored in (self._state.get("module") or {}).items():
             if isinstance(stored, Made | Name):
                 raise CheckpointError(
@@ -184,31 +210,31 @@ class DeepSpeedSource:
                 raise DamagedCheckpoint(f"{self._model.where}: no rank has elements of '{name}'")
             kind: Kind = "buffer" if name in buffers else "param"
             info = TensorInfo(kind, name, stored.dtype, stored.shape)
-            self._parts[info] = [Part(0, stored.numel, self._model, stored, 0)]
+            self._parts[info] = [_Part(0, stored.numel, _Flat(self._model, {"": stored}))]
         names = {info.name for info in self._parts}
         if lost := [name for name, target in self.tied.items() if target not in names]:
             raise DamagedCheckpoint(f"{self._model.where}: what '{lost[0]}' shares is not there")
 
 
 def _check_ranks(folder: Path, models: Sequence[TorchFile], optims: Sequence[TorchFile]) -> None:
-    """Hold the files against each other: the number of ranks, and the step."""
-    world = integer_of(models[0].value["dp_world_size"])
+    """Check that the files agree on the number of ranks and on the step."""
+    world = _integer_of(models[0].value["dp_world_size"])
     saved = optims[0].value["optimizer_state_dict"]
     counts = saved.get("partition_count", world)
-    cut = {integer_of(n) for n in (counts if isinstance(counts, list) else [counts])}
+    cut = {_integer_of(n) for n in (counts if isinstance(counts, list) else [counts])}
     if cut != {world}:
         raise CheckpointError(
             f"{folder}: {world} ranks cut into {sorted(cut)} parts (MiCS, or expert parallel), "
             "which is not read"
         )
-    each = world if stage_of(saved, optims[0].where) == 3 else 1
+    each = world if _stage_of(saved, optims[0].where) == 3 else 1
     for files, kind, expected in ((optims, "optim", world), (models, "model", each)):
         if len(files) != expected:
             raise DamagedCheckpoint(
                 f"{folder}: {len(files)} files *_{kind}_states.pt, {world} ranks wrote "
                 f"{expected}; zero_pp_rank_{len(files)}_mp_rank_00_{kind}_states.pt is missing"
             )
-    steps = [integer_of(file.value["global_steps"]) for file in models]
+    steps = [_integer_of(file.value["global_steps"]) for file in models]
     for file, step in zip(models, steps, strict=True):
         if step != steps[0]:
             raise DamagedCheckpoint(
@@ -254,7 +280,7 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
         by_rank = {int(match[1] or 0): name for match, name in found}
         if len(by_rank) != len(found):
             raise DamagedCheckpoint(f"{folder}: several files *_{kind}_states.pt of one rank")
-        if kind == "optim" and not found and UNIVERSAL in names:
+        if kind == "optim" and not found and _UNIVERSAL in names:
             lists.append([])
             continue
         missing = sorted(set(range(max(by_rank, default=0) + 1)) - set(by_rank))
@@ -265,3 +291,269 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
             )
         lists.append([folder / by_rank[rank] for rank in range(len(by_rank))])
     return lists[0], lists[1]
+
+
+# -- the optimizer's state
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """One flat of one rank: tensors by state ("" is the weights), and values for all elements."""
+
+    file: TorchFile
+    tensors: Mapping[str, StoredTensor]
+    common: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements [lo, hi) of a parameter: those of ``flat`` from ``start`` on."""
+
+    lo: int
+    hi: int
+    flat: _Flat
+    start: int = 0
+
+
+@dataclass
+class _Trained:
+    """The optimizer's groups, the tensors that it updates in parts, and values of whole tensors."""
+
+    stage: int
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    parts: dict[TensorInfo, list[_Part]] = field(default_factory=dict)
+    scalars: dict[TensorInfo, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add_scalar(self, name: str, key: str, value: Any, file: TorchFile) -> None:
+        """Add a state that holds for a whole parameter: a tensor of one element, or a value."""
+        if key == "step" and isinstance(value, int | float | torch.Tensor):
+            value = torch.tensor(float(value))  # as torch's own AdamW keeps it
+        if isinstance(value, torch.Tensor):
+            dtype = dtype_name(value.dtype, f"{file.where}, state '{key}'")
+            self.scalars[TensorInfo("optimizer", name, dtype, (), key)] = value
+        else:
+            self.values.setdefault(name, {})[key] = value
+
+    def add_groups(self, file: TorchFile, groups: Any, shapes: Sequence[Shapes]) -> None:
+        """Add torch's param_groups, whose ``params`` are numbers of flats."""
+        for group in groups:
+            options = {k: v for k, v in group.items() if k not in ("params", "step")}
+            names = [name for number in group["params"] for name in shapes[_integer_of(number)]]
+            self.groups.append({**file.plain(options, "param_groups"), "params": names})
+
+
+def _read_partitions(files: Sequence[TorchFile], shapes: Sequence[Shapes]) -> _Trained:
+    """Combine the ranks' files of the optimizer, in rank order.
+
+    **Raises** DamagedCheckpoint when they are of two checkpoints, or elements are missing.
+    """
+    stages = [_stage_of(file.value["optimizer_state_dict"], file.where) for file in files]
+    if len(set(stages)) > 1:
+        raise DamagedCheckpoint(f"{files[0].where} and others: stages {stages} are mixed")
+    trained = _Trained(stages[0])
+    ranks = [_read_flats(file, trained.stage) for file in files]
+    counts = {len(flats) for flats in ranks} | {len(shapes)}
+    if len(counts) > 1:
+        raise DamagedCheckpoint(
+            f"{files[0].where} and those of the other ranks have {sorted(counts)} parts each"
+        )
+    trained.add_groups(files[0], _inner(files[0], trained.stage)["param_groups"], shapes)
+    for number, of_number in enumerate(shapes):
+        flats = [flats[number] for flats in ranks]
+        steps = [float(f.common["step"]) if "step" in f.common else None for f in flats]
+        for flat, step in zip(flats, steps, strict=True):
+            if step != steps[0]:
+                raise DamagedCheckpoint(
+                    f"{flat.file.where} is of the optimizer's step {step}, "
+                    f"{flats[0].file.where} of {steps[0]}: two checkpoints are mixed"
+                )
+        cut = _cut_params if trained.stage == 3 else _cut_groups
+        for name, parts in cut(flats, number, of_number):
+            trained.parts.update(_tensors_of(name, of_number[name], flats[0], parts))
+            for key, value in flats[0].common.items():
+                trained.add_scalar(name, key, value, flats[0].file)
+    return trained
+
+
+def _read_flats(file: TorchFile, stage: int) -> list[_Flat]:
+    """Return the flats of one rank's file by their numbers."""
+    masters = file.value["optimizer_state_dict"][
+        "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    ]
+    states = _inner(file, stage)["state"]
+    flats: dict[int, _Flat] = {}
+    for group in _inner(file, stage)["param_groups"]:
+        for number in map(_integer_of, group["params"]):
+            state = dict(states.get(number, {}))
+            if "step" in group:  # some of DeepSpeed's own optimizers count there
+                state.setdefault("step", group["step"])
+            tensors, common = {"": _stored(masters[number])}, {}
+            for key, value in state.items():
+                if isinstance(value, StoredTensor) and value.shape:
+                    tensors[_text_of(key)] = value
+                else:
+                    common[_text_of(key)] = file.plain(value, "the optimizer's state")
+            flats[number] = _Flat(file, tensors, common)
+    if sorted(flats) != list(range(len(masters))):
+        raise ValueError("flats that are in no group")
+    return [flats[number] for number in range(len(masters))]
+
+
+def _inner(file: TorchFile, stage: int) -> dict[str, Any]:
+    saved = file.value["optimizer_state_dict"]
+    inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    if not isinstance(inner, dict):
+        raise DamagedCheckpoint(
+            f"{file.where}: written with DeepSpeed's 'elastic_checkpoint', which is not read; save "
+            "it again without"
+        )
+    return inner
+
+
+def _cut_groups(
+    flats: Sequence[_Flat], number: int, shapes: Shapes
+) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield the parts of each parameter of a group, as stages 1 and 2 cut it."""
+    found: dict[str, list[_Part]] = {name: [] for name in shapes}
+    for flat in flats:
+        slices = flat.file.value["optimizer_state_dict"]["param_slice_mappings"][number]
+        for name, address in slices.items():
+            start, numel = _address(address)
+            if start + numel > flat.tensors[""].numel:
+                raise DamagedCheckpoint(
+                    f"{flat.file.where}: '{name}' should end at element {start + numel} of a part "
+                    f"of {flat.tensors[''].numel}"
+                )
+            lo = found[name][-1].hi if found[name] else 0
+            found[name].append(_Part(lo, lo + numel, flat, start))
+    for name, parts in found.items():
+        covered = parts[-1].hi if parts else 0
+        if covered != prod(shapes[name]):
+            raise DamagedCheckpoint(
+                f"{flats[0].file.where} and those of the other ranks have {covered} elements of "
+                f"'{name}'; its shape {shapes[name]} has {prod(shapes[name])}"
+            )
+        yield name, parts
+
+
+def _cut_params(
+    flats: Sequence[_Flat], number: int, shapes: Shapes
+) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield the parts of each parameter of a sub-group, as stage 3 cuts it."""
+    shares = {name: -(-prod(shape) // len(flats)) for name, shape in shapes.items()}
+    for flat in flats:
+        numel = flat.tensors[""].numel
+        if numel != sum(shares.values()):
+            raise DamagedCheckpoint(
+                f"{flat.file.where}: part {number} has {numel} elements; one {len(flats)}th "
+                f"of its parameters has {sum(shares.values())}"
+            )
+    start = 0
+    for name, share in shares.items():
+        bounds = [min(rank * share, prod(shapes[name])) for rank in range(len(flats) + 1)]
+        pairs = zip(bounds, bounds[1:], flats, strict=False)
+        yield name, [_Part(lo, hi, flat, start) for lo, hi, flat in pairs]
+        start += share
+
+
+def _tensors_of(
+    name: str, shape: tuple[int, ...], first: _Flat, parts: list[_Part]
+) -> Iterator[tuple[TensorInfo, list[_Part]]]:
+    """Yield a parameter, and each state that the optimizer has of its elements, with its parts."""
+    for key, example in first.tensors.items():
+        for part in parts:
+            stored, numel = part.flat.tensors.get(key), part.flat.tensors[""].numel
+            if stored is None or stored.dtype != example.dtype or stored.numel < numel:
+                raise DamagedCheckpoint(
+                    f"{part.flat.file.where}: elements [{part.lo}, {part.hi}) of '{name}' "
+                    f"({key or 'weights'}) are not there as in {first.file.where}"
+                )
+        kind: Kind = "optimizer" if key else "param"
+        yield TensorInfo(kind, name, example.dtype, shape, key), parts
+
+
+def _address(value: Any) -> tuple[int, int]:
+    if not isinstance(value, Made):
+        raise ValueError("an address was expected")
+    start, numel = value.field("start"), value.field("numel")
+    if not all(type(n) is int and n >= 0 for n in (start, numel)):
+        raise ValueError("an address without numbers")
+    return start, numel
+
+
+def _read_universal(folder: Path, shapes: Sequence[Shapes]) -> _Trained:
+    """Read the tables of all parameters' files. See Note [Universal checkpoints].
+
+    **Raises** DamagedCheckpoint when a parameter is missing or has another size.
+    """
+    home = folder / _UNIVERSAL
+    common = TorchFile(home / "optimizer_state.pt", _NAMES)
+    trained = _Trained(_stage_of(common.value, common.where))
+    trained.add_groups(common, common.value["param_groups"], shapes)
+    inner = common.value.get("optimizer_state_dict") or {}
+    for number, of_flat in enumerate(shapes):
+        state = inner["state"].get(number, {}) if "state" in inner else {}
+        for name, shape in of_flat.items():
+            if not is_plain_name(name):
+                raise CheckpointError(
+                    f"{home}: parameter {name!r:.80} is no plain name of a folder"
+                )
+            if "step" in state:
+                trained.add_scalar(name, "step", common.plain(state["step"], "step"), common)
+            _add_param(trained, home / name, name, shape)
+    return trained
+
+
+def _add_param(trained: _Trained, folder: Path, name: str, shape: tuple[int, ...]) -> None:
+    files = [entry.name for entry in Files().list(folder)] if folder.is_dir() else []
+    if _WEIGHTS not in files:
+        raise DamagedCheckpoint(f"{folder / _WEIGHTS} is missing; load another checkpoint")
+    for file_name in (_WEIGHTS, *(f for f in files if f.endswith(".pt") and f != _WEIGHTS)):
+        file = TorchFile(folder / file_name, _NAMES)
+        stored: Any = file.value["param"] if isinstance(file.value, Mapping) else file.value
+        key = "" if file_name == _WEIGHTS else file_name.removesuffix(".pt")
+        if not isinstance(stored, StoredTensor) or (key and not stored.shape and shape):
+            trained.add_scalar(name, key, file.plain(stored, key), file)
+        elif stored.numel != prod(shape):
+            raise DamagedCheckpoint(
+                f"{file.where}: {stored.numel} elements; '{name}' of shape {shape} has "
+                f"{prod(shape)}"
+            )
+        else:
+            kind: Kind = "optimizer" if key else "param"
+            info = TensorInfo(kind, name, stored.dtype, shape, key)
+            trained.parts[info] = [_Part(0, stored.numel, _Flat(file, {key: stored}))]
+
+
+# -- checks of values
+def _stored(value: Any) -> StoredTensor:
+    if not isinstance(value, StoredTensor):
+        raise ValueError("a tensor was expected")
+    return value
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a name was expected")
+    return value
+
+
+def _integer_of(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError("a number was expected")
+    return value
+
+
+def _shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
+    shapes = {_text_of(name): tuple(map(_integer_of, shape)) for name, shape in value.items()}
+    if any(size < 0 for shape in shapes.values() for size in shape):
+        raise ValueError("a shape with a negative size")
+    return shapes
+
+
+def _stage_of(saved: Mapping[str, Any], where: str) -> int:
+    """Return the ZeRO stage that an optimizer's file says."""
+    found = saved.get("zero_stage", 1)  # its optimizer for bf16 without ZeRO 2 does not say it
+    stage = _integer_of(found.args[0] if isinstance(found, Made) else found)
+    if stage not in (1, 2, 3):
+        raise DamagedCheckpoint(f"{where}: ZeRO stage {stage}, expected 1, 2 or 3")
+    return stage

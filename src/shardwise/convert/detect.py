@@ -1,4 +1,4 @@
-"""Open a checkpoint of others: which format it has is told by the names of its files."""
+"""Open another system's checkpoint: the names of its files show its format."""
 
 import re
 from pathlib import Path
@@ -21,13 +21,14 @@ _FILES = _FOLDERS | {"hf": r".*\.(safetensors|json)"}
 
 
 def open_any(path: Path, tag: str | None = None, name: str | None = None) -> tuple[str, Source]:
-    """Return the format's name (a key of `FORMATS`) and what it holds.
+    """Return the format's name (a key of `FORMATS`) and the source.
 
-    ``path`` is the other checkpoint's folder or file; ``tag`` says which of DeepSpeed's, else it is
-    the one that ``latest`` names; ``name`` is the format, where the files' names do not tell it.
+    ``path`` is the other checkpoint's folder or file. ``tag`` chooses one of DeepSpeed's, by
+    default the one that ``latest`` names. ``name`` is the format; by default the files' names
+    show it.
 
-    **Raises** ConfigError when the format cannot be told, it is one of ours, or it has no tags;
-    CheckpointError when it is damaged, or not what its names say.
+    **Raises** ConfigError when the format is not clear, when it is Shardwise's own, or when it has
+    no tags; CheckpointError when the checkpoint is damaged, or not of this format.
     """
     found = name or _format_of(path)
     if tag is not None and found != "deepspeed":

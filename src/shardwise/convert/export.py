@@ -1,10 +1,10 @@
-"""Write a `Source` in other people's formats: Hugging Face's safetensors, torch's `.distcp`.
+"""Write a `Source` as Hugging Face's safetensors or as torch's ``.distcp``.
 
 Note [Names are the model's own]
 Tensors are written under the names that the module has. transformers 5 renames and joins weights of
-some models while it loads them (experts of a mixture become one tensor); it also loads what already
-has the module's names, but other programs may expect the names of the hub. For these, load the
-export with transformers and save_pretrained() it.
+some models while it loads them (experts of a mixture become one tensor). It also loads weights
+under the module's names. If another program expects the names of the hub, load the export with
+transformers and save_pretrained() it.
 """
 
 import json
@@ -32,7 +32,7 @@ from shardwise.checkpoint.files import Files, Writer
 from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.convert.foreign import follow_link
+from shardwise.convert.huggingface import follow_link
 from shardwise.errors import CheckpointError, ConfigError
 
 _MAX_COMPANION_BYTES = 64 << 20
@@ -49,7 +49,7 @@ _COMPANIONS = (  # small files that transformers reads beside the weights; never
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: its files of weights, the bytes and the number of tensors in them."""
+    """The files of weights of one export, and the bytes and number of tensors in them."""
 
     files: tuple[str, ...]
     total_bytes: int
@@ -58,7 +58,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Job:
-    """One export: where tensors come from, what becomes of them, who is told."""
+    """The source and the options of one export."""
 
     source: Source
     files: Files
@@ -66,7 +66,7 @@ class _Job:
     progress: Callable[[int], None] | None
 
     def dtype_of(self, info: TensorInfo) -> str:
-        """Return the dtype in the file; only the common floating ones are ever changed."""
+        """Return the dtype in the file; only the common floating-point ones are changed."""
         return self.dtype if self.dtype and info.dtype in _FLOATS.values() else info.dtype
 
     def bytes_of(self, info: TensorInfo) -> int:
@@ -86,16 +86,16 @@ def export_huggingface(
 ) -> Exported:
     """Write parameters and buffers as a folder that ``from_pretrained`` loads.
 
-    The folder has one ``model.safetensors``, or files of at most ``max_shard_bytes`` (a larger
-    tensor is a file of its own) and an index. ``dtype`` ("BF16" or "bfloat16") casts F64, F32, F16
-    and BF16 tensors, no others. A further name of a shared parameter is left out, as transformers
-    leaves it out: it ties again as ``config.json`` says. That file, and the tokenizer's, are copied
-    from ``config_from`` as they are, its dtype too. ``progress`` is told the bytes of each piece.
-    Tensors of a checkpoint of ours stand in the order of their names, numbers as numbers: one model
-    gives one file, whatever units, ranks, stages or degrees have saved it.
+    The folder has one ``model.safetensors``, or files of at most ``max_shard_bytes`` and an index;
+    a larger tensor has a file to itself. ``dtype`` ("BF16" or "bfloat16") casts F64, F32, F16 and
+    BF16 tensors, no others. Further names of a shared parameter are left out, as transformers
+    leaves them out: it ties them again by ``config.json``. ``config.json`` and the tokenizer's
+    files are copied unchanged from ``config_from``. ``progress`` is called with the bytes of each
+    piece. Tensors of a Shardwise checkpoint are sorted by name, with numbers as numbers, so one
+    model gives one file for any units, ranks, stages and degrees that saved it.
 
-    The target must be missing or empty, and appears whole: what a killed process leaves is a
-    ``.tmp-`` folder beside it, which may be removed. See Note [Names are the model's own].
+    The target must be missing or empty, and appears whole. A killed process leaves a ``.tmp-``
+    folder beside it, which may be removed. See Note [Names are the model's own].
 
     **Cost** one pass over the source; at most 64 MiB of a tensor, and its cast, in memory.
 
@@ -142,20 +142,20 @@ def export_dcp(source: Source, target: Path) -> None:
     """Write a folder for torch's `FileSystemReader`: ``{"model": ..., "optim": ...}``.
 
     Both are nested as ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns them, so
-    that ``dcp.load`` on any number of ranks fills what a plain script has. A shared parameter
-    stands under all its names. The user's own state is left out. The target must be missing or
-    empty, and appears whole. `HuggingFaceStorageReader` reads our own checkpoints as they are.
+    that ``dcp.load`` on any number of ranks fills a plain script's state. A shared parameter is
+    written under all its names. The user's own state is left out. The target must be missing or
+    empty, and appears whole. `HuggingFaceStorageReader` reads Shardwise checkpoints directly.
 
-    **Cost** all tensors in memory at once: that writer needs the whole state.
+    **Cost** all tensors in memory at once: torch's writer needs the whole state.
 
     **Raises** CheckpointError when the target is in use or the disk fails. Nothing is left then.
     """
-    # Here, as it takes long to import and few need it.
+    # Imported here because the import takes long and few commands need it.
     from torch.distributed import checkpoint as dcp
 
     total_bytes = sum(t.num_bytes for t in source.tensors if t.kind != "extra")
     with _new_folder(Files(), target, total_bytes) as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
         try:
             writer = dcp.FileSystemWriter(folder)
             dcp.save(_nested(source), storage_writer=writer, no_dist=True)
@@ -164,7 +164,7 @@ def export_dcp(source: Source, target: Path) -> None:
 
 
 def split_into_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
-    """Fill files one after the other, in order; a tensor beyond ``max_bytes`` has its own.
+    """Assign tensors to files, in order; a tensor beyond ``max_bytes`` gets a file to itself.
 
     **Source** the result of ``huggingface_hub.split_state_dict_into_shards_factory``.
     """
@@ -185,7 +185,7 @@ def split_into_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
 
 @contextmanager
 def _new_folder(files: Files, target: Path, total_bytes: int) -> Iterator[Path]:
-    """Give a folder that becomes the target, durably, when the block succeeds; else nothing."""
+    """Yield a folder that becomes the target, durably, when the block succeeds."""
     target = Path(os.path.abspath(target))
     folder = target.parent / f".tmp-{target.name}-{secrets.token_hex(4)}"
     try:
@@ -217,7 +217,7 @@ def _new_folder(files: Files, target: Path, total_bytes: int) -> Iterator[Path]:
 
 
 def _is_empty_folder(files: Files, target: Path) -> bool:
-    """Tell an empty folder from nothing; refuse all else."""
+    """Tell whether the target is an empty folder; refuse it if it is anything else."""
     kinds = {entry.name: entry.kind for entry in files.list(target.parent)}
     if target.name and target.name not in kinds:
         return False
@@ -230,7 +230,7 @@ def _is_empty_folder(files: Files, target: Path) -> bool:
 
 
 def _copy_companions(files: Files, config_from: Path, folder: Path) -> None:
-    """Copy the configuration and the tokenizer; a snapshot of the hub has links to them."""
+    """Copy the configuration and the tokenizer, through the links of a snapshot of the hub."""
     names = {entry.name for entry in files.list(config_from)}
     if _CONFIG not in names:
         raise CheckpointError(
@@ -261,7 +261,7 @@ def _write_small(files: Files, path: Path, data: bytes) -> None:
 
 
 def _write_shard(job: _Job, path: Path, infos: Sequence[TensorInfo]) -> None:
-    """Write one file. Large elements come first, so that each tensor is aligned to its own."""
+    """Write one file. Large elements come first, so each tensor is aligned to its elements."""
     boxes = [(info.name, job.dtype_of(info), info.shape, (0,) * len(info.shape)) for info in infos]
     boxes.sort(key=lambda box: -element_bytes(box[1]))
     by_name = {info.name: info for info in infos}
@@ -290,7 +290,7 @@ def _write_tensor(job: _Job, writer: Writer, info: TensorInfo, stored: Stored) -
 
 
 def _nested(source: Source) -> dict[str, Any]:
-    """Return the whole state as `get_state_dict` nests it."""
+    """Return the whole state, nested as by `get_state_dict`."""
     model: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
     for info in source.tensors:

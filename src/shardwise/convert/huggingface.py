@@ -1,11 +1,10 @@
-"""Weights in Hugging Face's safetensors files, as a `Source` that is read by slices.
+"""Hugging Face's safetensors weights as a `Source` that is read by slices.
 
 Note [Why not safe_open]
-The library's ``get_slice`` cuts boxes, but a `Source` is asked for a range of the flat tensor,
-which is several boxes; it cuts no scalars; and it maps the file, so that a file which is cut short
-meanwhile kills the process instead of raising. A flat range of a tensor is a range of bytes:
-`container.read_header` and one read at an offset are less code and need exactly these bytes. Only
-``__metadata__`` is asked of the library.
+The library's ``get_slice`` cuts boxes, and a range of the flat tensor is several boxes. It cuts no
+scalars. It maps the file, so a file that is truncated meanwhile kills the process instead of
+raising. Here a flat range is a range of bytes: `container.read_header` and one read at an offset.
+The library reads only ``__metadata__``.
 """
 
 import os
@@ -27,7 +26,6 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import OptimizerInfo, Source, TensorInfo
 from shardwise.checkpoint.values import loads
-from shardwise.convert.foreign import follow_link
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _FILE = "model.safetensors"
@@ -39,11 +37,11 @@ def open_huggingface(path: Path) -> Source:
     """Open a folder of safetensors weights, one such file, or an index of such files.
 
     A folder has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
-    names. All tensors are "param": the files do not tell buffers from parameters. Links are
-    followed inside the folder and inside the cache of the hub, which is made of them; an index
-    names files beside it only.
+    names. All tensors are "param", because the files do not tell buffers from parameters. Links
+    are followed inside the folder and inside the cache of the hub. An index names files beside it
+    only.
 
-    **Cost** the headers are read; tensors only when they are asked for.
+    **Cost** the headers; tensors are read by `Source.read`.
 
     **Raises** CheckpointError when there are no such weights, or when index and files disagree;
     DamagedCheckpoint when a file is not whole.
@@ -67,7 +65,7 @@ def open_huggingface(path: Path) -> Source:
 def open_weight_files(paths: Sequence[Path]) -> Source:
     """Open these safetensors files as one source; links are followed as in `open_huggingface`.
 
-    **Cost** the headers are read.
+    **Cost** the headers.
 
     **Raises** CheckpointError when one cannot be read or two hold the same tensor;
     DamagedCheckpoint when one is not whole.
@@ -85,6 +83,26 @@ def open_weight_files(paths: Sequence[Path]) -> Source:
     except OSError as error:
         raise CheckpointError(f"the weights cannot be read: {error}") from error
     return _Weights(str(paths[0]), files, opened)
+
+
+def follow_link(file: Path) -> Path:
+    """Return the file that a link leads to: one of its own folder, or a blob of the hub's cache.
+
+    The cache has links ``snapshots/<revision>/...`` to files in ``blobs/``.
+
+    **Raises** CheckpointError when a link leads elsewhere; FileNotFoundError when its target is
+    missing.
+    """
+    real = Path(os.path.realpath(file, strict=True))
+    folder = Path(os.path.realpath(file.parent, strict=True))
+    homes = [folder]
+    homes += [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
+    if not any(real.is_relative_to(home) for home in homes):
+        raise CheckpointError(
+            f"{file} is a link to {real}, which leads out of its folder, and is not followed: what "
+            "is there may not be meant for you to copy. Put the file itself there if it is"
+        )
+    return real
 
 
 class _Weights:
@@ -132,7 +150,7 @@ class _Weights:
 
 
 def _index_of(path: Path) -> Path | None:
-    """Return the index to go by, if there is one."""
+    """Return the path of the index, or None for a single file."""
     if not path.is_dir():
         return path if path.name.endswith(".json") else None
     has_file, has_index = os.path.lexists(path / _FILE), os.path.lexists(path / _INDEX)
@@ -150,7 +168,7 @@ def _index_of(path: Path) -> Path | None:
 
 
 def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
-    """Return the tensors of a file, and where their bytes begin."""
+    """Return the tensors of a file, and the offset of their bytes."""
     real = follow_link(file)
     with files.open(real) as reader:
         stored, begin = read_header(reader, str(file))
@@ -168,7 +186,7 @@ def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
 
 
 def _read_index(files: Files, index: Path) -> Mapping[str, str]:
-    """Return the file name of every tensor. The names are safe to be joined to the folder."""
+    """Return the file name of every tensor; the names can be joined to the folder safely."""
     text = read_text(files, follow_link(index), MAX_HEADER_BYTES)
     value = loads(text.encode(), str(index))
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
@@ -186,7 +204,7 @@ def _read_index(files: Files, index: Path) -> Mapping[str, str]:
 def _compare(
     index: Path, weight_map: Mapping[str, str], found: Mapping[str, Mapping[str, Stored]]
 ) -> None:
-    """Refuse an index and files that do not hold the same tensors, each once."""
+    """Check that an index and its files hold the same tensors, each once."""
     remedy = "The folder mixes files of two saves, or is not whole: fetch it again"
     for name, stored in found.items():
         for key in stored:

@@ -1,10 +1,10 @@
-"""Write a `Source`, of whatever format, as one checkpoint of ours.
+"""Write a `Source` of any format as a Shardwise checkpoint.
 
 Note [As one rank would have saved it]
-Every tensor is whole in the files of rank 0: whoever loads it reads its own slices, with any number
-of ranks, stage and layout. Beside the tensors there are the optimizer's groups and values and the
-user's own state, encoded as `checkpoint.state` does it. There are no random generators, which other
-formats do not keep, or keep as pickles: after a load the ranks go on with those that they have.
+Every tensor is whole in the files of rank 0, and a load with any number of ranks, stage and layout
+reads its own slices. The optimizer's groups and values and the user's own state are encoded as
+`checkpoint.state` does it. Random generators are missing, because other formats do not keep them or
+keep them as pickles: a load leaves the ranks' generators unchanged.
 """
 
 import os
@@ -39,19 +39,19 @@ def import_source(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Written:
-    """Write all that a source holds as a checkpoint that `shardwise.load` restores.
+    """Write a source as a checkpoint that `shardwise.load` restores.
 
     The checkpoint is the folder ``target``, or with ``step`` the folder of that step in it, as with
-    `shardwise.save`; without ``step`` it is of the step that the source says. With ``step`` the
-    lock of ``target`` is held, as a run that saves there would remove what is half written.
-    ``progress`` is told the bytes of each tensor of the source.
+    `shardwise.save`. Without ``step`` its step is the source's. With ``step`` the lock of
+    ``target`` is held, because a run that saves there would remove the unfinished folder.
+    ``progress`` is called with the bytes of each tensor of the source.
     See Note [As one rank would have saved it].
 
     **Cost** one pass over the source, one tensor in memory at a time.
 
-    **Raises** CheckpointError when the target is there already or a run is saving there, the disk
-    fails, or the source holds no tensors or what cannot be saved; DamagedCheckpoint when its bytes
-    are not right. No checkpoint is left then.
+    **Raises** CheckpointError when the target exists or a run is saving there, when the disk fails,
+    and when the source has no tensors or a value that cannot be saved; DamagedCheckpoint when its
+    bytes are not right. No checkpoint is left then.
     """
     infos = [info for info in source.tensors if info.kind != "extra"]
     if not infos:

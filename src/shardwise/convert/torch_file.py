@@ -1,62 +1,133 @@
-"""One file of torch.save, its values as data and its tensors read by slices.
+"""One file of torch.save: its values as data, its tensors by slices.
 
 Note [Why not torch.load]
 A file of torch.save is a zip archive, stored and not compressed: ``data.pkl`` holds the values and
-says of each tensor which record ``data/<n>`` has its bytes. Read so, with `unpickle`, nothing is
-imported, made or loaded: a tensor is a few integers until a slice of it is asked for, and that
+names, for each tensor, the record ``data/<n>`` with its bytes. Here `unpickle` reads the values, so
+nothing is imported or loaded: a tensor is a few integers until a slice of it is asked for, and that
 slice is read straight from its place in the file. ``torch.load(weights_only=True, mmap=True)``
-would do the same for whole files, but it cannot read the slices of a file that DCP keeps, its list
-of classes has to be changed for the whole process, and it must import the classes on that list.
+does the same for whole files, but it cannot read the slices of a file that DCP keeps, its list of
+classes is one for the whole process, and it must import the classes on that list.
 
 Note [Flipped bits are found]
 torch.save writes the CRC-32 of every record (unless it was switched off, which writes 0), and
-torch.load does not look at it. Here each record is summed up once before its first bytes are used,
-so a record is read twice: that costs time, and no memory.
+torch.load ignores it. Here the sum of a record is checked before its first bytes are used. The
+record is read twice for that: it costs time and no memory.
 """
 
 import io
+import reprlib
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
+from shardwise.checkpoint.container import element_bytes, is_dtype, memory_of, torch_dtype
 from shardwise.checkpoint.files import Files, Reader
-from shardwise.convert.plain_names import ARRAYS, numpy_array
-from shardwise.convert.torch_names import (
-    DTYPES,
-    NAMES,
-    STORAGES,
-    UNTYPED,
-    Storage,
-    StoredTensor,
-    extent,
-    index_of,
+from shardwise.convert.unpickle import (
+    ARRAYS,
+    PLAIN,
+    Builder,
+    Made,
+    Name,
+    numpy_array,
+    read_pickle,
 )
-from shardwise.convert.unpickle import Builder, Made, Name, read_pickle
-from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 
 _READ_BYTES = 4 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_MAX_NAME_BYTES = 255
+_MAX_DIMS = 64
+_MAX_INDEX = 1 << 50
 _MAX_DEPTH = 48
 _MAX_MENTIONS = 16  # of all bytes of a file, in one value
 _SHARED_VALUES = 100_000
 
+_STORAGES = {
+    f"torch.{kind}Storage": dtype
+    for kind, dtype in {
+        "Double": "F64",
+        "Float": "F32",
+        "Half": "F16",
+        "BFloat16": "BF16",
+        "Long": "I64",
+        "Int": "I32",
+        "Short": "I16",
+        "Char": "I8",
+        "Byte": "U8",
+        "Bool": "BOOL",
+        "ComplexFloat": "C64",
+    }.items()
+}
+_UNTYPED = "torch.storage.UntypedStorage"
+_SPELLINGS = (
+    *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "BOOL"),
+    *("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8"),
+)
+DTYPES = {str(torch_dtype(spelling)): spelling for spelling in _SPELLINGS}
 
-class NoData(CheckpointError):
-    """A value is an object, which is described and not made."""
+
+class ObjectFound(CheckpointError):
+    """A value that should be data is an object, which is described and not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One record of bytes; ``dtype`` is "" if each tensor on it has its own."""
+
+    record: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor that is not loaded: the elements of a record that it has."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage: Storage
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements are adjacent and in order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+    @property
+    def extent(self) -> int:
+        """Number of elements of the record from the first one to the last one, both included."""
+        sizes = zip(self.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in sizes)
 
 
 class TorchFile:
     """One stream of torch.save in bytes [begin, begin + length) of a file, opened when needed.
 
-    **Raises** DamagedCheckpoint naming the file when it is cut short or not what torch writes;
-    CheckpointError naming a class that it must not hold. ``allowed`` are names beside torch's own;
-    with ``any_name`` all others may be in it, and what they stand for can only be left out.
+    ``allowed`` are names beside torch's own. With ``any_name`` all other names may occur too, and
+    the values that they stand for can only be left out.
+
+    **Raises** DamagedCheckpoint naming the file when it is cut short or not as torch writes it;
+    CheckpointError naming a class that it must not hold.
     """
 
     def __init__(
@@ -71,39 +142,36 @@ class TorchFile:
         self.where = f"{path}, {what}" if what else str(path)
         self._path = path
         self._begin = begin
-        self._good: set[str] = set()
+        self._checked: set[str] = set()
         with open_file(path) as reader:
-            self._length = reader.size - begin if length is None else length
+            self.num_bytes = reader.size - begin if length is None else length
             self._records, self._prefix = self._list_records(reader)
-            order = self._small(reader, "byteorder", 16) if self._has("byteorder") else b"little"
-            if order != b"little":
-                raise CheckpointError(f"{self.where}: written on a machine of {order!r} byte order")
-            data = self._small(reader, "data.pkl", self._length)
-            names = {**NAMES, **(allowed or {})}
-            # Each value takes a byte or more; beyond that, one of them stands in many places.
+            if self._prefix + "byteorder" in self._records:
+                order = self._read_record(reader, "byteorder", 16)
+                if order != b"little":
+                    raise CheckpointError(
+                        f"{self.where}: written on a machine of {order!r} byte order"
+                    )
+            data = self._read_record(reader, "data.pkl", self.num_bytes)
+            names = {**_NAMES, **(allowed or {})}
+            # Each value takes a byte or more; if there are more, one of them has many places.
             self.max_values = max(_SHARED_VALUES, len(data))
             self.value = read_pickle(data, self.where, names, self._storage, any_name)
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the stream."""
-        return self._length
 
     def read(self, tensor: StoredTensor, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, shape [hi - lo].
 
-        **Cost** the slice; for a tensor that is not contiguous, all that lies between its ends.
+        **Cost** the slice; of a tensor that is not contiguous, its whole extent.
         """
         dtype, width = torch_dtype(tensor.dtype), element_bytes(tensor.dtype)
         if hi <= lo:
             return torch.empty(0, dtype=dtype)
-        first, last = (lo, hi - 1) if tensor.contiguous else (0, extent(tensor) - 1)
+        first, last = (lo, hi - 1) if tensor.is_contiguous else (0, tensor.extent - 1)
         out = torch.empty(last + 1 - first, dtype=dtype)
         with open_file(self._path) as reader:
-            begin = self._checked(reader, tensor.storage.record)
-            begin += (tensor.offset + first) * width
-            reader.read_into(begin, memory_of(out))
-        if tensor.contiguous:
+            begin = self._begin_of(reader, tensor.storage.record)
+            reader.read_into(begin + (tensor.offset + first) * width, memory_of(out))
+        if tensor.is_contiguous:
             return out
         return out.as_strided(tensor.shape, tensor.strides, 0).reshape(-1)[lo:hi].clone()
 
@@ -112,24 +180,26 @@ class TorchFile:
         return self.read(tensor, 0, tensor.numel).view(tensor.shape)
 
     def plain(self, value: Any, what: str, left_out: list[str] | None = None) -> Any:
-        """Return a value of this file with its tensors read, as what `values` can write.
+        """Return a value of this file with its tensors read, as data that `values` can write.
 
-        Given ``left_out``, entries of dicts that hold an object are left out, and added to it.
+        Given ``left_out``, entries of dicts that hold an object are left out and added to it.
 
-        **Raises** NoData when it holds an object; CheckpointError when it is nested without end.
+        **Raises** ObjectFound when it holds an object; CheckpointError when it is nested too
+        deeply or holds more values than the file has room for.
         """
         return _Plain(self, what, left_out).convert(value, 0, what)
 
     # -- the archive
     def _list_records(self, reader: Reader) -> tuple[dict[str, zipfile.ZipInfo], str]:
-        if self._begin + self._length > reader.size:
+        """Return the records by name, and the prefix of all their names."""
+        end = self._begin + self.num_bytes
+        if end > reader.size:
             raise DamagedCheckpoint(
-                f"{self.where}: expected bytes [{self._begin}, {self._begin + self._length}), the "
-                f"file has {reader.size}: it was cut short"
+                f"{self.where}: expected bytes [{self._begin}, {end}), the file has {reader.size}: "
+                "it was cut short"
             )
-        window = _Window(reader, self._begin, self._length)
         try:
-            with zipfile.ZipFile(window) as archive:
+            with zipfile.ZipFile(_Window(reader, self._begin, self.num_bytes)) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError) as error:
             raise DamagedCheckpoint(
@@ -142,20 +212,20 @@ class TorchFile:
             raise DamagedCheckpoint(f"{self.where}: not an archive as torch.save writes it")
         return records, pickles[0].removesuffix("data.pkl")
 
-    def _has(self, record: str) -> bool:
-        return self._prefix + record in self._records
-
     def _info(self, record: str) -> zipfile.ZipInfo:
-        if not self._has(record):
+        if self._prefix + record not in self._records:
             raise DamagedCheckpoint(f"{self.where}: its record '{record}' is missing")
         return self._records[self._prefix + record]
 
-    def _place(self, reader: Reader, record: str) -> int:
-        """Return where in the file the bytes of a record begin."""
+    def _begin_of(self, reader: Reader, record: str) -> int:
+        """Return where in the file the bytes of a record begin. See Note [Flipped bits are found].
+
+        The sum of the bytes is checked by the first call for a record.
+        """
         info = self._info(record)
         header = bytearray(_LOCAL_HEADER.size)
         end = info.header_offset + len(header)
-        if info.header_offset >= 0 and end <= self._length:
+        if info.header_offset >= 0 and end <= self.num_bytes:
             reader.read_into(self._begin + info.header_offset, memoryview(header))
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         begin = end + name_bytes + extra_bytes
@@ -164,47 +234,47 @@ class TorchFile:
                 f"{self.where}: its record '{record}' is compressed, which torch.save does not do; "
                 "load the file with torch and save it again"
             )
-        right = signature == b"PK\x03\x04" and info.compress_type == zipfile.ZIP_STORED
-        if not right or info.flag_bits & 1 or begin + info.file_size > self._length:
+        is_right = signature == b"PK\x03\x04" and info.compress_type == zipfile.ZIP_STORED
+        if not is_right or info.flag_bits & 1 or begin + info.file_size > self.num_bytes:
             raise DamagedCheckpoint(
                 f"{self.where}: its record '{record}' is not where it should be"
             )
+        if record not in self._checked and info.CRC:
+            self._check_sum(reader, record, self._begin + begin)
+        self._checked.add(record)
         return self._begin + begin
 
-    def _checked(self, reader: Reader, record: str) -> int:
-        """Return where a record begins. See Note [Flipped bits are found]."""
-        begin, info = self._place(reader, record), self._info(record)
-        if record not in self._good and info.CRC:
-            crc, buffer = 0, memoryview(bytearray(min(_READ_BYTES, info.file_size)))
-            for at in range(0, info.file_size, _READ_BYTES):
-                part = buffer[: info.file_size - at]
-                reader.read_into(begin + at, part)
-                crc = zlib.crc32(part, crc)
-            if crc != info.CRC:
-                raise DamagedCheckpoint(
-                    f"{self.where}: the bytes of record '{record}' are not those that were saved: "
-                    f"expected CRC {info.CRC:08x}, got {crc:08x}; load another checkpoint"
-                )
-        self._good.add(record)
-        return begin
+    def _check_sum(self, reader: Reader, record: str, begin: int) -> None:
+        info, crc = self._info(record), 0
+        buffer = memoryview(bytearray(min(_READ_BYTES, info.file_size)))
+        for at in range(0, info.file_size, _READ_BYTES):
+            part = buffer[: info.file_size - at]
+            reader.read_into(begin + at, part)
+            crc = zlib.crc32(part, crc)
+        if crc != info.CRC:
+            raise DamagedCheckpoint(
+                f"{self.where}: the bytes of record '{record}' are not those that were saved: "
+                f"expected CRC {info.CRC:08x}, got {crc:08x}; load another checkpoint"
+            )
 
-    def _small(self, reader: Reader, record: str, limit: int) -> bytes:
+    def _read_record(self, reader: Reader, record: str, max_bytes: int) -> bytes:
         size = self._info(record).file_size
-        if size > limit:
+        if size > max_bytes:
             raise DamagedCheckpoint(f"{self.where}: record '{record}' of {size} bytes")
-        return reader.read(self._checked(reader, record), size)
+        return reader.read(self._begin_of(reader, record), size)
 
     def _storage(self, key: Any) -> Storage:
         """Answer a persistent id: the record of a tensor's bytes."""
         word, kind, record, _, numel = key
         if word != "storage" or not isinstance(kind, Name) or not isinstance(record, str):
             raise ValueError("a persistent id that is no storage")
-        dtype = "" if kind.text == UNTYPED else STORAGES[kind.text]
-        num_bytes = index_of(numel) * (element_bytes(dtype) if dtype else 1)
-        if num_bytes > self._info(f"data/{record}").file_size:
+        dtype = "" if kind.text == _UNTYPED else _STORAGES[kind.text]
+        num_bytes = _index(numel) * (element_bytes(dtype) if dtype else 1)
+        has_bytes = self._info(f"data/{record}").file_size
+        if num_bytes > has_bytes:
             raise DamagedCheckpoint(
                 f"{self.where}: record 'data/{record}' should have {num_bytes} bytes, has "
-                f"{self._info(f'data/{record}').file_size}"
+                f"{has_bytes}"
             )
         return Storage(f"data/{record}", dtype, numel)
 
@@ -248,7 +318,7 @@ class _Window(io.RawIOBase):
 
 
 class _Plain:
-    """One walk over one value; counts, as a small pickle can describe an endless tree."""
+    """One walk over one value. It counts, because a small pickle can describe an endless tree."""
 
     def __init__(self, file: TorchFile, what: str, left_out: list[str] | None) -> None:
         self._file = file
@@ -277,9 +347,9 @@ class _Plain:
                 try:
                     return numpy_array(value)
                 except (ValueError, TypeError, IndexError):
-                    raise self._no_data("a NumPy array of other than numbers") from None
+                    raise self._object("a NumPy array of other than numbers") from None
             case Name() | Made():
-                raise self._no_data(value.text if isinstance(value, Name) else value.name)
+                raise self._object(f"a {value.text if isinstance(value, Name) else value.name}")
             case dict():
                 return type(value)(dict(self._pairs(value, depth + 1, at)))
             case list() | tuple() | set() | frozenset():
@@ -293,7 +363,7 @@ class _Plain:
                 members = key if type(key) is tuple else (key,)
                 parts = tuple(self.convert(part, depth, at) for part in members)
                 yield parts if type(key) is tuple else parts[0], self.convert(member, depth, inside)
-            except NoData:
+            except ObjectFound:
                 if self._left_out is None:
                     raise
                 self._left_out.append(inside)
@@ -306,5 +376,120 @@ class _Plain:
                 f"than {_MAX_MENTIONS} times the bytes of the file"
             )
 
-    def _no_data(self, name: str) -> NoData:
-        return NoData(f"{self._file.where}: {self._what} holds a {name}, no data")
+    def _object(self, described: str) -> ObjectFound:
+        return ObjectFound(f"{self._file.where}: {self._what} holds {described}, no data")
+
+
+# -- names that torch's pickles hold, and their values
+def sizes_of(sizes: Any = ()) -> tuple[int, ...]:
+    """Return a shape, strides or offsets. **Raises** ValueError if they are none."""
+    if len(sizes) > _MAX_DIMS:
+        raise ValueError(f"a size was expected, one of {len(sizes)} dims came")
+    return tuple(map(_index, sizes))
+
+
+def _index(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_INDEX:
+        raise ValueError(f"a size was expected, {reprlib.repr(value)} came")
+    return value
+
+
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any, dtype: str = ""
+) -> StoredTensor:
+    if not isinstance(storage, Storage):
+        raise ValueError("a tensor without its bytes")
+    sizes, steps = sizes_of(shape), sizes_of(strides)
+    dtype = dtype or storage.dtype
+    if len(sizes) != len(steps) or not is_dtype(dtype):
+        raise ValueError(f"a tensor of {dtype!r} with shape {sizes} and strides {steps}")
+    tensor = StoredTensor(dtype, sizes, steps, _index(offset), storage)
+    has = storage.numel // (1 if storage.dtype else element_bytes(dtype))
+    if tensor.numel > has or (tensor.numel and tensor.offset + tensor.extent > has):
+        raise ValueError(f"a tensor of {tensor.offset} + {tensor.extent} elements of {has}")
+    return tensor
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+) -> StoredTensor:
+    return _tensor(storage, offset, shape, strides, dtype=DTYPES[dtype.text])
+
+
+def _tensor_of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    if not isinstance(function, Name) or function.text not in _TENSORS:
+        raise ValueError("a tensor that is not rebuilt as torch does")
+    return _TENSORS[function.text](*args)
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    if not isinstance(kind, str):
+        raise ValueError("a device that is no text")
+    return kind if index is None else f"{kind}:{_index(index)}"
+
+
+_TENSORS: Mapping[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+}
+_NAMES: Mapping[str, Builder | None] = {
+    **PLAIN,
+    **_TENSORS,
+    "torch._tensor._rebuild_from_type_v2": _tensor_of_type,
+    "argparse.Namespace": None,
+    "torch.Tensor": None,
+    "torch.nn.parameter.Parameter": None,
+    "torch.Size": sizes_of,
+    "torch.device": _device,
+    _UNTYPED: None,
+    **dict.fromkeys(_STORAGES),
+    **dict.fromkeys(DTYPES),
+}
+
+
+# -- for the readers of folders of such files
+_Found = TypeVar("_Found")
+
+
+@contextmanager
+def explained(where: str, writer: str) -> Iterator[None]:
+    """Turn errors of Python or torch about odd input into a DamagedCheckpoint that names it."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    except (
+        *(ArithmeticError, AttributeError, LookupError, MemoryError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
+        raise DamagedCheckpoint(
+            f"{where}: not as {writer} writes it: {type(error).__name__} {str(error)[:200]!a}"
+        ) from None
+
+
+def explained_property(
+    writer: str,
+) -> Callable[[Callable[[Any], _Found]], "cached_property[_Found]"]:
+    """Make a cached property of a source whose errors are `explained`."""
+
+    def decorate(find: Callable[[Any], _Found]) -> "cached_property[_Found]":
+        def found(source: Any) -> _Found:
+            with explained(source.where, writer):
+                return find(source)
+
+        found.__doc__ = find.__doc__
+        return cached_property(found)
+
+    return decorate
+
+
+def is_plain_name(name: str) -> bool:
+    """Tell whether a name, joined to a folder, can only lead to an entry of that folder."""
+    try:
+        fits = len(name.encode()) <= _MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
+    return fits and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")

@@ -1,58 +1,54 @@
-"""Read a pickle as data: a tree of plain values, in which objects are only described.
+"""Read a pickle as data: a tree of plain values in which objects are only described.
 
 Note [A pickle is a program; this reads it as a list of values]
-A pickle names classes and functions, and an unpickler imports and calls them. This one has no way
-to do either: it is a small stack machine over the bytes, and what a pickle names becomes a `Name`,
-a record of text. When the pickle calls a name, a table of ours says what stands for the result: a
-function of ours that takes data and returns data, or, where the table says None, a `Made`, which
-remembers the name, the arguments and the state. A name that is not in the table is refused. Every
-opcode that torch's writers do not use is refused as well (persistent ids as text, extension
-codes, instances of old classes, objects made with keywords).
+A pickle names classes and functions, and an unpickler imports and calls them. This reader cannot
+import or call. `pickletools.genops` decodes the opcodes, and a small stack machine builds values
+from them. A name in the pickle becomes a `Name`, a record of text. If the pickle calls a name, a
+table says what stands for the result: a function of this package from data to data, or, if the
+table says None, a `Made` with the name, the arguments and the state. A name that is not in the
+table is refused, and so is each opcode that torch's writers do not use. No class of torch is made,
+so reading does not depend on the version of torch that wrote the file.
 
-Nothing of torch's private classes is made, so a reader does not depend on the version of torch
-that wrote, and none of them runs. Dict keys are scalars, flat tuples of scalars, or `Made` objects
-by identity: the hash of nested tuples can take for ever. Numbers and tuples can be chosen to have
-one hash, so only a few of one hash may come. A memo index of four bytes allocates nothing. What is
-called copies its arguments, which two bytes can name again: all that is handed over is counted,
-and limited by the size of the pickle. So is the memory of what one byte can make, an empty list or
-set: what it takes, more or less, is charged before it is made, against 16 MiB and 32 times the
-bytes read so far; what torch writes is charged with 8 to 22 times its size. So
-are opcodes, against a million and three for four bytes; torch writes two at most. A hostile pickle
-costs no more than a checkpoint's of its size. What is left is that a small pickle can
-describe a tree in which one branch stands in a million places: who walks the tree counts his steps,
-and nobody prints it.
+Note [Limits of a hostile pickle]
+Reading takes time and memory in proportion to the file:
+
+- Memory is charged before it is taken, against 16 MiB and 32 times the bytes read so far. Files of
+  torch are charged with 8 to 22 times their size. Opcodes may be a million and three for four
+  bytes; torch writes two for four bytes at most.
+- A call copies its arguments, and two bytes can name the same argument again, so what is copied is
+  charged as well.
+- Dict keys are scalars, flat tuples of scalars, or `Made` objects by identity, because hashing a
+  nested tuple can take exponential time. At most 1,000 keys may share a hash.
+- A memo index follows its predecessor, so a large index allocates nothing.
+
+A small pickle can still describe a tree in which one branch stands in a million places, so a walk
+over the tree counts its steps. `pickle.Unpickler` was measured instead of this machine: it has no
+place to check keys before they are hashed (docs/negative-results.md).
 """
 
-import struct
+import pickletools
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
+
+import numpy as np
 
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 Builder = Callable[..., Any]
 MAX_PICKLE_BYTES = 256 << 20
-_MAX_INT_BYTES = 255
+_MAX_INT_BITS = 255 * 8
 _MAX_KEY_PARTS = 256
 _MAX_COLLISIONS = 1000
-_UNIQUE = (1 << 61) - 1  # Python's hash of numbers below this has no collisions
-_FREE_BYTES, _FREE_TIMES = 1 << 20, 8  # what may be copied: bytes, and times the pickle's size
-_FREE_MADE, _MADE_TIMES = 16 << 20, 32  # what may be made: bytes of memory, times what was read
-_FREE_CODES, _CODES_SHARE = 1_000_000, 0.75  # opcodes, and their share of what was read
-# Bytes of memory, about, of what an opcode makes, and of one more key or member.
-_MADE_BYTES: Mapping[int, int] = {
-    **dict.fromkeys(b"(NJKMha\x88\x89)", 8),
-    **dict.fromkeys(b"Gj\x8a\x8b", 40),
-    **dict.fromkeys(b"X\x8c\x8dCB\x8e", 60),
-    **dict.fromkeys(b"]}t\x85\x86\x87", 64),
-    **dict.fromkeys(b"cQ\x93", 160),
-    **dict.fromkeys(b"R\x81", 96),
-    **dict.fromkeys(b"\x8f\x91", 224),
-}
-_ENTRY_BYTES = 72
-_BUILT_BYTES = 160  # of what a table's function returns, beside its arguments
+_MAX_PATH = 4096
+_UNIQUE = (1 << 61) - 1  # Python's hash of integers below this has no collisions
+_FREE_MADE, _MADE_TIMES = 16 << 20, 32  # may be made: bytes of memory, and times the bytes read
+_FREE_CODES, _CODES_SHARE = 1_000_000, 0.75  # opcodes, and their share of the bytes read
+_ENTRY_BYTES = 72  # of a key or member
+_BUILT_BYTES = 160  # of the result of a table's function, beside its arguments
 _MARK = object()
-_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 
@@ -65,18 +61,18 @@ class Name:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Made:
-    """An object as its pickle describes it: what was called, with which arguments and state."""
+    """An object as its pickle describes it: the name that is called, its arguments, its state."""
 
     name: str
     args: tuple[Any, ...]
     state: Any = None
 
     def field(self, key: str) -> Any:
-        """Return an attribute, None where the pickle sets none."""
+        """Return an attribute, or None if the pickle does not set it."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
     def __repr__(self) -> str:
-        return f"<{self.name}>"  # what it holds may hold itself, many times over
+        return f"<{self.name}>"  # the state may hold this object again
 
 
 def read_pickle(
@@ -86,13 +82,15 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     any_name: bool = False,
 ) -> Any:
-    """Return what a pickle describes. See Note [A pickle is a program; ...].
+    """Return the value that a pickle describes. See Note [A pickle is a program; ...].
 
     ``allowed`` has every name that may occur; ``persistent`` answers persistent ids. With
-    ``any_name`` other names may occur as well: what they make is a `Made` too.
+    ``any_name`` other names may occur too, and their objects become `Made`.
 
-    **Raises** CheckpointError naming the class that is not allowed; DamagedCheckpoint when the
-    bytes are no whole pickle.
+    **Cost** time and memory in proportion to the pickle: Note [Limits of a hostile pickle].
+
+    **Raises** CheckpointError naming a class that is not allowed, or when a limit is reached;
+    DamagedCheckpoint when the bytes are not a whole pickle.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise CheckpointError(
@@ -103,7 +101,7 @@ def read_pickle(
         return machine.run()
     except CheckpointError:
         raise
-    except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedCheckpoint(
             f"{where}: not a whole pickle as torch writes it, near byte {machine.at}: "
             f"{type(error).__name__} {error}"
@@ -111,7 +109,7 @@ def read_pickle(
 
 
 class _Machine:
-    """The stack, the memo and the place in the bytes."""
+    """The stack and the memo of one pickle. Each method without a return value is an opcode."""
 
     def __init__(
         self,
@@ -121,39 +119,38 @@ class _Machine:
         persistent: Callable[[Any], Any] | None,
         any_name: bool,
     ) -> None:
-        self.at = 0
+        self.at = 0  # of the opcode that runs
         self._data = data
         self._where = where
         self._allowed = allowed
         self._persistent = persistent
         self._any_name = any_name
         self._stack: list[Any] = []
-        self._memo: list[Any] = []  # torch's writers number it from 0 on
-        self._sparse_memo: dict[int, Any] = {}
-        self._left = _FREE_BYTES + _FREE_TIMES * len(data)
+        self._memo: list[Any] = []
         self._made_bytes = self._num_codes = 0
         self._hashes: set[tuple[int, int]] = set()
         self._num_collisions = 0
 
     def run(self) -> Any:
-        while True:
-            code = self._data[self.at]
-            self.at += 1
-            if code == ord("."):
-                (value,) = self._stack
-                if value is _MARK:
-                    raise ValueError("it ends inside a collection")
-                return value
-            if code not in _CODES:
+        for code, argument, at in pickletools.genops(self._data):
+            self.at = at or 0
+            if code.name == "STOP":
+                break
+            if code.name not in _CODES:
                 raise CheckpointError(
-                    f"{self._where}: pickle opcode {bytes([code])!r} at byte {self.at - 1}, which "
-                    "no checkpoint needs: the file is damaged or hostile"
+                    f"{self._where}: pickle opcode {code.code!r} at byte {at}, which no checkpoint "
+                    "needs: the file is damaged or hostile"
                 )
+            made_bytes, action = _CODES[code.name]
             self._num_codes += 1
-            self.charge(_MADE_BYTES.get(code, 0))
-            _CODES[code](self)
+            self._charge(made_bytes)
+            action(self, argument)
+        (value,) = self._stack
+        if value is _MARK:
+            raise ValueError("it ends inside a collection")
+        return value
 
-    def charge(self, num_bytes: int) -> None:
+    def _charge(self, num_bytes: int) -> None:
         """Count memory that is about to be taken. **Raises** CheckpointError beyond a limit."""
         self._made_bytes += num_bytes
         is_large = self._made_bytes > _FREE_MADE + _MADE_TIMES * self.at
@@ -164,32 +161,21 @@ class _Machine:
                 "file is damaged or hostile; large state belongs into tensors"
             )
 
-    # -- bytes and stack
-    def take(self, count: int) -> bytes:
-        if not 0 <= count <= len(self._data) - self.at:
-            raise ValueError(f"{count} bytes expected, {len(self._data) - self.at} are left")
-        self.at += count
-        return self._data[self.at - count : self.at]
-
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def line(self) -> str:
-        end = self._data.index(b"\n", self.at)
-        text = self.take(end - self.at).decode()
-        self.at += 1
-        return text
-
     def push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def pop(self) -> Any:
+    def push_int(self, value: int) -> None:
+        if value.bit_length() > _MAX_INT_BITS:
+            raise ValueError(f"a number of {value.bit_length()} bits")
+        self._stack.append(value)
+
+    def _pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
             raise ValueError("a value was expected, a mark came")
         return value
 
-    def since_mark(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         stack = self._stack
         at = len(stack) - 1
         while stack[at] is not _MARK:
@@ -200,56 +186,69 @@ class _Machine:
         del stack[at:]
         return values
 
-    def top(self, kind: type) -> Any:
+    def _top(self, kind: type) -> Any:
+        """Return the container that is filled, which is the last value."""
         value = self._stack[-1]
         if self._any_name and isinstance(value, Made):
-            return kind()  # what is put into an object that is not made is dropped
+            return kind()  # the members of an object that is not made are dropped
         if not isinstance(value, kind):
             raise ValueError(f"a {kind.__name__} was expected, a {type(value).__name__} came")
         return value
 
-    # -- what needs more than a line
-    def put(self, index: int) -> None:
-        if self._stack[-1] is _MARK:
-            raise ValueError("a mark cannot be remembered")
-        if index < len(self._memo):
-            self._memo[index] = self._stack[-1]
-        elif index == len(self._memo) and not self._sparse_memo:
-            self.charge(8)
-            self._memo.append(self._stack[-1])
-        else:
-            self.charge(2 * _ENTRY_BYTES)
-            self._sparse_memo[index] = self._stack[-1]
-
-    def memoize(self) -> None:
-        self.put(len(self._memo) + len(self._sparse_memo))
+    def put(self, index: int | None) -> None:
+        index = len(self._memo) if index is None else index
+        if self._stack[-1] is _MARK or index > len(self._memo):
+            raise ValueError(f"memo index {index}: a mark, or an index that was skipped")
+        if index == len(self._memo):
+            self._charge(8)
+            self._memo.append(None)
+        self._memo[index] = self._stack[-1]
 
     def get(self, index: int) -> None:
-        self.push(self._memo[index] if index < len(self._memo) else self._sparse_memo[index])
+        self._stack.append(self._memo[index])
 
-    def tuple_of(self, count: int) -> None:
-        values = [self.pop() for _ in range(count)]
-        self.push(tuple(reversed(values)))
+    def make_tuple(self, length: int) -> None:
+        values = [self._pop() for _ in range(length)]
+        self._stack.append(tuple(reversed(values)))
 
-    def integer(self, num_bytes: int) -> None:
-        if num_bytes > _MAX_INT_BYTES:
-            raise ValueError(f"a number of {num_bytes} bytes")
-        self.push(int.from_bytes(self.take(num_bytes), "little", signed=True))
+    def make_long_tuple(self, _: None) -> None:
+        self._stack.append(tuple(self._pop_to_mark()))
 
-    def text(self, form: str) -> None:
-        self.push(self.take(self.number(form)).decode("utf-8", "surrogatepass"))
+    def make_frozenset(self, _: None) -> None:
+        members = self._pop_to_mark()
+        self._charge(_ENTRY_BYTES * len(members))
+        self._stack.append(frozenset(check_keys(members)))
 
-    def set_items(self, items: list[Any]) -> None:
-        target = self.top(dict)
+    def append(self, _: None) -> None:
+        value = self._pop()
+        self._top(list).append(value)
+
+    def extend(self, _: None) -> None:
+        values = self._pop_to_mark()
+        self._top(list).extend(values)
+
+    def set_item(self, _: None) -> None:
+        value, key = self._pop(), self._pop()
+        target = self._top(dict)
+        target[self._key(target, key)] = value
+
+    def set_items(self, _: None) -> None:
+        items = self._pop_to_mark()
+        target = self._top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            target[self.key(target, key)] = value
+            target[self._key(target, key)] = value
 
-    def key(self, target: Any, key: Any) -> Any:
-        """Return a key or member that ``target`` may take. See Note [A pickle is a program; ...]"""
-        check_key(key)
-        self.charge(_ENTRY_BYTES)
+    def add_members(self, _: None) -> None:
+        members = self._pop_to_mark()
+        target = self._top(set)
+        target.update(self._key(target, member) for member in members)
+
+    def _key(self, target: Any, key: Any) -> Any:
+        """Return a key or member of ``target``. See Note [Limits of a hostile pickle]."""
+        _check_key(key)
+        self._charge(_ENTRY_BYTES)
         if type(key) is tuple or (type(key) is int and abs(key) >= _UNIQUE):
-            self.charge(2 * _ENTRY_BYTES)
+            self._charge(2 * _ENTRY_BYTES)
             mark = (id(target), hash(key))
             self._num_collisions += mark in self._hashes
             self._hashes.add(mark)
@@ -257,133 +256,196 @@ class _Machine:
                 raise ValueError("keys that were chosen to have one hash")
         return key
 
-    def frozen(self, members: list[Any]) -> None:
-        self.charge(_ENTRY_BYTES * len(members))
-        self.push(frozenset(check_keys(members)))
+    def name(self, module_and_name: str) -> None:
+        self._push_name(module_and_name.replace(" ", ".", 1))
 
-    def global_name(self, module: Any, name: Any) -> None:
+    def name_from_stack(self, _: None) -> None:
+        name, module = self._pop(), self._pop()
         if not (isinstance(module, str) and isinstance(name, str)):
             raise ValueError("a name that is no text")
-        text = f"{module}.{name}"
+        self._push_name(f"{module}.{name}")
+
+    def _push_name(self, text: str) -> None:
         if text not in self._allowed and not self._any_name:
             raise CheckpointError(
                 f"{self._where}: it names {text!r}, which is not on the list of what checkpoints "
                 "hold, so it was neither imported nor called. If it is part of your own state, "
                 "save that state as numbers, text, lists and dicts"
             )
-        self.push(Name(text))
+        self._stack.append(Name(text))
 
-    def stack_global(self) -> None:
-        name = self.pop()
-        self.global_name(self.pop(), name)
-
-    def call(self) -> None:
-        args = self.pop()
-        called = self.pop()
+    def call(self, _: None) -> None:
+        args, called = self._pop(), self._pop()
         if self._any_name and isinstance(called, Made):
             called = Name(called.name)
         if not (isinstance(called, Name) and isinstance(args, tuple)):
-            raise ValueError("a call of what is no name")
+            raise ValueError("a call of something that is no name")
         builder = self._allowed.get(called.text)
         if builder is None:
-            self.push(Made(called.text, args))
+            self._stack.append(Made(called.text, args))
             return
-        self.charge(_BUILT_BYTES)
-        self._left -= sum(len(arg) for arg in args if isinstance(arg, _SIZED))
-        if self._left < 0:
-            raise CheckpointError(
-                f"{self._where}: a pickle of {len(self._data)} bytes copies its own values many "
-                "times over, as no checkpoint does: the file is damaged or hostile"
-            )
-        self.push(builder(*args))
+        self._charge(_BUILT_BYTES + sum(_bytes_of_copy(arg) for arg in args))
+        self._stack.append(builder(*args))
 
-    def build(self) -> None:
-        state = self.pop()
-        target = self._stack[-1]
+    def set_state(self, _: None) -> None:
+        state, target = self._pop(), self._stack[-1]
         if isinstance(target, Made):
             target.state = state
-        elif not isinstance(target, dict):  # a state_dict's `_metadata`, which nobody needs here
+        elif not isinstance(target, dict):  # the `_metadata` of a state_dict is dropped
             raise ValueError(f"a state for a {type(target).__name__}")
 
-    def persistent_id(self) -> None:
+    def persistent_id(self, _: None) -> None:
         if self._persistent is None:
             raise ValueError("a persistent id")
-        self.push(self._persistent(self.pop()))
+        self._stack.append(self._persistent(self._pop()))
 
 
-def check_key(key: Any) -> Any:
-    """Return a key of a dict or member of a set. **Raises** ValueError if it is no data."""
+_Action = Callable[[_Machine, Any], None]
+# Each opcode with about the bytes of memory that it takes; keys and members are charged apart.
+_CODES: Mapping[str, tuple[int, _Action]] = {
+    **dict.fromkeys(("PROTO", "FRAME"), (0, lambda machine, argument: None)),
+    "MARK": (8, lambda machine, _: machine.push(_MARK)),
+    "NONE": (8, lambda machine, _: machine.push(None)),
+    "NEWTRUE": (8, lambda machine, _: machine.push(True)),
+    "NEWFALSE": (8, lambda machine, _: machine.push(False)),
+    "EMPTY_TUPLE": (8, lambda machine, _: machine.push(())),
+    "EMPTY_LIST": (64, lambda machine, _: machine.push([])),
+    "EMPTY_DICT": (64, lambda machine, _: machine.push({})),
+    "EMPTY_SET": (224, lambda machine, _: machine.push(set())),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2"), (8, _Machine.push)),
+    **dict.fromkeys(("LONG1", "LONG4"), (40, _Machine.push_int)),
+    "BINFLOAT": (40, _Machine.push),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), (60, _Machine.push)),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), (60, _Machine.push)),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), (0, _Machine.put)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), (8, _Machine.get)),
+    "TUPLE1": (64, lambda machine, _: machine.make_tuple(1)),
+    "TUPLE2": (64, lambda machine, _: machine.make_tuple(2)),
+    "TUPLE3": (64, lambda machine, _: machine.make_tuple(3)),
+    "TUPLE": (64, _Machine.make_long_tuple),
+    "FROZENSET": (224, _Machine.make_frozenset),
+    "APPEND": (8, _Machine.append),
+    "APPENDS": (0, _Machine.extend),
+    "SETITEM": (0, _Machine.set_item),
+    "SETITEMS": (0, _Machine.set_items),
+    "ADDITEMS": (0, _Machine.add_members),
+    "GLOBAL": (160, _Machine.name),
+    "STACK_GLOBAL": (160, _Machine.name_from_stack),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), (96, _Machine.call)),
+    "BUILD": (0, _Machine.set_state),
+    "BINPERSID": (160, _Machine.persistent_id),
+}
+
+
+def _bytes_of_copy(argument: Any) -> int:
+    if isinstance(argument, str | bytes | bytearray):
+        return len(argument)
+    sized = isinstance(argument, list | tuple | dict | set | frozenset)
+    return _ENTRY_BYTES * len(argument) if sized else 0
+
+
+def _check_key(key: Any) -> None:
+    """Refuse a key of a dict or member of a set that is no data."""
     members = key if type(key) is tuple else (key,)
     if len(members) > _MAX_KEY_PARTS:
         raise ValueError("a key of too many parts")
     if not all(isinstance(member, (*_SCALARS, Name, Made)) for member in members):
         raise ValueError("a key that is no scalar")
-    return key
 
 
 def check_keys(keys: list[Any]) -> list[Any]:
     """Return all keys of one dict or set. **Raises** ValueError if they cannot be."""
-    if len(keys) - len({hash(check_key(key)) for key in keys}) > _MAX_COLLISIONS:
+    for key in keys:
+        _check_key(key)
+    if len(keys) - len({hash(key) for key in keys}) > _MAX_COLLISIONS:
         raise ValueError("keys that were chosen to have one hash")
     return keys
 
 
-_CODES: Mapping[int, Callable[[_Machine], object]] = {
-    0x80: lambda m: m.take(1),  # protocol
-    0x95: lambda m: m.take(8),  # frame
-    ord("("): lambda m: m.push(_MARK),
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    ord("J"): lambda m: m.push(m.number("<i")),
-    ord("K"): lambda m: m.push(m.number("<B")),
-    ord("M"): lambda m: m.push(m.number("<H")),
-    0x8A: lambda m: m.integer(m.number("<B")),
-    0x8B: lambda m: m.integer(m.number("<I")),
-    ord("G"): lambda m: m.push(m.number(">d")),
-    0x8C: lambda m: m.text("<B"),
-    ord("X"): lambda m: m.text("<I"),
-    0x8D: lambda m: m.text("<Q"),
-    ord("C"): lambda m: m.push(m.take(m.number("<B"))),
-    ord("B"): lambda m: m.push(m.take(m.number("<I"))),
-    0x8E: lambda m: m.push(m.take(m.number("<Q"))),
-    ord("q"): lambda m: m.put(m.number("<B")),
-    ord("r"): lambda m: m.put(m.number("<I")),
-    0x94: lambda m: m.memoize(),
-    ord("h"): lambda m: m.get(m.number("<B")),
-    ord("j"): lambda m: m.get(m.number("<I")),
-    ord(")"): lambda m: m.push(()),
-    0x85: lambda m: m.tuple_of(1),
-    0x86: lambda m: m.tuple_of(2),
-    0x87: lambda m: m.tuple_of(3),
-    ord("t"): lambda m: m.push(tuple(m.since_mark())),
-    ord("]"): lambda m: m.push([]),
-    ord("a"): lambda m: _append(m, [m.pop()]),
-    ord("e"): lambda m: _append(m, m.since_mark()),
-    ord("}"): lambda m: m.push({}),
-    ord("s"): lambda m: _set_item(m),
-    ord("u"): lambda m: m.set_items(m.since_mark()),
-    0x8F: lambda m: m.push(set()),
-    0x90: lambda m: _add(m, m.since_mark()),
-    0x91: lambda m: m.frozen(m.since_mark()),
-    ord("c"): lambda m: m.global_name(m.line(), m.line()),
-    0x93: lambda m: m.stack_global(),
-    ord("R"): lambda m: m.call(),
-    0x81: lambda m: m.call(),  # cls.__new__(cls, *args)
-    ord("b"): lambda m: m.build(),
-    ord("Q"): lambda m: m.persistent_id(),
+# -- values of plain Python and NumPy, as protocols 2 to 5 write them
+def _encode(text: str, codec: str) -> bytes:
+    if codec != "latin1":
+        raise ValueError("bytes in a codec that pickle does not use")
+    return text.encode("latin-1")
+
+
+def _bytearray(data: Any = b"") -> bytearray:
+    if not isinstance(data, bytes):  # a number would make that many zeros
+        raise ValueError("a bytearray of something that is no bytes")
+    return bytearray(data)
+
+
+def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    items = [(key, value) for key, value in pairs]
+    check_keys([key for key, _ in items])
+    return OrderedDict(items)
+
+
+def _counter(counts: Any = None) -> Counter[Any]:
+    if not isinstance(counts, dict | None):
+        raise ValueError("a Counter of something that is no dict")
+    return Counter(counts)
+
+
+def _path(*parts: Any) -> str:
+    if not all(isinstance(part, str) for part in parts) or sum(map(len, parts)) > _MAX_PATH:
+        raise ValueError(f"a path of more than {_MAX_PATH} characters")
+    return str(PurePosixPath(*parts))
+
+
+_NUMBERS = {"b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8"}
+ARRAYS = tuple(f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core"))
+
+
+def _numpy_scalar(dtype: Any, data: Any) -> Any:
+    if not (isinstance(dtype, Made) and dtype.name == "numpy.dtype" and isinstance(data, bytes)):
+        raise ValueError("a NumPy scalar without its dtype")
+    (form, *_) = dtype.args
+    if form not in _NUMBERS:
+        raise ValueError("a NumPy scalar that is no number")
+    (value,) = np.frombuffer(data, f"<{form}").tolist()
+    return value
+
+
+def numpy_array(made: Made) -> np.ndarray[Any, Any]:
+    """Return the array of numbers that a call of `ARRAYS` and its state describe.
+
+    **Raises** ValueError when it is of other values, or its bytes are not those of its shape.
+    """
+    _, shape, dtype, by_columns, data = made.state
+    if not (isinstance(dtype, Made) and dtype.name == "numpy.dtype" and isinstance(data, bytes)):
+        raise ValueError("an array without dtype and bytes")
+    form, byte_order = dtype.args[0], dtype.state[1]
+    is_plain = made.args[:1] == (Name("numpy.ndarray"),) and form in {*_NUMBERS, "c8", "c16"}
+    if not is_plain or byte_order not in ("<", ">", "|"):
+        raise ValueError("an array of values that are no plain numbers")
+    flat = np.frombuffer(data, np.dtype(f"{byte_order}{form}"))
+    array = flat.reshape(shape, order="F" if by_columns else "C")
+    return array.astype(array.dtype.newbyteorder("<"))
+
+
+_BUILTINS: Mapping[str, Builder] = {
+    "set": lambda members=(): set(check_keys(list(members))),
+    "frozenset": lambda members=(): frozenset(check_keys(list(members))),
+    "bytearray": _bytearray,
+    "bytes": lambda: b"",
+    "complex": lambda real, imag: complex(float(real), float(imag)),
 }
 
-
-def _append(machine: _Machine, values: list[Any]) -> None:
-    machine.top(list).extend(values)
-
-
-def _add(machine: _Machine, values: list[Any]) -> None:
-    target = machine.top(set)
-    target.update(machine.key(target, value) for value in values)
-
-
-def _set_item(machine: _Machine) -> None:
-    value = machine.pop()
-    machine.set_items([machine.pop(), value])
+PLAIN: Mapping[str, Builder | None] = {
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _counter,
+    "_codecs.encode": _encode,
+    **{f"builtins.{name}": make for name, make in _BUILTINS.items()},
+    **{f"__builtin__.{name}": make for name, make in _BUILTINS.items()},
+    **{
+        f"{module}.{name}": _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
+    },
+    "numpy.dtype": None,
+    "numpy.ndarray": None,
+    **dict.fromkeys(ARRAYS),
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+}

@@ -20,9 +20,9 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -37,12 +37,37 @@ from shardwise.engine.surroundings import Generators, Surroundings
 from shardwise.errors import ConfigError, StateError
 from shardwise.unit.unit import Unit
 
-_HERE = "shardwise.layer_by_layer"
+_HERE = "accumulate(order='breadth_first')"
 
 
-@contextmanager
-def accumulate(model: Model, *, last: bool) -> Iterator[None]:
-    """Run one micro-batch of an accumulation window; ``last`` says that the step comes next.
+@overload
+def accumulate(model: Model, *, last: bool) -> AbstractContextManager[None]: ...
+
+
+@overload
+def accumulate(
+    model: nn.Module,
+    forward: Callable[[Any], torch.Tensor],
+    micro_batches: Sequence[Any],
+    *,
+    order: Literal["breadth_first"],
+) -> torch.Tensor: ...
+
+
+def accumulate(
+    model: Model,
+    forward: Callable[[Any], torch.Tensor] | None = None,
+    micro_batches: Sequence[Any] = (),
+    *,
+    last: bool | None = None,
+    order: Literal["depth_first", "breadth_first"] = "depth_first",
+) -> AbstractContextManager[None] | torch.Tensor:
+    """Accumulate gradients over micro-batches, one after the other or unit by unit.
+
+    ``with accumulate(model, last=...):`` runs one micro-batch of an accumulation window; ``last``
+    says that the step comes next. ``accumulate(model, forward, micro_batches,
+    order="breadth_first")`` runs all of them through each unit in turn and returns the sum of their
+    losses: see `layer_by_layer`.
 
     For a pipeline, one step of its schedule, with the stages of this rank: gradients of all but the
     last then stay on the rank at any stage of ZeRO.
@@ -53,6 +78,20 @@ def accumulate(model: Model, *, last: bool) -> Iterator[None]:
     the mean of each; over replicas (HSDP) `shard`'s gradients are summed once, with the last one,
     and cannot be read before. As without Shardwise, dividing the loss is up to you.
     """
+    if order == "breadth_first":
+        if forward is None or not isinstance(model, nn.Module):
+            raise ConfigError(f"{_HERE}: expected a model, its forward function and micro-batches")
+        return layer_by_layer(model, forward, micro_batches)
+    if forward is not None or last is None:
+        raise TypeError(
+            "accumulate(): expected accumulate(model, last=True or False), or accumulate(model, "
+            f"forward, micro_batches, order='breadth_first'); got last={last!r}, order={order!r}"
+        )
+    return _window(model, last)
+
+
+@contextmanager
+def _window(model: Model, last: bool) -> Iterator[None]:
     with ExitStack() as windows:
         for each in modules_of(model):
             windows.enter_context(engine_of(each).conditions.micro_batch(last=bool(last)))

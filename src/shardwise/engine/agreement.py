@@ -17,14 +17,13 @@ from torch.distributed.tensor import DTensor
 from shardwise import __version__
 from shardwise.comm.control import Control, naming
 from shardwise.comm.meeting import name_ranks
-from shardwise.config import ShardConfig
+from shardwise.config import Init, ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.homes import Offload
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import DataAxes
 from shardwise.stages import Stage
-from shardwise.unit.materialize import Init
 
 _DIGEST_BYTES = 16
 _ROW_BYTES = 1024
@@ -33,31 +32,52 @@ _MAX_SHOWN = 3
 _START_ALIKE = "Start every rank with the same code, the same settings and the same model"
 
 
-def agree(control: Control, facts: Sequence[str], what: str, remedy: str = _START_ALIKE) -> None:
-    """Check that all ranks have the same facts (lines of text); ``what`` begins the message.
+def agree(
+    control: Control,
+    facts: Sequence[str],
+    what: str,
+    remedy: str = _START_ALIKE,
+    row: bytes = b"",
+) -> list[bytes]:
+    """Check that all ranks have the same facts (lines of text); return every rank's ``row``.
 
-    **Cost** one exchange of 16 bytes per rank. Ranks that differ also exchange rank 0's text and
-    1 KiB each. One rank sends nothing.
+    ``what`` begins the message of an error. Rows have one length on all ranks.
+
+    **Cost** one exchange of 16 bytes and the row per rank. Ranks that differ also exchange rank 0's
+    text and 1 KiB each. One rank sends nothing.
 
     **Raises** ConfigError, the same on all ranks, naming the ranks and the first fact that differs.
     """
     with naming(what):
-        difference = find_difference(control, facts, what)
+        difference, rows = _compare(control, facts, what, row)
     if difference is not None:
         raise ConfigError(f"{what}: the ranks differ: {difference}. {remedy}")
+    return rows
 
 
 def find_difference(control: Control, facts: Sequence[str], about: str) -> str | None:
     """Return the first facts in which ranks differ from rank 0, the same text on all ranks.
 
-    ``about``: what is told of a rank that waits here alone.
+    ``about`` describes the exchange in the error of a rank that waits here alone.
     """
+    return _compare(control, facts, about, b"")[0]
+
+
+def _compare(
+    control: Control, facts: Sequence[str], about: str, row: bytes
+) -> tuple[str | None, list[bytes]]:
     if control.num_ranks == 1:
-        return None
+        return None, [row]
     text = "\n".join(facts).encode(errors="backslashreplace")
-    digests = control.exchange(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest(), about)
-    if len(set(digests)) == 1:
-        return None
+    digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    found = control.exchange(digest + row, about)
+    rows = [each[_DIGEST_BYTES:] for each in found]
+    if len({each[:_DIGEST_BYTES] for each in found}) == 1:
+        return None, rows
+    return _describe_difference(control, text), rows
+
+
+def _describe_difference(control: Control, text: bytes) -> str:
     theirs = control.broadcast(text).split(b"\n")
     pairs = enumerate(zip_longest(theirs, text.split(b"\n"), fillvalue=b""))
     index, fact = next(((i, ours) for i, (first, ours) in pairs if first != ours), (-1, b""))
@@ -138,7 +158,7 @@ def start_facts(
     init: Init | None,
     adoption: Adoption,
 ) -> list[str]:
-    """Return what must be alike on all ranks when a model is sharded: code, settings, model."""
+    """Return what must be the same on all ranks when a model is sharded: code, settings, model."""
     facts = refusal_facts(None)
     facts += [f"shardwise {__version__}", f"torch {torch.__version__}"]
     for setting in fields(config):

@@ -1,10 +1,13 @@
 """``shard()``: from a module to a sharded module, in place."""
 
+import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,32 +18,39 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.axes import Axes
-from shardwise.comm.collectives import Comm
+from shardwise.comm.collectives import Comm, next_number
 from shardwise.comm.control import Control, control_over
-from shardwise.comm.watch import checked_timeout, watch
-from shardwise.config import PrecisionLike, ShardConfig, resolve_config
+from shardwise.config import (
+    Init,
+    PrecisionLike,
+    Schedule,
+    ShardConfig,
+    Units,
+    UnitsLike,
+    resolve_config,
+    take_renamed,
+)
 from shardwise.device import current_device, host_buffer
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, make_room, refusal_facts, start_facts
-from shardwise.engine.host_room import check_host_room
+from shardwise.engine.host_room import HOST_ROW_BYTES, check_host_room, host_row
 from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
 from shardwise.layout.owners import ChooseLayout, layout_name, with_owners
-from shardwise.layout.placements import Placements, place_params, with_experts
-from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
+from shardwise.layout.placements import place_params, with_experts
+from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.names import list_names
 from shardwise.offload.disk import Disk
-from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.trace import FullParamLedger
 from shardwise.unit.grad_hooks import check_hooks
 from shardwise.unit.home import Files
-from shardwise.unit.materialize import Init, Materializer
+from shardwise.unit.materialize import Materializer
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
 
@@ -49,107 +59,128 @@ def shard(
     model: nn.Module,
     *,
     stage: int = 3,
-    precision: PrecisionLike = "fp32",
-    layout: str | ChooseLayout = "rows",
-    units: UnitChoice | Iterable[UnitChoice] | None = None,
     mesh: DeviceMesh | Axes | None = None,
-    shard_axis: str | None = None,
-    replicate_axis: str | None = None,
-    reduce_every: str | None = None,
-    prefetch_bytes: int | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    init: Init | None = None,
-    optional: UnitChoice | Iterable[UnitChoice] = (),
-    optimizer: Optimizers = None,
+    units: UnitsLike = None,
+    layout: str | ChooseLayout = "rows",
+    precision: PrecisionLike = "fp32",
     offload: OffloadLike = None,
-    placements: Placements | None = None,
-    experts: str | Sequence[str] = (),
-    hang_timeout: float | None = None,
+    optimizer: Optimizers = None,
+    schedule: Schedule | None = None,
+    **renamed: Any,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, then `ShardTensor`, or pass those built before, which are cut.
-    ``precision`` is "fp32", "bf16", "fp16", the dtype to compute in, or a `Precision`; ``layout``
-    may be a function: `with_owners`; ``units`` are module classes, class names or modules (default:
-    found); ``mesh`` is `Axes` or has one axis (shard) or two (replicate, shard), or name them;
-    ``placements``, ``experts``: `place_params`; ``hang_timeout``: `watch`. A model on meta is
-    filled by its modules' ``reset_parameters()`` or by ``init(module)``; what is left unwritten is
-    refused, afterwards. ``optional`` modules may be skipped at stage 3. DTensors keep their
-    placements. The rest is in `ShardConfig`.
+    ``model.parameters()``, which are `ShardTensor`s then, or pass those built before as
+    ``optimizer``, which get the new parameters.
 
-    **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
+    ``stage`` is the ZeRO stage: 0 replicates, 1 shards the optimizer's state, 2 gradients too, 3
+    parameters too. ``mesh`` is `Axes`, or a DeviceMesh of one axis (shard) or two (replicate,
+    shard); None is all ranks. ``units`` are module classes, class names or modules that are
+    gathered and freed together, or `Units`; None finds them. ``layout`` is "rows", "flat",
+    "matrices" or a function (`with_owners`). ``precision`` is "fp32", "bf16", "fp16", the dtype to
+    compute in, or a `Precision`. ``offload`` is "cpu", "nvme:FOLDER" or an `Offload`. ``schedule``
+    is a `Schedule`. ``renamed`` takes names of earlier versions, with a warning.
+
+    A model on the meta device is filled by its modules' ``reset_parameters()``, or by
+    `Units.init`; what they leave unwritten is refused, afterwards. DTensors keep their placements.
+
+    **Cost** one exchange of 72 bytes; one broadcast of the model from the first rank; one unit in
+    full; one gloo group.
 
     **Raises** ConfigError, before anything is changed, naming setting and remedy; on all ranks when
     they differ in version, setting or model, or when one refuses or lacks room (StorageError).
     """
+    settings: dict[str, Any] = {"mesh": mesh, "units": units, "schedule": schedule}
     try:
-        wanted = layout_name(layout), precision, reduce_every, prefetch_bytes, bucket_bytes, offload
-        config = resolve_config(stage, *wanted)
-        _check_model(model, init, hang_timeout)
-        specs = partition_into_units(model, units, optional)
-        device = find_device(specs)
-        axes = _axes_for(device, mesh, shard_axis, replicate_axis)
-        placed = with_experts(specs, placements, experts, mesh)
-        specs = with_owners(place_params(specs, placed, axes, config.layout), layout, axes)
-        adoption = Adoption(optimizer, specs)
-        files = _open_files(config, device or current_device(axes.mesh.device_type))
+        settings = take_renamed(settings, renamed, "shard")
+        asked = _ask(model, stage, layout, precision, offload, optimizer, **settings)
     except (ConfigError, StorageError) as refusal:
-        _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
+        _tell_other_ranks(refusal, model, settings["mesh"])
         raise
-    facts = start_facts(model, specs, config, axes, init, adoption)
-    comm = _agreed(facts, axes, device, hang_timeout)
-    engine = Engine(config, comm, FullParamLedger())
-    materializer = _materializer(engine, config, comm, init, specs, files)
-    remaining, specs = list(specs)[::-1], ()  # the parameters as they came are freed unit by unit
-    attach_engine(model, engine, _build(model, remaining, materializer, adoption, comm.control))
+    comm, seed = _agree(model, asked)
+    engine = Engine(asked.config, comm, FullParamLedger())
+    attach_engine(model, engine, _build(model, asked, engine, seed))
     _run_all_layers(model, engine)
     return model
 
 
-def _agreed(
-    facts: list[str], axes: DataAxes, device: torch.device | None, hang_timeout: float | None
-) -> Comm:
-    """Return the collectives, once all ranks have begun alike; waits are watched from here on."""
-    if hang_timeout is not None:
-        watch(hang_timeout)
-    comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
-    agree(comm.control, [*facts, f"hang_timeout={hang_timeout}"], "shard()")
-    comm.agree_on_number()
-    return comm
+@dataclass
+class _Asked:
+    """What one call of `shard` asks for. Nothing was sent or changed yet."""
+
+    config: ShardConfig
+    axes: DataAxes
+    device: torch.device
+    init: Init | None
+    specs: list[UnitSpec]
+    adoption: Adoption
+    files: Files
 
 
-def _materializer(
-    engine: Engine,
-    config: ShardConfig,
-    comm: Comm,
-    init: Init | None,
-    specs: Sequence[UnitSpec],
-    files: Files,
-) -> Materializer:
-    """Refuse what cannot be built, or has no room on some rank, before anything is changed."""
-    check_host_room(comm.control, specs, config, comm.axes.shard)
-    materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
-    materializer.check(specs)
-    if config.state_offload is not None:
-        make_room(comm.control, partial(materializer.reserve, specs))
-    materializer.agree_on_seed()
-    return materializer
-
-
-def _build(
+def _ask(
     model: nn.Module,
-    remaining: list[UnitSpec],
-    materializer: Materializer,
-    adoption: Adoption,
-    control: Control,
-) -> list[Unit]:
-    """Build the units, the last of the list first, and drop each one's specification."""
+    stage: int,
+    layout: str | ChooseLayout,
+    precision: PrecisionLike,
+    offload: OffloadLike,
+    optimizer: Optimizers,
+    mesh: DeviceMesh | Axes | None,
+    units: UnitsLike,
+    schedule: Schedule | None,
+) -> _Asked:
+    """Check the settings, and resolve them to units, parameters and axes."""
+    config = resolve_config(stage, layout_name(layout), precision, schedule, offload)
+    _check_model(model)
+    chosen = units if isinstance(units, Units) else Units(units)
+    specs = partition_into_units(model, chosen.modules, chosen.optional)
+    device = find_device(specs)
+    axes = _axes_for(device, mesh)
+    placed = with_experts(specs, chosen.placements, chosen.experts, mesh)
+    specs = with_owners(place_params(specs, placed, axes, config.layout), layout, axes)
+    adoption = Adoption(optimizer, specs)
+    device = device or current_device(axes.mesh.device_type)
+    files = _open_files(config, device)
+    return _Asked(config, axes, device, chosen.init, list(specs), adoption, files)
+
+
+_START = struct.Struct("<qQ")  # this rank's number for the model, its seed
+
+
+def _agree(model: nn.Module, asked: _Asked) -> tuple[Comm, int]:
+    """Return the collectives and the first rank's seed, once all ranks ask for the same.
+
+    One exchange has all that ranks must know of each other: a digest of the facts, the number of
+    the model, the seed, and the room on their hosts.
+    """
+    axes, config = asked.axes, asked.config
+    comm = Comm(axes, asked.device, lambda: control_over(axes))
+    facts = start_facts(model, asked.specs, config, axes, asked.init, asked.adoption)
+    own = _START.pack(next_number(), torch.initial_seed() % 2**63)
+    row = own + host_row(asked.specs, config, axes.shard)
+    rows = agree(comm.control, facts, "shard()", row=row)
+    check_host_room(comm.control, config, [each[_START.size :] for each in rows])
+    comm.number, seed = _START.unpack_from(rows[0])
+    return comm, seed
+
+
+def _build(model: nn.Module, asked: _Asked, engine: Engine, seed: int) -> list[Unit]:
+    """Build the units one by one, and drop each one's specification with the values it had."""
+    specs, control = asked.specs, engine.comm.control
+    materializer = Materializer(
+        asked.config, engine.comm, engine.ledger, engine, asked.init, specs, asked.files
+    )
+    materializer.check(specs)
+    if asked.config.state_offload is not None:
+        make_room(control, partial(materializer.reserve, specs))
+    materializer.take_seed(seed)
     built: list[Unit] = []
-    while remaining:
-        spec = remaining.pop()
+    specs.reverse()
+    while specs:
+        spec = specs.pop()
         built.append(materializer.build(spec, len(built)))
-        adoption.take(spec, built[-1])
+        asked.adoption.take(spec, built[-1])
+        del spec
     materializer.fill_buffers(model)
     if materializer.unwritten is not None:
         _refuse_unwritten(control, materializer.unwritten)
@@ -162,8 +193,8 @@ def _refuse_unwritten(control: Control, names: Sequence[str]) -> None:
     if names:
         refusal = ConfigError(
             f"model: {list_names(names)} had no value on the meta device, and reset_parameters(), "
-            "or init=, has left elements unwritten. Let it write them, in place or by setting the "
-            "attribute, and build the model again: this one is sharded in part"
+            "or Units(init=), has left elements unwritten. Let it write them, in place or by "
+            "setting the attribute, and build the model again: this one is sharded in part"
         )
     agree(control, refusal_facts(refusal), "shard()")
     if refusal is not None:
@@ -206,43 +237,30 @@ def _run_all_layers(model: nn.Module, engine: Engine) -> None:
 
 
 def _tell_other_ranks(
-    refusal: ConfigError | StorageError,
-    model: object,
-    mesh: DeviceMesh | Axes | None,
-    shard_axis: str | None,
-    replicate_axis: str | None,
+    refusal: ConfigError | StorageError, model: object, mesh: DeviceMesh | Axes | None
 ) -> None:
-    """Meet the other ranks in their `agree`; return when all of them refuse alike."""
+    """Meet the other ranks in their `agree`; return if all of them refuse for the same reason."""
     axes = None
-    with suppress(Exception):  # without axes the others cannot be told; the refusal is what counts
+    with suppress(Exception):  # without axes they cannot be told; the refusal is what counts
         params = model.parameters() if isinstance(model, nn.Module) else ()
-        device = next((p.device for p in params if not p.is_meta), None)
-        axes = _axes_for(device, mesh, shard_axis, replicate_axis)
+        axes = _axes_for(next((p.device for p in params if not p.is_meta), None), mesh)
     if axes is not None:
-        agree(control_over(axes), refusal_facts(refusal), "shard()")
+        row = bytes(_START.size + HOST_ROW_BYTES)
+        agree(control_over(axes), refusal_facts(refusal), "shard()", row=row)
 
 
-def _axes_for(
-    device: torch.device | None,
-    mesh: DeviceMesh | Axes | None,
-    shard_axis: str | None,
-    replicate_axis: str | None,
-) -> DataAxes:
+def _axes_for(device: torch.device | None, mesh: DeviceMesh | Axes | None) -> DataAxes:
     """Return the axes; without a device, those of the mesh's, else on the accelerator there is."""
     if device is None and mesh is None:
         device = torch.accelerator.current_accelerator(check_available=True)
     mesh = mesh.mesh if isinstance(mesh, Axes) else mesh
     default = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    device_type = default if device is None else device.type
-    return resolve_axes(mesh, shard_axis, replicate_axis, device_type)
+    return resolve_axes(mesh, default if device is None else device.type)
 
 
-def _check_model(model: nn.Module, init: Init | None, hang_timeout: float | None) -> None:
+def _check_model(model: nn.Module) -> None:
     warn_if_untested("torch")
-    checked_timeout(hang_timeout)
     check_is_module(model)
-    if init is not None and not callable(init):
-        raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")
     for name, module in model.named_modules():
         if ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"

@@ -1,4 +1,4 @@
-"""Whether the hosts have room for what is offloaded to them: asked before anything is moved."""
+"""A check that hosts have room for offloaded state, before anything is moved."""
 
 import hashlib
 import logging
@@ -21,27 +21,31 @@ from shardwise.quantities import format_bytes
 from shardwise.unit.materialize import first_away
 
 _LOG = logging.getLogger("shardwise")
-_ROW = struct.Struct("<16sQQ")  # host, bytes needed by a rank, bytes free
+_ROW = struct.Struct("<16sQQ")  # host, bytes that the rank needs, bytes free
+HOST_ROW_BYTES = _ROW.size
 
 
-def check_host_room(
-    control: Control, specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis
-) -> None:
-    """Check that all ranks of each host can keep there what they are to.
+def host_row(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> bytes:
+    """Return which host this rank is on, what it needs there and what is free, as 32 bytes."""
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
+    away = config.state_offload is not None
+    free = available_host_bytes() if away else 0
+    return _ROW.pack(host, bytes_in_host_memory(specs, config, axis), free)
 
-    That is slices and reduced gradients; the optimizer's state is not known yet. Tells rank 0's log
-    where the step would have one thread of several.
 
-    **Cost** one exchange of 32 bytes, with offload only. **Raises** ConfigError, the same on all
-    ranks, with what is needed, what is free and what would do.
+def check_host_room(control: Control, config: ShardConfig, packed: Sequence[bytes]) -> None:
+    """Check that all ranks of each host can keep there what they are to, from their `host_row`.
+
+    That is slices and reduced gradients; the optimizer's state is not known yet. Warns on rank 0 if
+    the step would have one thread of several.
+
+    **Raises** ConfigError, the same on all ranks, with what is needed, what is free and what would
+    do.
     """
     if config.state_offload is None:
         return
-    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
-    needed = bytes_in_host_memory(specs, config, axis)
-    rows = [
-        _ROW.unpack(r) for r in control.exchange(_ROW.pack(host, needed, available_host_bytes()))
-    ]
+    rows = [_ROW.unpack(row) for row in packed]
+    host = rows[control.rank][0]
     for other in dict.fromkeys(row[0] for row in rows):
         ranks = [rank for rank, row in enumerate(rows) if row[0] == other]
         total, free = sum(rows[rank][1] for rank in ranks), min(rows[rank][2] for rank in ranks)

@@ -32,7 +32,7 @@ _HINTS = {
     "module": "shard() wraps nothing, as DistributedDataParallel does; drop `.module` and use the "
     "model itself",
     "join_hook": "torch's Join is for wrappers of its own; for ranks with different numbers of "
-    "batches use `for batch, weight in shardwise.join(model, loader):`",
+    "batches use `for batch, weight in shardwise.parallel.join(model, loader):`",
 }
 
 

@@ -10,12 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.axes import Axes
+from shardwise.config import Placement, Placements
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import DataAxes, resolve_axes
-
-Placement = DeviceMesh | Shard | tuple[DeviceMesh, Shard]
-Placements = Mapping[str, Placement] | Callable[[str, nn.Parameter], Placement | None]
 
 
 def with_experts(
@@ -182,7 +180,7 @@ def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     if strangers and not isinstance(param.param, DTensor):
         raise ConfigError(f"{what}: ranks {sorted(strangers)} are not of the model's {axes.mesh}")
     try:
-        found = resolve_axes(mesh, None, None, mesh.device_type)
+        found = resolve_axes(mesh, mesh.device_type)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     return replace(found, stages=axes.stages)

@@ -23,10 +23,9 @@ from difflib import get_close_matches
 import torch
 from torch import nn
 
+from shardwise.config import UnitChoice
 from shardwise.errors import ConfigError
 from shardwise.mesh import DataAxes
-
-UnitChoice = type[nn.Module] | str | nn.Module
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,48 @@
-"""`Finding`: what is wrong with a run, the numbers behind it and what to change; as JSON too.
+"""Findings of the doctor, and the texts of each code, which `findings.toml` holds.
 
-One record for all who show it: a card in a terminal, a report, a line in a log, a check in CI.
+One record for everything that shows it: a card in a terminal, a report, a line in a log, JSON.
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from string import Formatter
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from shardwise.keys import checked_value
+from shardwise.quantities import format_bytes
 
 Severity = Literal["critical", "warning"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning")  # the worst first
 DOC = "docs/findings.md"
 Setting = str | int | float | None
+_Text = Annotated[str, Field(min_length=1)]
+_DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting to change; ``before`` is None where it is not set, or not known."""
+    """One setting to change; ``before`` is None if it is not set or not known."""
 
     key: str
     before: Setting
     after: Setting
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return it as one line."""
         was = "" if self.before is None else f" (now {self.before})"
         return f"{self.key}: {self.after}{was}"
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What a change is expected to give: at least ``low``, at most ``high`` where that is known.
+    """The expected gain of a change: at least ``low``, at most ``high`` if that is known.
 
-    ``unit`` is "s/step" or "bytes"; ``source`` says where the numbers come from.
+    ``source`` tells how the numbers were obtained.
     """
 
     low: float
@@ -42,11 +53,11 @@ class Gain:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a run.
+    """One failure of a run.
 
-    ``code`` never changes its meaning (``shardwise explain CODE``). ``evidence`` are the numbers
-    that the verdict rests on, by names that tell their units, thresholds among them. ``unit`` and
-    ``rank`` are set where it is about one of them, ``step`` is the last one that was judged.
+    A ``code`` never changes its meaning (``shardwise explain CODE``). ``evidence`` holds the
+    numbers behind the verdict, thresholds included, by names that contain their units. ``unit`` and
+    ``rank`` are set if the finding is about one of them. ``step`` is the last step that was judged.
     """
 
     code: str
@@ -63,19 +74,19 @@ class Finding:
 
     @property
     def doc(self) -> str:
-        """Where the finding is explained."""
+        """The section of the documentation about this code."""
         return f"{DOC}#{self.code.lower()}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as values of JSON."""
+        """Return the finding as values of JSON."""
         changes = [{"key": c.key, "from": c.before, "to": c.after} for c in self.changes]
-        told = {**asdict(self), "evidence": dict(self.evidence), "changes": changes}
-        return told | {"doc": self.doc}
+        values = {**asdict(self), "evidence": dict(self.evidence), "changes": changes}
+        return values | {"doc": self.doc}
 
 
 @dataclass(frozen=True)
 class Abstention:
-    """A rule that cannot judge this run, and what it would need."""
+    """A rule that cannot judge this run, and the evidence that it misses."""
 
     code: str
     missing: str
@@ -83,14 +94,14 @@ class Abstention:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What all rules say of a run: findings, the worst first; who abstains."""
+    """The verdict of all rules about a run: findings, the worst first, and abstentions."""
 
     findings: tuple[Finding, ...] = ()
     abstentions: tuple[Abstention, ...] = ()
-    judged: tuple[str, ...] = field(default=())
+    judged: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as values of JSON."""
+        """Return the diagnosis as values of JSON."""
         return {
             "findings": [finding.to_json() for finding in self.findings],
             "not_enough_evidence": {each.code: each.missing for each in self.abstentions},
@@ -99,13 +110,138 @@ class Diagnosis:
 
 
 def finding_from_json(values: Mapping[str, Any]) -> Finding:
-    """Return the finding that `Finding.to_json` has told. **Raises** KeyError, TypeError."""
-    told = {key: value for key, value in values.items() if key != "doc"}
-    told["changes"] = tuple(Change(c["key"], c["from"], c["to"]) for c in told["changes"])
-    told["gain"] = None if told["gain"] is None else Gain(**told["gain"])
-    return Finding(**told)
+    """Return the finding that `Finding.to_json` has written. **Raises** KeyError, TypeError."""
+    given = {key: value for key, value in values.items() if key != "doc"}
+    given["changes"] = tuple(Change(c["key"], c["from"], c["to"]) for c in given["changes"])
+    given["gain"] = None if given["gain"] is None else Gain(**given["gain"])
+    return Finding(**given)
 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return findings in the order in which they are shown."""
     return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.code)))
+
+
+@dataclass(frozen=True)
+class FindingCase:
+    """Templates of one case of a code, which a rule fills with its numbers.
+
+    ``changes`` are lists of key, before and after, or of key and after. ``gain`` is the unit of the
+    expected gain and the source of its numbers.
+    """
+
+    verdict: _Text
+    why: _Text
+    changes: Sequence[Annotated[Sequence[str | int | bool], Field(min_length=2, max_length=3)]] = ()
+    gain: tuple[Literal["s/step", "bytes"], _Text] | None = None
+
+
+@dataclass(frozen=True)
+class FindingDoc:
+    """One code, documented: its meaning, the condition of the rule, remedies in order.
+
+    ``picture`` describes how the failure looks in a report.
+    """
+
+    code: str
+    title: _Text
+    severity: Severity
+    means: _Text
+    condition: _Text
+    remedies: Annotated[Sequence[_Text], Field(min_length=1)]
+    picture: _Text
+    cases: Annotated[Mapping[str, FindingCase], Field(min_length=1)]
+
+
+def read_docs(text: str) -> Mapping[str, FindingDoc]:
+    """Return the documentation of each code from TOML. **Raises** ConfigError for a wrong table."""
+    return {
+        code: checked_value(FindingDoc, {"code": code, **table}, f"finding {code}")
+        for code, table in tomllib.loads(text).items()
+    }
+
+
+@cache
+def finding_docs() -> Mapping[str, FindingDoc]:
+    """Return the documentation of all codes, in the order of the page."""
+    return read_docs(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
+
+
+class _Filler(Formatter):
+    """Fills templates whose fields are names of evidence; the format ``bytes`` writes a size."""
+
+    def format_field(self, value: object, format_spec: str) -> str:
+        if format_spec == "bytes":
+            return format_bytes(float(str(value)))
+        return str(super().format_field(value, format_spec))
+
+    def fill(self, template: Setting, values: Mapping[str, object]) -> Any:
+        """Fill a template; one that is a single field without a format gives the value itself."""
+        if not isinstance(template, str):
+            return template
+        if template[:1] == "{" and template[1:-1] in values:
+            return values[template[1:-1]]
+        return self.vformat(template, (), values)
+
+
+def make_finding(
+    case: str,
+    evidence: Mapping[str, float],
+    *changes: Change,
+    gain: float | tuple[float, float] | None = None,
+    unit: str | None = None,
+    rank: int | None = None,
+    step: int | None = None,
+    **words: object,
+) -> Finding:
+    """Return a finding with the texts of ``case``, which is a code or "CODE.case".
+
+    The templates are filled with ``evidence`` and ``words``. ``gain`` is the lowest gain, or the
+    lowest and the highest.
+    """
+    code, _, name = case.partition(".")
+    doc, filler = finding_docs()[code], _Filler()
+    texts, values = doc.cases[name or _DEFAULT], {**evidence, **words}
+    rows = ((key, *([None] * (len(rest) == 1)), *rest) for key, *rest in texts.changes)
+    filled = (Change(*(filler.fill(each, values) for each in row)) for row in rows)
+    low, high = gain if isinstance(gain, tuple) else (gain, None)
+    rounded = {n: v if isinstance(v, int) else float(f"{v:.4g}") for n, v in evidence.items()}
+    return Finding(
+        code,
+        doc.severity,
+        doc.title,
+        filler.fill(texts.verdict, values),
+        rounded,
+        filler.fill(texts.why, values),
+        (*changes, *filled),
+        None if low is None or texts.gain is None else Gain(low, *texts.gain, high),
+        unit,
+        rank,
+        step,
+    )
+
+
+def findings_page() -> str:
+    """Return docs/findings.md."""
+    docs = finding_docs().values()
+    rows = (f"| [{d.code}](#{d.code.lower()}) | {d.title} | {d.severity} |" for d in docs)
+    table = "\n".join(["| code | finding | severity |", "|---|---|---|", *rows])
+    return "\n".join([_INTRODUCTION, table, "", *map(_section, docs)])
+
+
+def _section(doc: FindingDoc) -> str:
+    remedies = "\n".join(f"{number}. {text}" for number, text in enumerate(doc.remedies, 1))
+    return (
+        f"## {doc.code}\n\n**{doc.title}** ({doc.severity}). {doc.means}\n\n"
+        f"*Condition.* {doc.condition}\n\n*Remedies, in this order.*\n\n{remedies}\n\n"
+        f"*In the report.* {doc.picture}\n"
+    )
+
+
+_INTRODUCTION = """# Findings
+
+The findings of `shardwise doctor RUN` about an observed run, by code. `shardwise explain CODE`
+prints a section in a terminal, and `shardwise explain --markdown` writes this page. Most thresholds
+are shares of a step. Durations below 20 ms on a CPU, or 2 ms on an accelerator, count as noise.
+How to use it: [doctor.md](how-to/doctor.md).
+"""

@@ -1,4 +1,7 @@
-"""Files of JSON lines, one for each step or so: appended at once, and whole after any kill."""
+"""Files of JSON lines, one line for each step or so: appended at once, and valid after any kill.
+
+The types of their values have bounds, which readers check, since a file may come from elsewhere.
+"""
 
 import json
 import math
@@ -7,21 +10,40 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, WrapValidator
 
 from shardwise.errors import ConfigError
 from shardwise.strict_json import check_containers
 
-MAX_LINE = 1 << 24  # characters
+MAX_RANKS = 1 << 24
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+# Larger values are no measurement, and sums of them would be infinite.
+Amount = Annotated[float, Field(ge=0, le=1e30)]
+Figure = Annotated[
+    float,
+    Field(ge=-1e30, le=1e30),
+    WrapValidator(lambda value, check: None if value is None else check(value)),  # not finite
+]
+Name = Annotated[str, Field(max_length=1000)]
+# Values that a loop logs may be larger, but sums and squares of them are finite.
+MAX_LOGGED = 1e100
+Extreme = Annotated[float, Field(ge=-MAX_LOGGED, le=MAX_LOGGED)]
+Logged = Annotated[
+    float | None,
+    AfterValidator(lambda value: value if value is None or abs(value) <= MAX_LOGGED else None),
+]
+_MAX_LINE = 1 << 24  # characters
 _KIND = re.compile(r'{"kind": "(\w+)"')
 
 
 class JsonLines:
     """Append JSON lines to a file; each has its ``step`` and is flushed.
 
-    A file of path None takes lines and keeps none. What is not a finite number is written as null,
-    since JSON has no word for it; half a character as "?". Of a file that is there, lines up to
-    ``last_step`` stay.
+    With a path of None lines are dropped. A number that is not finite is written as null, and half
+    a surrogate pair as "?". Of an existing file, lines up to ``last_step`` stay.
     """
 
     def __init__(self, path: Path | None, last_step: int = 0) -> None:
@@ -51,7 +73,7 @@ class JsonLines:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, str):  # a path may have bytes that are no UTF-8
+    if isinstance(value, str):  # a path may have bytes that are not UTF-8
         return value.encode(errors="replace").decode()
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
@@ -59,19 +81,22 @@ def _finite(value: Any) -> Any:
 
 
 def _cut(path: Path, last_step: int) -> None:
-    """Drop the lines of later steps, and one that a kill cut short; the file changes at once."""
+    """Drop the lines of later steps and a line cut short by a kill; replace the file atomically."""
     if not path.exists():
         return
     cut_path = path.with_name(f"{path.name}.cut")
     with path.open(encoding="utf-8", errors="replace") as old, cut_path.open("w") as file:
-        file.writelines(line for line in old if 0 < _step_of(line) <= last_step)
+        for text in old:
+            line = _parse_line(text)
+            if line is not None and 0 < int(line["step"]) <= last_step:
+                file.write(text)
         file.flush()
         os.fsync(file.fileno())
     cut_path.replace(path)
 
 
-def parse_line(text: str) -> Mapping[str, Any] | None:
-    """Return the values of a line; None where it is not whole, or of no step."""
+def _parse_line(text: str) -> Mapping[str, Any] | None:
+    """Return the values of a line; None if it is cut short or has no step."""
     try:
         check_containers(text.encode())
         line: Mapping[str, Any] = json.loads(text)
@@ -80,31 +105,26 @@ def parse_line(text: str) -> Mapping[str, Any] | None:
         return None
 
 
-def _step_of(text: str) -> int:
-    line = parse_line(text)
-    return 0 if line is None else int(line["step"])
-
-
 def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of a file that may still be written; one that is not whole is left out."""
-    yield from filter(None, map(parse_line, _texts(path)))
+    """Yield the lines of a file that may still be written, without one that is cut short."""
+    yield from filter(None, map(_parse_line, _texts(path)))
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield the lines of a file; one longer than `MAX_LINE` in parts, which are no JSON."""
+    """Yield the lines of a file; too long ones in parts, which are not JSON."""
     if not path.exists():
         return
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # a read of a pipe would block
         raise ConfigError(f"{path}: expected a file")
     with path.open(encoding="utf-8", errors="replace") as file:
-        while text := file.readline(MAX_LINE):
+        while text := file.readline(_MAX_LINE):
             yield text
 
 
 def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[str, Any]]:
     """Return the last ``count`` lines of each of some kinds, and all lines of others, in order.
 
-    **Cost** reads the whole file, but makes values only of what it returns.
+    **Cost** reads the whole file, but parses only the lines that it returns.
     """
     newest: dict[str, deque[tuple[int, str]]] = {kind: deque(maxlen=count) for kind in kinds}
     found: list[tuple[int, str]] = []
@@ -113,4 +133,47 @@ def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[
         if text.endswith("\n"):
             newest.get(match[1] if match else "", found).append((number, text))
     kept = sorted([*found, *(each for lines in newest.values() for each in lines)])
-    return [line for _, text in kept if (line := parse_line(text))]
+    return [line for _, text in kept if (line := _parse_line(text))]
+
+
+class GrowingLines:
+    """A file of JSON lines that another process appends to or replaces.
+
+    With ``tail_bytes`` only the end of an existing file is read.
+    """
+
+    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
+        self.path = path
+        self._at = 0
+        if tail_bytes is not None and path.exists():
+            self._at = max(path.stat().st_size - tail_bytes, 0)
+        self._is_inside_line = self._at > 0
+        self._id: tuple[int, int] | None = None
+
+    def was_replaced(self) -> bool:
+        """Tell whether the file is another one, or shorter than the part that was read."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            return False
+        before, self._id = self._id, (stat.st_dev, stat.st_ino)
+        was_replaced = stat.st_size < self._at or before not in (None, self._id)
+        if was_replaced:
+            self._at, self._is_inside_line = 0, False
+        return was_replaced
+
+    def read(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the lines that are new and complete. **Raises** ConfigError for other lines."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._at)
+            while (text := file.readline(_MAX_LINE)).endswith(b"\n"):
+                self._at += len(text)
+                if self._is_inside_line:
+                    self._is_inside_line = False
+                    continue
+                line = _parse_line(text.decode(errors="replace"))
+                if line is None:
+                    raise ConfigError(f"{self.path}: not a line of JSON with a step")
+                yield line

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.monitor.line_kinds import MAX_LOGGED, Extreme, Figure, Rank
+from shardwise.monitor.lines import MAX_LOGGED, Extreme, Figure, Rank
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
 from shardwise.names import MAIN
 

@@ -105,7 +105,7 @@ def observe(
     folder = None if output is None else Path(output) / FOLDER
     done = first_step - 1
     outputs, doctor = _open(control, facts, folder, done, sinks)
-    hooks = (doctor.look, doctor.note) if control.rank == 0 else ()
+    hooks = (doctor.write, doctor.note) if control.rank == 0 else ()
     standing = Standing(facts, parts.comm.device)
     gatherer = Gatherer(control, facts, outputs, every, standing, *hooks)
     return Observation(parts, optimizers, facts, gatherer, doctor, done, detail_every)

@@ -1,11 +1,12 @@
-"""What is kept of an observed run: its folder, and the lines and values in it.
+"""The record of an observed run: its folder, and the lines and values in it.
 
 Note [The folder of a run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-``OUTPUT/observed/run.json`` says what runs (`RunFacts`), written once by rank 0; ``steps.jsonl``
-has a line for each few steps, every figure over all ranks, by rank 0; ``rank-N.jsonl`` what only
-that rank knows: timelines and memory of single steps. All of it is read by people's own tools, so
-keys keep their meaning; ``format`` counts up when one does not.
+``OUTPUT/observed/run.json`` has the settings of the run (`RunFacts`), written once by rank 0.
+``steps.jsonl`` has a line for each few steps, every figure over all ranks, by rank 0.
+``rank-N.jsonl`` has the lines that only that rank can write (`_LINES`): timelines and memory of
+single steps, its begin and end. Users read them with other tools, so keys keep their meaning;
+``format`` counts up if one does not.
 """
 
 import json
@@ -16,11 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, create_model
 
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json, shown
-from shardwise.monitor.line_kinds import (
+from shardwise.monitor.lines import (
     MAX_RANKS,
     Amount,
     Count,
@@ -28,10 +29,11 @@ from shardwise.monitor.line_kinds import (
     Logged,
     Name,
     Rank,
-    checked_line,
+    read_lines,
+    read_newest,
 )
-from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import OverRanks, OverSteps
+from shardwise.processes import Process
 
 FORMAT = 1
 FOLDER = "observed"
@@ -42,7 +44,8 @@ KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
 class UnitFacts:
     """One unit of the model; bytes in the master dtype, padding summed over the ranks.
 
-    ``num_modules`` hold its parameters themselves; 0 in a record of an earlier version.
+    ``num_modules`` is the number of modules that hold its parameters; 0 in a record of an earlier
+    version.
     """
 
     name: Name
@@ -60,13 +63,13 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What runs: said once, by rank 0. ``degrees`` are the sizes of the mesh's axes, by name.
+    """The settings of a run, written once by rank 0.
 
-    ``peak_flops`` is what the device can do in the dtype that is computed in, None where that is
-    not known; ``flops_per_token`` what the products with this rank's weights need in a forward and
-    backward pass. ``hosts`` are by rank. ``unsharded_bytes`` are those of parameters that are
-    trained and belong to no unit; ``reduces_units_alone``: as `fully_shard` does, whatever
-    ``bucket_bytes`` is.
+    ``degrees`` are the sizes of the mesh's axes by name, ``hosts`` are by rank. ``peak_flops`` is
+    the device's rate in the dtype of the computation, None if unknown. ``flops_per_token`` counts
+    the products with this rank's weights in a forward and backward pass. ``unsharded_bytes`` counts
+    trained parameters that belong to no unit. With ``reduces_units_alone`` each unit is reduced by
+    itself, as `fully_shard` does, regardless of ``bucket_bytes``.
     """
 
     stage: Annotated[int, Field(ge=0, le=3)]
@@ -103,13 +106,13 @@ class RunFacts:
 class StepLine:
     """The figures of ``num_steps`` steps up to ``step``, over all ranks; means of the steps.
 
-    ``values`` are what the user's loop has logged, of rank 0, each the last; ``values_over_steps``
-    are those that were logged in these steps. ``metrics_over_steps`` are what rank 0 knows of every
-    step: time, tokens, MFU. ``at_s`` counts from the start.
-    ``waited_for[rank][other]`` are milliseconds of each step that a rank waits for another one's
-    messages; the few longest, where the transport tells. ``bad_since[name][rank]`` is the first of
-    the steps in which what a rank has logged was not finite, 0 where all of it was; of names that
-    are bad on any rank, and of gradients by their metric's name.
+    ``at_s`` counts from the start. ``values`` are the last values that rank 0's loop has logged,
+    ``values_over_steps`` those logged in these steps. ``metrics_over_steps`` are the figures that
+    rank 0 has of every step: time, tokens, MFU. ``waited_for[rank][other]`` are the milliseconds of
+    each step that a rank waits for another one's messages: the few longest, if the transport
+    reports them. ``bad_since[name][rank]`` is the first step in which a value logged by a rank was
+    not finite, 0 if all were finite; it has the names that are bad on any rank, and gradients by
+    the name of their metric.
     """
 
     step: Count
@@ -124,28 +127,28 @@ class StepLine:
 
 
 def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
-    """Return a figure as it is in most of some steps; None where no step tells it.
+    """Return the medians of a figure over lines, and the ranks that have its extremes most often.
 
-    The ranks are those that have the extremes most often.
+    None if no line has the figure.
     """
-    told = [line.metrics[name] for line in lines if name in line.metrics]
-    told = [value for value in told if None not in (value.min, value.median, value.max)]
-    if not told:
+    found = [line.metrics[name] for line in lines if name in line.metrics]
+    found = [value for value in found if None not in (value.min, value.median, value.max)]
+    if not found:
         return None
     return OverRanks(
-        statistics.median(value.min for value in told),
-        statistics.median(value.median for value in told),
-        statistics.median(value.max for value in told),
-        statistics.mode(value.min_rank for value in told),
-        statistics.mode(value.max_rank for value in told),
+        statistics.median(value.min for value in found),
+        statistics.median(value.median for value in found),
+        statistics.median(value.max for value in found),
+        statistics.mode(value.min_rank for value in found),
+        statistics.mode(value.max_rank for value in found),
     )
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as it was kept. ``lines`` of ranks are as they were written.
+    """A run as it was recorded, with the lines of each rank as they were written.
 
-    ``idle_s``: how long nothing was written when it was read; None where nobody has looked.
+    ``idle_s`` is the time since the last write when the record was read; None while it is made.
     """
 
     path: Path
@@ -156,13 +159,12 @@ class RunRecord:
 
     @property
     def last_words(self) -> Mapping[int, Mapping[str, Any]]:
-        """By rank the line that says how it has ended; where none does, the line of its begin."""
-        kinds = ("begin", "end")
+        """The last line of its begin or end, by rank."""
         return {
             rank: line
             for rank, lines in self.by_rank.items()
             for line in lines
-            if line.get("kind") in kinds
+            if line.get("kind") in ("begin", "end")
         }
 
     def lines(self, kind: str, rank: int | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -172,8 +174,94 @@ class RunRecord:
                 yield from ((each, line) for line in lines if line.get("kind") == kind)
 
 
+def _object(**keys: Any) -> Any:
+    """Return a type of JSON objects; a key that is a pair of type and default may be missing."""
+    fields: dict[str, Any] = {
+        key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in keys.items()
+    }
+    return create_model("Line", **fields)
+
+
+def _check_peak(line: Any) -> Any:
+    if line.peak >= len(line.moments):
+        raise ValueError(f"expected peak to be one of {len(line.moments)} moments")
+    return line
+
+
+_Bytes = dict[Name, Count]  # by kind
+_Units = dict[Name, _Bytes]
+
+
+@dataclass(frozen=True)
+class _Moment:
+    phase: Name
+    unit: Name
+    device: _Bytes
+    other: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
+
+
+@dataclass(frozen=True)
+class _Fix:
+    change: Name
+    fits: bool
+
+
+_LINES: Mapping[str, Any] = {  # of single ranks, by kind
+    "timeline": _object(
+        step=Count,
+        seconds=Amount,
+        spans=list[tuple[Name, Name, Name, Figure, Amount, Count]],
+    ),
+    "memory": Annotated[
+        _object(
+            step=Count,
+            moments=Annotated[list[_Moment], Field(min_length=1)],
+            peak=Count,
+            units=_object(device=_Units, host=_Units, files=_Units),
+        ),
+        AfterValidator(_check_peak),
+    ],
+    "non_finite": _object(step=Count, parameters=list[Name], finite_step=(Count, 0)),
+    "lost_updates": _object(step=Count, shares=Mapping[Name, Annotated[float, Field(ge=0, le=1)]]),
+    "out_of_memory": _object(
+        step=Count,
+        asked_bytes=Count | None,
+        in_use_bytes=Count,
+        capacity_bytes=Count,
+        fixes=list[_Fix],
+    ),
+    "begin": _object(step=Count, process=(Process | None, None)),
+    "save": _object(step=Count, path=Annotated[str, Field(max_length=4096)], is_finite=bool),
+    "other_save": _object(step=Count, call=Name, seconds=Amount),
+    "end": _object(
+        step=Count,
+        error=Name | None,
+        message=(Name, ""),
+        follows=(bool, False),
+        during=(Count, 0),
+        phase=(Name, ""),
+        unit=(Name, ""),
+        unix_s=(Amount, 0.0),
+    ),
+}
+
+
+def checked_line(line: Mapping[str, Any], path: object) -> Mapping[str, Any]:
+    """Return a rank's line as it is. **Raises** ConfigError if a value has a wrong type or range.
+
+    Unknown keys and kinds pass.
+    """
+    kind = line.get("kind", "")
+    where = f"{path}: step {shown(line['step'])}"
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: kind: expected text, got {shown(kind)}")
+    if kind in _LINES:
+        checked_value(_LINES[kind], line, f"{where}, {kind}")
+    return line
+
+
 def write_facts(folder: Path, facts: RunFacts) -> None:
-    """Write ``run.json`` in one piece."""
+    """Write ``run.json`` atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / "run.json.new"
     made.write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
@@ -181,19 +269,19 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
 
 
 def forget_ranks(folder: Path, num_ranks: int) -> None:
-    """Remove the lines of ranks that an earlier run had, and this one has not."""
+    """Remove the lines of an earlier run's ranks beyond those of this one."""
     for rank, path in rank_files(folder):
         if rank >= num_ranks:
             path.unlink()
 
 
 def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
-    """Read what was kept of a run, also of one that goes on; a line cut short is left out.
+    """Read the record of a run, which may still be written; a line cut short is left out.
 
-    ``path`` is the run's output, or the folder in it. With ``newest`` only the last so many lines
-    of each of `KINDS` are kept of every rank, as all of a long run may be gigabytes.
+    ``path`` is the run's output, or the folder in it. With ``newest`` only so many last lines of
+    each of `KINDS` are read of every rank, as all of a long run may be gigabytes.
 
-    **Raises** ConfigError where there is none, or where another version has written it.
+    **Raises** ConfigError if there is no record, or another version has written it.
     """
     found, folder = Path(path), folder_of(path)
     facts = read_facts(folder, found)
@@ -211,7 +299,7 @@ def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
 
 
 def folder_of(path: str | Path) -> Path:
-    """Return the folder that a run is observed in; ``path`` is it, or the run's output."""
+    """Return the folder of a run's record; ``path`` is that folder, or the run's output."""
     found = Path(path)
     return found if found.name == FOLDER else found / FOLDER
 
@@ -223,9 +311,9 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_facts(folder: Path, run: Path) -> RunFacts:
-    """Return what runs, from ``run.json`` in a folder; ``run`` is what it was asked for as.
+    """Return the facts in ``run.json`` of a folder; ``run`` is the name of the run in errors.
 
-    **Raises** ConfigError where there is none, or where another version has written it.
+    **Raises** ConfigError if there is none, or another version has written it.
     """
     path = folder / "run.json"
     if not path.is_file():
@@ -240,11 +328,9 @@ def read_facts(folder: Path, run: Path) -> RunFacts:
             f"{path}: format {shown(format_number)}, and this version reads {FORMAT}; read it with "
             "the version that wrote it"
         )
-    facts: RunFacts = checked_value(RunFacts, values, f"{path}: not the facts of a run")
-    return facts
+    return checked_value(RunFacts, values, f"{path}: not the facts of a run")
 
 
 def read_step(line: Mapping[str, Any], path: object = "steps.jsonl") -> StepLine:
-    """Return a line of ``steps.jsonl`` as values. **Raises** ConfigError for other types."""
-    step: StepLine = checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")
-    return step
+    """Return a line of ``steps.jsonl`` as values. **Raises** ConfigError for wrong types."""
+    return checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.monitor.pictures import place_of
 from shardwise.monitor.record import RunRecord
-from shardwise.names import MAIN, name_of_unit
+from shardwise.names import name_of_unit
 
 _TICKS_PER_MS, _TICKS_PER_US = 10_000, 10  # a record's times have four digits
 _STEPS = 0
@@ -49,11 +50,6 @@ def chrome_trace(record: RunRecord) -> dict[str, Any]:
         },
         "traceEvents": events,
     }
-
-
-def place_of(line: str) -> tuple[int, str]:
-    """Return the place of a line: who computes, then collectives, then other threads."""
-    return (0 if line in ("device", MAIN) else 1 if "." in line else 2), line
 
 
 def _begins(timelines: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[int, int]:

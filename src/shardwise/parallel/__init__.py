@@ -1,1 +1,28 @@
-"""Models over other axes than the data: parts of sequences, experts."""
+"""Models over other axes than the data: sequences, experts and pipelines."""
+
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
+
+if TYPE_CHECKING:
+    from shardwise.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.parallel.context import ContextParallel as ContextParallel
+    from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
+    from shardwise.parallel.experts import spread_experts as spread_experts
+    from shardwise.parallel.losses import mean_loss as mean_loss
+    from shardwise.parallel.routing import balance_experts as balance_experts
+    from shardwise.parallel.tying import tie as tie
+    from shardwise.parallel.uneven import join as join
+
+_HOMES = {
+    "ContextParallel": "shardwise.parallel.context",
+    "MixtureOfExperts": "shardwise.parallel.experts",
+    "balance_experts": "shardwise.parallel.routing",
+    "clip_grad_norm_": "shardwise.parallel.clipping",
+    "join": "shardwise.parallel.uneven",
+    "mean_loss": "shardwise.parallel.losses",
+    "spread_experts": "shardwise.parallel.experts",
+    "tie": "shardwise.parallel.tying",
+}
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

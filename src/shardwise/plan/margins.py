@@ -44,9 +44,9 @@ COMMUNICATOR_BYTES = Range(16 * _MIB, 128 * _MIB, 256 * _MIB)
 FRAGMENTATION = Range(0.02, 0.07, 0.12)
 
 # Published over planned, 5th percentile, median and 95th, of runs that nothing was fitted to.
-# Source: benchmarks/published.py, its last table (72 runs with memory, 159 with time).
-UNSEEN_MEMORY = Range(0.73, 1.04, 1.57)
-UNSEEN_TIME = Range(0.66, 1.12, 1.81)
+# Source: benchmarks/published.py, its last table (49 runs with memory, 126 with time).
+UNSEEN_MEMORY = Range(0.69, 1.06, 1.67)
+UNSEEN_TIME = Range(0.68, 1.12, 1.65)
 
 
 @dataclass(frozen=True)

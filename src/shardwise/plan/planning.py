@@ -47,7 +47,7 @@ _AXIS_OF = {
     **dict.fromkeys(CONTEXT_KINDS, "context"),
     "expert_parallel": "expert",
 }
-# Under the names that `shardwise.counting` has for a run; ``tp.sent`` is all of it, in the layers.
+# Names are those of `shardwise.debug.counting`; ``tp.sent`` is all of it, in the layers.
 _TRAFFIC_OF = {
     "tensor_parallel": "tp.sent",
     "context_gather": "cp.all_gather",

@@ -1,8 +1,8 @@
 """The training loop: plain PyTorch around a sharded model.
 
-What is not plain: `shardwise.accumulate` names the last micro-batch, and once a step the ranks add
-up their losses together with what all must know at the same step: a wish to stop, a save that
-failed, a step that gave other bits when it was computed again.
+Two things are not plain. `shardwise.accumulate` marks the last micro-batch. Once a step the ranks
+sum their losses, together with flags on which all must act after the same step: a stop request, a
+failed save, a replayed step with other bits.
 """
 
 import math
@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise
 from shardwise.check.compare_ranks import check_replicas
+from shardwise.check.one_process import GradientReport, check_gradients
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.device import peak_memory_bytes
+from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.observer import Observation, observe
@@ -27,28 +28,30 @@ from shardwise.parallel.routing import balance_experts
 from shardwise.quantities import format_bytes
 from shardwise.train.checks import metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
-from shardwise.train.decoder import generate
-from shardwise.train.gradients import check_run_gradients
+from shardwise.train.decoder import Pipeline, generate
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.picture import write_picture
-from shardwise.train.progress_bar import ProgressBar
 from shardwise.train.replay import compute_twice, raise_difference
-from shardwise.train.saves import Resumed, RunCheckpoints
-from shardwise.train.setup import Run, join_ranks, of_all_ranks, prepare_run
-from shardwise.train.summary import RunResult, StateBytes, count_state
-from shardwise.train.windows import rank_indices, read_windows
+from shardwise.train.saves import RunCheckpoints
+from shardwise.train.setup import (
+    Run,
+    gather_integers,
+    join_ranks,
+    make_decoder,
+    prepare_run,
+    shard_decoder,
+)
+from shardwise.train.summary import Advance, RunResult, StateBytes, count_state, run_bar
+from shardwise.train.text import rank_indices, read_windows
 
 
 class NonFiniteLossError(ShardwiseError, ArithmeticError):
-    """The loss became infinite or not a number; further steps would be lost.
-
-    Set a lower `lr`, more `warmup_steps`, or `grad_clip`.
-    """
+    """The loss became infinite or not a number."""
 
 
 @dataclass(frozen=True)
 class LocalStep:
-    """What one step was on this rank; loss is the mean over its own micro-batches."""
+    """One step on this rank; ``loss`` is the mean over its own micro-batches."""
 
     loss: float
     lr: float
@@ -57,13 +60,13 @@ class LocalStep:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a replay compares beside the state, by name."""
+        """The numbers that a replay compares beside the state, by name."""
         return {"the loss of its own windows": self.loss, "the gradient norm": self.grad_norm}
 
 
 @dataclass(frozen=True)
 class StepReport(LocalStep):
-    """What one step was; loss is the mean over all ranks and micro-batches."""
+    """One step on all ranks; ``loss`` is the mean over ranks and micro-batches."""
 
     stop: bool
     save_failed: bool
@@ -75,14 +78,14 @@ def train(
     stop: StopRequest,
     say: Callable[[str], None] = lambda line: None,
 ) -> RunResult:
-    """Run the whole training as one rank; every rank calls this with the same config.
+    """Run the whole training as one rank. Every rank calls this with the same config.
 
-    ``config`` is as `check_run` returned it. Once ``stop`` is requested on any rank, all ranks end
-    after their current step. ``say`` is called with lines for people, before the first step.
+    ``config`` is the result of `check_run`. If ``stop`` is requested on any rank, all ranks end
+    after their current step. ``say`` gets lines for people before the first step.
 
-    **Raises** ConfigError when the run cannot start, NonFiniteLossError when the loss is not a
-    number, CheckpointError when a checkpoint could not be saved or loaded, ReplicaError or
-    ReplayError when bits differ that must not, GradientError before the first step.
+    **Raises** ConfigError if the run cannot start, GradientError before the first step,
+    NonFiniteLossError if the loss is not a number, CheckpointError if a checkpoint could not be
+    saved or loaded, ReplicaError or ReplayError if bits differ that must be equal.
     """
     started_s = time.perf_counter()
     with join_ranks(place, config.threads) as device:
@@ -97,10 +100,10 @@ def train(
 def train_prepared(
     run: Run, stop: StopRequest, say: Callable[[str], None] = lambda line: None
 ) -> RunResult:
-    """Take all steps of a run that `prepare_run` made; see `train`."""
+    """Take all steps of a run from `prepare_run`; see `train`."""
     config, place = run.config, run.place
     first = place.rank == 0
-    with RunCheckpoints(run) as saves:  # holds the folder before a file in it changes
+    with RunCheckpoints(run) as saves:  # locks the folder before a file in it changes
         resumed = saves.resume(say)
         done = resumed.step if resumed is not None else 0
         if first:
@@ -110,35 +113,87 @@ def train_prepared(
         try:
             with (
                 JsonLines(metrics_path(config) if first else None, done) as metrics,
-                ProgressBar(config.steps, shown=first, num_done=done) as bar,
+                run_bar(config.steps, shown=first, num_done=done) as advance,
                 _observed(run, done) as observation,
             ):
-                _write_load(metrics, resumed)
-                _train_all_steps(run, stop, metrics, bar, saves, result, observation)
+                if resumed is not None:
+                    metrics.write(
+                        step=resumed.step,
+                        load_s=resumed.load_s,
+                        loaded_bytes=resumed.num_bytes,
+                        load_bytes_per_s=resumed.num_bytes / resumed.load_s,
+                    )
+                _train_all_steps(run, stop, metrics, advance, saves, result, observation)
                 saves.finish(metrics)
-        finally:  # a run that broke off has a curve too
+        finally:  # a run that ended early gets a curve too
             result.picture = _draw(config, say) if first else None
     result.saved_step, result.save_stall_s = saves.saved_step, saves.stall_s
     if result.losses and not result.stopped:
         result.sample = _sample(run)
-    result.peak_bytes_of_ranks = of_all_ranks(place, peak_memory_bytes(run.device))
-    result.added_bytes_of_ranks = of_all_ranks(
-        place, peak_memory_bytes(run.device) - run.base_memory_bytes
-    )
-    result.state_bytes_of_ranks = of_all_ranks(place, result.state.total_bytes)
-    if config.pp > 1:  # every stage is there world_size / pp times
-        whole = {
-            name: sum(of_all_ranks(place, getattr(result.state, name)))
-            * config.pp
-            // place.world_size
-            for name in ("num_params", "replicated_bytes")
-        }
-        result.state = replace(result.state, **whole)
+    peak_bytes = peak_memory_bytes(run.device)
+    result.peak_bytes_of_ranks = gather_integers(place, peak_bytes)
+    result.added_bytes_of_ranks = gather_integers(place, peak_bytes - run.base_memory_bytes)
+    result.state_bytes_of_ranks = gather_integers(place, result.state.total_bytes)
+    if config.pp > 1:  # world_size / pp ranks have the same pipeline stage
+
+        def whole(of_stage: int) -> int:
+            return sum(gather_integers(place, of_stage)) * config.pp // place.world_size
+
+        result.state = replace(
+            result.state,
+            num_params=whole(result.state.num_params),
+            replicated_bytes=whole(result.state.replicated_bytes),
+        )
     return result
 
 
+def check_run_gradients(run: Run) -> GradientReport:
+    """Compare one pass over the first step's windows with one process that has all of them.
+
+    The pass runs on a second sharded model, without dropout and encodings. If the run is in fp16,
+    whose gradients need a loss scale, that model is in fp32.
+
+    **Cost** as `shardwise.check.gradients`. **State** the run and its generators do not change.
+
+    **Raises** GradientError on all ranks.
+    """
+    config = run.config.model_copy(update={"dropout": 0.0, "gather": None, "reduce": None})
+    if config.precision == "fp16":
+        config = config.model_copy(update={"precision": "fp32"})
+    config = config.model_copy(update={"pp_schedule": "gpipe", "accumulation": 1})
+    axes = config.axes.over(run.place.world_size)
+    part, num_parts = run.part_of_batch
+    indices = [
+        index
+        for each in range(num_parts)
+        for index in rank_indices(config.micro_batch, 0, each, num_parts)
+    ]
+    windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
+    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        inputs, wanted, *positions = batch
+        return F.cross_entropy(model(inputs, None, *positions).float().transpose(1, 2), wanted)
+
+    def take_step(stage: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+        return Pipeline(stage, axes, config, run.device).step(*batch)
+
+    mine = (x.chunk(num_parts)[part] for x in (ids, targets))
+    # Inside `cut`, the whole windows of the one process are computed as usual.
+    with torch.random.fork_rng(fork_rng_devices(run.device)), run.cut(*mine) as local:
+        return check_gradients(
+            lambda: make_decoder(config, run.tokenizer),
+            (ids, targets),
+            axes,
+            compose=lambda model: shard_decoder(config, axes, model),
+            run=take_step if config.pp > 1 else None,
+            loss=loss,
+            local_batch=lambda _: local,
+        )
+
+
 def _draw(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
-    """Draw the losses so far; a picture that cannot be drawn is told of, and ends no run."""
+    """Draw the losses so far. A picture that cannot be written is reported and ends no run."""
     path = picture_path(config)
     try:
         return path if write_picture(metrics_path(config), path) else None
@@ -147,21 +202,11 @@ def _draw(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
         return None
 
 
-def _write_load(metrics: JsonLines, resumed: Resumed | None) -> None:
-    if resumed is not None:
-        metrics.write(
-            step=resumed.step,
-            load_s=resumed.load_s,
-            loaded_bytes=resumed.num_bytes,
-            load_bytes_per_s=resumed.num_bytes / resumed.load_s,
-        )
-
-
 def _train_all_steps(
     run: Run,
     stop: StopRequest,
     metrics: JsonLines,
-    bar: ProgressBar,
+    advance: Advance,
     saves: RunCheckpoints,
     result: RunResult,
     observation: Observation | None,
@@ -178,7 +223,7 @@ def _train_all_steps(
             if config.precision == "fp16":
                 observation.log(loss_scale=run.scaler.get_scale())
         result.add_step(step, report.loss, step_s, tokens_per_step, report.state)
-        bar.advance(
+        advance(
             f"loss {report.loss:.3f}",
             f"{result.tokens_per_s:,.0f} tokens/s",
             f"state {format_bytes(report.state.total_bytes)}",
@@ -187,7 +232,13 @@ def _train_all_steps(
         if report.save_failed:
             saves.finish(metrics)
             raise CheckpointError("another rank could not save; its message says why")
-        _check_numbers(run, step, report, saves, metrics)
+        if not math.isfinite(report.loss) and config.precision != "fp16":
+            raise NonFiniteLossError(
+                f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
+                "warmup_steps, or set grad_clip"
+            )
+        if _is_multiple(step, config.check_replicas_every):
+            check_replicas(run.model, run.optimizer)
         result.stopped = report.stop
         is_last = step == config.steps or result.stopped
         is_due = is_last or _is_multiple(step, config.eval_every)
@@ -195,7 +246,7 @@ def _train_all_steps(
             with _paused(observation):
                 result.eval_loss = evaluate(run)
             metrics.write(step=step, eval_loss=result.eval_loss)
-        saves.after_step(step, is_last, metrics)  # last: what this step wrote is not lost
+        saves.after_step(step, is_last, metrics)  # last, as it may raise
         if result.stopped:
             break
 
@@ -219,22 +270,8 @@ def _write_step(
     )
 
 
-def _check_numbers(
-    run: Run, step: int, report: StepReport, saves: RunCheckpoints, metrics: JsonLines
-) -> None:
-    """Raise if the loss is not a number, or if copies of the state differ between ranks."""
-    config = run.config
-    if not math.isfinite(report.loss) and config.precision != "fp16":
-        raise NonFiniteLossError(
-            f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
-            "warmup_steps, or set grad_clip"
-        )
-    if _is_multiple(step, config.check_replicas_every):
-        check_replicas(run.model, run.optimizer)
-
-
 def _sent_bytes(run: Run) -> int:
-    return sum(shardwise.stats(run.model).sent_bytes.values())
+    return sum(shardwise.debug.stats(run.model).sent_bytes.values())
 
 
 def _is_multiple(step: int, every: int) -> bool:
@@ -258,18 +295,20 @@ def train_step(
     save_failed: bool = False,
     observation: Observation | None = None,
 ) -> StepReport:
-    """Take one optimizer step over the global batch; of one computed twice the last is observed.
+    """Take one optimizer step over the global batch.
+
+    A step that is computed twice is observed the second time.
 
     **Cost** one collective of four numbers beside those of the model.
 
-    **Raises** ReplayError: the step was computed twice and gave other bits, on any rank.
+    **Raises** ReplayError if the step was computed twice and gave other bits on any rank.
     """
     difference = 0
     if _is_multiple(step, run.config.replay_every):
-        rest = iter([_paused(observation)])
+        first_only = iter([_paused(observation)])
 
         def compute() -> LocalStep:
-            with next(rest, nullcontext()):
+            with next(first_only, nullcontext()):
                 return _compute_step(run, step)
 
         local, difference = compute_twice(run, compute, lambda result: result.numbers)
@@ -294,7 +333,7 @@ def _compute_step(run: Run, step: int) -> LocalStep:
             group["betas"] = betas
     loss = _passes(run, step)
     run.scaler.unscale_(optimizer)
-    norm = shardwise.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    norm = shardwise.parallel.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     run.scaler.step(optimizer)
     run.scaler.update()
     balance_experts(model)
@@ -304,7 +343,7 @@ def _compute_step(run: Run, step: int) -> LocalStep:
 
 
 def _passes(run: Run, step: int) -> Tensor:
-    """Run forward and backward of all micro-batches; return the mean loss of this rank's tokens."""
+    """Run forward and backward of all micro-batches; return this rank's mean loss."""
     if run.pipeline is not None:
         with shardwise.accumulate(run.model, last=True), run.cut(*run.rows_of_step(step)) as inputs:
             return run.pipeline.step(*inputs)
@@ -315,20 +354,23 @@ def _passes(run: Run, step: int) -> Tensor:
         last = number == run.accumulation - 1
         batch = run.train_batch(step, number)
         with shardwise.accumulate(run.model, last=last), run.cut(*batch) as inputs:
-            loss = run.model(*inputs)  # of as many tokens on every rank
+            loss = run.model(*inputs)  # a mean over as many tokens on every rank
             run.scaler.scale(loss / run.accumulation).backward()
         loss_sum += loss.detach()
     return loss_sum / run.accumulation
 
 
 def _breadth_first(run: Run, step: int) -> Tensor:
-    """Run all micro-batches through each layer before the next, as `_passes` otherwise."""
+    """Run all micro-batches through each layer before the next; return as `_passes`."""
     num = run.accumulation
     rows = run.cut(*run.rows_of_step(step))
     with shardwise.accumulate(run.model, last=True), rows as (ids, targets, positions):
         batches = list(zip(ids.chunk(num), targets.chunk(num), strict=True))
-        loss_sum = shardwise.layer_by_layer(
-            run.model, lambda batch: run.model(*batch, positions), batches
+        loss_sum = shardwise.accumulate(
+            run.model,
+            lambda batch: run.model(*batch, positions),
+            batches,
+            order="breadth_first",
         )
         run.scaler.scale(loss_sum / num).backward()
     return loss_sum.detach() / num
@@ -336,10 +378,10 @@ def _breadth_first(run: Run, step: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """Return the mean loss over the held-out windows, nats per token.
+    """Return the mean loss over the held-out windows, in nats per token.
 
-    Every rank takes the same number of forward passes; places beyond the last window weigh zero.
-    Draws nothing: dropout is off.
+    Every rank takes the same number of forward passes; rows beyond the last window have weight 0.
+    Dropout is off, so no random numbers are drawn.
     """
     config, (part, num_parts) = run.config, run.part_of_batch
     run.model.eval()
@@ -355,7 +397,7 @@ def evaluate(run: Run) -> float:
                 logits = run.model(ids, None, positions)
             else:
                 logits = run.pipeline.logits(ids, targets, positions)
-        if logits is None:  # the last stage of a pipeline has them
+        if logits is None:  # only a pipeline's last stage has them
             continue
         logits, targets = logits[:real].float(), targets[:real]
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="sum")
@@ -369,7 +411,7 @@ def _sample(run: Run) -> str:
     """Continue the prompt; every rank draws the same tokens."""
     config = run.config
     if not config.sample_tokens or run.pipeline is not None:
-        return ""  # no single rank has a model that says the next token
+        return ""  # a pipeline cannot sample
     run.model.eval()
     ids = torch.tensor(list(run.tokenizer.encode(config.prompt)), dtype=torch.int64)
     ids = generate(

@@ -3,31 +3,22 @@
 Above are the training loss and the held-out loss over the steps, below the learning rate. A run
 that was resumed has all its steps in that file, so its curve goes on. Imports no torch.
 
-Note [Many points, and a few far away]
-A picture is some hundred columns wide. More points than that are drawn as the mean of each column,
-over a band from its lowest to its highest loss, so a spike of one step is still seen. Where a few
-losses lie so far above the others that nothing else could be read, the axis ends below them, and
-marks at its upper edge have their values as titles.
+Many points are drawn as in Note [Few shapes]. If a few losses lie so far above the others that
+these could not be read, the axis ends below them, and marks at its upper edge have their values as
+titles.
 """
 
 import json
-from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import floor, isfinite
+from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from shardwise import svg
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 466, 74, 722
 _TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
 _COLUMN = 2  # pixels
-_FEW = 60  # points that are dotted
-_CURVE: dict[str, Any] = {"stroke_width": 1.6, "stroke_linejoin": "round"}
-_DASHED: dict[str, Any] = {"stroke_dasharray": "3 3"}
-_THICKER: dict[str, Any] = {"stroke_width": 1.5}
-_NO_NUMBER = "the loss is not a number at step"
 
 Point = tuple[int, float]  # (step, value)
 
@@ -98,11 +89,19 @@ def loss_svg(curves: Curves, title: str) -> str:
         svg.heading(_LEFT, 28, title),
         svg.text(_LEFT, _TOP - 14, "loss, nats per token"),
         *svg.legend(_legend(curves, up.high), _RIGHT, _TOP - 14),
-        *(_grid(up, ticks, svg.labels(ticks)) if values else []),
-        *_steps_axis(across),
-        *_marks(curves, across),
-        *_series("train", curves.train, curves.bad, across, up),
-        *_series("held", curves.held_out, (), across, up),
+        *(svg.draw_levels(up, ticks, across) if values else []),
+        *(svg.tick(across.at(step), _BOTTOM) for step in svg.whole_ticks(across, 9)),
+        *svg.draw_steps(across, _RATE_BOTTOM, 9),
+        svg.text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"'),
+        *_resumed(curves.resumed, across),
+        *svg.draw_curves(
+            [
+                _curve("train", "training loss", curves.train, curves.bad, high),
+                _curve("held", "held out", curves.held_out, (), high),
+            ],
+            across,
+            up,
+        ),
         *_rate(curves.rate, across),
     ]
     return svg.document((_WIDTH, _HEIGHT), title, _description(curves), parts)
@@ -142,96 +141,24 @@ def _legend(curves: Curves, high: float) -> list[tuple[str, str, str]]:
     return [(name, text, dashes) for name, text, dashes, there in items if there]
 
 
-def _grid(up: svg.Axis, ticks: Sequence[float], labels: Sequence[str]) -> list[str]:
-    levels = zip(ticks, labels, strict=True)
-    return [part for t, label in levels for part in svg.level(up.at(t), _LEFT, _RIGHT, label)]
+def _resumed(steps: Sequence[int], across: svg.Axis) -> list[str]:
+    """Draw where the run was resumed, each column once."""
+    columns = {round(across.at(step) / _COLUMN): step for step in reversed(steps)}
+    dashed = {"stroke_dasharray": "3 3", "y1": _TOP, "y2": _BOTTOM}
+    return [
+        svg.element("line", "resumed", f"resumed after step {step:,}", **dashed, x1=x, x2=x)
+        for step in columns.values()
+        for x in (across.at(step),)
+    ]
 
 
-def _steps_axis(across: svg.Axis) -> list[str]:
-    first, last = int(across.low), int(across.high)
-    ticks = [t for t in svg.round_ticks(first, last, 9) if first <= t <= last and t == int(t)]
-    parts = [svg.text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"')]
-    for tick in dict.fromkeys([*ticks] if len(ticks) > 1 else [first, last]):
-        x = across.at(tick)
-        parts += [svg.tick(x, _BOTTOM), svg.tick(x, _RATE_BOTTOM)]
-        parts.append(svg.text(x, _RATE_BOTTOM + 20, f"{tick:,.0f}", 'text-anchor="middle"'))
-    return parts
-
-
-def _marks(curves: Curves, across: svg.Axis) -> list[str]:
-    """Draw where the run was resumed, and where its loss was no number, each column once."""
-    parts = []
-    for name, steps, top, look, said in (
-        ("resumed", curves.resumed, _TOP, _DASHED, "resumed after step"),
-        ("bad", curves.bad, _BOTTOM - 14, _THICKER, _NO_NUMBER),
-    ):
-        columns = {round(across.at(step) / _COLUMN): step for step in reversed(steps)}
-        for step in columns.values():
-            x, words = across.at(step), f"{said} {step:,}"
-            parts.append(svg.element("line", name, words, **look, x1=x, x2=x, y1=top, y2=_BOTTOM))
-    return parts
-
-
-def _series(
-    name: str, points: Sequence[Point], gaps: Sequence[int], across: svg.Axis, up: svg.Axis
-) -> list[str]:
-    """Draw one loss: a line, dots where they are few, a band where they are many."""
-    shown = [(step, value) for step, value in points if value <= up.high]
-    parts: list[str] = []
-    if len(shown) > 2 * (_RIGHT - _LEFT) / _COLUMN:
-        columns = _columns(shown, across)
-        edges = [(x, up.at(high)) for x, _, _, high in columns]
-        edges += [(x, up.at(low)) for x, low, _, _ in reversed(columns)]
-        band = f"{name}-fill"
-        parts.append(svg.element("polygon", band, fill_opacity=0.25, points=svg.places(edges)))
-        parts.append(svg.line(name, [(x, up.at(mean)) for x, _, mean, _ in columns], **_CURVE))
-    else:
-        parts += [
-            svg.line(name, [(across.at(s), up.at(v)) for s, v in piece], **_CURVE)
-            for piece in _pieces(shown, gaps)
-        ]
-    if len(shown) <= _FEW:
-        parts += [
-            svg.dot(f"{name}-fill", across.at(step), up.at(value), f"step {step:,}: {value:.4g}")
-            for step, value in shown
-        ]
-    return parts + _beyond(name, points, across, up)
-
-
-def _pieces(points: Sequence[Point], gaps: Sequence[int]) -> Iterable[list[Point]]:
-    """Cut the points where a step between two of them had no number."""
-    begin = 0
-    steps = [step for step, _ in points]
-    for end in sorted({bisect(steps, gap) for gap in gaps} | {len(points)}):
-        if end > begin:
-            yield list(points[begin:end])
-        begin = end
-
-
-def _columns(points: Sequence[Point], across: svg.Axis) -> list[tuple[float, float, float, float]]:
-    """Return (x, lowest, mean, highest) of each column of pixels that has points."""
-    found: dict[int, list[Point]] = {}
-    for point in points:
-        found.setdefault(floor((across.at(point[0]) - _LEFT) / _COLUMN), []).append(point)
-    columns = []
-    for inside in found.values():
-        values = [value for _, value in inside]
-        x = sum(across.at(step) for step, _ in inside) / len(inside)
-        columns.append((x, min(values), sum(values) / len(values), max(values)))
-    return columns
-
-
-def _beyond(name: str, points: Sequence[Point], across: svg.Axis, up: svg.Axis) -> list[str]:
-    """Mark the highest loss of each column that is above the axis, by a small triangle."""
-    highest: dict[int, Point] = {}
-    for point in points:
-        column = round(across.at(point[0]) / 8)
-        known = highest.get(column)
-        if point[1] > up.high and (known is None or point[1] > known[1]):
-            highest[column] = point
-    said = "step {:,}: {:.4g}, above what is shown"
-    marks = ((across.at(point[0]) - 4, said.format(*point)) for point in highest.values())
-    return [svg.above(f"{name}-fill", x, _TOP + 2, words) for x, words in marks]
+def _curve(
+    look: str, name: str, points: Sequence[Point], gaps: Sequence[int], high: float
+) -> svg.Curve:
+    """Return one loss as a curve, with the values above ``high`` as points that are marked."""
+    made = [svg.Point(step, value, value, value) for step, value in points]
+    shown = svg.thin([p for p in made if p.middle <= high], (_RIGHT - _LEFT) // _COLUMN)
+    return svg.Curve(look, name, sorted([*shown, *(p for p in made if p.middle > high)]), gaps)
 
 
 def _rate(points: Sequence[Point], across: svg.Axis) -> list[str]:
@@ -247,6 +174,6 @@ def _rate(points: Sequence[Point], across: svg.Axis) -> list[str]:
     ends = list(dict.fromkeys([ticks[0], ticks[-1]]))
     return [
         svg.text(_LEFT, _RATE_TOP - 10, "learning rate"),
-        *_grid(up, ends, [f"{tick:g}" for tick in ends]),
-        svg.line("rate", line, **_CURVE),
+        *svg.draw_levels(up, ends, across, [f"{tick:g}" for tick in ends]),
+        svg.draw_line("rate", line, stroke_width=1.6, stroke_linejoin="round"),
     ]

@@ -22,7 +22,7 @@ from shardwise.checkpoint.generators import read_generators, set_generators
 from shardwise.engine.parts import Parts
 from shardwise.errors import StateError
 from shardwise.layout.placements import local_of
-from shardwise.train.setup import Run, of_all_ranks
+from shardwise.train.setup import Run, gather_integers
 
 _MAX_SHOWN = 3
 _T = TypeVar("_T")
@@ -71,7 +71,7 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
     **Raises** ReplayError, the same on all ranks.
     """
     labels = list(_digests(run, numbers))
-    found = sorted((n, rank) for rank, n in enumerate(of_all_ranks(run.place, difference)) if n)
+    found = sorted((n, rank) for rank, n in enumerate(gather_integers(run.place, difference)) if n)
     shown = [f"rank {rank}: {labels[n - 1]}" for n, rank in found[:_MAX_SHOWN]]
     more = f" (and {len(found) - _MAX_SHOWN} more ranks)" if len(found) > _MAX_SHOWN else ""
     raise ReplayError(

@@ -1,24 +1,24 @@
-"""Everything a run needs before its first step: process group, data, model, optimizer.
+"""Set up a run before its first step: process group, data, model, optimizer.
 
 Note [Leaving the process group]
-Gloo's threads end with the last reference to its process group. One that is still alive when the
-interpreter ends may abort the process ("terminate called without an active exception"). So nothing
-may keep the group: not the sharded model, whose hooks form reference cycles and are collected
-first, and not `torch.distributed.nn.functional`, which takes the group that exists when it is
-imported as a default argument (the first optimizer step imports it), and is imported before.
+Gloo's threads end with the last reference to its process group. A group that is alive when the
+interpreter ends may abort the process ("terminate called without an active exception"). Two things
+would keep it. The sharded model's hooks form reference cycles, so garbage is collected first.
+`torch.distributed.nn.functional` stores the group that exists when it is imported as a default
+argument, so it is imported before a group exists, and not by the first optimizer step.
 
 Note [Generators of the ranks]
-All ranks draw the weights from `seed`. From then on each draws for itself (dropout), or the ranks'
-masks would be the same; the seeds follow from `seed` and the rank.
+All ranks draw the weights from `seed`. Afterwards each rank draws from a seed that follows from
+`seed` and the rank, or dropout masks would be the same on all ranks.
 """
 
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,8 @@ from torch import nn
 import shardwise
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.config import PRECISIONS
+from shardwise.config import PRECISIONS, Schedule, Units
+from shardwise.debug import watch
 from shardwise.device import local_device, reset_peak_memory
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
@@ -37,25 +38,25 @@ from shardwise.parallel.experts import spread_experts
 from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import Decoder
-from shardwise.train.degrees import spread_decoder
+from shardwise.train.decoder import TIED, Decoder, Pipeline, Stage, spread_decoder
 from shardwise.train.launch import RankPlace
 from shardwise.train.optimizers import OPTIMIZERS, is_own, optimizer_class
-from shardwise.train.pipeline import TIED, Pipeline, Stage
 from shardwise.train.text import (
     Tokenizer,
     TokenStream,
+    WindowSampler,
     find_documents,
     load_tokenizer,
     open_stream,
+    rank_indices,
+    read_windows,
     write_stream,
 )
-from shardwise.train.windows import WindowSampler, rank_indices, read_windows
 
 
 @dataclass(frozen=True)
 class Run:
-    """One rank's view of a training run; all of it is ready to step."""
+    """One rank's part of a training run, ready to step."""
 
     config: TrainConfig
     place: RankPlace
@@ -66,9 +67,9 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    context: ContextParallel | None  # where windows are cut over ranks
-    pipeline: Pipeline | None  # where this rank has one of several stages
-    base_memory_bytes: int  # in use before the model was there
+    context: ContextParallel | None  # if windows are cut over ranks
+    pipeline: Pipeline | None  # if the model is cut into pipeline stages
+    base_memory_bytes: int  # in use before the model was built
 
     @property
     def accumulation(self) -> int:
@@ -82,7 +83,7 @@ class Run:
 
     @property
     def part_of_batch(self) -> tuple[int, int]:
-        """Which part of a batch this rank has, and how many there are."""
+        """The index of this rank's part of a batch, and the number of parts."""
         return self.config.axes.over(self.place.world_size).part_of_batch(self.place.rank)
 
     def train_batch(self, step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +95,7 @@ class Run:
             return ids.to(self.device), targets.to(self.device)
 
     def rows_of_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and targets of all micro-batches of a step, one after the other."""
+        """Return ids and targets of all micro-batches of a step, concatenated."""
         batches = [self.train_batch(step, number) for number in range(self.accumulation)]
         ids, targets = zip(*batches, strict=True)
         return torch.cat(ids), torch.cat(targets)
@@ -102,7 +103,10 @@ class Run:
     def cut(
         self, ids: torch.Tensor, targets: torch.Tensor
     ) -> AbstractContextManager[tuple[Any, ...]]:
-        """Give this rank's parts of windows, and their positions (None: from 0), for one pass."""
+        """Cut windows over context-parallel ranks, for one pass.
+
+        The context gives this rank's ids and targets, and their positions (None: from 0).
+        """
         if self.context is None:
             return nullcontext((ids, targets, None))
         return self.context.cut(ids, targets)
@@ -110,11 +114,13 @@ class Run:
 
 @contextmanager
 def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
-    """Join the process group and leave it at the end; a single rank needs no network.
+    """Join the process group, leave it at the end; yield the device. One rank needs no network.
 
-    **Cost** sets the number of CPU threads of this process, cores / local ranks by default.
+    **State** sets this process's number of CPU threads, by default cores / local ranks.
     """
-    torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    torch.set_num_threads(threads or max(1, num_cores // place.local_world_size))
     device = local_device(place.local_rank)
     backend = "gloo" if device.type == "cpu" else "nccl"
     store = dist.HashStore() if place.world_size == 1 else None
@@ -127,13 +133,13 @@ def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
 
 
 def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> Run:
-    """Build data, model and optimizer of this rank; the config is the one `check_run` returned.
+    """Build data, model and optimizer of this rank; ``config`` is the result of `check_run`.
 
-    **Raises** ConfigError: the output holds an earlier run, or the text is too short; on every
-    rank.
+    **Raises** ConfigError on every rank if the output holds an earlier run or the text is too
+    short.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    _together(lambda: _prepare_output(config, place, tokenizer))
+    _prepare_output(config, place, tokenizer)
     stream = open_stream(config.output)
     sampler = WindowSampler.over(len(stream.tokens), config.seq, config.eval_windows, config.seed)
     base_memory_bytes = reset_peak_memory(device)
@@ -157,19 +163,21 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
 
 
 def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
-    """Make the model of a run on meta. **State** torch's generator begins with the run's seed."""
+    """Make the model of a run on meta. **State** seeds torch's generator with the run's seed."""
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         return Decoder(config, config.vocab or tokenizer.vocab)
 
 
 def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Module:
-    """Spread a decoder over the ranks as the keys of a run say; return this rank's stage of it."""
-    spread_decoder(spread_experts(model, axes), axes)
+    """Spread a decoder over the ranks as the config says; return this rank's stage of it."""
+    decoder = spread_decoder(cast(Decoder, spread_experts(model, axes)), axes)
     if axes.pp > 1:
         stage = axes["pp"].get_local_rank()
-        model = Stage(model, stage, axes.pp, axes.tp)
-        torch.manual_seed(_seed_of(config.seed, stage, "stages"))  # or all would draw the same
+        model = Stage(decoder, stage, axes.pp, axes.tp)
+        torch.manual_seed(_seed_of(config.seed, stage, "stages"))  # stages draw other weights
+    if config.hang_timeout is not None:
+        watch(config.hang_timeout)
     named = PRECISIONS[config.precision]
     model = shardwise.shard(
         model,
@@ -181,22 +189,22 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
             block=config.gather_block,
         ),
         layout=config.layout,
-        reduce_every=config.reduce_every,
         offload=config.offloaded,
         mesh=axes,
-        experts="*.experts" if config.ep > 1 else (),
-        units=config.units,
-        prefetch_bytes=config.prefetch_bytes,
-        bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
-        hang_timeout=config.hang_timeout,
+        units=Units(config.units, experts="*.experts" if config.ep > 1 else ()),
+        schedule=Schedule(
+            config.prefetch_bytes,
+            DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
+            config.reduce_every,
+        ),
     )
     if axes.pp > 1 and config.tied_head:
-        shardwise.tie(model, TIED)
+        shardwise.parallel.tie(model, TIED)
     return model
 
 
 def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer on the shards, with torch's fused kernel where it has one."""
+    """Build the optimizer on the shards, with torch's fused kernel if the class has one."""
     _, arguments = OPTIMIZERS[config.optimizer]
     options: dict[str, Any] = {"lr": config.lr}
     if "betas" in arguments:
@@ -205,7 +213,11 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     if "fused" in arguments and not is_own(config.optimizer, given):
         options["fused"] = True
     options |= given
-    groups = _decay_groups(model, config.weight_decay)
+    params = list(model.parameters())
+    groups = [  # vectors (norms) do not decay
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
     try:
         made = optimizer_class(config.optimizer, given)(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -216,33 +228,19 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def _seed_of(seed: int, number: int, what: str) -> int:
-    """Return the seed of one of several; torch looks at 32 bits, and adding keeps them apart."""
+    """Return the seed of one of several. Torch uses 32 bits; adding the number keeps them apart."""
     digest = hashlib.blake2b(f"{what} of seed {seed}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") + number
 
 
-def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Decay matrices, and leave vectors (norms) as they are."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-
-
 def _prepare_output(config: TrainConfig, place: RankPlace, tokenizer: Tokenizer) -> None:
-    if place.rank == 0:
-        check_output(config)
-    if place.local_rank == 0:
-        write_stream(find_documents(config.data), tokenizer, config.output)
-
-
-def _together(work: Callable[[], None]) -> None:
-    """Run work on every rank; where it fails on one, no rank goes on alone."""
+    """Check the output and write the tokens; if that fails on one rank, all ranks raise."""
     failure: ConfigError | None = None
     try:
-        work()
+        if place.rank == 0:
+            check_output(config)
+        if place.local_rank == 0:
+            write_stream(find_documents(config.data), tokenizer, config.output)
     except (ConfigError, OSError) as error:
         failure = ConfigError(str(error))
     (num_failed,) = all_reduce_scalars([float(failure is not None)])
@@ -252,14 +250,8 @@ def _together(work: Callable[[], None]) -> None:
         raise ConfigError("another rank could not prepare the run; its message says why")
 
 
-def of_all_ranks(place: RankPlace, value: int) -> list[int]:
-    """Return the values of all ranks, in rank order; every rank calls it."""
+def gather_integers(place: RankPlace, value: int) -> list[int]:
+    """Return the values of all ranks in rank order. Every rank calls it."""
     shares = [0.0] * place.world_size
     shares[place.rank] = float(value)
     return [int(share) for share in all_reduce_scalars(shares)]
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,26 +1,78 @@
-"""What a run came to: bytes per rank against plain data parallelism, and the text printed last."""
+"""What a run prints: a progress bar, and at the end its result against plain data parallelism."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.progress import Clock, ProgressLines
 from shardwise.quantities import format_bytes, format_count
 from shardwise.tensor.background_step import elements_of
+from shardwise.terminal import EscapingConsole
 
 _SPEED_MEMORY = 0.9
 
 
+class Advance(Protocol):
+    """The function that `run_bar` yields."""
+
+    def __call__(self, *status: str) -> None:
+        """Count one step and show short texts beside the bar."""
+
+
+@contextmanager
+def run_bar(
+    num_steps: int, shown: bool, num_done: int = 0, clock: Clock = time.monotonic
+) -> Iterator[Advance]:
+    """Show steps, loss, speed and bytes of a run; yield the function to call after each step.
+
+    If stdout is not a terminal, stderr gets a line every 30 s with the step, the first two texts
+    and the time left, and one at the end, also after an error.
+    """
+    console = EscapingConsole()
+    now = ""
+
+    def advance(*status: str) -> None:
+        nonlocal now
+        now = ", ".join(status[:2])
+        progress.update(task, advance=1, status="  ".join(status))
+        lines.add(1, num_steps)
+
+    lines = ProgressLines(
+        lambda done, total, elapsed_s: f"step {done:,.0f} of {total:,.0f}: {now}",
+        shown=shown and not console.is_terminal,
+        first=num_done,
+        ends_always=True,
+        clock=clock,
+    )
+    columns = MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[status]}")
+    is_hidden = not (shown and console.is_terminal)
+    progress = Progress(
+        TextColumn("step"), *columns, TimeRemainingColumn(), console=console, disable=is_hidden
+    )
+    task = progress.add_task("step", total=num_steps, completed=num_done, status="")
+    try:
+        with progress:
+            yield advance
+    finally:
+        lines.end()
+
+
 @dataclass(frozen=True)
 class StateBytes:
-    """Training state of one rank just after an optimizer step, gradients still alive.
+    """Training state of one rank after an optimizer step and before `zero_grad`.
 
-    ``param_bytes`` are shards, and full copies that outlive the step (stages 0 to 2);
-    ``replicated_bytes`` the same state if every rank held all of it.
+    ``param_bytes`` has shards, and full copies that outlive the step (stages 0 to 2);
+    ``replicated_bytes`` is what a rank would hold without sharding.
     """
 
     param_bytes: int
@@ -37,7 +89,7 @@ class StateBytes:
 
 def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     """Count the training state of this rank; call between `step` and `zero_grad`."""
-    stats = shardwise.stats(model)
+    stats = shardwise.debug.stats(model)
     states = [
         value
         for state in optimizer.state.values()
@@ -48,20 +100,17 @@ def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateByte
     return StateBytes(
         param_bytes=stats.param_shard_bytes + stats.param_full_bytes,
         grad_bytes=stats.grad_shard_bytes + stats.grad_partial_bytes,
-        optimizer_bytes=sum(map(_local_bytes, states)),
+        optimizer_bytes=sum(
+            (elements_of(state) if isinstance(state, DTensor) else state).nbytes for state in states
+        ),
         replicated_bytes=2 * sum(p.nbytes for p in params) + sum(state.nbytes for state in states),
         num_params=sum(p.numel() for p in params),
     )
 
 
-def _local_bytes(state: Tensor) -> int:
-    """Return the bytes that this rank has of a tensor, which may be being stepped."""
-    return (elements_of(state) if isinstance(state, DTensor) else state).nbytes
-
-
 @dataclass
 class RunResult:
-    """What a run came to so far; losses in nats per token."""
+    """The result of a run so far; losses are in nats per token."""
 
     unigram_entropy: float
     first_step: int = 1
@@ -73,7 +122,7 @@ class RunResult:
     state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0, 0, 0))
     state_bytes_of_ranks: list[int] = field(default_factory=list)
     peak_bytes_of_ranks: list[int] = field(default_factory=list)
-    added_bytes_of_ranks: list[int] = field(default_factory=list)  # the peak over what was before
+    added_bytes_of_ranks: list[int] = field(default_factory=list)  # peak minus base
     steps_s: list[float] = field(default_factory=list)
     sample: str = ""
     stopped: bool = False
@@ -85,7 +134,7 @@ class RunResult:
     def add_step(
         self, step: int, loss: float, step_s: float, num_tokens: int, state: StateBytes
     ) -> None:
-        """Note one step; the speed shown leans on the last ten or so."""
+        """Add one step; `tokens_per_s` is a moving average over about ten steps."""
         now = num_tokens / step_s
         kept = _SPEED_MEMORY if self.losses else 0.0
         self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * now
@@ -102,7 +151,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a plan expected of the run; None where it was not asked."""
+    """A plan's predictions for the run; None if it has none."""
 
     step_s: float | None = None
     state_bytes: int | None = None
@@ -110,12 +159,12 @@ class Predicted:
 
 
 def compare(predicted: Predicted, result: RunResult) -> list[str]:
-    """Write what was predicted beside what was measured, one line each.
+    """Write each predicted quantity beside the measured one, a line each.
 
-    The step time is the median without the first step, state and peak are those of the rank that
-    holds most. The peak is what the process grew by on the CPU since before the model was there:
-    buffers of libraries, pages that were freed and the copy that a save makes count too, some
-    50 MiB of them in any run. On other devices it is what the allocator gave out.
+    The step time is the median without the first step. State and peak are those of the rank that
+    holds most. On the CPU, the peak is how much the process has grown since before the model was
+    built; about 50 MiB of it are buffers of libraries, freed pages and the copy that a save
+    makes. On other devices it is what the allocator gave out.
     """
     rows = [
         ("step time", predicted.step_s, median(result.steps_s[1:] or [0.0]), "{:.3g} s".format),
@@ -133,7 +182,7 @@ def compare(predicted: Predicted, result: RunResult) -> list[str]:
 
 
 def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
-    """Write a finished run for people: loss, speed, bytes per rank, predictions, sample."""
+    """Write the result of a run: loss, speed, bytes per rank, predictions, sample."""
     if not result.losses:
         return f"nothing left to do: step {result.steps} is the last one; raise steps to go on"
     state = result.state
@@ -163,17 +212,14 @@ def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
     if result.picture is not None:
         lines.append(f"loss curve    {result.picture}")
     if result.sample:
-        lines += [
-            "sample",
-            *(f"  {_printable(line.expandtabs(4))}" for line in result.sample.split("\n")),
-        ]
+        lines += ["sample"]
+        for line in result.sample.split("\n"):  # an untrained model samples control characters
+            shown = (
+                c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line.expandtabs(4)
+            )
+            lines.append(f"  {''.join(shown)}")
     return "\n".join(lines)
 
 
 def _by_rank(sizes: list[int]) -> str:
     return ", ".join(f"rank {rank}: {format_bytes(size)}" for rank, size in enumerate(sizes))
-
-
-def _printable(line: str) -> str:
-    """Replace control characters, which a young model likes to write, by a mark."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)

@@ -1,24 +1,36 @@
-"""Find text, tokenize it once into a file of integers, and map that file as one token stream."""
+"""The data of `shardwise train`: text files, one stream of tokens, and the windows of each step.
+
+The text is tokenized once into a file of integers, which is mapped as one stream. Sample `index` of
+the global batch of `step` is one window of that stream, a pure function of (seed, step, index), so
+the data does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from shardwise.errors import ConfigError
 from shardwise.keys import shown
 
+if TYPE_CHECKING:
+    import torch
+
+_MASK = (1 << 64) - 1
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back; `separator` ids stand between documents."""
+    """Converts text to token ids and back."""
 
     vocab: int
     name: str
@@ -41,7 +53,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes; what is not UTF-8 shows as the replacement character."""
+        """Return the text of bytes; invalid UTF-8 becomes the replacement character."""
         return bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -64,7 +76,7 @@ class _FileTokenizer:
 def load_tokenizer(path: Path | None) -> Tokenizer:
     """Return the tokenizer of a `tokenizer.json`, or bytes when path is None.
 
-    **Raises** ConfigError: the file cannot be read, or the `tokenizers` package is not installed.
+    **Raises** ConfigError if the file cannot be read, or `tokenizers` is not installed.
     """
     if path is None:
         return ByteTokenizer()
@@ -91,7 +103,7 @@ def find_documents(data: Path | None) -> list[Path]:
     ``data`` is a file, a folder (hidden files are skipped), or None for the source files of
     Python's standard library, without its tests and installed packages.
 
-    **Raises** ConfigError: there is nothing to read.
+    **Raises** ConfigError if it has no files.
     """
     if data is not None and data.is_file():
         return [data]
@@ -112,9 +124,9 @@ def find_documents(data: Path | None) -> list[Path]:
 def read_texts(path: Path) -> Iterator[str]:
     """Yield the texts of a file: one per line of a `.jsonl` (field `text`), else the whole file.
 
-    A file that is not UTF-8, or holds a zero byte, is not text and yields nothing.
+    A file that is not UTF-8, or holds a zero byte, yields nothing.
 
-    **Raises** ConfigError: a line of a `.jsonl` is not an object with a string `text`.
+    **Raises** ConfigError if a line of a `.jsonl` is not an object with a string `text`.
     """
     if path.suffix != ".jsonl":
         content = path.read_bytes()
@@ -129,26 +141,22 @@ def read_texts(path: Path) -> Iterator[str]:
             if not line.strip():
                 continue
             try:
-                yield _text_of(json.loads(line))
+                record = json.loads(line)
+                if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+                    raise TypeError(f"got {shown(record)}")
+                yield record["text"]
             except (ValueError, TypeError, RecursionError) as error:
                 raise ConfigError(
                     f"data: {path} line {number}: expected an object with a string `text`: {error}"
                 ) from None
 
 
-def _text_of(record: Any) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise TypeError(f"got {shown(record)}")
-    text: str = record["text"]
-    return text
-
-
 @dataclass(frozen=True)
 class TokenStream:
     """All documents as one row of tokens, integer [num_tokens], mapped from a file.
 
-    ``unigram_entropy`` is that of the token frequencies, nats per token: the loss of the best model
-    that looks at no context.
+    ``unigram_entropy`` is the entropy of the token frequencies in nats per token, which is the loss
+    of the best model without context.
     """
 
     tokens: np.ndarray
@@ -156,12 +164,12 @@ class TokenStream:
 
 
 def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> None:
-    """Tokenize documents into `folder/tokens.bin` and `tokens.json`, unless they are there already.
+    """Tokenize documents into `folder/tokens.bin` and `tokens.json`, unless these are up to date.
 
-    Both files appear by rename, so several ranks may do this at once. Documents are separated by
-    one token 0.
+    Both files appear by rename, so several ranks may write at once. Each document ends with a
+    token 0.
 
-    **Raises** ConfigError: the documents hold no text.
+    **Raises** ConfigError if the documents hold no text.
     """
     source = _fingerprint(documents, tokenizer)
     header_path, tokens_path = folder / "tokens.json", folder / "tokens.bin"
@@ -172,10 +180,12 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
             return
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab - 1))
+    texts = (text for path in documents for text in read_texts(path))
     counts = np.zeros(tokenizer.vocab, dtype=np.int64)
     partial_path = folder / f"tokens.bin.{os.getpid()}"
     with partial_path.open("wb") as file:
-        for tokens in _encode_all(documents, tokenizer, dtype):
+        for text in texts:
+            tokens = np.append(np.asarray(tokenizer.encode(text), dtype=dtype), dtype.type(0))
             counts += np.bincount(tokens, minlength=tokenizer.vocab)
             file.write(tokens.tobytes())
     num_tokens = int(counts.sum())
@@ -195,21 +205,12 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
 
 
 def open_stream(folder: Path) -> TokenStream:
-    """Map what `write_stream` wrote."""
+    """Map the files that `write_stream` wrote."""
     header = json.loads((folder / "tokens.json").read_text())
     tokens = np.memmap(
         folder / "tokens.bin", dtype=header["dtype"], mode="r", shape=(header["num_tokens"],)
     )
     return TokenStream(tokens, header["unigram_entropy"])
-
-
-def _encode_all(
-    documents: Iterable[Path], tokenizer: Tokenizer, dtype: np.dtype[Any]
-) -> Iterator[np.ndarray]:
-    for path in documents:
-        for text in read_texts(path):
-            tokens = np.asarray(tokenizer.encode(text), dtype=dtype)
-            yield np.concatenate([tokens, np.zeros(1, dtype=dtype)])
 
 
 def _fingerprint(documents: Iterable[Path], tokenizer: Tokenizer) -> str:
@@ -224,3 +225,101 @@ def unigram_entropy(counts: np.ndarray) -> float:
     """Return the entropy of token counts [vocab], in nats per token."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+@dataclass(frozen=True)
+class WindowSampler:
+    """Maps samples to windows, with integers only, the same for any number of ranks.
+
+    A window is `seq + 1` tokens and starts at a multiple of `seq`. Every `num_windows //
+    eval_windows`-th window is held out. Training walks all other windows in a new random order
+    each epoch.
+    """
+
+    num_windows: int
+    eval_windows: int
+    seed: int
+
+    @classmethod
+    def over(cls, num_tokens: int, seq: int, eval_windows: int, seed: int) -> WindowSampler:
+        """Cut a stream of num_tokens into windows.
+
+        **Raises** ConfigError if the stream is too short to train on and hold windows out.
+        """
+        num_windows = (num_tokens - 1) // seq
+        if num_windows < max(1, 2 * eval_windows):
+            raise ConfigError(
+                f"data: expected at least {max(1, 2 * eval_windows)} windows of seq {seq} "
+                f"(eval_windows {eval_windows} are held out), got {num_tokens} tokens = "
+                f"{num_windows} windows; give more text, or a smaller seq or eval_windows"
+            )
+        return cls(num_windows, eval_windows, seed)
+
+    @property
+    def train_windows(self) -> int:
+        """Number of windows that are trained on."""
+        return self.num_windows - self.eval_windows
+
+    def train_window(self, step: int, index: int, global_batch: int) -> int:
+        """Return the window of sample `index` in step `step` (from 1)."""
+        epoch, position = divmod((step - 1) * global_batch + index, self.train_windows)
+        rank_among_train = permute(position, self.train_windows, _mix(self.seed) ^ epoch)
+        if self.eval_windows == 0:
+            return rank_among_train
+        stride = self.num_windows // self.eval_windows
+        block, offset = divmod(rank_among_train, stride - 1)
+        if block >= self.eval_windows:
+            return rank_among_train + self.eval_windows
+        return block * stride + offset
+
+    def eval_window(self, index: int) -> int:
+        """Return the held-out window `index` of `eval_windows`."""
+        stride = self.num_windows // self.eval_windows
+        return index * stride + stride - 1
+
+
+def rank_indices(micro_batch: int, number: int, rank: int, world_size: int) -> range:
+    """Return the indices of the global batch that a rank takes in micro-batch `number` (from 0).
+
+    Over all ranks and micro-batches these cover each index of the global batch once.
+    """
+    start = (number * world_size + rank) * micro_batch
+    return range(start, start + micro_batch)
+
+
+def read_windows(
+    stream: TokenStream, windows: Sequence[int], seq: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and targets of windows, both int64 [len(windows), seq]; targets are one ahead."""
+    import torch
+
+    rows = [stream.tokens[window * seq : window * seq + seq + 1] for window in windows]
+    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def permute(position: int, size: int, key: int) -> int:
+    """Return the image of `position` under a keyed random permutation of range(size).
+
+    **Cost** O(1) memory.
+
+    **Source** Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002), four rounds.
+    """
+    half_bits = max(1, math.ceil((size - 1).bit_length() / 2))
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = position >> half_bits, position & mask
+        for round_number in range(4):
+            left, right = right, left ^ (_mix(_mix(key + round_number) ^ right) & mask)
+        position = (left << half_bits) | right
+        if position < size:
+            return position
+
+
+def _mix(value: int) -> int:
+    """Scramble 64 bits (the finalizer of splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

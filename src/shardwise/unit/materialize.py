@@ -9,7 +9,7 @@ the next module, so the full model is never resident.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm, make_comm
 from shardwise.comm.pending import CollectiveId
-from shardwise.config import ShardConfig
+from shardwise.config import Init, ShardConfig
 from shardwise.device import fork_rng_devices, seed_generators
 from shardwise.errors import ConfigError, StorageError
 from shardwise.layout.memory import group_by_dtypes
@@ -48,7 +48,6 @@ from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
-Init = Callable[[nn.Module], object]
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
@@ -115,11 +114,13 @@ class Materializer:
                 "or let them rest in files (params= and grads='nvme:FOLDER')"
             ) from error
 
-    def agree_on_seed(self) -> None:
-        """Take the seed of rank 0."""
-        seed = torch.tensor([torch.initial_seed() % 2**63], device=self._device)
-        self._comm.broadcast(seed, CollectiveId("broadcast", "(seed)", 0), also=self._own_axes)
-        self._seed = int(seed.item())
+    def take_seed(self, seed: int) -> None:
+        """Take the data-parallel ranks' seed; ranks of parameters' own meshes take the first's."""
+        self._seed = seed
+        if self._own_axes:
+            value = torch.tensor([seed], device=self._device)
+            self._comm.broadcast(value, CollectiveId("broadcast", "(seed)", 0), also=self._own_axes)
+            self._seed = int(value.item())
 
     def check(self, specs: Sequence[UnitSpec]) -> None:
         """Refuse what cannot be built, before anything is changed."""
@@ -375,7 +376,7 @@ class Materializer:
             place = f"'{name or '(root)'}' ({type(module).__name__})"
             raise ConfigError(
                 f"model: {place} is on the meta device and has no reset_parameters(); "
-                "give shard(init=...), a function that initialises one module"
+                "give shard(units=Units(init=...)), a function that initialises one module"
             )
         found: Init = reset
         return found

@@ -1,21 +1,29 @@
-"""``from_deepspeed()``: a DeepSpeed config as arguments of ``shard()``, and what a loop needs."""
+"""``from_deepspeed()``: a DeepSpeed config as arguments of ``shard()`` and parts of a loop."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.blocks import DEFAULT_CLIPPING, other_handlers, read_zero
-from shardwise.interop.deepspeed.optimizers import OptimizerChoice, read_optimizer
-from shardwise.interop.deepspeed.precisions import PrecisionChoice, read_precision
-from shardwise.interop.deepspeed.reading import Handler, Reader
-from shardwise.interop.deepspeed.report import Report
-from shardwise.interop.deepspeed.schedules import TorchSchedule, check_options_of, read_schedule
-from shardwise.interop.foreign_keys import DEEPSPEED, load_json
+from shardwise.interop.deepspeed.blocks import (
+    PRECISION_BLOCKS,
+    OptimizerChoice,
+    PrecisionChoice,
+    TorchSchedule,
+    check_schedule_options,
+    choose_optimizer,
+    choose_schedule,
+    read_named,
+    read_precision,
+    read_zero,
+)
+from shardwise.interop.deepspeed.reader import Entry, Handler, Reader, Report
+from shardwise.interop.foreign_keys import BATCH_KEYS, load_json
 from shardwise.train.curves import Curve
 from shardwise.train.optimizers import check_options, optimizer_class
 
@@ -23,18 +31,16 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-BATCH_KEYS = {
-    "train_micro_batch_size_per_gpu": "micro_batch",
-    "gradient_accumulation_steps": "accumulation",
-    "train_batch_size": "global_batch",
-}
+DEFAULT_CLIPPING = 1.0  # DeepSpeed's since 0.19; it was 0 before
+_WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # what classes of torch raise
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one rank in one forward pass, such passes per step, samples of a step over ranks.
+    """Samples per rank and forward pass, passes per step, and samples per step over all ranks.
 
-    What is None follows from the others once the number of ranks is known, or is yours.
+    A size is None if the caller decides it, or if it follows from the number of ranks, not yet
+    known.
     """
 
     micro_batch: int | None
@@ -43,11 +49,11 @@ class Batch:
 
 
 def resolve(sizes: Mapping[str, int], world_size: int | None, source: str) -> Batch:
-    """Let any two sizes give the third, as DeepSpeed does; alone, accumulation is 1.
+    """Compute the third size from any two, as DeepSpeed does; accumulation defaults to 1.
 
-    Without a number of ranks only what does not depend on it is decided.
+    Without a number of ranks, sizes that depend on it stay None.
 
-    **Raises** ConfigError with the numbers where they contradict each other.
+    **Raises** ConfigError with the numbers if they contradict each other.
     """
     micro, passes = sizes.get("micro_batch"), sizes.get("accumulation")
     whole = sizes.get("global_batch")
@@ -73,25 +79,14 @@ def resolve(sizes: Mapping[str, int], world_size: int | None, source: str) -> Ba
     return Batch(micro, passes, whole)
 
 
-_AUTOS = {
-    "train_micro_batch_size_per_gpu": "micro_batch= of from_deepspeed(), or your data loader",
-    "gradient_accumulation_steps": "accumulation= of from_deepspeed(), or your loop",
-    "train_batch_size": "global_batch= of from_deepspeed(), or it follows from the others",
-    "gradient_clipping": f"{DEFAULT_CLIPPING:g}, DeepSpeed's default, or auto=",
-}
-
-
-_WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # what classes of torch raise
-
-
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """What a DeepSpeed config says, for a loop with ``shard()``.
+    """A DeepSpeed config for a loop with ``shard()``.
 
-    ``batch`` has the three sizes; None is what the number of ranks, or the caller, decides;
-    ``micro_batch``, ``accumulation`` and ``global_batch`` are the same, never None.
-    ``gradient_clipping`` is the largest norm, 0 for none. ``activation_checkpointing`` is that
-    block as it stands; it turns nothing on. ``report`` has every key of the file: ``print()`` it.
+    ``batch`` has the three sizes, None while undecided; ``micro_batch``, ``accumulation`` and
+    ``global_batch`` are the same, never None. ``gradient_clipping`` is the largest norm, 0 turns
+    clipping off. ``activation_checkpointing`` is the block of the file; it turns nothing on.
+    ``report`` has every key of the file: ``print()`` it.
     """
 
     batch: Batch
@@ -107,6 +102,10 @@ class DeepSpeedSettings:
     def shard(self) -> dict[str, Any]:
         """Arguments of ``shard()``: ``shard(model, **settings.shard)``."""
         arguments: dict[str, Any] = dict(self.zero)
+        if "prefetch_bytes" in arguments:
+            from shardwise.config import Schedule
+
+            arguments["schedule"] = Schedule(prefetch_bytes=arguments.pop("prefetch_bytes"))
         coded = {name: arguments.pop(name) for name in ("gather", "reduce") if name in arguments}
         if self.precision.bf16_master:
             import torch
@@ -155,8 +154,8 @@ class DeepSpeedSettings:
     def optimizer(self, params: Iterable[Any], **overrides: Any) -> torch.optim.Optimizer:
         """Build the optimizer on parameters or groups of them; ``overrides`` win over the file.
 
-        **Raises** ConfigError where the file has none, leaves the learning rate to you, or has an
-        argument that the class of torch refuses.
+        **Raises** ConfigError if the file has no optimizer, leaves the learning rate to you, or has
+        an argument that the class of torch refuses.
         """
         choice = self.optimizer_choice
         if choice is None:
@@ -181,8 +180,8 @@ class DeepSpeedSettings:
     def scheduler(self, optimizer: torch.optim.Optimizer, **overrides: Any) -> LRScheduler:
         """Build the scheduler; call its ``step()`` after each update. ``overrides`` are options.
 
-        **Raises** ConfigError where the file has none, an option that it needs is missing, or the
-        class of torch refuses one.
+        **Raises** ConfigError if the file has no scheduler, an option is missing, or the class of
+        torch refuses one.
         """
         schedule = self.schedule
         if schedule is None:
@@ -195,14 +194,14 @@ class DeepSpeedSettings:
         if isinstance(schedule, TorchSchedule):
             from torch.optim import lr_scheduler
 
-            check_options_of(schedule.name, overrides, "scheduler()")
+            check_schedule_options(schedule.name, overrides, "scheduler()")
             make = getattr(lr_scheduler, schedule.name)
             try:
                 made: LRScheduler = make(optimizer, **{**schedule.options, **overrides})
             except _WRONG_VALUES as error:
                 raise self._refused("scheduler", make, error) from None
             return made
-        from shardwise.interop.deepspeed.stepper import CurveScheduler
+        from shardwise.interop.deepspeed.curve_scheduler import CurveScheduler
 
         return CurveScheduler(optimizer, schedule.given_too(overrides))
 
@@ -212,19 +211,19 @@ class DeepSpeedSettings:
         )
 
     def scaler(self, device_type: str | None = None) -> torch.amp.GradScaler:
-        """Build torch's loss scaler; it does nothing where fp16 is off.
+        """Build torch's loss scaler, disabled if fp16 is off.
 
-        ``device_type`` is that of the gradients (default: the accelerator, "cpu" without one). It
-        and DeepSpeed's differ after an overflow: see Note [Two loss scalers].
+        ``device_type`` is that of the gradients (default: the accelerator, "cpu" without one).
+        Torch's scaler and DeepSpeed's differ after an overflow: see Note [Two loss scalers].
 
-        **Raises** ConfigError while "auto" leaves open whether fp16 is on.
+        **Raises** ConfigError if the file leaves the precision at "auto".
         """
         import torch
 
         if self.precision.name is None:
             raise ConfigError(
-                f'{self.report.source}: the precision is "auto", so nobody knows whether to scale; '
-                'give auto={"fp16.enabled": True}, or the one that you mean, to from_deepspeed()'
+                f'{self.report.source}: the precision is "auto", so scaling is undecided; give '
+                'auto={"fp16.enabled": True}, or the one that you mean, to from_deepspeed()'
             )
         if device_type is None:
             found = torch.accelerator.current_accelerator()
@@ -252,14 +251,14 @@ def from_deepspeed(
 ) -> DeepSpeedSettings:
     """Read a DeepSpeed config, a dict or the path of a JSON file.
 
-    Every key is mapped, ignored with a reason, left to you ("auto"), or refused: ``report`` of
-    what returns has them all. ``world_size`` is the number of ranks (default: of the process group,
-    if there is one; without, sizes of a batch that depend on it stay None). ``micro_batch``,
-    ``accumulation`` and ``global_batch`` stand for what the file leaves out or at "auto"; ``auto``
-    has values for other keys at "auto", by their full names, such as ``optimizer.params.lr``.
+    Every key is mapped, ignored with a reason, left to you ("auto"), or refused; ``report`` of the
+    result has them all. ``world_size`` is the number of ranks (default: that of the process group;
+    without one, batch sizes that depend on it stay None). ``micro_batch``, ``accumulation`` and
+    ``global_batch`` give sizes that the file leaves out or at "auto". ``auto`` has values for other
+    keys at "auto", by their full names, such as ``optimizer.params.lr``.
 
-    **Raises** ConfigError naming file and key: unknown, with the nearest known name; of a wrong
-    type; contradicting another; or asking for what is not there.
+    **Raises** ConfigError that names file and key if a key is unknown (with the nearest known
+    name), has a wrong type, contradicts another, or is not supported.
     """
     if not isinstance(config, Mapping | str | Path):
         raise ConfigError(f"config: expected a dict, or the path of a JSON file, got {config!r}")
@@ -271,8 +270,9 @@ def from_deepspeed(
     source = "config" if isinstance(config, Mapping) else str(config)
     content = config if isinstance(config, Mapping) else load_json(Path(config))
     given = {"micro_batch": micro_batch, "accumulation": accumulation, "global_batch": global_batch}
-    if world_size is None:
-        world_size = _world_size()
+    distributed = sys.modules.get("torch.distributed")  # a process group means that torch is there
+    if world_size is None and distributed is not None and distributed.is_available():
+        world_size = distributed.get_world_size() if distributed.is_initialized() else None
     return read_content(content, source, world_size, given, auto or {})
 
 
@@ -284,37 +284,57 @@ def read_content(
     auto: Mapping[str, Any],
     precision_else: str | None = None,
 ) -> DeepSpeedSettings:
-    """Read what is loaded already; see `from_deepspeed`. Errors start with ``source``.
+    """Read a loaded file; see `from_deepspeed`. Errors start with ``source``.
 
-    ``precision_else`` is the precision where the file says none.
+    ``precision_else`` is the precision if the file sets none.
     """
     reader = Reader(source, auto)
     if world_size is not None:
-        world_size = reader.integer("world_size", world_size, least=1)
-    sizes = {n: reader.integer(n, size, least=1) for n, size in given.items() if size is not None}
+        world_size = reader.entry("world_size", world_size).integer(least=1)
+    sizes = {
+        name: reader.entry(name, size).integer(least=1)
+        for name, size in given.items()
+        if size is not None
+    }
     found: dict[str, Any] = {}
     precision = read_precision(reader, content, precision_else)
 
-    def take_size(name: str, value: Any) -> None:
-        size = reader.integer(name, value, least=1)
-        ours = BATCH_KEYS[name]
+    def take_size(entry: Entry) -> None:
+        size, ours = entry.integer(least=1), BATCH_KEYS[entry.key]
         if sizes.setdefault(ours, size) != size:
             why = f"got {size}, and {ours}={sizes[ours]} as an argument; give one of them"
-            raise reader.refusal(name, why)
-        reader.mapped(name, value, ours)
+            raise entry.refusal(why)
+        entry.mapped()
+
+    def clipping(entry: Entry) -> None:
+        found["gradient_clipping"] = float(entry.number(least=0))
+        entry.mapped("the largest norm, for clip_grad_norm_()")
+
+    def checkpointing(entry: Entry) -> None:
+        found["activation_checkpointing"] = entry.mapping()
+        entry.walk("activation_checkpointing", {})
 
     handlers: dict[str, Handler] = {
         **dict.fromkeys(BATCH_KEYS, take_size),
-        "zero_optimization": lambda name, value: found.update(
-            zero=read_zero(reader, value, precision.name)
-        ),
-        "optimizer": lambda name, value: found.update(optimizer=read_optimizer(reader, value)),
-        "scheduler": lambda name, value: found.update(schedule=read_schedule(reader, value)),
-        **other_handlers(reader, found),
+        "zero_optimization": lambda e: found.update(zero=read_zero(e, precision.name)),
+        "optimizer": lambda e: found.update(optimizer=read_named(e, choose_optimizer, "AdamW")),
+        "scheduler": lambda e: found.update(schedule=read_named(e, choose_schedule, "WarmupLR")),
+        "gradient_clipping": clipping,
+        "activation_checkpointing": checkpointing,
+        "data_types": lambda e: e.walk("data_types", {"keep_in_fp32_modules": _refuse_modules}),
+        "torch_autocast": lambda e: e.walk("torch_autocast", {}),
+        "tensor_parallel": _refuse_tensor_parallel,
+        "expert_parallel": partial(_refuse_enabled, "experts are sharded like all"),
+        "data_efficiency": partial(_refuse_enabled, "sampling is the loader's"),
     }
-    rest = {k: v for k, v in content.items() if k not in ("fp16", "bf16", "bfloat16")}
-    reader.walk(rest, "", DEEPSPEED, handlers, _AUTOS)
-    _note_defaults(reader, found, content)
+    rest = {k: v for k, v in content.items() if k not in PRECISION_BLOCKS}
+    reader.entry("", rest).walk("top", handlers)
+    # DeepSpeed's defaults that change the steps.
+    if "zero" not in found:
+        reader.add("default", "zero_optimization", None, "shard(stage=0)")
+    if "gradient_clipping" not in found and content.get("gradient_clipping") != "auto":
+        text = "DeepSpeed's default since 0.19; 0 turns clipping off"
+        reader.add("default", "gradient_clipping", DEFAULT_CLIPPING, text)
     return DeepSpeedSettings(
         batch=resolve(sizes, world_size, source),
         zero=found.get("zero", {"stage": 0}),
@@ -327,18 +347,23 @@ def read_content(
     )
 
 
-def _note_defaults(reader: Reader, found: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Tell what DeepSpeed does where the file says nothing, as far as it changes the steps."""
-    if "zero" not in found:
-        reader.add("default", "zero_optimization", None, "shard(stage=0)")
-    if "gradient_clipping" not in found and content.get("gradient_clipping") != "auto":
-        text = "DeepSpeed's default since 0.19; 0 turns clipping off"
-        reader.add("default", "gradient_clipping", DEFAULT_CLIPPING, text)
+def _refuse_modules(entry: Entry) -> None:
+    if entry.value:
+        raise entry.refusal('all parameters compute in one dtype; give "auto" or []')
+    entry.ignored("an empty list")
 
 
-def _world_size() -> int | None:
-    """Return the size of the process group; without torch there is none."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return int(distributed.get_world_size())
+def _refuse_tensor_parallel(entry: Entry) -> None:
+    values = entry.mapping()
+    inner = values.get("tp", values.get("tensor_parallel"))
+    sizes = [values.get("autotp_size", 0), values.get("tp_size", 0)]
+    sizes.append(inner.get("tp_size", 1) if isinstance(inner, Mapping) else 1)
+    if any(isinstance(size, int) and size > 1 for size in sizes):
+        raise entry.refusal("only data is parallel here; leave it out")
+    entry.mapped("only data is parallel")
+
+
+def _refuse_enabled(why: str, entry: Entry) -> None:
+    if entry.mapping().get("enabled", False):
+        raise entry.refusal(f"it is not supported: {why}; turn it off")
+    entry.ignored("off")

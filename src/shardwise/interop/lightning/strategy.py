@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.config import Precision, ShardConfig, resolve_config
+from shardwise.config import Precision, ShardConfig, Units, resolve_config, take_renamed
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.runtime import Engine
@@ -34,7 +34,7 @@ from shardwise.interop.lightning.checkpoints import (
     save_lightning,
 )
 from shardwise.layout.units import partition_into_units
-from shardwise.stages import DEFAULT_BUCKET_BYTES, STAGES
+from shardwise.stages import STAGES
 from shardwise.versions import load_neighbour
 
 _pl: Any = load_neighbour("lightning", "shardwise.interop.lightning").pytorch
@@ -51,16 +51,16 @@ _DEFAULTS = {
     "stage": 3,
     "layout": "rows",
     "precision": "fp32",
-    "reduce_every": None,
-    "prefetch_bytes": None,
-    "bucket_bytes": DEFAULT_BUCKET_BYTES,
+    "schedule": None,
 }
+_SCHEDULED = ("reduce_every", "prefetch_bytes", "bucket_bytes")
+_RENAMED = (*_SCHEDULED, "init")
 
 
 class ShardwiseStrategy(_DDPStrategy):
     """Shard the LightningModule's training state over all processes of the Trainer.
 
-    ``options`` are those of `shard`: ``stage``, ``units``, ``layout``, ``init``, ... ``mesh`` is
+    ``options`` are those of `shard`: ``stage``, ``units``, ``layout``, ``schedule``. ``mesh`` is
     (replicas, shards) for hybrid sharding, or a `DeviceMesh`. The Trainer's ``precision`` decides
     the dtypes of shards too, unless ``precision`` is given here: "bf16-mixed" computes with bf16
     copies of fp32 shards, under autocast. All else (processes, samplers, logging) is as with
@@ -78,13 +78,18 @@ class ShardwiseStrategy(_DDPStrategy):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        known = (*_DEFAULTS, "units", "init")
+        known = (*_DEFAULTS, "units")
         for name in options:
-            if name not in known:
+            if name not in (*known, *_RENAMED):
                 raise ConfigError(
                     f"ShardwiseStrategy({name}=): there is no such option; expected one of mesh, "
                     f"cluster_environment, process_group_backend, timeout, {', '.join(known)}"
                 )
+        old = {name: options.pop(name) for name in _RENAMED if name in options}
+        if old:
+            given = {"units": options.get("units"), "schedule": options.get("schedule")}
+            renamed = take_renamed(given, old, "ShardwiseStrategy")
+            options |= {name: value for name, value in renamed.items() if value is not None}
         self._options = options
         self._mesh = mesh
         self._asked_config()  # a wrong value is told here, before any process is started
@@ -154,7 +159,9 @@ class ShardwiseStrategy(_DDPStrategy):
         """Refuse a module that was sharded before with other settings than are asked for now."""
         engine, options = engine_of(module), self._options
         asked, has = self._asked_config(), engine.config
-        pairs = {n: (getattr(asked, n), getattr(has, n)) for n in _DEFAULTS if n in options}
+        names = [*options, *(_SCHEDULED if options.get("schedule") is not None else ())]
+        compared = ("layout", *_SCHEDULED)
+        pairs = {n: (getattr(asked, n), getattr(has, n)) for n in names if n in compared}
         if "stage" in options:
             pairs["stage"] = asked.stage.number, has.stage.number
         if "precision" in options:
@@ -162,7 +169,9 @@ class ShardwiseStrategy(_DDPStrategy):
         if isinstance(self._mesh, DeviceMesh):  # made of a tuple, if it was one, by now
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
         if options.get("units") is not None:
-            specs = partition_into_units(module, options["units"])
+            units = options["units"]
+            units = units if isinstance(units, Units) else Units(units)
+            specs = partition_into_units(module, units.modules, units.optional)
             pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]
         for name, (ours, there) in pairs.items():
             if ours != there:

@@ -9,7 +9,8 @@ answers these two; afterwards the model gets its own class back. No class of tra
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.source import Source
-from shardwise.config import PrecisionLike
+from shardwise.config import PrecisionLike, Schedule, Units, UnitsLike, take_renamed
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.model import sharded_class
@@ -35,7 +36,6 @@ from shardwise.interop.transformers.fill import fill
 from shardwise.interop.transformers.missing import initialise_missing
 from shardwise.interop.transformers.prepared import prepare
 from shardwise.interop.transformers.recipes import Recipe, match_keys
-from shardwise.layout.units import UnitChoice
 from shardwise.unit.materialize import leave_values
 
 _REFUSED = {
@@ -48,6 +48,7 @@ _REFUSED = {
     "output_loading_info": "read the report that is logged",
 }
 _COMPARED_BYTES = 64 << 20
+_RENAMED = ("reduce_every", "prefetch_bytes")  # settings that are in `Schedule` now
 
 
 def from_pretrained(
@@ -57,10 +58,9 @@ def from_pretrained(
     stage: int = 3,
     precision: PrecisionLike = "fp32",
     layout: str = "rows",
-    units: UnitChoice | Iterable[UnitChoice] | None = None,
+    units: UnitsLike = None,
     mesh: DeviceMesh | None = None,
-    reduce_every: str | None = None,
-    prefetch_bytes: int | None = None,
+    schedule: Schedule | None = None,
     **options: Any,
 ) -> Any:
     """Load a model of transformers from local safetensors files straight into shards.
@@ -82,16 +82,17 @@ def from_pretrained(
     for name, reason in _REFUSED.items():
         if options.get(name) is not None:
             raise ConfigError(f"{name}: not with sharded weights: {reason}")
+    old = {str(name): options.pop(name) for name in _RENAMED if name in options}
+    chosen = replace(units if isinstance(units, Units) else Units(units), init=leave_values)
+    settings = {"mesh": mesh, "units": chosen, "schedule": schedule}
+    settings = take_renamed(settings, old, "from_pretrained")
     options.setdefault("local_files_only", True)
     own = _class_of(path, model_class, options)
     loader = _Loader(
         stage=stage,
         precision=precision,
         layout=layout,
-        units=units,
-        mesh=mesh,
-        reduce_every=reduce_every,
-        prefetch_bytes=prefetch_bytes,
+        **settings,
     )
     body = {
         "__module__": own.__module__,
@@ -202,7 +203,7 @@ class _Loader:
         _set_dtypes(model, recipes, load_config.dtype_plan or {})
         _tie(model, source, recipes, report)
         dtypes = _dtypes_of(model)
-        shard(model, init=leave_values, **self._settings)
+        shard(model, **self._settings)
         engine = engine_of(model)
         _read(engine, model, source, recipes, dtypes, report)
         initialise_missing(model, recipes.keys(), dtypes)

@@ -28,10 +28,10 @@ def parallelize(model: PreTrainedModel, axes: Axes) -> PreTrainedModel:
     """Cut a model over ``axes["tp"]`` and spread its experts over ``axes["ep"]``; return it.
 
     By the model's own ``tp_plan`` and ``ep_plan``, with transformers' own layers; with ``cp`` it
-    computes what `shardwise.ContextParallel` cuts. Call it before `shardwise.shard`, to which
-    ``experts=`` names the experts where ``ep`` is not 1. Ranks of one tensor-parallel group get the
-    same batch. Axes of one rank change nothing. Weights that several modules have (tied embeddings)
-    stay whole on every rank.
+    computes what `parallel.ContextParallel` cuts. Call it before `shardwise.shard`, whose
+    ``Units(experts=)`` names the experts where ``ep`` is not 1. Ranks of one tensor-parallel group
+    get the same batch. Axes of one rank change nothing. Weights that several modules have (tied
+    embeddings) stay whole on every rank.
 
     **State** parameters become DTensors, in place; modules get another ``forward``.
 

@@ -60,7 +60,7 @@ def save_pretrained(
     ``state_dict``, or inside ``gathered(model)``, its own method runs. Weights appear under their
     names when all of them are written.
 
-    **Cost** as of `shardwise.stream` to the ranks that write, on which one part of the state at a
+    **Cost** as of `interop.stream` to the ranks that write, on which one part of the state at a
     time is in memory: one parameter, or those of a layer if the names of the hub ask for it.
 
     **Raises** ConfigError for what cannot be done; on all ranks when a write fails on one.

@@ -22,9 +22,10 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.config import UnitChoice
 from shardwise.engine.tree import tensors_in
 from shardwise.errors import ConfigError
-from shardwise.layout.units import UnitChoice, UnitSpec, partition_into_units
+from shardwise.layout.units import UnitSpec, partition_into_units
 from shardwise.plan.model.head import Head
 from shardwise.plan.model.tape import (
     Cost,

@@ -9,29 +9,12 @@ from collections.abc import Sequence
 from shardwise import svg
 from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Moment
-from shardwise.plan.step.program import Op, Stream
-from shardwise.plan.timing.breakdown import Span, unit_name
+from shardwise.plan.step.program import Stream
+from shardwise.plan.timing.breakdown import unit_name
 from shardwise.quantities import format_bytes
 
 _WIDTH, _LEFT, _RIGHT = 760, 96, 736
 _BAR, _GAP = 22, 12
-_ENDS = (_LEFT, _RIGHT)
-LINE_COLOURS = {
-    "param_shards": "#1f6fd1",
-    "param_full": "#6cabf5",
-    "grad_full": "#e08a1e",
-    "grad_shards": "#b3560b",
-    "optimizer_state": "#27864b",
-    "optimizer_temporary": "#6dc48c",
-    "state_staging": "#a5dcb8",
-    "gather_staging": "#8f6bd6",
-    "reduce_staging": "#c0a6f0",
-    "activations": "#d1487a",
-    "temporary": "#eb97b7",
-    "logits": "#8a6d3b",
-    "inputs": "#7a828c",
-    "buffers": "#a9b1ba",
-}
 _STREAM_NAMES: dict[Stream, str] = {
     "compute": "compute",
     "shard": "shard axis",
@@ -41,17 +24,6 @@ _STREAM_NAMES: dict[Stream, str] = {
     "cpu": "host cores",
     "disk": "disk",
 }
-PHASE_COLOURS = {
-    "forward": "#1f6fd1",
-    "loss": "#8a6d3b",
-    "recompute": "#6cabf5",
-    "backward": "#b3560b",
-    "unshard": "#8f6bd6",
-    "reduce": "#d1487a",
-    "clip": "#7a828c",
-    "optimizer": "#27864b",
-    "offload": "#a9b1ba",
-}
 
 
 def memory_svg(plan: Planned) -> str:
@@ -59,100 +31,79 @@ def memory_svg(plan: Planned) -> str:
     moments = plan.played.peaks
     most = max(plan.memory.high_bytes, *(m.ledger.total for m in moments))
     extent = max(most, min(plan.capacity_bytes, 2 * most)) * 1.02
-    scale = (_RIGHT - _LEFT) / extent
+    across = svg.Axis(0.0, extent, _LEFT, _RIGHT)
     parts: list[str] = []
     top = 52
     for moment in moments:
-        parts += _memory_bar(plan, moment, top, scale)
+        parts += _memory_bar(plan, moment, top, across)
         top += _BAR + _GAP
     if plan.capacity_bytes <= extent:
-        x = _LEFT + plan.capacity_bytes * scale
+        x = across.at(plan.capacity_bytes)
         parts.append(svg.element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=40, y2=top))
         parts.append(svg.text(x, 37, "device", 'text-anchor="middle"'))
-    low, high = (_LEFT + b * scale for b in (plan.memory.low_bytes, plan.memory.high_bytes))
+    low, high = across.at(plan.memory.low_bytes), across.at(plan.memory.high_bytes)
     said = f"{format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)}"
     said = f"interval of the whole: {said}"
-    parts.append(svg.bar(low, top, max(high - low, 2), "#7a828c", said, 6))
+    parts.append(svg.draw_bar(low, top, max(high - low, 2), 6, "#7a828c", said))
     parts.append(svg.text(_LEFT - 8, top + 8, "low to high", 'text-anchor="end"'))
-    shown = [name for name in LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
-    items = [(name.replace("_", " "), LINE_COLOURS[name]) for name in shown]
-    legend, bottom = svg.squares(items, _ENDS, top + 26)
+    shown = [name for name in svg.KIND_COLOURS if any(m.ledger.lines().get(name) for m in moments)]
+    names = {name: name.replace("_", " ") for name in shown}
+    legend, bottom = svg.squares(names, _LEFT, _RIGHT, top + 26)
     return _document(
         "Memory of one rank", plan.label, _describe_memory(plan), parts + legend, bottom
     )
 
 
-def _memory_bar(plan: Planned, moment: Moment, top: float, scale: float) -> list[str]:
-    parts = [svg.text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"')]
-    x = float(_LEFT)
-    for name, num_bytes in moment.ledger.lines().items():
-        if num_bytes:
-            width = num_bytes * scale
-            said = f"{moment.phase} of {plan.unit_name(moment.unit)}: {name.replace('_', ' ')}"
-            said = f"{said} {format_bytes(num_bytes)}"
-            parts.append(svg.bar(x, top, width, LINE_COLOURS[name], said))
-            x += width
-    label = format_bytes(moment.ledger.total)
+def _memory_bar(plan: Planned, moment: Moment, top: float, across: svg.Axis) -> list[str]:
+    def say(span: svg.Span, num_bytes: float) -> str:
+        kind = span.kind.replace("_", " ")
+        return f"{moment.phase} of {plan.unit_name(moment.unit)}: {kind} {format_bytes(num_bytes)}"
+
+    spans = svg.stack({name: n for name, n in moment.ledger.lines().items() if n})
+    x, label = across.at(moment.ledger.total), format_bytes(moment.ledger.total)
     inside = x + 70 > _RIGHT
     place = f'text-anchor="{"end" if inside else "start"}"'
     style = 'fill="#fff" style="fill:#fff"' if inside else 'class="strong"'
-    return [*parts, svg.text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}")]
+    return [
+        svg.text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"'),
+        *svg.draw_spans([(top, spans)], across, _BAR, say),
+        svg.text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}"),
+    ]
 
 
 def step_svg(plan: Planned) -> str:
     """Draw the operations of the slowest rank in time, one line per stream."""
     run = plan.simulated.slowest
-    ops = run.program.ops
-    streams = [s for s in _STREAM_NAMES if any(ops[span.op].stream == s for span in run.spans)]
-    scale = (_RIGHT - _LEFT) / max(run.step_s, 1e-12)
-    parts: list[str] = []
-    top = 52
-    for stream in streams:
-        spans = [s for s in run.spans if ops[s.op].stream == stream and s.end_s > s.start_s]
+    program = run.program
+    across = svg.Axis(0.0, max(run.step_s, 1e-12), _LEFT, _RIGHT)
+    by_stream: dict[Stream, list[svg.Span]] = {}
+    for span in run.spans:
+        op, length_s = program.ops[span.op], span.end_s - span.start_s
+        spans = by_stream.setdefault(op.stream, [])
+        if length_s > 0:
+            name = unit_name(program, op)
+            spans.append(svg.Span(op.phase, span.start_s - run.begin_s, length_s, name))
+    parts, rows, top = [], [], 52
+    for stream in (stream for stream in _STREAM_NAMES if stream in by_stream):
         parts.append(svg.text(_LEFT - 8, top + 15, _STREAM_NAMES[stream], 'text-anchor="end"'))
-        parts += _stream_bars(plan, ops, _joined(ops, spans, run.step_s / 1200), top, scale)
+        rows.append((top, by_stream[stream]))
         top += _BAR + _GAP
+    parts += svg.draw_spans(rows, across, _BAR, _say_op, run.step_s / 600)
     parts.append(svg.element("line", "axis", x1=_LEFT, x2=_RIGHT, y1=top, y2=top))
     parts.append(svg.text(_LEFT, top + 16, "0 s"))
     parts.append(svg.text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
-    phases = [p for p in PHASE_COLOURS if any(op.phase == p for op in ops)]
-    legend, bottom = svg.squares([(p, PHASE_COLOURS[p]) for p in phases], _ENDS, top + 34)
+    phases: set[str] = {op.phase for op in program.ops}
+    names: dict[str, str] = {phase: phase for phase in svg.PHASE_COLOURS if phase in phases}
+    legend, bottom = svg.squares(names, _LEFT, _RIGHT, top + 34)
     description = (
         f"A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of it, and "
-        f"{run.exposed_s:.3g} s are communication that nothing hides."
+        f"{run.exposed_s:.3g} s are exposed communication."
     )
     return _document("One step in time", plan.label, description, parts + legend, bottom)
 
 
-def _joined(ops: Sequence[Op], spans: Sequence[Span], least_s: float) -> list[tuple[Span, float]]:
-    """Join neighbours of one phase that are too short to be seen; return (first, end)."""
-    joined: list[tuple[Span, float]] = []
-    for span in spans:
-        if joined:
-            first, end_s = joined[-1]
-            alike = ops[first.op].phase == ops[span.op].phase
-            if alike and span.start_s - end_s < least_s and span.end_s - span.start_s < least_s:
-                joined[-1] = first, span.end_s
-                continue
-        joined.append((span, span.end_s))
-    return joined
-
-
-def _stream_bars(
-    plan: Planned, ops: Sequence[Op], bars: Sequence[tuple[Span, float]], top: float, scale: float
-) -> list[str]:
-    begin_s, program = plan.simulated.slowest.begin_s, plan.simulated.program
-    return [
-        svg.bar(
-            _LEFT + (first.start_s - begin_s) * scale,
-            top,
-            (end_s - first.start_s) * scale,
-            PHASE_COLOURS[ops[first.op].phase],
-            f"{ops[first.op].phase} of {unit_name(program, ops[first.op]) or '(root)'}: "
-            f"{end_s - first.start_s:.3g} s",
-        )
-        for first, end_s in bars
-    ]
+def _say_op(span: svg.Span, length_s: float) -> str:
+    return f"{span.kind} of {span.of or '(root)'}: {length_s:.3g} s"
 
 
 def _describe_memory(plan: Planned) -> str:

@@ -83,7 +83,7 @@ class Rest:
 
     @property
     def bytes_by_place(self) -> dict[str, int]:
-        """Return what ``shardwise.stats`` of a run has under this name, places of nothing left out.
+        """Return what `debug.stats` of a run has under this name, without places of nothing.
 
         It counts what lasts: neither buffers of the disk, nor gradients in files.
         """

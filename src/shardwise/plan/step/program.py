@@ -66,7 +66,7 @@ class Program:
     """One steady-state step (not the first one) of one rank.
 
     ``sent_bytes`` and ``num_collectives`` are by ``axis.kind``, the very numbers that
-    ``shardwise.stats`` counts for one step; ``copied_bytes`` between device, host and disk by link.
+    `debug.stats` counts for one step; ``copied_bytes`` between device, host and disk by link.
     """
 
     unit_names: tuple[str, ...]

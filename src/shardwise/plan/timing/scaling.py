@@ -76,10 +76,10 @@ def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
     parts = [
         svg.heading(_LEFT, 26, title),
         *svg.legend(_LEGEND, _RIGHT, _TOP - 18),
-        *_value_axis(up, ticks),
+        *_value_axis(up, ticks, across),
         *_ranks_axis(across, rows),
-        svg.line("ideal", straight, stroke_dasharray="5 4"),
-        svg.line("line", curve, stroke_width=2),
+        svg.draw_line("ideal", straight, stroke_dasharray="5 4"),
+        svg.draw_line("line", curve, stroke_width=2),
         *_dots(curve, rows),
     ]
     return svg.document((_WIDTH, _HEIGHT), title, _description(rows), parts, ids="scaling")
@@ -102,14 +102,13 @@ def _ticks(low: float, high: float) -> list[float]:
     return round_values[first : max(last, first + 1) + 1]
 
 
-def _value_axis(up: svg.Axis, ticks: Sequence[float]) -> list[str]:
-    """Draw a line for each round value, or for each power of ten where there are many."""
-    parts = [svg.text(_LEFT - 60, _TOP - 18, "tokens/s")]
-    for tick in ticks:
-        if len(ticks) > _MOST_TICKS and not f"{tick:e}".startswith("1"):
-            continue
-        parts += svg.level(up.at(log10(tick)), _LEFT, _RIGHT, format_count(tick))
-    return parts
+def _value_axis(up: svg.Axis, ticks: Sequence[float], across: svg.Axis) -> list[str]:
+    """Draw a line for each round value, or for each power of ten if there are many."""
+    if len(ticks) > _MOST_TICKS:
+        ticks = [tick for tick in ticks if f"{tick:e}".startswith("1")]
+    words = [format_count(tick) for tick in ticks]
+    levels = svg.draw_levels(up, [log10(tick) for tick in ticks], across, words)
+    return [svg.text(_LEFT - 60, _TOP - 18, "tokens/s"), *levels]
 
 
 def _ranks_axis(across: svg.Axis, rows: Sequence[ScalingRow]) -> list[str]:

@@ -1,9 +1,11 @@
-"""What a run comes to: its figures when it has settled, where a step's time goes, its saves."""
+"""Summary of a run: settled figures, curves over the steps, where a step's time goes, saves."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import NamedTuple
 
+from shardwise import svg
 from shardwise.monitor.metrics import (
     ALL_GATHER_MS,
     BACKGROUND_STEP_MS,
@@ -34,7 +36,7 @@ from shardwise.names import name_of_unit
 
 
 class Shown(NamedTuple):
-    """A figure as people read it: how it is called and in which unit."""
+    """A figure as it is shown: its metric, name and unit."""
 
     metric: str
     name: str
@@ -46,7 +48,7 @@ class Shown(NamedTuple):
         """The name with its unit."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
-    def is_told(self, value: OverRanks | None) -> bool:
+    def is_shown(self, value: OverRanks | None) -> bool:
         """Return whether a value says something: none of what need not be there says nothing."""
         return value is not None and bool(self.is_better or value.max)
 
@@ -76,7 +78,7 @@ FIGURES = (
     Shown(NUM_COLLECTIVES, "collectives", "a step"),
     Shown(PADDING_SHARE, "padding", "% of the parameters"),
 )
-ENGINE = "engine"  # what of a step is in none of the phases: gathers and reductions begun
+ENGINE = "engine"  # the part of a step outside of all phases: begins of gathers and reductions
 PHASES = (  # of the line that computes: name, metric, seconds in one of it
     ("forward", "time_metrics/forward(s)", 1.0),
     ("recompute", RECOMPUTE_S, 1.0),
@@ -90,8 +92,54 @@ PHASES = (  # of the line that computes: name, metric, seconds in one of it
 )
 
 
+def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Point]:
+    """Return a figure over all ranks in at most ``most`` points.
+
+    A line has the extremes of its steps if the figure is known of every step.
+    """
+    found = []
+    for line in lines:
+        value = line.metrics.get(name)
+        if value is not None and _are_finite(value.min, value.median, value.max):
+            low, high = value.min, value.max
+            over = line.metrics_over_steps.get(name)
+            if over is not None:
+                low, high = min(low, over.min), max(high, over.max)
+            found.append(svg.Point(line.step, low, value.median, high, line.num_steps))
+    return svg.thin(found, most)
+
+
+def value_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Point]:
+    """Return the values that the loop has logged under a name, in at most ``most`` points.
+
+    If a line has no extremes, as in an earlier version, the last value is all three.
+    """
+    found = []
+    for line in lines:
+        over, value = line.values_over_steps.get(name), line.values.get(name)
+        if over is not None:
+            found.append(svg.Point(line.step, over.min, over.mean, over.max, line.num_steps))
+        elif value is not None and _are_finite(value):
+            found.append(svg.Point(line.step, value, value, value, line.num_steps))
+    return svg.thin(found, most)
+
+
+def not_numbers(lines: Iterable[StepLine], name: str) -> list[int]:
+    """Return the steps at which the value logged under a name was not a finite number."""
+    return [
+        line.step
+        for line in lines
+        if (name in line.values and line.values[name] is None)
+        or ((over := line.values_over_steps.get(name)) and over.non_finite)
+    ]
+
+
+def _are_finite(*values: float | None) -> bool:
+    return all(isinstance(value, int | float) and isfinite(value) for value in values)
+
+
 def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
-    """Return the lines about the later half of the steps: the first ones are not like the others.
+    """Return the lines about the later half of the steps, without the slow first ones.
 
     Each of the first few steps has a line of its own, so it is not the later half of the lines.
     """
@@ -102,7 +150,7 @@ def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
 
 
 def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:
-    """Return the figures that people ask for first, when the run has settled, by metric."""
+    """Return the most asked for figures of the settled run, by metric."""
     late = settled(lines)
     found = {shown.metric: over_steps(late, shown.metric) for shown in FIGURES}
     return {name: value for name, value in found.items() if value is not None}
@@ -111,7 +159,7 @@ def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:
 def where_time_goes(lines: Sequence[StepLine]) -> dict[str, float]:
     """Return the seconds of a settled step by phase, the median over the ranks.
 
-    What remains of the step is `ENGINE`, so they add up to it.
+    The rest of the step is `ENGINE`, so they add up to it.
     """
     late = settled(lines)
     found = {}
@@ -125,7 +173,7 @@ def where_time_goes(lines: Sequence[StepLine]) -> dict[str, float]:
 
 
 class Save(NamedTuple):
-    """What checkpoints took in the steps up to ``step``, on the slowest rank."""
+    """The time of checkpoints in the steps up to ``step``, on the slowest rank."""
 
     step: int
     num_steps: int
@@ -134,7 +182,7 @@ class Save(NamedTuple):
 
 
 def saves_of(lines: Iterable[StepLine]) -> Iterator[Save]:
-    """Yield what each save took: all of it, and how long the training stood for it."""
+    """Yield the time of each save, and for how long the training waited for it."""
     for line in lines:
         took, stood = line.metrics.get(SAVE_S), line.metrics.get(STALL_S)
         if took is not None and took.max:
@@ -144,7 +192,7 @@ def saves_of(lines: Iterable[StepLine]) -> Iterator[Save]:
 
 @dataclass(frozen=True)
 class UnitRow:
-    """Units that follow each other and are alike; ``depth`` counts the dots of the name."""
+    """Consecutive units with equal facts; ``depth`` counts the dots of the name."""
 
     name: str
     depth: int
@@ -153,10 +201,10 @@ class UnitRow:
 
 
 def unit_rows(facts: RunFacts) -> list[UnitRow]:
-    """Return the units as a tree, those that are alike in one row."""
+    """Return the units as a tree, with equal ones in one row."""
     rows: list[UnitRow] = []
     for unit in facts.units:
-        if rows and _are_alike(rows[-1].unit, unit):
+        if rows and _are_equal(rows[-1].unit, unit):
             first = rows[-1]
             name = f"{first.unit.name} to {unit.name}"
             rows[-1] = UnitRow(name, first.depth, first.count + 1, first.unit)
@@ -166,7 +214,7 @@ def unit_rows(facts: RunFacts) -> list[UnitRow]:
     return rows
 
 
-def _are_alike(one: UnitFacts, other: UnitFacts) -> bool:
+def _are_equal(one: UnitFacts, other: UnitFacts) -> bool:
     def all_but_name(unit: UnitFacts) -> Mapping[str, object]:
         prefix, _, last = unit.name.rpartition(".")
         return {**vars(unit), "name": (prefix, last.isdigit())}

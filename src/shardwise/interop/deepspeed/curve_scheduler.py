@@ -1,4 +1,4 @@
-"""A curve as a scheduler of torch: `step()`, `get_last_lr()`, `state_dict()` as ever."""
+"""A curve as a scheduler of torch. It needs torch, which reading a file does not."""
 
 from typing import Any
 
@@ -11,22 +11,23 @@ from shardwise.train.curves import Curve
 class CurveScheduler(LRScheduler):
     """Set each group's learning rate, and for one cycle its momenta, from a closed form.
 
-    Call `step()` once after each `optimizer.step()`; leave it out after a step that a loss scaler
-    skipped, as DeepSpeed does.
+    Call `step()` after each `optimizer.step()`, but, as in DeepSpeed, not after a step that a loss
+    scaler skipped.
 
     **State** the number of steps taken, and the rates that the optimizer was made with.
 
-    **Raises** ConfigError where the curve lacks an option, or lists values for other groups.
+    **Raises** ConfigError if the curve lacks an option, or an option's list has another length than
+    the parameter groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve) -> None:
         curve.check_groups(len(optimizer.param_groups))
-        curve.learning_rate(0, 0.0)  # what is missing is told before anything changes
+        curve.learning_rate(0, 0.0)  # raises before anything changes
         self._curve = curve
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the rates of the next update, one per group; called by `step()`."""
+        """Return the rates of the next update, one per group. `step()` calls it."""
         done = self.last_epoch
         return [
             self._curve.learning_rate(done, base, group)
@@ -34,7 +35,7 @@ class CurveScheduler(LRScheduler):
         ]
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one step."""
+        """Advance by one step."""
         super().step(epoch)
         self._set_momenta()
 
@@ -49,7 +50,7 @@ class CurveScheduler(LRScheduler):
         return {"last_epoch": self.last_epoch, "base_lrs": [float(lr) for lr in self.base_lrs]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state: the rates of the next update are set at once."""
+        """Restore a state, and set the rates of the next update."""
         self.base_lrs = list(state_dict["base_lrs"])
         self.last_epoch = int(state_dict["last_epoch"])
         rates = self.get_lr()

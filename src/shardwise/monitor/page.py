@@ -1,4 +1,4 @@
-"""Observed runs as one HTML file: nothing is loaded from elsewhere, and no script runs."""
+"""Observed runs as one HTML file, which loads no other file and runs no script."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,25 +10,27 @@ from shardwise import svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.metrics import OverRanks
-from shardwise.monitor.record import RunFacts, RunRecord
-from shardwise.monitor.report.colours import OTHER, order_of_kinds
-from shardwise.monitor.report.curves import metric_curve, not_numbers, value_curve
-from shardwise.monitor.report.pictures import Curve, curves_svg, time_svg
-from shardwise.monitor.report.step_pictures import (
+from shardwise.monitor.pictures import (
     MemoryOfStep,
+    curves_svg,
     largest_memory,
     memory_svg,
     name_of_kind,
+    time_svg,
     timeline_svg,
 )
-from shardwise.monitor.report.summary import (
+from shardwise.monitor.record import RunFacts, RunRecord
+from shardwise.monitor.summary import (
     FIGURES,
     Save,
     Shown,
     UnitRow,
     figures_of,
+    metric_curve,
+    not_numbers,
     saves_of,
     unit_rows,
+    value_curve,
     where_time_goes,
     write_figure,
 )
@@ -47,11 +49,10 @@ _UNITS_AT_PEAK, _MOST_HOSTS = 8, 16
 
 @dataclass(frozen=True)
 class ShownRun:
-    """A run as a page shows it, with what is wrong with it and what a plan says of it.
+    """A run of a page, with its diagnosis and its plan, each None if not asked for.
 
-    ``diagnosis`` is None where nobody has looked for one. ``plan`` is of the same settings, None
-    where there is none; with ``is_planned_device`` of the same device too, so that times can be
-    compared.
+    ``plan`` is of the same settings; with ``is_planned_device`` of the same device too, so that
+    times can be compared.
     """
 
     name: str
@@ -71,7 +72,7 @@ class _LedgerRow:
 
 @dataclass(frozen=True)
 class _Part:
-    """What the page shows of one run by itself."""
+    """The section of the page about one run."""
 
     run: ShownRun
     facts: RunFacts
@@ -105,7 +106,7 @@ def report_html(runs: Sequence[ShownRun]) -> str:
 
 def _page(runs: Sequence[ShownRun], divisor: int) -> str:
     figures = [figures_of(run.record.steps) for run in runs]
-    told = [s for s in FIGURES if any(s.is_told(f.get(s.metric)) for f in figures)]
+    told = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
     return _render(
         "page.html.j2",
         title=", ".join(run.name for run in runs),
@@ -121,7 +122,7 @@ def _page(runs: Sequence[ShownRun], divisor: int) -> str:
 
 
 def _change(shown: Shown, first: OverRanks | None, other: OverRanks | None) -> tuple[str, str]:
-    """Return how a figure differs from the first run's in per cent, and whether that is better."""
+    """Return a figure's difference to the first run's in per cent, and whether it is better."""
     if first is None or other is None or not first.median:
         return "", ""
     share = 100 * (other.median / first.median - 1)
@@ -138,7 +139,9 @@ def _value_pictures(runs: Sequence[ShownRun], divisor: int) -> list[str]:
         curves_svg(
             name,
             [
-                Curve(i, run.name, value_curve(lines, name, most), not_numbers(lines, name))
+                svg.Curve(
+                    f"run-{i}", run.name, value_curve(lines, name, most), not_numbers(lines, name)
+                )
                 for i, run in enumerate(runs)
                 for lines in (run.record.steps,)
             ],
@@ -148,21 +151,17 @@ def _value_pictures(runs: Sequence[ShownRun], divisor: int) -> list[str]:
 
 
 def _metric_pictures(runs: Sequence[ShownRun], divisor: int) -> list[str]:
+    """Draw the figures that have more than one value in some run."""
     most = _COLUMNS // divisor
     pictures = []
     for shown in FIGURES:
         curves = [
-            Curve(i, r.name, metric_curve(r.record.steps, shown.metric, most))
+            svg.Curve(f"run-{i}", r.name, metric_curve(r.record.steps, shown.metric, most))
             for i, r in enumerate(runs)
         ]
-        if _is_worth_a_picture(curves):
+        if any(len({(p.low, p.high) for p in curve.points}) > 1 for curve in curves):
             pictures.append(curves_svg(shown.title, curves, from_zero=True))
     return pictures
-
-
-def _is_worth_a_picture(curves: Sequence[Curve]) -> bool:
-    """Return whether there is something else than one value at all steps of each run."""
-    return any(len({(c.low, c.high) for c in curve.columns}) > 1 for curve in curves)
 
 
 def _part(run: ShownRun, divisor: int) -> _Part:
@@ -171,7 +170,7 @@ def _part(run: ShownRun, divisor: int) -> _Part:
     planned, drawn = None, ""
     if memory is not None:
         if run.plan is not None:
-            planned = _planned_lines(run.plan, OTHER in memory.kinds)
+            planned = _planned_lines(run.plan, svg.OTHER in memory.kinds)
         drawn = memory_svg(memory, run.name, planned, _MOMENTS // divisor)
     return _Part(
         run,
@@ -187,15 +186,15 @@ def _part(run: ShownRun, divisor: int) -> _Part:
 
 
 def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
-    """Return the largest moment of a plan by the kinds that were measured.
+    """Return the peak of a plan by the kinds that were measured.
 
-    Without ``has_other`` only the engine's memory was, so it is the moment that has most of that.
+    Without ``has_other`` only the engine's memory was measured, so it is the peak of that.
     """
     ledger = (plan.played.peak if has_other else plan.played.engines_peak).ledger
     found = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
     if has_other:
-        found[OTHER] = ledger.total - sum(found.values())
-    return {kind: found[kind] for kind in sorted(found, key=order_of_kinds)}
+        found[svg.OTHER] = ledger.total - sum(found.values())
+    return {kind: found[kind] for kind in sorted(found, key=svg.order_of_kinds)}
 
 
 def _ledger(memory: MemoryOfStep, planned: Mapping[str, int] | None) -> list[_LedgerRow]:
@@ -206,7 +205,7 @@ def _ledger(memory: MemoryOfStep, planned: Mapping[str, int] | None) -> list[_Le
             measured.get(kind, 0),
             None if planned is None else planned.get(kind, 0),
         )
-        for kind in sorted({*memory.kinds, *(planned or {})}, key=order_of_kinds)
+        for kind in sorted({*memory.kinds, *(planned or {})}, key=svg.order_of_kinds)
     ]
     whole = None if planned is None else sum(planned.values())
     return [*rows, _LedgerRow("all of it", memory.peak_bytes, whole)]
@@ -218,7 +217,7 @@ def _units_at_peak(memory: MemoryOfStep) -> list[tuple[str, int]]:
 
 
 def _timeline(run: ShownRun, divisor: int) -> str:
-    """Draw the newest step that all ranks with timelines have, for a few of the ranks."""
+    """Draw the newest step of which all ranks have timelines, for a few of the ranks."""
     by_step: dict[int, dict[int, Mapping[str, Any]]] = {}
     for rank, line in run.record.lines("timeline"):
         by_step.setdefault(line["step"], {})[rank] = line
@@ -233,7 +232,7 @@ def _timeline(run: ShownRun, divisor: int) -> str:
 
 
 def _ranks_to_show(found: Mapping[int, Mapping[str, Any]], most: int) -> list[int]:
-    """Return the first rank and those that wait least and most: a slow rank waits for nobody."""
+    """Return the first rank and those that wait least and most: a slow rank waits least."""
 
     def waits(rank: int) -> float:
         return sum(s[4] for s in found[rank]["spans"] if s[1].startswith(("wait_", "exchange")))
@@ -244,7 +243,7 @@ def _ranks_to_show(found: Mapping[int, Mapping[str, Any]], most: int) -> list[in
 
 
 def _by_host(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each host with how many ranks it has, the first few and how many more there are."""
+    """Return the first hosts with their number of ranks, and the number of other hosts."""
     counts = Counter(hosts).most_common()
     told = [(host, f"{count} rank{'s' if count != 1 else ''}") for host, count in counts]
     more = len(told) - _MOST_HOSTS
@@ -252,7 +251,7 @@ def _by_host(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _render(template: str, **values: Any) -> str:
-    """Fill a template; all that is not marked as markup is escaped."""
+    """Fill a template; texts that are not marked as markup are escaped."""
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -265,5 +264,5 @@ def _render(template: str, **values: Any) -> str:
         "by_host": _by_host,
         "drawn": Markup,  # pictures escape their own texts
     }
-    source = files("shardwise.monitor.report").joinpath(template).read_text(encoding="utf-8")
+    source = files(__package__).joinpath(template).read_text(encoding="utf-8")
     return environment.from_string(source).render(most_units=_MOST_UNITS, **values)

@@ -1,1 +1,0 @@
-"""Observed runs for people: values (``curves``, ``summary``), ``pictures``, and the ``page``."""
