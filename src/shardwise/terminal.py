@@ -1,6 +1,6 @@
-"""The way to the terminal: all that commands print passes here, and can command no terminal.
+"""Output to the terminal, with control characters escaped.
 
-Names, keys and errors come out of files that anybody may have written.
+All commands print through it, since names, keys and errors come from files that may be hostile.
 """
 
 import sys

@@ -42,7 +42,7 @@ _POLL_S = 0.1
 _REMEDY = (
     "Every rank must make the same calls and run the same units in the same order. Where ranks may "
     "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
-    "shard(..., optional=[...]); stages 0 to 2 need no such list"
+    "shard(..., units=Units(optional=[...])); stages 0 to 2 need no such list"
 )
 Record = Mapping[str, Any]
 _OTHERS: Record = {"among": (), "needs_all": False}  # what a rank is needed in by other groups

@@ -219,8 +219,9 @@ def _check_piece(name: str, param: DTensor, axes: DataAxes, of_model: DataAxes) 
     both = set(own.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
     if len(both) > 1 and "ep" in (own.mesh.mesh_dim_names or ()):
         raise ConfigError(
-            f"{what}, so it is one of the experts, and has a mesh of its own: name them, with "
-            "mesh=shardwise.Axes(..., ep=n), say shard(model, mesh=axes, experts='*.experts')"
+            f"{what}, so it is one of the experts, and has a mesh of its own: name them. With "
+            "mesh=shardwise.Axes(..., ep=n), call "
+            "shard(model, mesh=axes, units=Units(experts='*.experts'))"
         )
     if len(both) > 1:
         raise ConfigError(

@@ -45,7 +45,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, line.step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered figures."""
         self._writer.close()
 
 

@@ -46,7 +46,10 @@ from shardwise.train.text import rank_indices, read_windows
 
 
 class NonFiniteLossError(ShardwiseError, ArithmeticError):
-    """The loss became infinite or not a number."""
+    """The loss became infinite or not a number; further steps would be lost.
+
+    Set a lower `lr`, more `warmup_steps`, or `grad_clip`.
+    """
 
 
 @dataclass(frozen=True)
