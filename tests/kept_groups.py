@@ -24,7 +24,7 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from shardwise import axes
 from shardwise.comm import control
-from shardwise.comm.watch import WATCH
+from shardwise.comm.process_groups import FAILED_GROUPS
 
 KEPT = 4  # so many groups stay open between calls
 
@@ -52,7 +52,7 @@ class KeptGroups:
         for key, group in self.in_use:  # a call that closes a group by itself needs fresh ranks
             is_torchs = isinstance(group, dist.ProcessGroup)
             assert not is_torchs or group in distributed_c10d._world.pg_map, key
-        self.free += [each for each in self.in_use if WATCH.reason(each[1]) is None]
+        self.free += [each for each in self.in_use if FAILED_GROUPS.reason(each[1]) is None]
         self.in_use = []
         surplus, self.free = self.free[:-KEPT], self.free[-KEPT:]
         kept = {id(group) for _, group in self.free}

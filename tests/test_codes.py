@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_codes import decoded, decoded_block, fp8_numbers, wire_bytes
-from shardwise.comm.codes import decode, encode
+from shardwise.comm.encoded import decode, encode
 from shardwise.layout.segments import build_layout
 from shardwise.layout.wire import Wire
 from shardwise.precisions import Coding
@@ -141,7 +141,7 @@ def test_shares_cover_every_element_once_and_nothing_overlaps(
         for rank in range(num_ranks):
             share = wire.share(number, rank)
             taken = np.zeros(share.num_bytes, dtype=int)
-            for run in share.runs:
+            for run in share.coded:
                 assert run.scales % 4 == 0
                 seen[run.full : run.full + run.num * run.width] += 1
                 taken[run.scales : run.scales + 4 * run.num] += 1
@@ -149,7 +149,7 @@ def test_shares_cover_every_element_once_and_nothing_overlaps(
                 taken[run.codes : run.codes + size] += 1
             for plain in share.plain:
                 seen[plain.full : plain.full + plain.numel] += 1
-                taken[plain.at : plain.at + 2 * plain.numel] += 1
+                taken[plain.codes : plain.codes + 2 * plain.numel] += 1
             assert taken.max(initial=0) <= 1
             assert (taken == 0).sum() < 4  # between elements and scales
             lo, hi = segment.bounds(rank)

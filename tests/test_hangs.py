@@ -23,12 +23,20 @@ from torch import nn
 import shardwise
 from hangs import Case, End, named, train
 from ranks import HANG_S, Ranks, run_ranks, start_ranks
-from shardwise.comm import missing
-from shardwise.comm.meeting import Meeting, text_of
-from shardwise.comm.pulse import ENDED_WELL, Pulse, Pulses
-from shardwise.comm.waits import Begun, Flights, Wait, lines_of_main, torch_wait
-from shardwise.comm.watch import WATCH, checked_timeout
+from shardwise.comm.collective_key import CollectiveKey, describe_key
+from shardwise.comm.listener import WAITS, Listener, checked_timeout
+from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.errors import ConfigError
+from shardwise.hangs.diagnosis import WaitGraph, describe_waits, find_circle, walk_waits
+from shardwise.hangs.heartbeat import ENDED_WELL, Heartbeat, Heartbeats, WaitRecord
+from shardwise.hangs.waits import (
+    AsyncCollectives,
+    CollectiveCounts,
+    Wait,
+    lines_of_main,
+    torch_call,
+)
+from shardwise.hangs.watch import WATCH
 from shardwise.processes import Process, fate, own_process
 from shardwise.train.config import TrainConfig
 from shardwise.train.setup import make_decoder, shard_decoder
@@ -119,78 +127,81 @@ def test_a_process_is_alive_stopped_or_dead_of_a_signal() -> None:
     assert fate(elsewhere, mine)[0] == "silent"
 
 
-def test_a_pulse_is_read_as_it_was_said() -> None:
-    said = Pulse(3, own_process(), "0|shard|all_gather|1|blocks.0", 2, 7, 0.5, "in f", {"k": 1})
-    assert Pulse.read(said.to_json().encode()) == said
+def test_a_heartbeat_is_read_as_it_was_published() -> None:
+    wait = WaitRecord(1, 2, "k", 1, (0, 1), "here")
+    published = Heartbeat(
+        3, own_process(), "0|shard|all_gather|1|blocks.0|", 2, 7, 0.5, "in f", {"k": 1}, wait
+    )
+    assert Heartbeat.from_json(published.to_json().encode()) == published
 
 
 # -- what is said
-class Told:
-    """A board of which it is known what stands on it."""
+class Published:
+    """A store with some ranks' heartbeats."""
 
-    num_ranks = 4
+    rank, num_ranks = 0, 4
 
-    def __init__(self, **by_rank: tuple[dict[str, Any] | None, Pulse | None]) -> None:
-        self._told = {int(name[1:]): told for name, told in by_rank.items()}
+    def __init__(self, **by_rank: Heartbeat) -> None:
+        self._by_rank = {int(name[1:]): heartbeat for name, heartbeat in by_rank.items()}
 
-    def scan(self, ranks: list[int]) -> dict[int, Any]:
-        return {rank: self._told.get(rank, (None, None)) for rank in ranks}
-
-
-def waits(number: int, text: str = "here", **other: Any) -> dict[str, Any]:
-    told = {"key": "k", "number": number, "ranks": [0, 1, 2], "begun": {"k": number}}
-    return {**told, "text": text, "came": "", "trains": True, "needs_all": True} | other
+    def read(self, ranks: list[int]) -> dict[int, Heartbeat]:
+        return {rank: self._by_rank[rank] for rank in ranks if rank in self._by_rank}
 
 
-def pulse(**other: Any) -> Pulse:
-    return Pulse(**{"beat": 1, "process": own_process(), **other})
+def beats(**other: Any) -> Heartbeat:
+    return Heartbeat(**{"beat": 1, "process": own_process(), **other})
 
 
-def verdict(*boards: Told, **own: Any) -> str:
-    pulses = Pulses(1.0)
-    for board in boards[:-1]:
-        missing.look_round(board, pulses, 0, waits(2), lambda rank: "")  # type: ignore[arg-type]
-        pulses.forget()
-    return missing.said(
-        missing.look_round(boards[-1], pulses, 0, waits(2, **own), lambda rank: "")  # type: ignore[arg-type]
-    )
+def waits(beat: int = 1, begun: dict[str, int] | None = None, **other: Any) -> Heartbeat:
+    record = {"key": "k", "number": 2, "ranks": (0, 1, 2), "text": "here"} | other
+    return beats(beat=beat, begun=begun or {"k": 2}, wait=WaitRecord(1, 1, **record))
+
+
+def walk(*stores: Published, **own: Any) -> WaitGraph:
+    heard = Heartbeats(1.0)
+    for store in stores:
+        heard.forget()
+        graph = walk_waits(store, heard, waits(**own), lambda rank: "")  # type: ignore[arg-type]
+    return graph
+
+
+def verdict(*stores: Published, **own: Any) -> str:
+    return describe_waits(walk(*stores, **own))
 
 
 def test_a_rank_in_the_same_line_since_has_never_entered() -> None:
-    one = Told(_1=(None, pulse(where="in load (a.py:3)")), _2=(waits(2), pulse()))
-    later = Told(_1=(None, pulse(beat=2, where="in load (a.py:3)")), _2=(waits(2), pulse(beat=2)))
+    one = Published(_1=beats(where="in load (a.py:3)"), _2=waits())
+    later = Published(_1=beats(beat=2, where="in load (a.py:3)"), _2=waits(beat=2))
     text = verdict(one, later)
     assert "rank 1 is in no call of Shardwise, but in load (a.py:3)" in text
     assert "has never entered" in text and "Waiting: ranks 0, 2 in here" in text
 
 
 def test_a_rank_that_goes_on_elsewhere_or_computes_is_late() -> None:
-    one = Told(_1=(None, pulse()), _2=(waits(2), pulse()))
-    moves = Told(_1=(None, pulse(beat=2, changes=5)), _2=(waits(2), pulse(beat=2)))
-    computes = Told(_1=(None, pulse(beat=2, computed_s=100.0)), _2=(waits(2), pulse(beat=2)))
+    one = Published(_1=beats(), _2=waits())
+    moves = Published(_1=beats(beat=2, changes=5), _2=waits(beat=2))
+    computes = Published(_1=beats(beat=2, computed_s=100.0), _2=waits(beat=2))
     assert "is late: it has been in other collectives" in verdict(one, moves)
     assert "is late: it has computed for 100.0 s" in verdict(one, computes)
 
 
 def test_ranks_in_different_calls_are_mismatched_and_those_in_one_are_stuck_inside() -> None:
-    elsewhere = waits(1, "there", key="other", begun={"k": 1, "other": 1})
-    assert "mismatched" in verdict(Told(_1=(elsewhere, pulse()), _2=(waits(2), pulse())))
-    inside = Told(_1=(waits(2), pulse()), _2=(waits(2), pulse()))
+    elsewhere = waits(number=1, text="there", key="other", begun={"k": 1, "other": 1})
+    assert "mismatched" in verdict(Published(_1=elsewhere, _2=waits()))
+    inside = Published(_1=waits(), _2=waits())
     assert "all ranks have begun it, and are stuck inside" in verdict(inside)
-    left = pulse(left="RuntimeError", follows=True, came="a sum of 7")
-    came = verdict(
-        Told(_1=(None, left), _2=(waits(2, came="a gather of 4"), pulse())), came="a sum of 4"
-    )
+    left = beats(left="RuntimeError", follows=True, came="a sum of 7")
+    came = verdict(Published(_1=left, _2=waits(came="a gather of 4")), came="a sum of 4")
     assert "the ranks are mismatched: rank 0 came with a sum of 4, rank 1 came with a sum" in came
     assert "gather" not in came
 
 
 def test_who_follows_another_ones_failure_is_not_blamed() -> None:
-    cause = pulse(left="ValueError: enough")
-    follows = pulse(left="CollectiveError: rank 1 ...", follows=True)
-    text = verdict(Told(_1=(None, cause), _2=(None, follows)))
+    cause = beats(left="ValueError: enough")
+    follows = beats(left="CollectiveError: rank 1 ...", follows=True)
+    text = verdict(Published(_1=cause, _2=follows))
     assert "rank 1" in text and "ValueError: enough" in text and "rank 2" not in text
-    elsewhere = verdict(Told(_1=(None, follows), _2=(waits(2), pulse()), _3=(None, cause)))
+    elsewhere = verdict(Published(_1=follows, _2=waits(), _3=cause))
     assert "rank 3" in elsewhere and "ValueError: enough" in elsewhere
     assert "rank 1 (" not in elsewhere  # the victim through which it came
 
@@ -208,26 +219,48 @@ def test_who_follows_another_ones_failure_is_not_blamed() -> None:
 def test_who_has_ended_well_is_missed_only_where_all_must_come(
     left: str, number: int, needs_all: bool, is_missed: bool
 ) -> None:
-    ended = Told(_1=(None, pulse(left=left, last="k", number=number)), _2=(waits(2), pulse()))
-    record = waits(2, needs_all=needs_all)
-    scene = missing.look_round(ended, Pulses(1.0), 0, record, lambda rank: "")  # type: ignore[arg-type]
-    assert scene.gone == [1] * is_missed
+    ended = Published(_1=beats(left=left, last="k", number=number), _2=waits())
+    assert walk(ended, needs_all=needs_all).gone == [1] * is_missed
+
+
+def test_a_rank_that_raises_is_gone_from_training_and_not_from_small_exchanges() -> None:
+    raises = Published(_1=beats(failed="rank 1: no space left"), _2=waits())
+    assert "rank 1: no space left" in verdict(raises) and walk(raises).gone == [1]
+    assert walk(raises, trains=False).gone == []
+
+
+@pytest.mark.parametrize(
+    ("ones", "others", "circle"),
+    [
+        ({"a": 1}, {"b": 1}, [0, 1]),
+        ({"a": 1, "b": 1}, {"b": 1}, []),  # rank 0 has done its part of what rank 1 waits in
+        ({"a": 1}, {"a": 1, "b": 1}, []),
+    ],
+)
+def test_a_circle_is_of_ranks_that_have_not_begun_what_the_other_waits_in(
+    ones: dict[str, int], others: dict[str, int], circle: list[int]
+) -> None:
+    two = {
+        0: waits(number=1, key="a", ranks=(0, 1), begun=ones),
+        1: waits(number=1, key="b", ranks=(0, 1), begun=others),
+    }
+    assert find_circle(two, 0) == circle
 
 
 def test_the_last_collective_is_the_later_of_what_was_said_and_what_ended_here() -> None:
-    begun = Begun()
+    counts = CollectiveCounts()
     group = mock.Mock(group_name="0")
-    meetings = [Meeting("all_gather", f"blocks.{n}", n, "shard", group) for n in range(3)]
-    numbers = [begun.add(meeting) for meeting in meetings]
-    with mock.patch.object(Meeting, "ranks", (0, 1)):
-        begun.end(meetings[1], numbers[1])
+    keys = [CollectiveKey("all_gather", f"blocks.{n}", n, "shard", group) for n in range(3)]
+    numbers = [counts.begin(key) for key in keys]
+    with mock.patch.object(CollectiveKey, "ranks", (0, 1)):
+        counts.end(keys[1], numbers[1])
     for said, unit in ((0, 1), (2, 2)):  # whether or not the group is still there
-        key = begun.last_of(1, (meetings[said].key, 1))
-        assert text_of(key) == f"all_gather of unit 'blocks.{unit}' over axis 'shard'"
+        key = counts.last_of(1, (keys[said].key, 1))
+        assert describe_key(key) == f"all_gather of unit 'blocks.{unit}' over axis 'shard'"
 
 
 # -- devices, whose collectives no thread waits for
-class Flying:
+class OnDevice:
     """A collective on a device, which ends when the test says so."""
 
     def __init__(self) -> None:
@@ -238,24 +271,24 @@ class Flying:
 
 
 def test_of_collectives_that_fly_the_oldest_counts_from_when_the_one_before_ended() -> None:
-    flights = Flights()
-    meeting = Meeting("all_gather", "", 0, "shard", mock.Mock(group_name="0"))
-    works = [Flying() for _ in range(3)]
+    launched = AsyncCollectives()
+    key = CollectiveKey("all_gather", "", 0, "shard", mock.Mock(group_name="0"))
+    works = [OnDevice() for _ in range(3)]
     for number, work in enumerate(works):
-        flights.begin(Wait(meeting, number, 0.0, -1), [work])
-    found = flights.oldest()
+        launched.add(Wait(key, number, 0.0), [work])
+    found = launched.oldest()
     assert found is not None and (found.number, found.begun_s) == (0, 0.0)
     works[0].over = works[1].over = True
     before = time.monotonic()
-    found = flights.oldest()
+    found = launched.oldest()
     assert found is not None and found.number == 2 and found.begun_s >= before
     kept, works[2].over = weakref.ref(works[2]), True
-    last = Flying()
+    last = OnDevice()
     del works, work
-    flights.begin(Wait(meeting, 3, 0.0, -1), [last])
+    launched.add(Wait(key, 3, 0.0), [last])
     assert kept() is None  # nor does the tensor live on that it was made for
     last.over = True
-    assert flights.oldest() is None
+    assert launched.oldest() is None
 
 
 def a_device_hangs(rank: int, world_size: int) -> list[str]:
@@ -263,21 +296,21 @@ def a_device_hangs(rank: int, world_size: int) -> list[str]:
     WATCH.look_every_s = 0.2
     shardwise.debug.watch(4)
     group = dist.group.WORLD
-    meeting = Meeting("all_gather", "blocks.0", 0, "shard", group)
+    key = CollectiveKey("all_gather", "blocks.0", 0, "shard", group)
     aborted = threading.Event()
     with (
-        mock.patch("shardwise.comm.watch.blocks", lambda group: False),
-        mock.patch("shardwise.comm.watch.break_off_all", aborted.set),
-        mock.patch("shardwise.comm.missing.timeout_s_of", lambda group: 300.0),
+        mock.patch("shardwise.hangs.watch.waits_block", lambda group: False),
+        mock.patch("shardwise.hangs.watch.abort_all", aborted.set),
+        mock.patch("shardwise.hangs.diagnosis.timeout_s_of", lambda group: 300.0),
     ):
         if rank == 0:
-            WATCH.fly(meeting, WATCH.begin(meeting), [Flying()])
+            WATCH.launch(key, WATCH.begin(key), [OnDevice()])
             aborted.wait()
         dist.barrier()
     if rank:
         return []
     with pytest.raises(shardwise.errors.CollectiveError) as caught:
-        WATCH.refuse_failed("the next", group)
+        FAILED_GROUPS.refuse("the next", group)
     return [str(caught.value)]
 
 
@@ -291,17 +324,33 @@ def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missin
 def one_rank(rank: int, world_size: int) -> None:
     with pytest.warns(FutureWarning, match=r"shardwise.debug.watch"):
         model = shardwise.shard(nn.Linear(4, 4), hang_timeout=4)
-    assert WATCH.limit_s == 4
+    assert WAITS.limit_s == 4
     model(torch.ones(2, 4)).sum().backward()
     shardwise.debug.watch(None)
-    assert WATCH.limit_s is None
+    assert WAITS.limit_s is None
     config = TrainConfig(hang_timeout=77, dim=16, layers=1, heads=2, kv_heads=2, seq=8, vocab=8)
     shard_decoder(config, config.axes.over(1), make_decoder(config, load_tokenizer(None)))
-    assert WATCH.limit_s == 77
+    assert WAITS.limit_s == 77
 
 
 def test_one_rank_may_be_watched_too() -> None:
     run_ranks(one_rank, 1, fresh=True)
+
+
+def train_without_a_listener(rank: int, world_size: int) -> None:
+    WAITS.attach(Listener)
+    model = shardwise.shard(nn.Linear(4, 4), stage=3, hang_timeout=4)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+    assert not [thread for thread in threading.enumerate() if "watch" in thread.name]
+
+
+def test_the_core_needs_no_watch() -> None:
+    run_ranks(train_without_a_listener, 2, fresh=True)
+
+
+def test_the_package_attaches_the_watch() -> None:
+    assert WAITS.listener is WATCH
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 3.9, float("nan"), "10", True])
@@ -311,7 +360,7 @@ def test_what_is_no_time_is_refused(wrong: Any) -> None:
 
 
 def test_a_main_thread_that_computes_is_in_no_wait_of_torchs() -> None:
-    assert torch_wait() is None
+    assert torch_call() is None
     assert "test_hangs.py" in lines_of_main()
 
 
@@ -320,7 +369,7 @@ def wait_in_barrier(rank: int, world_size: int, folder: str) -> str:
     seen: list[str] = []
 
     def look() -> None:
-        while (call := torch_wait()) is None:
+        while (call := torch_call()) is None:
             time.sleep(0.05)
         seen.append(call.text)
         Path(folder, "seen").touch()

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.engine.order import Order
-from shardwise.engine.prefetch import units_to_prefetch
+from shardwise.engine.schedule import Order, units_to_prefetch
 
 unit_ids = st.integers(0, 7)
 orders = st.lists(unit_ids, max_size=12)

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from ranks import run_ranks, start_ranks
 from shardwise import shard
-from shardwise.comm.meeting import Meeting
-from shardwise.comm.pulse import Board
-from shardwise.comm.watch import WATCH
+from shardwise.comm.collective_key import CollectiveKey
 from shardwise.errors import CollectiveError
+from shardwise.hangs.heartbeat import WatchStore
+from shardwise.hangs.watch import WATCH
 
 LIMIT_S = 300.0  # against hangs only
 
@@ -90,7 +90,7 @@ def test_ranks_that_run_different_units_end_with_both_named(num_ranks, how, widt
 def leave_the_finding_to_one_rank(rank, world_size):
     """Let rank 1 alone find who waits for whom; ranks 0 and 2 wait for each other as well."""
     if rank != 1:
-        WATCH._find_circle = lambda board, wait: None
+        WATCH.finder._judge_circle = lambda wait, graph: None
     return choose_different_layers(rank, world_size, "fully_shard", (8, 8))
 
 
@@ -103,11 +103,12 @@ def open_slowly(rank, world_size):
     """Let one rank take its time in the group that all ranks of a mesh with two axes open."""
     WATCH.look_every_s = 0.1
     looks = threading.Event()
-    make, publish = dist.ProcessGroupGloo, Board.publish
+    make, publish = dist.ProcessGroupGloo, WatchStore.publish
 
-    def published(board, record):
-        publish(board, record)
-        if "the opening of a group" in record["text"] and record["look"] > 20:
+    def published(store, heartbeat):
+        publish(store, heartbeat)
+        wait = heartbeat.wait
+        if wait is not None and "the opening of a group" in wait.text and wait.look > 20:
             looks.set()
 
     def make_late(*args):
@@ -116,7 +117,7 @@ def open_slowly(rank, world_size):
         return make(*args)
 
     with (
-        mock.patch.object(Board, "publish", published),
+        mock.patch.object(WatchStore, "publish", published),
         mock.patch.object(dist, "ProcessGroupGloo", make_late),
     ):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -216,7 +217,7 @@ def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(coming_late, num
 
 def test_what_waits_has_a_name_that_people_understand():
     def text(kind, unit):
-        return Meeting(kind, unit, 0, "shard", None).text
+        return CollectiveKey(kind, unit, 0, "shard", None).text
 
     assert text("all_gather", "") == "all_gather of unit '(root)' over axis 'shard'"
     assert text("all_gather", "blocks.0") == "all_gather of unit 'blocks.0' over axis 'shard'"

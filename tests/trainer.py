@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from oracle import Grads, assert_same_bits, plain_loop
 from shardwise import accumulate, shard
+from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 
 Steps = Sequence[Sequence[Sequence[Any]]]  # steps[step][micro_batch][rank] is one batch
@@ -235,7 +236,8 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
 
 def reduces_each_micro_batch(options: dict[str, Any]) -> bool:
     default = "micro_batch" if options.get("stage", 3) >= 2 else "step"
-    return options.get("reduce_every", default) == "micro_batch"
+    schedule = options.get("schedule") or Schedule()
+    return (schedule.reduce_every or default) == "micro_batch"
 
 
 def compare(

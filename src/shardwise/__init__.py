@@ -31,6 +31,7 @@ Reading order, which is also the import order (a file imports only from what sta
     optim/                    optimizers: AdamW with small moments
     parallel/                 sequences, experts, pipelines: models over other axes
     check/                    a sharded model against one process; ranks against each other
+    hangs/                    hangs and deaths of ranks: heartbeats, diagnosis, verdicts
     debug                     what a model holds and sends on this rank
     plan/                     before the run: bytes, time, search, simulation
     bench/                    what this machine does, measured
@@ -49,6 +50,8 @@ answers without loading torch.
 import warnings
 from typing import TYPE_CHECKING
 
+from shardwise.comm.listener import WAITS as _WAITS
+from shardwise.comm.listener import Listener as _Listener
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
@@ -121,6 +124,14 @@ def _warn_of_name(name: str) -> None:
             stacklevel=3,
         )
 
+
+def _hang_watch() -> _Listener:
+    from shardwise.hangs.watch import WATCH
+
+    return WATCH
+
+
+_WAITS.attach(_hang_watch)
 
 __version__ = "0.2.0"
 __all__ = list(_HOMES)

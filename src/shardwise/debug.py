@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.counted import CountedCollectives
 from shardwise.comm.exchange import Exchange
-from shardwise.comm.watch import watch as watch
+from shardwise.comm.torch_collectives import CountedCollectives
 from shardwise.engine.activations import Activations
 from shardwise.engine.api import engine_of
 from shardwise.engine.parts import Model, Parts, modules_of
+from shardwise.hangs.watch import watch as watch
 from shardwise.mesh import Axis
 from shardwise.step.overlap import is_elementwise, staging_bytes
 from shardwise.tensor.background_step import elements_of

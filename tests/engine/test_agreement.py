@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from models import Block, Stack
 from ranks import HANG_S, run_ranks, start_ranks
 from shardwise import shard
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import SoloControl
-from shardwise.comm.meeting import name_ranks
 from shardwise.config import Schedule, Units
 from shardwise.engine.agreement import agree, find_difference
 from shardwise.engine.api import engine_of

@@ -16,9 +16,9 @@ from torch import nn
 from models import Stack
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, load, save, shard
-from shardwise.comm.watch import WATCH
 from shardwise.device import HostTime
 from shardwise.errors import CheckpointError, CollectiveError, ShardError, StorageError
+from shardwise.hangs.watch import WATCH
 from shardwise.offload.files import System
 from shardwise.step.state_file import StateFile
 from shardwise.unit import ahead

@@ -32,13 +32,13 @@ from shardwise.config import Schedule
 from shardwise.device import follow_current
 from shardwise.engine import activations
 from shardwise.engine.activations import _Input
+from shardwise.engine.reductions import Reduction
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.offload.lane import Lane
 from shardwise.step.streamed import StreamedStep
 from shardwise.tensor.background_step import BackgroundStep
 from shardwise.unit import backend_sum, home
 from shardwise.unit.rank_order import _Part
-from shardwise.unit.reduce import Reduction
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 

@@ -13,7 +13,7 @@ from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import shard
 from shardwise.debug import stats
-from shardwise.engine.wrappers import wrapped_by
+from shardwise.engine.hooks import wrapped_by
 from trainer import adamw, assert_same_grads, events_of, full_grads, full_parameters
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "precision": "bf16"}]

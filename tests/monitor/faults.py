@@ -25,7 +25,7 @@ import shardwise
 from models import Checkpointed, Stack
 from shardwise import fully_shard, observe, shard
 from shardwise.checkpoint.files import Writer
-from shardwise.comm.point_to_point import _Exchange
+from shardwise.comm.point_to_point import _Messages
 from shardwise.config import Schedule
 from shardwise.offload.files import System
 from shardwise.trace import Tracer
@@ -183,7 +183,7 @@ class Late:
 @contextmanager
 def slow_links(rank: int, model: nn.Module, pairs: Any = None, seconds: float = 0.06) -> Any:
     """Let messages between some pairs of ranks, or all, come late."""
-    receive = _Exchange.receive
+    receive = _Messages.receive
 
     def slow(self: Any, peer: int, tensor: Tensor) -> None:
         begun = len(self.works)
@@ -193,7 +193,7 @@ def slow_links(rank: int, model: nn.Module, pairs: Any = None, seconds: float = 
             at_s = time.monotonic() + seconds
             self.works[begun:] = [Late(work, at_s) for work in self.works[begun:]]
 
-    with mock.patch.object(_Exchange, "receive", slow):
+    with mock.patch.object(_Messages, "receive", slow):
         yield
 
 

@@ -18,9 +18,9 @@ import xxhash
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.meeting import name_ranks
 from shardwise.engine.agreement import find_difference
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError

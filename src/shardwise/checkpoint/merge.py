@@ -20,8 +20,8 @@ from shardwise.checkpoint.pieces import is_grid
 from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, validated
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control
-from shardwise.comm.meeting import name_ranks
 from shardwise.errors import CheckpointError
 from shardwise.layout.boxes import Region, full_region
 

@@ -15,8 +15,8 @@ import torch
 
 from shardwise.checkpoint.merge import Key, Merged, key_of
 from shardwise.checkpoint.state import Item, Table
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control
-from shardwise.comm.meeting import name_ranks
 from shardwise.errors import CheckpointError
 
 _ELEMENTS = 1 << 22  # at once

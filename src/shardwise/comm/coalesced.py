@@ -6,7 +6,6 @@ broadcast from it, and reduced to it, one by one behind the group.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from shardwise.comm.pending import (
     Pending,
     ReduceItem,
     collective_errors,
-    meeting_of,
+    key_of,
 )
 from shardwise.comm.shares import goes_as_it_lies
 from shardwise.mesh import Axis
@@ -31,7 +30,7 @@ def start_all_gather(
 
     **Cost** (ranks - 1) x the share, padding included; no buffers.
     """
-    meeting = meeting_of(collective, axis)
+    key = key_of(collective, axis)
     owned = [item for item in items if item.segment.owner is not None and item.segment.numel]
     items = [item for item in items if item.segment.owner is None and item.segment.shard_numel]
     outputs = [item.full for item in items]
@@ -42,17 +41,17 @@ def start_all_gather(
         for item in (*items, *owned):
             if not item.in_place:
                 item.full.copy_(item.source)
-        return Pending(meeting, ())
+        return Pending(key, ())
     for item in owned:
         if item.segment.owner == axis.rank and not item.in_place:
             item.full.copy_(item.source)
-    with collective_errors(meeting):
+    with collective_errors(key):
         works = [axis.group.allgather_into_tensor_coalesced(outputs, inputs)] if inputs else []
         works += [_broadcast(item, axis) for item in owned]
-    return Pending(meeting, works, keep=(items, owned))
+    return Pending(key, works, keep=(items, owned))
 
 
-def _broadcast(item: GatherItem, axis: Axis) -> Any:
+def _broadcast(item: GatherItem, axis: Axis) -> dist.Work:
     """Start sending a segment from its owner to all."""
     options = dist.BroadcastOptions()
     assert item.segment.owner is not None
@@ -67,12 +66,12 @@ def start_reduce_scatter(
     traffic: Traffic,
     divisor: float,
 ) -> Pending:
-    """Reduce every segment into this rank's ``out``; gradients that fit are sent as they lie.
+    """Reduce every segment into this rank's ``out``; gradients that fit are sent in place.
 
-    **Cost** sends share x (ranks - 1) in ``out``'s dtype; packs (and casts) what is not even, not
-    contiguous or of another dtype into one buffer, in one pass.
+    **Cost** sends share x (ranks - 1) in ``out``'s dtype; packs (and casts) gradients that are not
+    even, not contiguous or of another dtype into one buffer, in one pass.
     """
-    meeting = meeting_of(collective, axis)
+    key = key_of(collective, axis)
     owned = [item for item in items if item.segment.owner is not None and item.segment.numel]
     items = [item for item in items if item.segment.owner is None and item.segment.shard_numel]
     if axis.size == 1:
@@ -93,7 +92,7 @@ def start_reduce_scatter(
         if pairs:
             torch._foreach_copy_([o for o, _ in pairs], [i for _, i in pairs])
     else:
-        with collective_errors(meeting):
+        with collective_errors(key):
             works = [axis.group.reduce_scatter_tensor_coalesced(outputs, inputs)] if inputs else []
             for item, total in zip(owned, totals, strict=True):
                 works.append(_reduce(item, total, axis))
@@ -103,7 +102,7 @@ def start_reduce_scatter(
         if divisor != 1 and means:
             torch._foreach_div_(means, float(divisor))
 
-    return Pending(meeting, works, finish, (items, owned, inputs, totals))
+    return Pending(key, works, finish, (items, owned, inputs, totals))
 
 
 def start_all_to_all(
@@ -116,18 +115,18 @@ def start_all_to_all(
     keep: object,
 ) -> Pending:
     """Send each rank its part of ``sent``, receive one from each; both are in rank order."""
-    meeting = meeting_of(collective, axis)
+    key = key_of(collective, axis)
     (into, into_sizes), (out, out_sizes) = received, sent
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, out.nbytes)
     works = []
     if axis.size > 1:
-        with collective_errors(meeting):
+        with collective_errors(key):
             works.append(
                 axis.group.alltoall_base(
                     into, out, list(into_sizes), list(out_sizes), dist.AllToAllOptions()
                 )
             )
-    return Pending(meeting, works, finish, (received, sent, keep))
+    return Pending(key, works, finish, (received, sent, keep))
 
 
 def _addend(item: ReduceItem, axis: Axis) -> torch.Tensor:
@@ -140,7 +139,7 @@ def _addend(item: ReduceItem, axis: Axis) -> torch.Tensor:
     return part.to(item.out.dtype)
 
 
-def _reduce(item: ReduceItem, addend: torch.Tensor, axis: Axis) -> Any:
+def _reduce(item: ReduceItem, addend: torch.Tensor, axis: Axis) -> dist.Work:
     """Start summing a segment into its owner's addend."""
     options = dist.ReduceOptions()  # of a sum, unless it says otherwise
     assert item.segment.owner is not None

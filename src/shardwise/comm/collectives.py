@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -21,10 +21,10 @@ from shardwise.comm.pending import (
     GatherItem,
     Pending,
     ReduceItem,
-    meeting_of,
-    meets,
+    blocking_collective,
+    key_of,
 )
-from shardwise.comm.watch import WATCH
+from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.device import time_of
 from shardwise.layout.segments import Segment, even_segment
 from shardwise.mesh import Axis, DataAxes
@@ -34,6 +34,7 @@ from shardwise.trace import Tracer, Traffic
 # Message tags have 31 bits: model, unit, kind (2) and piece (8).
 _MODELS = 1 << 9
 _UNITS_PER_MODEL = 1 << 12
+_TIED_TAG = 9  # gloo's; a pipeline schedule's own messages have tag 0
 _NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
@@ -43,7 +44,7 @@ def next_number() -> int:
 
 
 class Transport(Protocol):
-    """How gathers are made: in place, by one of the two modules, or `packed.Packed`."""
+    """Makes gathers: one of the two modules, in place, or `packed.Packed`."""
 
     def start_all_gather(
         self, items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
@@ -51,8 +52,24 @@ class Transport(Protocol):
         """Start gathering segments along ``axis`` into place."""
 
 
+class UnitTransport(Transport, Protocol):
+    """Makes all collectives of units: `point_to_point` or `coalesced`."""
+
+    def start_reduce_scatter(
+        self,
+        items: Sequence[ReduceItem],
+        axis: Axis,
+        collective: CollectiveId,
+        traffic: Traffic,
+        divisor: float,
+    ) -> Pending:
+        """Start reducing segments along ``axis``."""
+
+    start_all_to_all: encoded.AllToAll
+
+
 class Comm:
-    """The collectives over the axes of one sharded model, with counts of what they sent.
+    """The collectives over the axes of one sharded model, with counts of the bytes sent.
 
     ``control`` carries small exchanges on a group apart from training's, which ``make_control``
     makes when it is first asked for; without one, this rank stands for itself.
@@ -73,7 +90,7 @@ class Comm:
         self.number = 0  # of the model, the same on all ranks
 
     @cached_property
-    def _transports(self) -> dict[str, Any]:
+    def _transports(self) -> dict[str, UnitTransport]:
         return {axis.name: _transport(axis, self.device) for axis in self.axes.all}
 
     @cached_property
@@ -90,13 +107,13 @@ class Comm:
     def refuse_failed(self, what: str) -> None:
         """Refuse ``what`` where an earlier collective over one of the axes has failed."""
         for axis in self.axes.all:
-            WATCH.refuse_failed(what, axis.group)
+            FAILED_GROUPS.refuse(what, axis.group)
 
     def collective_id(self, kind: str, unit: str, index: int) -> CollectiveId:
         """Name a collective. Its index keeps messages of different units and models apart.
 
-        A model that is dropped in the middle of a step leaves messages that nobody receives; they
-        must not be taken for those of the next model.
+        A model that is dropped in the middle of a step leaves messages that no rank receives.
+        They must not be taken for those of the next model.
         """
         return CollectiveId(
             kind, unit, (self.number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
@@ -119,7 +136,7 @@ class Comm:
     ) -> Pending:
         """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``.
 
-        Where a part is to be encoded, all travel as bytes, and the sums are those of `encoded`.
+        If any part is encoded, all travel as bytes, see `encoded`.
         """
         by, asked = self._transports[axis.name], (items, axis, collective, self.traffic, divisor)
         pending: Pending
@@ -130,7 +147,7 @@ class Comm:
         return self.follow(pending, axis, collective)
 
     def follow(self, pending: Pending, axis: Axis, collective: CollectiveId) -> Pending:
-        """Tell a recorder, if one listens, that a collective was begun, and when it is over."""
+        """Report a collective, and its end, to the recorder if there is one."""
         if self.tracer.recorder is not None:
             kind, unit = f"{axis.name}.{collective.kind}", collective.unit
             pending.follow(self.tracer.recorder, kind, unit, self.traffic.last_bytes)
@@ -193,20 +210,19 @@ class Comm:
     ) -> torch.Tensor:
         """Return the ranks' tensors of one shape, stacked in rank order.
 
-        On gloo a tensor never meets one of another name, shape or dtype: both ranks wait, and the
-        watch says which rank is in which gather.
+        On gloo a tensor is never taken for one of another name, shape or dtype: both ranks wait.
         """
         if axis.size == 1:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", collective.unit, values.nbytes * (axis.size - 1))
-        here = values.to(self.device).contiguous()  # what lives on the host is sent from the device
+        here = values.to(self.device).contiguous()  # tensors on the host are sent from the device
         rows = here.new_empty((axis.size, *here.shape))
         segment = even_segment(rows.numel(), axis.size)
         item = GatherItem(segment, here.view(-1), rows.view(-1), False)
         if not self._gather_apart(item, axis, collective, values):
             with (
                 self.tracer.span("exchange", collective.unit),
-                meets(meeting_of(collective, axis)),
+                blocking_collective(key_of(collective, axis)),
             ):
                 dist.all_gather(list(rows), here, axis.group)
         return rows.to(values.device)
@@ -214,7 +230,7 @@ class Comm:
     def _gather_apart(
         self, item: GatherItem, axis: Axis, collective: CollectiveId, values: torch.Tensor
     ) -> bool:
-        """Gather by messages that carry what is gathered, on gloo; tell whether that was done.
+        """Gather by messages tagged by name, shape and dtype, on gloo; tell whether it is gloo.
 
         gloo's own collectives match by their order alone: tensors of one size would be taken for
         each other, and with different sizes it aborts the process.
@@ -233,7 +249,7 @@ class Comm:
     ) -> torch.Tensor:
         """Return a copy of what rank ``owner`` of ``axis`` has, on all of its ranks.
 
-        Of the others' values shape and dtype are taken alone.
+        Other ranks pass a tensor of the same shape and dtype.
         """
         is_here = axis.rank == owner
         sent = values.nbytes * (axis.size - 1) if is_here else 0
@@ -246,7 +262,7 @@ class Comm:
         if not self._gather_apart(item, axis, collective, values):
             with (
                 self.tracer.span("exchange", collective.unit),
-                meets(meeting_of(collective, axis)),
+                blocking_collective(key_of(collective, axis)),
             ):
                 dist.broadcast(here, group=axis.group, group_src=owner)
         return here.to(values.device)
@@ -271,7 +287,7 @@ class Comm:
         self.traffic.add(f"{axis.name}.stream", collective.unit, own.nbytes * len(others))
         with (
             self.tracer.span("exchange", collective.unit),
-            meets(meeting_of(collective, axis)),
+            blocking_collective(key_of(collective, axis)),
         ):
             if source is not None and len(takers) == axis.size > 1:
                 sent = own if me == source else places[source]
@@ -292,6 +308,29 @@ class Comm:
         if me in takers and own.numel():
             places[me].copy_(own)
 
+    def exchange_with(
+        self, peers: Sequence[int], mine: torch.Tensor, axis: Axis, name: str
+    ) -> dict[int, torch.Tensor]:
+        """Return each peer's tensor, of the shape of ``mine``, by its rank along ``axis``.
+
+        Each of them calls it with the others as peers: pipeline stages that share a parameter.
+
+        **Cost** sends ``mine`` to each peer.
+        """
+        here = mine.to(self.device).contiguous()  # tensors on the host are sent from the device
+        received = {peer: torch.empty_like(here) for peer in peers}
+        self.traffic.add(f"{axis.name}.tied", name, here.nbytes * len(received))
+        if here.numel() and received:
+            messages = []
+            for peer, tensor in received.items():
+                other = dist.get_global_rank(axis.group, peer)
+                messages.append(dist.P2POp(dist.irecv, tensor, other, axis.group, _TIED_TAG))
+                messages.append(dist.P2POp(dist.isend, here, other, axis.group, _TIED_TAG))
+            with blocking_collective(key_of(CollectiveId("exchange", name, 0), axis)):
+                for work in dist.batch_isend_irecv(messages):
+                    work.wait()
+        return {peer: tensor.to(mine.device) for peer, tensor in received.items()}
+
     def broadcast(
         self,
         tensor: torch.Tensor,
@@ -305,7 +344,7 @@ class Comm:
         """
         for axis in reversed((*self.axes.all, *also)):
             if axis.size > 1:
-                with meets(meeting_of(collective, axis)):
+                with blocking_collective(key_of(collective, axis)):
                     first = source if axis is self.axes.shard else 0
                     dist.broadcast(tensor, group=axis.group, group_src=first)
 
@@ -320,8 +359,8 @@ def make_comm(axes: DataAxes, device: torch.device) -> Comm:
     return made
 
 
-def _transport(axis: Axis, device: torch.device) -> Any:
-    """Choose the transport by the backend that serves ``device``."""
+def _transport(axis: Axis, device: torch.device) -> UnitTransport:
+    """Return the transport for the backend that serves ``device``."""
     backend = axis.group._get_backend(torch.device(device.type)).name().lower()
     return point_to_point if backend == "gloo" else coalesced
 

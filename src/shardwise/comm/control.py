@@ -1,15 +1,15 @@
-"""Small exchanges between ranks, about models and checkpoints, on a group of their own.
+"""Small exchanges between ranks, about models and checkpoints, on a separate group.
 
-Training's collectives run on training's groups, perhaps at this very moment in another thread; what
-is said here never mixes with them. Everything has a fixed size: no object is pickled.
+Training's collectives run on training's groups, perhaps at the same time in another thread: these
+messages never mix with them. Every message has a fixed size: no object is pickled.
 
 Note [How long a rank may be silent]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The timeout is that of the process group that trains: a rank that says nothing for so long is taken
-for lost, and the others raise. A rank may need longer than that for its part of a save or a load,
-as its disk is slow or has more to do. So while it works, another thread of it goes on meeting the
-other ranks (`exchange_after`), and the timeout is how long a rank may be silent, never how long its
-disk takes. A process that is stopped, dead or cut off is silent.
+The timeout is that of the process group that trains: a rank that is silent for so long is taken for
+lost, and the others raise. A rank may need longer for its part of a save or a load, on a slow disk.
+So while it works, another thread of it keeps exchanging with the other ranks (`exchange_after`).
+The timeout limits how long a rank may be silent, and not how long its disk takes. A process that is
+stopped, dead or cut off is silent.
 """
 
 import threading
@@ -24,19 +24,20 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting, name_ranks, reason_of
-from shardwise.comm.waits import break_off
-from shardwise.comm.watch import AS_A_RULE, WATCH
+from shardwise.comm.collective_key import CollectiveKey, name_ranks
+from shardwise.comm.listener import WAITS
+from shardwise.comm.pending import blocking_collective
+from shardwise.comm.process_groups import FAILED_GROUPS, abort, fail, usual_reason
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
 
-_TAGS = 0x7FFFFFFF  # of messages between two ranks; collectives have numbers of their own
-_MEETINGS = 4  # within one timeout, while a rank works
-_MEET_S = 10.0  # at least so often
+_TAGS = 0x7FFFFFFF  # of messages between two ranks; collectives are numbered separately
+_EXCHANGES = 4  # within one timeout, while a rank works
+_EXCHANGE_S = 10.0  # at least so often
 
 
 class Control(Protocol):
-    """What is asked of the other ranks. Ranks are numbered replica by replica.
+    """Exchanges with the other ranks of a model. Ranks are numbered replica by replica.
 
     ``members`` are their numbers in the process group, in this order; one rank alone names none.
     """
@@ -48,7 +49,7 @@ class Control(Protocol):
     def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         """Return every rank's row in rank order; rows have one length on all ranks.
 
-        ``about`` is alike on all ranks too, and told of a rank that waits alone.
+        ``about`` is the same on all ranks too, and stands in the error of a rank that waits alone.
         """
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
@@ -58,7 +59,7 @@ class Control(Protocol):
         """Return the bytes of rank ``source``; the other ranks' argument is ignored."""
 
     def break_off(self) -> None:
-        """Make whoever waits in an exchange raise, here and on other ranks; it is over for good."""
+        """Make waits in an exchange raise, here and on other ranks; none is possible afterwards."""
 
 
 class SoloControl:
@@ -81,7 +82,7 @@ class SoloControl:
         return data
 
     def break_off(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no rank waits."""
 
 
 class GroupControl:
@@ -100,18 +101,20 @@ class GroupControl:
         self.members = members
         self.rank = rank
         self.num_ranks = len(members)
-        self._meeting = Meeting("an exchange between all ranks", name, 0, "", group, tuple(members))
+        self._key = CollectiveKey(
+            "an exchange between all ranks", name, 0, "", group, tuple(members)
+        )
 
     @property
     def _timeout_s(self) -> float:
-        """How long a rank may be silent: what the group or the watch was told, the shorter."""
-        return min(self._own_timeout_s, WATCH.limit_s or self._own_timeout_s)
+        """Seconds that a rank may be silent: the timeout or the `hang_timeout`, the shorter."""
+        return min(self._own_timeout_s, WAITS.limit_s or self._own_timeout_s)
 
     def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         """Return every rank's row in rank order.
 
-        Each rank sends its row to each: so it is known whose did not come. Messages of another
-        length, or about something else, are never taken for these: both ranks wait, and are told.
+        Each rank sends its row to each, so a missing row names its rank. Messages of another
+        length, or about something else, are never taken for these: both ranks wait, and raise.
 
         **Cost** sends and receives ranks - 1 messages of a byte more than the row.
 
@@ -124,78 +127,76 @@ class GroupControl:
         rows[self.rank] = mine
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         tag = crc32(f"{len(row)} {about}".encode()) & _TAGS
-        meeting = replace(self._meeting, index=len(row), about=about)
+        key = replace(self._key, index=len(row), about=about)
         began_s = time.monotonic()
-        try:
-            with WATCH.waiting(meeting):
-                receives = [self._group.recv([rows[rank]], rank, tag) for rank in others]
-                sends = [self._group.send([mine], rank, tag) for rank in others]
-                for work in (*receives, *sends):
-                    left_s = self._timeout_s - (time.monotonic() - began_s)
-                    work.wait(timedelta(seconds=max(left_s, 0.01)))
-        except RuntimeError as error:
-            if isinstance(error, CollectiveError):
-                raise
+
+        def describe_lost(error: RuntimeError) -> str:
             missing = [rank for rank in others if not rows[rank, 0]]
-            raise self._lost(meeting, missing, time.monotonic() - began_s, error) from error
+            return self._describe_lost(key, missing, time.monotonic() - began_s, error)
+
+        with _agreement(key, describe_lost):
+            receives = [self._group.recv([rows[rank]], rank, tag) for rank in others]
+            sends = [self._group.send([mine], rank, tag) for rank in others]
+            for work in (*receives, *sends):
+                left_s = self._timeout_s - (time.monotonic() - began_s)
+                work.wait(timedelta(seconds=max(left_s, 0.01)))
         return [each.tobytes() for each in rows[:, 1:].numpy()]
 
     def break_off(self) -> None:
-        """Make waits raise, see Note [Breaking a wait off]."""
-        WATCH.leave_group(self._meeting, f"rank {dist.get_rank()} has left the group")
-        break_off(self._meeting.group)
+        """Make waits raise, see Note [Aborting a group]."""
+        FAILED_GROUPS.add(self._key.group, f"rank {dist.get_rank()} has left the group")
+        abort(self._key.group)
 
-    def _lost(
-        self, meeting: Meeting, missing: list[int], waited_s: float, error: Exception
-    ) -> CollectiveError:
+    def _describe_lost(
+        self, key: CollectiveKey, missing: list[int], waited_s: float, error: Exception
+    ) -> str:
         who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
         why = (
             f" within {self._timeout_s:g} s, the timeout of the process group or the hang_timeout. "
             "It is stopped, has died, or waits elsewhere: every rank must make this call"
             if late
-            else f": {reason_of(error)}. {AS_A_RULE}"
+            else f": {usual_reason(error)}"
         )
         reason = f"{who} did not come{why}"
-        cause = WATCH.fail(meeting, reason)
-        told = cause if cause.startswith(reason) else f"{who} did not come: {cause}"
-        return CollectiveError(f"rank {dist.get_rank()}: the ranks could not agree: {told}")
+        cause = fail(key, reason)
+        return cause if cause.startswith(reason) else f"{who} did not come: {cause}"
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do work that may take long, then exchange the row of ``row_bytes`` that it returns.
 
-        The others are met by another thread meanwhile, see Note [How long a rank may be silent]:
-        the work must not communicate here.
+        Another thread exchanges meanwhile, see Note [How long a rank may be silent]: the work must
+        not communicate here.
 
         **Cost** one exchange, and one more for each few seconds that the slowest rank works.
         """
         done, failures = threading.Event(), list[Exception]()
 
-        def meet() -> None:
+        def keep_exchanging() -> None:
             try:
-                while not done.wait(min(self._timeout_s / _MEETINGS, _MEET_S)):
+                while not done.wait(min(self._timeout_s / _EXCHANGES, _EXCHANGE_S)):
                     self.exchange(bytes(1 + row_bytes))
             except Exception as error:  # raised below
                 failures.append(error)
 
-        thread = threading.Thread(target=meet, name="shardwise-meet", daemon=True)
+        thread = threading.Thread(target=keep_exchanging, name="shardwise-meet", daemon=True)
         thread.start()
         try:
             mine = work()
         finally:
-            done.set()  # interrupted work leaves the others alone, as a dead rank does
+            done.set()  # if work is interrupted, the others miss this rank, as a dead one
         thread.join()
         if failures:
             raise failures[0]
         while True:
-            said = self.exchange(b"\x01" + mine)
-            if all(other[0] for other in said):
-                return [other[1:] for other in said]
+            rows = self.exchange(b"\x01" + mine)
+            if all(row[0] for row in rows):
+                return [row[1:] for row in rows]
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the source's bytes; two broadcasts, of the length and of the bytes."""
         size = torch.tensor([len(data)], device="cpu")
-        with _agreeing(self._meeting):
+        with _agreement(self._key):
             self._group.broadcast(size, source).wait()
             buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             if self.rank == source:
@@ -205,23 +206,26 @@ class GroupControl:
         return buffer.numpy().tobytes()
 
 
-@contextmanager
-def _agreeing(meeting: Meeting) -> Iterator[None]:
-    """Wait for the other ranks inside; turn a failure of the group into a CollectiveError."""
-    try:
-        with WATCH.waiting(meeting):
-            yield
-    except CollectiveError:
-        raise
-    except RuntimeError as error:
-        cause = WATCH.fail(meeting, f"{reason_of(error)}. {AS_A_RULE}")
-        rank = dist.get_rank()
-        raise CollectiveError(f"rank {rank}: the ranks could not agree: {cause}") from error
+class _agreement(blocking_collective):  # noqa: N801 - reads as a statement
+    """A small exchange; ``describe_lost`` returns the cause of an error inside."""
+
+    __slots__ = ("_describe_lost",)
+
+    def __init__(
+        self, key: CollectiveKey, describe_lost: Callable[[RuntimeError], str] | None = None
+    ) -> None:
+        super().__init__(key)
+        self._describe_lost = describe_lost
+
+    def describe(self, error: RuntimeError) -> str:
+        """Note that the group has failed; return the message about it."""
+        describe = self._describe_lost or (lambda error: fail(self._key, usual_reason(error)))
+        return f"the ranks could not agree: {describe(error)}"
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say in a CollectiveError what the ranks were at."""
+    """Begin the text of a CollectiveError with ``what``."""
     try:
         yield
     except CollectiveError as error:
@@ -239,7 +243,7 @@ def timeout_of(axes: DataAxes) -> timedelta:
     found = []
     for axis in axes.all:
         for device in axis.group._device_types:
-            with suppress(AttributeError, RuntimeError):  # a backend that does not tell
+            with suppress(AttributeError, RuntimeError):  # a backend without a timeout
                 found.append(axis.group._get_backend(device).options._timeout)
     return min(found, default=dist.distributed_c10d.default_pg_timeout)
 
@@ -273,12 +277,12 @@ def control_over(axes: DataAxes, ranks: Sequence[int] | None = None) -> Control:
     rank = ranks.index(dist.get_rank())
     name = f"shardwise/control/{'_'.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()
-    name += f"/{store.add(f'{name}/{rank}', 1)}"  # each rank counts its own calls, all alike
-    opening = Meeting("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
-    with _agreeing(opening):
+    name += f"/{store.add(f'{name}/{rank}', 1)}"  # all ranks count the same calls
+    opening = CollectiveKey("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
+    with _agreement(opening):
         for axis in axes.all:
-            if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
-                # By the backend: modes that count the collectives of a pass do not see it.
+            if "gloo" in axis.backend:  # it notices a rank that has died
+                # Called on the backend, where modes that count collectives do not see it.
                 backend: Any = axis.group._get_backend(torch.device("cpu"))
                 backend.allreduce([torch.zeros(1, device="cpu")]).wait()
         timeout = timeout_of(axes)

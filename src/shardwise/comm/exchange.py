@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.packed import gather_function
-from shardwise.comm.pending import CollectiveId, meeting_of, meets
+from shardwise.comm.pending import CollectiveId, blocking_collective, key_of
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
 
 class Exchange:
-    """What the ranks of one axis hand each other in forward, and what comes back in backward.
+    """Collectives of one axis in forward, and those of their gradients in backward.
 
     A module keeps it as an attribute, so that `stats()` counts its `traffic`.
-    ``name`` tells errors what is exchanged, in parentheses as the watch lists it. ``alike`` is over
-    the ranks that have the same rows to send, where there are several; both count together.
+    ``name`` is the content, in parentheses, for errors. ``alike`` is over the ranks that have the
+    same rows to send, if there are several; both count together.
     """
 
     def __init__(self, axis: Axis, name: str, alike: "Exchange | None" = None) -> None:
@@ -30,7 +30,7 @@ class Exchange:
         self.traffic: Traffic = Traffic() if alike is None else alike.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return one of the same ranks for a copy of the module, with counts of its own."""
+        """Return one of the same ranks for a copy of the module, with separate counts."""
         return type(self)(self.axis, self.name, copy.deepcopy(self.alike, memo))
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -54,9 +54,9 @@ class Exchange:
         return arrived
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's share of rows that all ranks have alike; the last may have fewer.
+        """Return this rank's share of rows that are equal on all ranks; the last may have fewer.
 
-        **Cost** nothing is sent; the gradient, which all ranks get whole, is gathered.
+        **Cost** nothing is sent in forward; the gradient is gathered to all ranks.
         """
         if self.axis.size == 1:
             return whole
@@ -66,7 +66,7 @@ class Exchange:
     def whole(self, part: Tensor, num_rows: int) -> Tensor:
         """Return on all ranks the ``num_rows`` rows of which each has its `part`.
 
-        **Cost** an all-gather; of the gradient, which all ranks have alike, each takes its share.
+        **Cost** an all-gather; of the gradient, equal on all ranks, each takes its share.
         """
         if self.axis.size == 1:
             return part
@@ -80,7 +80,7 @@ class Exchange:
             return counts
         total = counts.clone()
         self.count("all_reduce", counts.nbytes)
-        with meets(meeting_of(CollectiveId("all-reduce", self.name, 0), self.axis)):
+        with blocking_collective(key_of(CollectiveId("all-reduce", self.name, 0), self.axis)):
             dist.all_reduce(total, group=self.axis.group)
         return total
 
@@ -100,7 +100,7 @@ class Exchange:
     def _gather(self, part: Tensor) -> Tensor:
         gathered = part.new_empty(self.axis.size, *part.shape)
         self.count("all_gather", part.nbytes * (self.axis.size - 1))
-        with meets(meeting_of(CollectiveId("all-gather", self.name, 0), self.axis)):
+        with blocking_collective(key_of(CollectiveId("all-gather", self.name, 0), self.axis)):
             gather_function()(gathered.view(-1), part.contiguous().view(-1), group=self.axis.group)
         return gathered
 
@@ -108,7 +108,7 @@ class Exchange:
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         row_bytes = rows.element_size() * rows.shape[1:].numel()
         self.count("all_to_all", row_bytes * (sum(sent) - sent[self.axis.rank]))
-        with meets(meeting_of(CollectiveId("all-to-all", self.name, 0), self.axis)):
+        with blocking_collective(key_of(CollectiveId("all-to-all", self.name, 0), self.axis)):
             dist.all_to_all_single(
                 arrived, rows.contiguous(), list(received), list(sent), self.axis.group
             )
@@ -120,7 +120,7 @@ class Exchange:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather; backward sums what all ranks say of this rank's part."""
+    """All-gather; backward sums all ranks' gradients of this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, exchange: Exchange) -> Tensor:
@@ -153,7 +153,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Part(torch.autograd.Function):
-    """This rank's rows of what all have; backward gathers what each says of its own rows."""
+    """This rank's share of equal rows; backward gathers each rank's gradient of its share."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, exchange: Exchange) -> Tensor:
@@ -167,7 +167,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All ranks' rows; backward takes the gradient of this rank's, which all ranks have alike."""
+    """All ranks' rows; backward takes this rank's share of the gradient, equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, exchange: Exchange, num_rows: int) -> Tensor:

@@ -1,15 +1,15 @@
-"""The values that both transports speak in: what to gather, what to reduce, work under way."""
+"""Values of both transports: segments to gather or reduce, work in flight, errors of it."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting, reason_of
-from shardwise.comm.watch import AS_A_RULE, WATCH
+from shardwise.comm.collective_key import CollectiveKey
+from shardwise.comm.listener import WAITS
+from shardwise.comm.process_groups import FAILED_GROUPS, fail, usual_reason
 from shardwise.device import Event
 from shardwise.errors import CollectiveError
 from shardwise.layout.segments import Segment
@@ -20,9 +20,9 @@ from shardwise.trace import Recorder
 
 @dataclass(frozen=True)
 class CollectiveId:
-    """Where a collective stands: its kind, its unit, and the unit's index (for message tags).
+    """A collective of a unit: its kind, the unit, and the unit's index (for message tags).
 
-    ``about``: what is sent, of a collective of which only some calls are alike.
+    ``about`` describes the content where it differs between calls.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class GatherItem:
 class ReduceItem:
     """Reduce-scatter of one segment: ``out`` (this rank's share) becomes the mean over ranks.
 
-    ``parts`` are (offset in the segment, flat tensor); what no part covers is left undefined.
+    ``parts`` are (offset in the segment, flat tensor); elements that no part covers are undefined.
     ``codings`` say how each part is encoded on the wire; empty: none is.
     """
 
@@ -58,58 +58,58 @@ class ReduceItem:
     codings: tuple[Coding | None, ...] = ()
 
 
-# What was dropped before it was waited for (a model that is deleted with reductions in flight). The
-# buffers must outlive it: gloo stops reading from a peer for good when one is gone.
-_abandoned: list[Sequence[Any]] = []
+# Works that were dropped before their wait (a model that is deleted with reductions in flight).
+# Their buffers must stay: if one is freed, gloo stops reading from that peer for good.
+_abandoned: list[Sequence[dist.Work]] = []
 
 
 class Pending:
-    """Work under way, collectives or copies, with what it keeps alive; ``wait`` once."""
+    """Work in flight, collectives or copies, with the memory that it needs; ``wait`` once."""
 
     __slots__ = (
-        *("_copies", "_finish", "_keep", "_meeting", "_number", "_over", "_peers", "_recorder"),
+        *("_copies", "_finish", "_keep", "_key", "_number", "_over", "_peers", "_recorder"),
         "_works",
     )
 
     def __init__(
         self,
-        meeting: Meeting,
-        works: Sequence[Any],
+        key: CollectiveKey,
+        works: Sequence[dist.Work],
         finish: Callable[[], None] | None = None,
         keep: object = None,
         peers: Sequence[int] = (),
     ) -> None:
-        """``peers``: with whom each work exchanges, by rank in the group, if that is known."""
-        self._meeting = meeting
+        """``peers`` are the ranks in the group that each work exchanges with, if they are known."""
+        self._key = key
         self._peers = peers
         self._recorder: Recorder | None = None
         self._copies: tuple[Event, ...] = ()
-        self._works: Sequence[Any] = ()
+        self._works: Sequence[dist.Work] = ()
         self._over: Callable[[], None] | None = None
-        self._number = WATCH.begin(meeting) if works else 0
+        self._number = WAITS.listener.begin(key) if works else 0
         self._works = works
         self._finish = finish
         self._keep = keep
         if works and not peers:
-            WATCH.fly(meeting, self._number, works)
+            WAITS.listener.launch(key, self._number, works)
 
     @classmethod
     def of_copies(cls, *copies: Event, keep: object = None) -> "Pending":
-        """Return copies between host and device: ``wait`` blocks until these events are there."""
+        """Return copies between host and device: ``wait`` blocks until these have happened."""
         made = cls.__new__(cls)
         made._copies, made._works, made._finish, made._keep = copies, (), None, keep
         made._over, made._peers, made._recorder = None, (), None
         return made
 
     def follow(self, recorder: Recorder, line: str, unit: str, num_bytes: int) -> None:
-        """Tell a recorder of this work, and when it is over: on the CPU, when it was waited for."""
+        """Report this work to a recorder, and its end: on the CPU, the end of its wait."""
         if self._works:
             self._recorder = recorder
             self._over = recorder.begin(line, unit, num_bytes, self._works)
 
     @property
     def holds(self) -> object:
-        """What is kept alive until then."""
+        """The memory that is kept alive until the end of the wait."""
         return self._keep
 
     def wait(self) -> None:
@@ -120,7 +120,7 @@ class Pending:
         for copy in self._copies:
             copy.wait()
         if self._works:
-            with _Wait(self._meeting, self._number):
+            with collective_wait(self._key, self._number):
                 if self._recorder is not None and self._peers:
                     self._wait_for_each(self._recorder)
                 else:
@@ -134,7 +134,7 @@ class Pending:
         self._over = None
 
     def _wait_for_each(self, recorder: Recorder) -> None:
-        """Wait, and tell for whom: who is first to be waited for hides others as late as it is."""
+        """Wait, and report the seconds by peer; the first hides others that are as late."""
         seconds = dict.fromkeys(self._peers, 0.0)
         before = time.perf_counter()
         for peer, work in zip(self._peers, self._works, strict=True):
@@ -143,72 +143,72 @@ class Pending:
             seconds[peer] += now - before
             before = now
         for peer, waited in seconds.items():
-            recorder.wait_for(self._meeting.group, peer, waited)
+            recorder.wait_for(self._key.group, peer, waited)
 
     def __del__(self) -> None:
-        for copy in self._copies:  # which end soon; what is kept is theirs until then
+        for copy in self._copies:  # they end soon, and use the memory until then
             copy.wait()
         if self._works:
             _abandoned.append(self._works)
 
 
-def meeting_of(collective: CollectiveId, axis: Axis) -> Meeting:
-    """Return a collective over an axis as the watch sees it; once for its start and its wait."""
+def key_of(collective: CollectiveId, axis: Axis) -> CollectiveKey:
+    """Return the key of a collective over an axis, for its start and its wait."""
     where = collective.kind, collective.unit, collective.index, axis.name, axis.group
-    return Meeting(*where, about=collective.about)
+    return CollectiveKey(*where, about=collective.about)
 
 
 class collective_errors:  # noqa: N801 - reads as a statement
-    """Turn a failure of torch.distributed into a CollectiveError that says where it happened.
+    """Turn a failure of torch.distributed inside into a CollectiveError that names the collective.
 
-    **Raises** CollectiveError at once where an earlier collective of the same group has failed.
+    **Raises** CollectiveError at once if an earlier collective of the same group has failed.
     """
 
-    __slots__ = ("_meeting",)
+    __slots__ = ("_key",)
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, key: CollectiveKey) -> None:
+        self._key = key
 
     def __enter__(self) -> None:
-        WATCH.refuse_failed(self._meeting.text, self._meeting.group)
+        FAILED_GROUPS.refuse(self._key.text, self._key.group)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
             return
-        meeting = self._meeting
-        cause = WATCH.fail(meeting, f"{reason_of(error)}. {AS_A_RULE}")
-        raise CollectiveError(
-            f"rank {dist.get_rank()}: {meeting.text} ({len(meeting.ranks)} ranks) failed: {cause}"
-        ) from error
+        raise CollectiveError(f"rank {dist.get_rank()}: {self.describe(error)}") from error
+
+    def describe(self, error: RuntimeError) -> str:
+        """Note that the group has failed; return the message about it."""
+        cause = fail(self._key, usual_reason(error))
+        return f"{self._key.text} ({len(self._key.ranks)} ranks) failed: {cause}"
 
 
-class meets(collective_errors):  # noqa: N801 - reads as a statement
-    """A collective that blocks: other ranks are waited for inside."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        WATCH.enter(self._meeting, WATCH.begin(self._meeting))
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        WATCH.leave(ended=error is None)
-        super().__exit__(kind, error, trace)
-
-
-class _Wait(collective_errors):
-    """The wait for a collective that was begun earlier."""
+class collective_wait(collective_errors):  # noqa: N801 - reads as a statement
+    """Wait inside for a collective that was begun earlier; ``number`` is the listener's."""
 
     __slots__ = ("_number",)
 
-    def __init__(self, meeting: Meeting, number: int) -> None:
-        super().__init__(meeting)
+    def __init__(self, key: CollectiveKey, number: int) -> None:
+        super().__init__(key)
         self._number = number
 
     def __enter__(self) -> None:
         super().__enter__()
-        WATCH.enter(self._meeting, self._number)
+        WAITS.listener.enter(self._key, self._number)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        WATCH.leave(ended=error is None)
+        WAITS.listener.leave(error is None)
         super().__exit__(kind, error, trace)
+
+
+class blocking_collective(collective_wait):  # noqa: N801 - reads as a statement
+    """Begin a collective inside, and wait for the other ranks."""
+
+    __slots__ = ()
+
+    def __init__(self, key: CollectiveKey) -> None:
+        super().__init__(key, 0)
+
+    def __enter__(self) -> None:
+        FAILED_GROUPS.refuse(self._key.text, self._key.group)
+        WAITS.listener.enter(self._key, WAITS.listener.begin(self._key))

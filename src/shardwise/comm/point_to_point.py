@@ -2,7 +2,7 @@
 
 Note [Why not gloo's own collectives]
 On gloo, reduce-scatter is an all-reduce and a copy (pytorch#149869), and all-gather stages through
-buffers of its own: at 64 MB both take 4 to 6 times as long as the same bytes sent point to point
+separate buffers: at 64 MB both take 4 to 6 times as long as the same bytes sent point to point
 into their destination. ``benchmarks/collectives.py`` measures it. Above 16 MB a message is sent in
 pieces, since gloo's buffers for larger ones are allocated anew each time. Small tensors for one
 peer travel as one message. Sums run in rank order, so the result does not depend on timing, on
@@ -11,9 +11,9 @@ the stage, or on the rank that computes it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm.pending import (
     CollectiveId,
@@ -21,7 +21,7 @@ from shardwise.comm.pending import (
     Pending,
     ReduceItem,
     collective_errors,
-    meeting_of,
+    key_of,
 )
 from shardwise.comm.shares import (
     BLOCK_NUMEL,
@@ -39,12 +39,12 @@ _TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather":
 
 
 @dataclass
-class _Exchange:
+class _Messages:
     """Messages between this rank and its peers along one axis, all in flight at once."""
 
     collective: CollectiveId
     axis: Axis
-    works: list[Any] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)  # of each work
     sent_bytes: int = 0
     tags: dict[tuple[int, bool], int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def start_all_gather(
 
     **Cost** (ranks - 1) x the share, padding not sent; no buffer but for small segments.
     """
-    exchange = _Exchange(collective, axis)
+    exchange = _Messages(collective, axis)
     me = axis.rank
     together = gathered_together([i.segment.shard_numel * i.full.element_size() for i in items])
     small = [items[number] for number in together]
@@ -99,8 +99,8 @@ def start_all_gather(
     mine = _as_bytes([i.source[: _length(i, me)] for i in small])
     packed = torch.cat(mine) if mine else None
     stagings: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         for step in range(1, axis.size):
             to, frm = (me + step) % axis.size, (me - step) % axis.size
             for item in large:
@@ -121,7 +121,7 @@ def start_all_gather(
                 place.copy_(piece)
 
     finish, keep = unpack if stagings else None, (items, packed, stagings)
-    return Pending(meeting, exchange.works, finish, keep, exchange.peers)
+    return Pending(key, exchange.works, finish, keep, exchange.peers)
 
 
 def _length(item: GatherItem, rank: int) -> int:
@@ -139,16 +139,16 @@ def start_all_to_all(
     keep: object,
 ) -> Pending:
     """Send each peer its part of ``sent``, receive one from each; both are in rank order."""
-    exchange = _Exchange(collective, axis)
+    exchange = _Messages(collective, axis)
     into, out = received[0].split(list(received[1])), sent[0].split(list(sent[1]))
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             exchange.receive(frm, into[frm])
             exchange.send(to, out[to])
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
-    return Pending(meeting, exchange.works, finish, (into, out, keep), exchange.peers)
+    return Pending(key, exchange.works, finish, (into, out, keep), exchange.peers)
 
 
 @dataclass
@@ -208,12 +208,12 @@ def start_reduce_scatter(
     **Cost** sends numel x (ranks - 1) / ranks; receives into (ranks - 1) x the share, of which one
     lies in ``out`` where the dtypes agree. The sums run in ``wait``.
     """
-    exchange = _Exchange(collective, axis)
+    exchange = _Messages(collective, axis)
     sums: list[_Sum] = []
     unpacks: list[Callable[[], None]] = []
     stagings: list[torch.Tensor] = []
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             stagings += _send_shares(exchange, items, to)
@@ -229,7 +229,7 @@ def start_reduce_scatter(
         for each in sums:
             each.run(axis.rank, axis.size, divisor)
 
-    return Pending(meeting, exchange.works, finish, (items, sums, stagings), exchange.peers)
+    return Pending(key, exchange.works, finish, (items, sums, stagings), exchange.peers)
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -246,8 +246,8 @@ def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tenso
     return found
 
 
-def _send_shares(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> list[torch.Tensor]:
-    """Send a peer its slices; return what was made to send the small ones together."""
+def _send_shares(exchange: _Messages, items: Sequence[ReduceItem], peer: int) -> list[torch.Tensor]:
+    """Send a peer its slices; return the buffer in which the small ones travel together."""
     slices = [piece for item in items for piece, _ in _slices(item, peer)]
     small = [t for t in slices if is_small(t.nbytes)]
     for piece in slices:
@@ -260,7 +260,7 @@ def _send_shares(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) ->
 
 
 def _receive_shares(
-    exchange: _Exchange,
+    exchange: _Messages,
     items: Sequence[ReduceItem],
     peer: int,
     sums: list[_Sum],

@@ -1,4 +1,4 @@
-"""What each rank sends of a segment, and what travels together: integers, without torch.
+"""The part of a segment that each rank sends, and which parts share a message: integers only.
 
 The transports send by these functions, and plans count by them.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.layout.segments import Segment
 
-SMALL_BYTES = 32 << 10  # what is not larger shares a message with others for the same peer
+SMALL_BYTES = 32 << 10  # a tensor up to this size shares a message with others for the same peer
 BLOCK_NUMEL = 1 << 16  # elements that are summed at a time
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import __version__
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control, naming
-from shardwise.comm.meeting import name_ranks
 from shardwise.config import Init, ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError, ShardwiseError, StorageError

@@ -39,8 +39,13 @@ from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
-from shardwise.layout.owners import ChooseLayout, layout_name, with_owners
-from shardwise.layout.placements import place_params, with_experts
+from shardwise.layout.placements import (
+    ChooseLayout,
+    layout_name,
+    place_params,
+    with_experts,
+    with_owners,
+)
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.names import list_names

@@ -5,27 +5,205 @@ They become instances of a subclass of their class, with the same name, as `full
 too: ``isinstance`` holds, and the user's class stays as it is. Among its bases are FSDPModule, ours
 and torch's. ``type(model)(...)`` makes an instance of the user's class, and so do copies; what is
 sharded gets its class again.
+
+Note [Copies]
+The modules are copied as ever, by `copy.deepcopy`. Before that every parameter gets its copy, in a
+unit that watches nothing yet, and is put into ``memo``, so whatever refers to a parameter refers to
+the copy afterwards. When the modules are there, the units take their places in them. Gradients,
+hooks on parameters and an open accumulation window are not copied, as torch does not.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from inspect import getattr_static
 from typing import Any
 
+import torch
+import xxhash
 from torch import nn
 
-from shardwise.engine.copying import Memo, copy_engine, forget_engine, place_units
-from shardwise.engine.hooks import forget_load_check, register_hooks, register_load_check
-from shardwise.engine.load_check import compare_load
+from shardwise.comm.collectives import Comm, make_comm
+from shardwise.engine.agreement import agree
+from shardwise.engine.hooks import (
+    forget_hooks,
+    forget_load_check,
+    register_hooks,
+    register_load_check,
+    register_wrappers,
+)
 from shardwise.engine.module_methods import FSDPModule
-from shardwise.engine.module_state import ModuleState, forget_notes, note_managed, note_state
+from shardwise.engine.module_state import (
+    ModuleState,
+    forget_notes,
+    note_managed,
+    note_state,
+    noted_state,
+)
 from shardwise.engine.runtime import Engine
 from shardwise.engine.steppers import attach_steppers
-from shardwise.engine.wrappers import register_wrappers
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
+from shardwise.tensor.plain_state import owner_of
+from shardwise.trace import FullParamLedger
+from shardwise.unit.encodings import OwnGather
+from shardwise.unit.forms import AsShardTensor
+from shardwise.unit.param import ShardedParam
+from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
+
+
+def compare_load(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any
+) -> None:
+    """Compare what ranks are about to load into a sharded model, or into a part of one.
+
+    It is torch's hook before ``load_state_dict``, of all modules; the outermost one compares.
+
+    **Cost** a digest of whole tensors, at the speed of memory, and an exchange of 16 bytes. Sharded
+    values are each rank's own, so only their names are compared.
+
+    **Raises** ConfigError on all ranks, before anything is written, naming the first difference.
+    """
+    units = _units_of(module)
+    engine = units[0].scheduler if units else None
+    root = engine.units[0] if isinstance(engine, Engine) else units[0] if units else None
+    if root is None or (prefix and module not in root.modules):
+        return
+    comm = root.comm
+    is_gathered = isinstance(engine, Engine) and engine.suspended
+    if comm.axes.num_ranks == 1 or is_gathered:
+        return
+    apart = {
+        id(param.sharded)
+        for unit in units
+        for param in unit.params
+        if unit.comm.axes.mesh != comm.axes.mesh
+    }
+    facts = []
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        told = "of this rank's own" if id(param) in apart else _describe_value(value)
+        facts.append(f"'{prefix}{name}' {told}")
+    what = "load_state_dict()"
+    agree(comm.control, facts, what, "Load the same file on every rank; nothing was changed")
+
+
+def _units_of(module: nn.Module) -> list[Unit]:
+    """Return the units of a module and of those inside of it; else the one that it is a part of."""
+    states = (noted_state(inner) for inner in module.modules())
+    units = {id(unit): unit for state in states if state is not None for unit in state.units}
+    if not units:
+        owners = (owner_of(param) for param in module.parameters())
+        units = {id(o.unit): o.unit for o in owners if isinstance(o, ShardedParam)}
+    return list(units.values())
+
+
+def _describe_value(value: Any) -> str:
+    """Return a whole tensor's shape, dtype and digest; of others only the class."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta:
+        return "missing" if value is None else type(value).__name__
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    digest = xxhash.xxh3_64_hexdigest(data.numpy())
+    return f"{tuple(value.shape)} {value.dtype}, digest {digest}"
+
+
+Memo = dict[int, Any]
+
+
+def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
+    """Copy the units with their slices; every rank calls it.
+
+    **Cost** the memory of the slices again; one small broadcast, one gloo group.
+    """
+    if engine.is_running():
+        raise StateError(
+            "copy.deepcopy of a sharded model inside a forward or backward pass: copy it between "
+            "two passes"
+        )
+    engine.conditions.check_usable("copy.deepcopy: ")
+    engine.finish_steps()
+    comms = {id(comm): make_comm(comm.axes, comm.device) for comm in engine.comms}
+    ledger = FullParamLedger()
+    made = Engine(engine.config, comms[id(engine.comm)], ledger)
+    memo[id(engine)] = made
+    units = [_copy_unit(u, comms[id(u.comm)], made, ledger, memo) for u in engine.units]
+    return made, units
+
+
+def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, memo: Memo) -> Unit:
+    made = Unit(
+        unit.name,
+        unit.index,
+        unit.modules,
+        comm,
+        engine,
+        unit.settings,
+        unit.precision,
+        unit.sums,
+        home=replace(unit.home, time=comm.time, slab=None) if unit.home is not None else None,
+    )
+    storages: dict[int, Storage] = {}
+    for storage in unit.storages:
+        storages[id(storage)] = _copy_storage(storage, made, ledger)
+    for param in unit.params:
+        cut = param.cut.over(comm)
+        trains = param.sharded.requires_grad
+        form, dim = AsShardTensor(cut), param.dim
+        copied = ShardedParam(made, param.uses, form, param.shape, trains, cut=cut, dim=dim)
+        if isinstance(param.encoding, OwnGather):
+            form.place_apart(copied, _copy_chunk(param))
+            copied.lie_apart(param.encoding.again())
+            copied.index = param.index
+        else:
+            copied.lie_in(storages[id(param.storage)], param.index)
+        copied.keep_notes({k: v for k, v in vars(param.sharded).items() if not k.startswith("_")})
+        made.params.append(copied)
+        memo[id(param.sharded)] = copied.sharded
+    known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}
+    for rows in unit.summed_apart:
+        of_copies = tuple(known[id(param)] for param in rows.params)
+        made.summed_apart.append(replace(rows, params=of_copies))
+    made.lay_out(list(storages.values()))
+    for storage in made.storages:  # only now: the full parameters are views
+        storage.free()
+    return made
+
+
+@torch.no_grad()
+def _copy_chunk(param: ShardedParam) -> torch.Tensor:
+    """Copy this rank's part of a parameter that lies in no storage, with its padding."""
+    local = param.sharded._local_tensor
+    copied: torch.Tensor = local.new_zeros(param.padded_size).narrow(0, 0, local.shape[0])
+    return copied.copy_(local)
+
+
+@torch.no_grad()
+def _copy_storage(storage: Storage, unit: Unit, ledger: FullParamLedger) -> Storage:
+    dtypes = storage.master.dtype, storage.full.dtype
+    stage, home = unit.settings.stage, unit.home
+    where = storage.full.device, ledger, home
+    made = Storage(storage.layout, storage.rank, stage, dtypes, *where, storage.coding)
+    made.master.copy_(storage.master)
+    return made
+
+
+def place_units(units: list[Unit], memo: Memo) -> None:
+    """Let copied units take their places in the copied modules."""
+    for unit in units:
+        unit.modules = tuple(memo[id(module)] for module in unit.modules)
+        params, unit.params = unit.params, []
+        for param in params:
+            param.uses = tuple(replace(use, module=memo[id(use.module)]) for use in param.uses)
+            unit.add(param)
+
+
+def forget_engine(model: nn.Module) -> None:
+    """Take from a copied model what watches it."""
+    for module in model.modules():
+        forget_hooks(module)
+
 
 ATTRIBUTE = "_shardwise_engine"
 _HINTS = {

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
 from shardwise.comm.packed import Packed
-from shardwise.engine.module_state import ModuleState, noted_state
-from shardwise.engine.pipelining import end_passes
+from shardwise.engine.module_state import ModuleState, end_passes, noted_state
 from shardwise.unit.unit import Unit
 
 

@@ -3,12 +3,195 @@
 A unit's gradients are final as soon as its own reduction is finished; see `unit.sums`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from shardwise.engine.buckets import ReduceQueue
-from shardwise.unit.reduce import Reduction
-from shardwise.unit.sums import Held
+import torch
+
+from shardwise.unit.param import ShardedParam
+from shardwise.unit.states import GradState
+from shardwise.unit.sums import Held, Running
 from shardwise.unit.unit import Unit
+
+
+class Reduction:
+    """Gradients of one or several units, which share a mesh and a way to be summed."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        self._names = [unit.name for unit in units]
+        self._tracer = units[0].comm.tracer
+        # A parameter that asks its unit gets its gradient when it asks: a pass that raises after
+        # all must leave what was there. An attribute, and hooks that step in backward, cannot wait.
+        self.is_asked = any(param.form.asks_unit for unit in units for param in unit.params)
+        self.is_dropped = False  # its result is not wanted any more
+        self._running: Running | None = None
+        self._first: list[ShardedParam] = []  # got a gradient from it and had none before
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Hand the gradients to the transport. **State** PARTIAL -> REDUCING."""
+        with self._tracer.span("reduce", *self._names):
+            for unit in self.units:
+                unit.enter_grad_state(GradState.PARTIAL)
+                unit.enter_grad_state(GradState.REDUCING)
+                unit.num_reducing += 1
+            self._running = self.units[0].sums.start(self.units)
+            for unit in self.units:
+                unit.has_local_sum = False
+
+    def wait(self) -> None:
+        """Wait for the sums; set ``p.grad`` where nobody asks for it."""
+        if self._running is None:
+            return
+        with self._tracer.span("wait_reduce", *self._names):
+            self._running.wait()
+        if not self.is_asked and not self.is_dropped:
+            self.finish()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait; set ``p.grad``, or add to it. **State** REDUCING -> REDUCED."""
+        if self._running is None:
+            return
+        means = self._running.finish()
+        self._end()
+        for param, mean in means.items():
+            if param.grad is None:
+                self._first.append(param)
+            param.form.add_to_grad(param, mean)
+        self._forget_grads_if_none()
+
+    def drop(self) -> None:
+        """Wait and forget the result, after a pass that was cut short."""
+        if self._running is not None:
+            self._running.drop()
+            self._end()
+        for param in self._first:
+            param.sharded.grad = None
+        self._forget_grads_if_none()
+
+    def _end(self) -> None:
+        self._running = None
+        for unit in self.units:
+            unit.num_reducing -= 1
+            if not unit.num_reducing and unit.grad_state is GradState.REDUCING:
+                unit.enter_grad_state(GradState.PARTIAL if unit.is_deferred else GradState.REDUCED)
+
+    def _forget_grads_if_none(self) -> None:
+        for unit in self.units:
+            if not unit.num_reducing:
+                unit.forget_grads_if_none()
+
+    @property
+    def held(self) -> Held | None:
+        """The memory that it takes as long as it is under way."""
+        return None if self._running is None else self._running.held(tuple(self._names))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means, as long as the reduction is under way."""
+        return 0 if self._running is None else self._running.nbytes
+
+
+class ReducedUnit(Protocol):
+    """A unit as a bucket sees it."""
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full copy."""
+
+
+class StartedReduction(Protocol):
+    """The reduction of a bucket of units: it is started, and waited for later."""
+
+    def start(self) -> None:
+        """Hand the gradients to the transport."""
+
+    def wait(self) -> None:
+        """Wait for the sums."""
+
+
+U = TypeVar("U", bound=ReducedUnit)
+R = TypeVar("R", bound=StartedReduction)
+
+
+class ReduceQueue(Generic[U, R]):
+    """Gradients in buckets: when one is full it starts, and only a few are in flight.
+
+    ``mesh_of``: units share a bucket where it is equal. ``waits_at_close``: something comes after
+    a reduction (stage 0, a replicate axis), so it is waited for at the end of the pass, and no
+    collective is left for the first reader of ``p.grad``. ``reduces_in_flight`` may change.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[list[U]], R],
+        bucket_bytes: int,
+        reduces_in_flight: int,
+        waits_at_close: bool,
+        mesh_of: Callable[[U], Hashable] = lambda unit: None,
+    ) -> None:
+        self._make = make
+        self._bucket_bytes = bucket_bytes
+        self.reduces_in_flight = reduces_in_flight
+        self._waits_at_close = waits_at_close
+        self._mesh_of = mesh_of
+        self._buckets: dict[Hashable, list[U]] = {}
+        self._in_flight: list[R] = []
+        self._waited_for: list[R] = []
+
+    @property
+    def all(self) -> list[R]:
+        """Reductions that were started and not taken, oldest first."""
+        return self._waited_for + self._in_flight
+
+    def holds(self, unit: U) -> bool:
+        """Tell whether a unit is in a bucket that is not full yet."""
+        return any(unit in bucket for bucket in self._buckets.values())
+
+    def add(self, unit: U) -> None:
+        """Take a unit's gradients; a full bucket starts, which may wait for the oldest reduction.
+
+        **Cost** small units share one reduction of ``bucket_bytes``.
+        """
+        mesh = self._mesh_of(unit)
+        bucket = self._buckets.setdefault(mesh, [])
+        if unit in bucket:
+            return
+        bucket.append(unit)
+        if sum(u.full_bytes for u in bucket) >= self._bucket_bytes:
+            self._start_bucket(mesh)
+
+    def _start_bucket(self, mesh: Hashable) -> None:
+        reduction = self._make(self._buckets.pop(mesh))
+        reduction.start()
+        self._in_flight.append(reduction)
+        self._wait(self.reduces_in_flight)
+
+    def _wait(self, num_left: int = 0) -> None:
+        """Wait for the oldest reductions until ``num_left`` are in flight."""
+        while len(self._in_flight) > num_left:
+            self._in_flight[0].wait()
+            self._waited_for.append(self._in_flight.pop(0))
+
+    def close(self) -> None:
+        """Start what is left, at the end of a backward pass."""
+        for mesh in list(self._buckets):
+            self._start_bucket(mesh)
+        if self._waits_at_close:
+            self._wait()
+
+    def take(self, last: R | None = None) -> list[R]:
+        """Wait for the reductions up to ``last``, or for all; hand them over, oldest first."""
+        num_taken = len(self.all) if last is None else self.all.index(last) + 1
+        self._wait(len(self.all) - max(num_taken, len(self._waited_for)))
+        taken, self._waited_for = self._waited_for[:num_taken], self._waited_for[num_taken:]
+        return taken
+
+    def forget_buckets(self) -> None:
+        """Forget the units whose reduction is not started, after a pass that was cut short."""
+        self._buckets = {}
 
 
 class Reductions:

@@ -2,16 +2,156 @@
 
 The engine asks with real units; the planner asks the same code with units that only count bytes,
 so a plan cannot differ from the run. What autograd needs (calls, hooks, versions) is in `passes`.
+
+Note [Ranks that skip layers]
+Ranks need not run the same units (layerdrop, stochastic depth, a head per task, experts), and a
+collective that one rank starts must be started by all, on NCCL in one order. Where full parameters
+stay (stages 0 to 2), gathers and reductions therefore follow an order that all ranks share, not the
+order in which a rank runs: a unit whose turn has not come waits, and one that does not run takes
+part with zeros. The order is that of registration until the first backward pass is over, then the
+one that rank 0 has seen in it. Where all ranks run all units in one order, nothing waits.
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from shardwise.engine.order import Order
-from shardwise.engine.prefetch import units_to_prefetch
-from shardwise.engine.turns import Turns, complete
 from shardwise.stages import UnitSettings
+
+
+class Order:
+    """Predicts which units come next in either direction, from the order of the step before.
+
+    ``forward`` is the order in which a forward pass is expected to need the units; ``seen`` that of
+    the backward pass under way, or empty.
+    """
+
+    def __init__(self, registration_order: Sequence[int]) -> None:
+        self.forward = list(registration_order)
+        self._backward: list[int] = []
+        self.seen: list[int] = []
+        self._forward_at = -1
+        self._backward_at = -1
+
+    def visit_forward(self, unit: int) -> list[int] | None:
+        """Note that a unit runs forward; return the units expected after it, nearest first.
+
+        None when the unit was not expected at all.
+        """
+        self._forward_at = _find(self.forward, unit, self._forward_at + 1)
+        return None if self._forward_at < 0 else self.forward[self._forward_at + 1 :]
+
+    def begin_backward(self, forward: Sequence[int]) -> None:
+        """Fix the backward prediction: the order of the forward pass before it, reversed."""
+        self.seen = list(forward)
+        self._backward = self.seen[::-1]
+        self._backward_at = -1
+
+    def visit_backward(self, unit: int) -> list[int] | None:
+        """Note that a unit's backward begins; return the units expected after it."""
+        self._backward_at = _find(self._backward, unit, self._backward_at + 1)
+        return None if self._backward_at < 0 else self._backward[self._backward_at + 1 :]
+
+    def end_step(self) -> None:
+        """Make what was seen the prediction for the next step."""
+        if self.seen:
+            self.forward, self.seen = self.seen, []
+        self._forward_at = self._backward_at = -1
+
+
+def _find(order: Sequence[int], unit: int, start: int) -> int:
+    """Return the next place of ``unit`` at or after ``start``, else its first, else -1."""
+    for begin in (start, 0):
+        try:
+            return order.index(unit, begin)
+        except ValueError:
+            continue
+    return -1
+
+
+def in_forward_order(units: Iterable[Any]) -> list[Any]:
+    """Return the units in the order in which each model's next forward pass needs them."""
+    places: dict[int, tuple[int, dict[int, int]]] = {}
+    for unit in units:
+        if id(unit.scheduler) not in places:
+            known = [] if unit.scheduler is None else unit.scheduler.order.forward  # it has not run
+            order = {index: place for place, index in enumerate(known)}
+            places[id(unit.scheduler)] = len(places), order
+
+    def turn(unit: Any) -> tuple[int, int, int]:
+        model, order = places[id(unit.scheduler)]
+        return model, order.get(unit.index, len(order)), unit.index
+
+    return sorted(units, key=turn)
+
+
+def units_to_prefetch(
+    upcoming: Sequence[int],
+    full_bytes: Callable[[int], int],
+    ahead: Collection[int],
+    is_resident: Callable[[int], bool],
+    budget_bytes: int,
+) -> list[int]:
+    """Return the units to start gathering now, in order.
+
+    ``upcoming`` are the units expected next, nearest first. ``ahead`` were gathered ahead and not
+    used yet, and count against the budget; resident units hold present values and cost nothing.
+    Gathering stops at the first unit that does not fit: no later unit overtakes a nearer one.
+    """
+    left = budget_bytes - sum(full_bytes(unit) for unit in ahead)
+    chosen: list[int] = []
+    for unit in upcoming:
+        if unit in ahead or unit in chosen or is_resident(unit):
+            continue
+        left -= full_bytes(unit)
+        if left < 0:
+            break
+        chosen.append(unit)
+    return chosen
+
+
+class Turns:
+    """Hands units on in one order, whatever order they come in; once per pass."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = list(order)
+        self._places = {index: place for place, index in enumerate(order)}
+        self._next = 0
+        self._here: set[int] = set()
+
+    def begin(self) -> None:
+        """Begin a pass: every unit is waited for, as a gradient may come late for any of them."""
+        self._next = 0
+        self._here.clear()
+
+    def arrive(self, index: int) -> list[int]:
+        """Note that a unit has come; return those whose turn it is now, in order.
+
+        A unit that has had its turn, and comes again, is handed on at once.
+        """
+        if self._places[index] < self._next:
+            return [index]
+        self._here.add(index)
+        begin = self._next
+        while self._next < len(self._order) and self._order[self._next] in self._here:
+            self._next += 1
+        return self._order[begin : self._next]
+
+    def waits(self, index: int) -> bool:
+        """Tell whether the unit has come, and its turn has not."""
+        return index in self._here and self._places[index] >= self._next
+
+    def end(self) -> list[int]:
+        """Return all whose turn has not come, in order, and end the pass."""
+        rest = self._order[self._next :]
+        self._next = len(self._order)
+        return rest
+
+
+def complete(order: Iterable[int], indices: Sequence[int]) -> list[int]:
+    """Return ``order`` without repetitions, then those of ``indices`` that it does not hold."""
+    return list(dict.fromkeys([*order, *indices]))
+
 
 _LOOKAHEAD_UNITS = 16
 _READ_AHEAD_UNITS = 3  # a disk has buffers for as many, and reads no more than these hold

@@ -14,7 +14,7 @@ Or ``hi`` is less than one block of dim d behind e: a box that crosses e would h
 that block, and so to begin in it. Either way every cut of the range has a border at e, and the
 longest box never costs one more.
 
-Along the range the blocks first grow and then shrink, dim by dim, so that there are at most
+Along the range the blocks first grow and then shrink, dim by dim. So a range has at most
 ``2 * (ndim - 1) + 1`` boxes.
 """
 

@@ -1,11 +1,11 @@
-"""What memory the parameters of one layout take: for `unit.storage`, and for plans that only count.
+"""Bytes of the parameters of one layout: for `unit.storage`, and for plans that only count.
 
 Note [Where the shard lies]
 Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
-rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buffer of its own and
-the gather copies, or casts, this rank's share into the full buffer first. There is no separate
-low-precision shard, but where the masters are away and the parameters are to stay. Where gathers
-are encoded the full copy has other values than the shard, on one rank too, so it is always apart.
+rank), the shard *is* a slice of the full buffer. Otherwise the shard has a separate buffer, and the
+gather copies, or casts, this rank's share into the full buffer first. There is a separate
+low-precision shard only if the masters are offloaded and the parameters are to stay. If gathers are
+encoded the full copy has other values than the shard, on one rank too: the shard is separate.
 """
 
 from collections.abc import Iterable
@@ -92,7 +92,7 @@ class Memory:
 
     @cached_property
     def copy_bytes(self) -> int:
-        """Bytes of the copy of the slices that gathers read while the slices are away."""
+        """Bytes of the copy of the slices that gathers read while the slices are offloaded."""
         return self.own_numel * self.full_size if self.stays and self.frees else 0
 
     @cached_property

@@ -1,6 +1,14 @@
-"""Where each parameter is sharded: over the model's mesh or its own, along dim 0 or another one."""
+"""Where each parameter is sharded: its mesh, its dim, or the one rank that owns all of it.
 
-from collections.abc import Callable, Mapping, Sequence
+Note [Owners of matrices]
+An optimizer that reads whole matrices (Muon, Shampoo, SOAP) then steps each on the rank that owns
+it, and nothing is sent. Owners are balanced over all matrices of the model: the largest first, each
+to the rank that has least so far. What weighs is the number of elements: it is what a rank holds,
+receives and steps, and for matrices that have their shorter side in common, as those of one
+transformer do, the products of a Muon step are proportional to it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -12,8 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.axes import Axes
 from shardwise.config import Placement, Placements
 from shardwise.errors import ConfigError
+from shardwise.layout.segments import balanced
 from shardwise.layout.units import ParamSpec, UnitSpec
-from shardwise.mesh import DataAxes, resolve_axes
+from shardwise.mesh import Axis, DataAxes, resolve_axes
+
+ChooseLayout = Callable[[str, nn.Parameter], str]  # "matrices" or "flat", by name and parameter
 
 
 def with_experts(
@@ -24,7 +35,7 @@ def with_experts(
 ) -> Placements | None:
     """Place what ``experts`` names on the expert mesh of `Axes`, before other placements.
 
-    Where ``ep`` is 1 an expert is a module like any other. A stage of a pipeline may have none.
+    Where ``ep`` is 1 an expert is a module like any other. A stage of a pipeline may lack experts.
 
     **Raises** ConfigError for a name that fits nothing, and for experts that are not spread.
     """
@@ -63,8 +74,8 @@ def place_params(
     and says a mesh (of one axis, or (replicate, shard)), a ``Shard`` or both; the first name that
     fits counts. Or it is a function of a parameter's name and the parameter.
 
-    **Raises** ConfigError naming the parameter, for a name that fits none, a mesh that is no part
-    of the model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
+    **Raises** ConfigError naming the parameter, for a name that fits none, a mesh outside the
+    model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
     """
     placed = tuple(specs) if placements is None else _placed(specs, placements, axes, layout)
     for spec in placed:
@@ -128,7 +139,7 @@ def _answer(
 
 
 def _named(setting: str, pattern: str, params: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """Return the parameters that a pattern names. **Raises** ConfigError where there is none."""
+    """Return the parameters that a pattern names. **Raises** ConfigError if it names none."""
     found = [param for param in params if _fits(pattern, param)]
     if not found:
         raise ConfigError(
@@ -172,7 +183,7 @@ def _asked(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceM
 def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     """Return the axes of another mesh than the model's.
 
-    An expert, a DTensor on axes of its own, may be sharded over ranks of other tensor-parallel
+    An expert, a DTensor on other axes, may be sharded over ranks of other tensor-parallel
     groups too (tp > ep): tokens come to it from them all.
     """
     what = f"placements: '{param.name}' gets {mesh}"
@@ -242,3 +253,66 @@ def _check_piece(name: str, param: DTensor, axes: DataAxes, of_model: DataAxes) 
             f"{what}, and {mesh} does not have ranks {sorted(left_out)} of the model's mesh, whose "
             "gradients would be left out: place it on a mesh with all data-parallel axes"
         )
+
+
+def with_owners(
+    specs: Iterable[UnitSpec], layout: str | ChooseLayout, axes: DataAxes
+) -> tuple[UnitSpec, ...]:
+    """Give an owner to each parameter that is to lie whole on one rank; change no other layout.
+
+    With ``layout="matrices"`` that is every trained parameter of two dims. Pieces that tensor or
+    expert parallelism gives a rank are no whole matrices, and stay spread; tensors with a gather of
+    their own stay cut by rows. A function chooses "matrices" or "flat" for each.
+
+    **Raises** ConfigError where a function returns anything else, or raises.
+    """
+    specs = tuple(specs)
+    if layout != "matrices" and isinstance(layout, str):
+        return specs
+    by_axis: dict[int, list[ParamSpec]] = {}
+    sizes: dict[int, int] = {}
+    for spec in specs:
+        axis: Axis = (spec.axes or axes).shard
+        sizes[id(axis.group)] = axis.size
+        chosen = by_axis.setdefault(id(axis.group), [])
+        chosen += [p for p in spec.params if _is_matrix(p) and _wants_owner(p, layout)]
+    owners = {
+        id(param): owner
+        for axis_id, chosen in by_axis.items()
+        for param, owner in zip(
+            chosen, balanced([p.param.numel() for p in chosen], sizes[axis_id]), strict=True
+        )
+    }
+    return tuple(
+        replace(spec, params=tuple(replace(p, owner=owners.get(id(p))) for p in spec.params))
+        for spec in specs
+    )
+
+
+def layout_name(layout: object) -> str:
+    """Return the layout of a model whose parameters a function chooses for."""
+    return "matrices" if callable(layout) else layout  # type: ignore[return-value]
+
+
+def _is_matrix(spec: ParamSpec) -> bool:
+    param = spec.param
+    is_plain = not isinstance(param, DTensor) and not hasattr(param.data, "fsdp_pre_all_gather")
+    return param.ndim == 2 and param.requires_grad and is_plain
+
+
+def _wants_owner(spec: ParamSpec, layout: str | ChooseLayout) -> bool:
+    if isinstance(layout, str):
+        return True
+    try:
+        found = layout(spec.name, spec.param)
+    except Exception as error:  # of the user's, and one of the setting, which all ranks hear
+        raise ConfigError(
+            f"layout: the function raised {type(error).__name__} for '{spec.name}': {error}. "
+            "It is called with a parameter's name and the parameter"
+        ) from error
+    if found not in ("matrices", "flat"):
+        raise ConfigError(
+            f"layout: the function returned {found!r} for '{spec.name}'; expected 'matrices' "
+            "(whole on one rank) or 'flat'"
+        )
+    return found == "matrices"

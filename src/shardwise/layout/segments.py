@@ -8,7 +8,7 @@ is all of it: then the gather is a broadcast, and the reduction goes to that ran
   shards are DTensor ``Shard(0)`` shards.
 - ``flat``: one segment for all parameters, laid one after the other; every rank owns an equal
   range of the index space whatever the shapes are.
-- ``matrices``: as ``flat``, but parameters with an owner (see `owners`) have a segment each.
+- ``matrices``: as ``flat``, but parameters with an owner (see `placements`) have a segment each.
 
 In all, what a rank owns of one parameter is one contiguous range of its elements (`Piece`), and
 a rank's shares lie one after the other in its shard buffer.
@@ -33,7 +33,7 @@ ALIGNED = 32  # elements: 64 bytes in two bytes each, what torch aligns memory o
 class Segment:
     """One all-gather: ``numel`` elements in ``num_ranks`` shares of ``shard_numel``.
 
-    With an ``owner`` that rank's share is all of it, and the others' are empty.
+    With an ``owner``, that rank's share is the segment, and the shares of other ranks are empty.
     """
 
     numel: int
@@ -70,7 +70,7 @@ def even_segment(numel: int, num_ranks: int) -> Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank owns of one parameter: elements ``[lo, hi)``, at ``shard_offset``."""
+    """The elements ``[lo, hi)`` of a parameter that one rank owns, at ``shard_offset``."""
 
     lo: int
     hi: int
@@ -205,9 +205,9 @@ def matrices_layout(
 ) -> Layout:
     """Lay parameters that have an owner whole on that rank, and all others as `flat_layout` does.
 
-    What is spread comes first in every shard, so that it begins at the same place on all ranks.
-    Matrices begin at multiples of `ALIGNED` elements, as they would in memory of their own:
-    elsewhere products of matrices may round otherwise.
+    Parameters without an owner come first in every shard, at the same place on all ranks. Matrices
+    begin at multiples of `ALIGNED` elements, as in separate memory: elsewhere products of matrices
+    may round differently.
     """
     spread = flat_layout([s for s, o in zip(shapes, owners, strict=True) if o is None], num_ranks)
     params, segments = list(spread.params), list(spread.segments)

@@ -1,18 +1,19 @@
 """Which modules form a unit, and which unit owns each parameter.
 
-The classes or instances that the user names, and no others. Else the hints that a model or a model
-inside it gives (Note [Hints of Hugging Face models]), like children of a ``ModuleList``, and layers
-outside these that are as large as one. What no unit owns belongs to the root unit. A tied weight
-belongs to the lowest unit that holds all its users.
+Units are the classes or instances that the user names, and no others. Without names they are the
+modules that a model, or a model inside it, hints at (Note [Hints of Hugging Face models]), like
+children of a ``ModuleList``, and layers outside these that are as large as one. All other
+parameters belong to the root unit. A tied weight belongs to the lowest unit that holds all its
+users.
 
 Note [Hints of Hugging Face models]
 ``_no_split_modules`` names classes of which each module should be in one place. ``_fsdp_plan`` maps
-paths, with ``*`` for a number, to "free_full_weight", which is what a unit does, or to
-"keep_full_weight", which is what the root unit does with all that is not in another unit. Many
-plans are a default with paths that the model does not have; single layers in them, embeddings as a
-rule, are units if they are large, like all others. Both hold for what is inside the module that has
-them, so a model is found inside a wrapper, or a vision model inside another. In a model whose
-config says ``is_encoder_decoder``, the encoder is a unit for what is not in its layers.
+paths, with ``*`` for a number, to "free_full_weight", as a unit does, or to "keep_full_weight", as
+the root unit does with parameters that are in no other unit. Many plans are a default with paths
+that the model does not have; single layers in them, embeddings as a rule, are units if they are
+large. Both hints hold for the modules inside the one that has them, so a model is found inside a
+wrapper, or a vision model inside another. In a model whose config has ``is_encoder_decoder``, the
+encoder is a unit for its parameters outside its layers.
 """
 
 import re
@@ -42,7 +43,7 @@ class ParamSpec:
     """A parameter that a unit owns, with every place that uses it; the first names it.
 
     ``dim`` is the one that it is cut along; or all of it lies on one rank of the shard axis, its
-    ``owner``, see `owners`.
+    ``owner``, see `placements`.
     """
 
     param: nn.Parameter
@@ -60,8 +61,8 @@ class ParamSpec:
 class UnitSpec:
     """A unit: its module, that module's name ('' is the root), and the parameters it owns.
 
-    ``optional``: some ranks may skip it while others run it. ``axes``: those of a mesh of its own,
-    see `placements`; several units of one module differ in it.
+    ``optional``: some ranks may skip it while others run it. ``axes``: those of the unit's mesh
+    if it is not the model's, see `placements`; several units of one module differ in it.
     """
 
     name: str
@@ -78,8 +79,8 @@ def partition_into_units(
 ) -> tuple[UnitSpec, ...]:
     """Divide the model's parameters among units; the root unit comes first, then module order.
 
-    ``units`` may be one choice alone; a list of modules stands for what is in it. What ``optional``
-    names are units too.
+    ``units`` may be one choice; a list of modules stands for its items. The choices in ``optional``
+    are units too.
 
     **Raises** ConfigError when a named class or instance matches no module, listing what there is.
     """
@@ -221,7 +222,7 @@ def _named_modules(
 
 
 def _choices(units: UnitChoice | Iterable[UnitChoice], setting: str) -> list[UnitChoice]:
-    """Return the choices one by one. **Raises** ConfigError where they are none."""
+    """Return the choices one by one. **Raises** ConfigError for other types."""
     if isinstance(units, nn.ModuleDict):
         return list(units.values())
     is_list = isinstance(units, nn.ModuleList | nn.Sequential)
@@ -260,7 +261,7 @@ def _matches(module: nn.Module, choice: UnitChoice) -> bool:
 
 
 def _like_children(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield the children of each outermost ModuleList whose children are alike and hold state."""
+    """Yield the children of each outermost ModuleList, if they have one type and parameters."""
     children = [c for c in module.children() if any(True for _ in c.parameters())]
     alike = len(children) > 1 and len({type(c) for c in children}) == 1
     if isinstance(module, nn.ModuleList) and alike:

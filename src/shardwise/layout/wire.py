@@ -1,70 +1,146 @@
-"""Where codes and scales lie in what each rank sends of an encoded gather: integers.
+"""Layout of encoded messages, of gathers and of reductions: where numbers, scales and codes are.
 
-Note [Blocks of a gather]
+Note [Blocks of codes]
 Blocks are counted from the first element of a parameter, so they do not depend on the number of
-ranks. A block that a cut between two ranks goes through is encoded as two, each with a scale of its
-own, as no rank sees the other's elements. Of one parameter that is at most one block for each rank.
-Parameters of fewer than two dims (biases, norms) travel as they are computed with: they are few,
+ranks. If a cut between two ranks goes through a block it is encoded as two, each with a scale of
+its own, as no rank sees the other's elements. Of one parameter that is at most one block per rank.
+Parameters of fewer than two dims (biases, norms) travel in the dtype of computation: they are few,
 and a step that is coarse for them costs more than their bytes.
 
-Note [Shares of bytes]
-What a rank sends of a segment is: parameters that travel as they are, then all scales (float32, one
-a block), then all codes. The shares of a segment are as long as the longest, rounded up so that
-scales and elements are aligned; of the last rank that has anything, what is behind is not sent
-where shares may be uneven. So a gather of bytes is one of segments, as any other.
+Note [Order in a message]
+Elements that travel as numbers come first, then all scales (float32, one a block), then all codes.
+A gather sends one such message for each segment. The shares of a segment are as long as the
+longest, rounded up so that scales and elements are aligned; the end of the last rank's is not sent
+if the transport takes uneven shares. So a gather of bytes is one of segments, as any other. In a
+reduction each rank gets one message from every peer, with its slices of all gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from shardwise.layout.segments import Layout, Segment
 from shardwise.precisions import Coding
 
 SCALE_BYTES = 4  # float32
-ON_CPU_AT_A_TIME = 1 << 18  # elements that are coded at once, which stay in a core's cache
-AT_A_TIME = 1 << 24  # elsewhere kernels are to be few
-_ALIGNMENT = 8  # of the largest element
+ON_CPU_AT_A_TIME = 1 << 18  # elements that are encoded at once: they stay in a core's cache
+AT_A_TIME = 1 << 24  # on other devices, where kernels are to be few
+_SHARE_ALIGNMENT = 8  # of a gather's shares: the largest element
+_REDUCED_ALIGNMENT = 16  # of a reduction's message, of its codes, and of each slice of numbers
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [lo, hi) of a parameter; ``size`` is the bytes of one that travels as a number.
+
+    Elements travel as numbers without ``coding``, or if it has no scales.
+    """
+
+    lo: int
+    hi: int
+    size: int
+    coding: Coding | None
+
+    @property
+    def codes(self) -> Coding | None:
+        """How the elements are encoded; None if they travel as numbers."""
+        return self.coding if self.coding is not None and self.coding.has_scales else None
 
 
 @dataclass(frozen=True)
 class Run:
-    """``num`` blocks of ``width`` elements, one behind another, of one parameter.
+    """``num`` blocks of ``width`` elements of slice ``number``, from its element ``begin`` on.
 
-    Their elements begin at ``full`` in the full buffer and at ``shard`` among the rank's slices;
-    ``scales`` and ``codes`` are where theirs begin in the rank's share, in bytes.
+    ``codes`` and ``scales`` are the bytes of the message at which theirs begin. Without ``coding``
+    the run is all numbers of a slice, at ``codes``. In a gather the elements begin at ``full`` in
+    the full buffer, and at ``shard`` among the rank's slices.
     """
 
-    full: int
-    shard: int
+    number: int
+    begin: int
     num: int
     width: int
+    codes: int
+    scales: int
+    coding: Coding | None
+    full: int = 0
+    shard: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.num * self.width
+
+
+class MessageSize(NamedTuple):
+    """Bytes of numbers (aligned), scales and codes in messages of a reduction; sizes add up."""
+
+    numbers: int
     scales: int
     codes: int
 
-
-@dataclass(frozen=True)
-class Plain:
-    """``numel`` elements that travel as they are, from byte ``at`` of the rank's share."""
-
-    full: int
-    shard: int
-    numel: int
-    at: int
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the message."""
+        first_code = _aligned(self.numbers + self.scales, _REDUCED_ALIGNMENT)
+        return _aligned(first_code + self.codes, _REDUCED_ALIGNMENT)
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank sends of one segment."""
+class CodedMessage:
+    """The bytes that one rank sends of a segment, or is sent by each other in a reduction."""
 
     runs: tuple[Run, ...]
-    plain: tuple[Plain, ...]
     num_bytes: int
+
+    @property
+    def coded(self) -> list[Run]:
+        """The runs of blocks."""
+        return [run for run in self.runs if run.coding is not None]
+
+    @property
+    def plain(self) -> list[Run]:
+        """The slices that travel as numbers."""
+        return [run for run in self.runs if run.coding is None]
+
+
+def size_of(slices: Sequence[Slice], alignment: int = _REDUCED_ALIGNMENT) -> MessageSize:
+    """Return the size of the message with a rank's slices."""
+    numbers = scales = codes = 0
+    for each in slices:
+        if each.codes is None:
+            numbers += _aligned((each.hi - each.lo) * each.size, alignment)
+            continue
+        for _, num, width in blocks_of(each.lo, each.hi, each.codes.block):
+            scales += num * SCALE_BYTES
+            codes += num * each.codes.code_bytes(width)
+    return MessageSize(numbers, scales, codes)
+
+
+def message_of(slices: Sequence[Slice], alignment: int = _REDUCED_ALIGNMENT) -> CodedMessage:
+    """Lay out a rank's slices; see Note [Order in a message]."""
+    size = size_of(slices, alignment)
+    at, scales = 0, _aligned(size.numbers, SCALE_BYTES if size.scales else 1)
+    codes = _aligned(scales + size.scales, alignment)
+    end = _aligned(codes + size.codes, alignment)
+    runs = []
+    for number, each in enumerate(slices):
+        if each.codes is None:
+            numel = each.hi - each.lo
+            runs.append(Run(number, 0, 1, numel, at, at, None))
+            at += _aligned(numel * each.size, alignment)
+            continue
+        for lo, num, width in blocks_of(each.lo, each.hi, each.codes.block):
+            runs.append(Run(number, lo - each.lo, num, width, codes, scales, each.codes))
+            scales += num * SCALE_BYTES
+            codes += num * each.codes.code_bytes(width)
+    return CodedMessage(tuple(runs), end)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """The encoded form of one layout; ``plain_size`` are bytes of an element computed with."""
+    """The encoded gather of one layout; ``plain_size`` is the bytes of an element computed with."""
 
     layout: Layout
     coding: Coding
@@ -81,7 +157,7 @@ class Wire:
         found, ranks, begin = [], self.layout.num_ranks, 0
         for number in range(len(self.layout.segments)):
             sizes = [self.share(number, rank).num_bytes for rank in range(ranks)]
-            share = _aligned(max(sizes), _ALIGNMENT)
+            share = _aligned(max(sizes), _SHARE_ALIGNMENT)
             last = max((rank for rank in range(ranks) if sizes[rank]), default=0)
             found.append(Segment(last * share + sizes[last], share, begin * ranks, begin))
             begin += share
@@ -94,7 +170,7 @@ class Wire:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what all ranks send, together."""
+        """Bytes that all ranks send together."""
         return self.share_bytes * self.layout.num_ranks
 
     @cached_property
@@ -104,43 +180,38 @@ class Wire:
             found[placed.segment].append(index)
         return found
 
-    def share(self, number: int, rank: int) -> Share:
-        """Say what ``rank`` sends of a segment; see Note [Shares of bytes]."""
+    def share(self, number: int, rank: int) -> CodedMessage:
+        """Return the message that ``rank`` sends of a segment."""
         pieces = [(index, self.layout.piece(index, rank)) for index in self._params_of[number]]
-        coded = [is_coded(self.layout.params[index].shape) for index, _ in pieces]
-        at, plain = 0, []
-        cuts: list[tuple[int, int, int, int]] = []
-        for (index, piece), has_codes in zip(pieces, coded, strict=True):
-            begin = self.layout.full_offset(index)
-            if has_codes:
-                cuts += [
-                    (begin + lo, piece.shard_offset + lo - piece.lo, num, width)
-                    for lo, num, width in blocks_of(piece.lo, piece.hi, self.coding.block)
-                ]
-            elif piece.numel:
-                plain.append(Plain(begin + piece.lo, piece.shard_offset, piece.numel, at))
-                at += piece.numel * self.plain_size
-        scales = _aligned(at, SCALE_BYTES) if cuts else at
-        codes = scales + sum(num for _, _, num, _ in cuts) * SCALE_BYTES
+        pieces = [(index, piece) for index, piece in pieces if piece.numel]
+        message = message_of(
+            [
+                Slice(piece.lo, piece.hi, self.plain_size, self.coding if is_coded(shape) else None)
+                for index, piece in pieces
+                for shape in [self.layout.params[index].shape]
+            ],
+            alignment=1,
+        )
         runs = []
-        for full, shard, num, width in cuts:
-            runs.append(Run(full, shard, num, width, scales, codes))
-            scales += num * SCALE_BYTES
-            codes += num * self.coding.code_bytes(width)
-        return Share(tuple(runs), tuple(plain), codes)
+        for run in message.runs:
+            index, piece = pieces[run.number]
+            full = self.layout.full_offset(index) + piece.lo + run.begin
+            runs.append(replace(run, full=full, shard=piece.shard_offset + run.begin))
+        return CodedMessage(tuple(runs), message.num_bytes)
 
     def runs_of_all(self, number: int) -> list[tuple[int, int, Run]]:
-        """List (first rank, number of ranks, run): ranks that are cut alike are decoded at once.
+        """Return (first rank, number of ranks, run): equal runs of ranks are decoded at once.
 
-        They are where each has one run alike, and the next one's follows in the full copy.
+        Each of these ranks has one run, and the next rank's follows in the full copy.
         """
         found: list[tuple[int, int, Run]] = []
         for rank in range(self.layout.num_ranks):
-            runs = self.share(number, rank).runs
+            runs = self.share(number, rank).coded
             if found and len(runs) == 1:
                 first, ranks, run = found[-1]
-                behind = replace(run, full=run.full + ranks * run.num * run.width)
-                if first + ranks == rank and replace(runs[0], shard=run.shard) == behind:
+                following = replace(run, full=run.full + ranks * run.numel)
+                same = replace(runs[0], shard=run.shard, number=run.number, begin=run.begin)
+                if first + ranks == rank and same == following:
                     found[-1] = first, ranks + 1, run
                     continue
             found += [(rank, 1, run) for run in runs]
@@ -149,11 +220,11 @@ class Wire:
     def largest_runs(self, rank: int) -> tuple[int, int]:
         """Return the most elements that are encoded, and decoded, as one run."""
         numbers = range(len(self.layout.segments))
-        own = (run for number in numbers for run in self.share(number, rank).runs)
+        own = (run for number in numbers for run in self.share(number, rank).coded)
         arriving = (each for number in numbers for each in self.runs_of_all(number))
         return (
-            max((run.num * run.width for run in own), default=0),
-            max((ranks * run.num * run.width for _, ranks, run in arriving), default=0),
+            max((run.numel for run in own), default=0),
+            max((ranks * run.numel for _, ranks, run in arriving), default=0),
         )
 
 
@@ -170,7 +241,7 @@ def blocks_of(lo: int, hi: int, block: int) -> Iterator[tuple[int, int, int]]:
 
 
 def is_coded(shape: tuple[int, ...]) -> bool:
-    """Tell whether a parameter of this shape is encoded: see Note [Blocks of a gather]."""
+    """Tell whether a parameter of this shape is encoded: see Note [Blocks of codes]."""
     return len(shape) > 1
 
 

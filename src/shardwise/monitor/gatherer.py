@@ -26,11 +26,11 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from shardwise.comm.collective_key import ranks_of, reason_of
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.meeting import ranks_of, reason_of
-from shardwise.comm.waits import save_under_way, wait_of_error
-from shardwise.comm.watch import WATCH
+from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.errors import CollectiveError
+from shardwise.hangs.waits import call_of_error, save_under_way
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
@@ -374,9 +374,9 @@ def _told(error: BaseException) -> dict[str, Any]:
     text, call = reason_of(error), None
     follows = isinstance(error, CollectiveError)
     if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
-        call = wait_of_error(error)
+        call = call_of_error(error)
     if call is not None:
-        text = f"{call.text} failed: {WATCH.reason(call.group) or text}"
+        text = f"{call.text} failed: {FAILED_GROUPS.reason(call.group) or text}"
         follows = isinstance(error, dist.DistError) or "gloo" in str(error)
     return {"error": type(error).__name__, "message": text[:_MAX_TOLD], "follows": follows}
 

@@ -22,7 +22,7 @@ import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.torch_calls import TORCH_CALLS
+from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.host import available_host_bytes
@@ -187,7 +187,7 @@ class Observation:
         """Begin to observe."""
         for comm in self._parts.comms:
             self._open.enter_context(comm.tracer.telling(self._recorder))
-        self._open.enter_context(TORCH_CALLS.telling(self._recorder))
+        self._open.enter_context(TORCH_CALLS.reporting(self._recorder))
         for each in self._optimizers:
             before = each.register_step_pre_hook(self._before_step)
             self._open.callback(before.remove)

@@ -19,7 +19,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.comm.peers import exchange_with
 from shardwise.layout.placements import local_of
 from shardwise.mesh import Axis
 from shardwise.tensor.plain_state import owner_of
@@ -78,7 +77,7 @@ class Tie:
         if self.stages is None:
             return {self.places[0]: mine}
         comm = self.params[0].unit.comm
-        theirs = exchange_with(self.peers, mine, self.stages, comm, self.name)
+        theirs = comm.exchange_with(self.peers, mine, self.stages, self.name)
         return {self.stages.rank: mine, **theirs}
 
     @torch.no_grad()

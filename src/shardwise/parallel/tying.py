@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.distributed import get_process_group_ranks
 
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import exchange_any
-from shardwise.comm.meeting import name_ranks
 from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError
 from shardwise.layout.boxes import full_region

@@ -39,10 +39,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.comm.watch import WATCH
+from shardwise.comm.listener import WAITS
 from shardwise.device import run_near
 from shardwise.engine.agreement import any_rank, make_room
-from shardwise.engine.order import in_forward_order
+from shardwise.engine.schedule import in_forward_order
 from shardwise.errors import ConfigError
 from shardwise.step.local_step import optimizer_like, part_of_step
 from shardwise.step.stored import Params, StoredState, StoredStep
@@ -319,7 +319,7 @@ class Overlap:
             if unit is not None:
                 name = unit.name or "(root)"
                 rank = dist.get_rank() if dist.is_initialized() else 0
-                WATCH.tell_failure(f"rank {rank}, unit '{name}': {why}")
+                WAITS.listener.report_failure(f"rank {rank}, unit '{name}': {why}")
             raise
 
     def _stores(self, optimizer: Any, by_unit: ByUnit) -> bool:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.watch import WATCH
+from shardwise.comm.listener import WAITS
 from shardwise.errors import ShardError
 from shardwise.trace import Tracer
 
@@ -101,7 +101,7 @@ class BackgroundStep:
                 f"the background, failed: {type(self._error).__name__}: {self._error}. Its "
                 "parameters may be stepped in part; shardwise.load() a checkpoint before it is used"
             )
-            WATCH.tell_failure(why)
+            WAITS.listener.report_failure(why)
             raise ShardError(why) from self._error
 
 

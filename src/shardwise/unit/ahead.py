@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from shardwise.comm.watch import WATCH
+from shardwise.comm.listener import WAITS
 from shardwise.errors import StorageError
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import DiskFile
@@ -43,7 +43,7 @@ class FileSlices:
                 self.release()
         is_wanted = self._buffer is None and self._disk.has_free
         if is_wanted and cached_share(self.mapped) < _CACHED:
-            with WATCH.telling_failures():
+            with WAITS.reporting_failures():
                 buffer = self._disk.take()
                 try:
                     memory = buffer.memory[: self.mapped.nbytes]
@@ -57,7 +57,7 @@ class FileSlices:
         """Wait for a read of this version. **Raises** StorageError where it has failed."""
         if self._read is not None and self._version == version:
             try:
-                with WATCH.telling_failures():
+                with WAITS.reporting_failures():
                     self._read.wait()
             except StorageError:
                 self._read = None  # it is over

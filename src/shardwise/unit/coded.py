@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.comm.codes import decode, encode
+from shardwise.comm.encoded import decode, encode
 from shardwise.comm.pending import GatherItem, Pending
-from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES, Plain, Run, Wire
+from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES, Run, Wire
 from shardwise.unit.home import Home
 
 
@@ -129,7 +129,7 @@ class CodedGather:
         found, plain = [], []
         for number, place in enumerate(shares):
             share = self._wire.share(number, self._rank)
-            for run in share.runs:
+            for run in share.coded:
                 for num, begin in self._parts(run, 1):
                     elements = slices[run.shard + begin * run.width :][: num * run.width]
                     codes, scales = self._blocks_at(place, run, 1, begin, num)
@@ -178,6 +178,6 @@ class CodedGather:
         scales = numbers.as_strided((ranks, num, 1), (share // SCALE_BYTES, 1, 1), at)
         return codes, scales
 
-    def _plain_at(self, place: torch.Tensor, plain: Plain) -> torch.Tensor:
+    def _plain_at(self, place: torch.Tensor, plain: Run) -> torch.Tensor:
         num_bytes = plain.numel * self._full.element_size()
-        return place[plain.at :][:num_bytes].view(self._full.dtype)
+        return place[plain.codes :][:num_bytes].view(self._full.dtype)

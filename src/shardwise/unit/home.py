@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardwise.comm.listener import WAITS
 from shardwise.comm.pending import Pending
-from shardwise.comm.watch import WATCH
 from shardwise.device import DeviceTime, follow_current
 from shardwise.offload.disk import Disk
 from shardwise.offload.mapped import mapped
@@ -77,7 +77,7 @@ class Home:
 
     def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that is a file's, zeros; see Note [Two ways to one file]."""
-        with WATCH.telling_failures():
+        with WAITS.reporting_failures():
             return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
     def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -44,8 +44,8 @@ from shardwise.unit.home import NO_FILES, Files, Home
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.poison import is_unwritten, poison
 from shardwise.unit.rank_order import RankOrderSum
-from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
+from shardwise.unit.sums import RowsApart
 from shardwise.unit.unit import Unit
 
 Dtypes = tuple[torch.dtype, torch.dtype]

@@ -28,9 +28,8 @@ from shardwise.layout.wire import is_coded
 from shardwise.precisions import Coding
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.partial import Unreduced
-from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
-from shardwise.unit.sums import Held, counted_anywhere
+from shardwise.unit.sums import Held, RowsApart, counted_anywhere
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ def _may_defer(units: Sequence[Any]) -> bool:
 def _coding_of(unit: Any, shape: tuple[int, ...]) -> Coding | None:
     """Return how a parameter's gradient is encoded: matrices alone are, as they are to be gathered.
 
-    See Note [Blocks of a gather] in `wire`.
+    See Note [Blocks of codes].
     """
     coding: Coding | None = unit.precision.reduce_coding
     return coding if is_coded(shape) else None

@@ -7,15 +7,22 @@ Freeing a full copy resizes its storage to zero bytes; the tensors that autograd
 pointing at that storage, and are whole again when backward gathers into it. The gather must not
 look like an in-place edit to autograd, so the layers' parameters are made through ``.data``, which
 gives them version counters of their own (FSDP2 does the same, by resetting the counters).
+
+Note [Spread over fewer ranks]
+A rank keeps one of as many equal parts of the unit's full memory as there are neighbours, and
+backward gathers over these only. A part is dropped when the parameters have changed. Source: FSDP2,
+``fully_shard(reshard_after_forward=<int>)``; ZeRO++ (Wang et al. 2023), section 3.2, hpZ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.memory import Memory
-from shardwise.layout.segments import Layout
+from shardwise.layout.segments import Layout, Segment
+from shardwise.mesh import Axis
 from shardwise.precisions import Coding
 from shardwise.stages import Stage
 from shardwise.trace import FullParamLedger
@@ -395,3 +402,46 @@ def _num_references(tensor: torch.Tensor) -> int:
     """Count what refers to the tensor's memory: itself, its views, and theirs."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+class Nearby:
+    """The parts that this rank keeps of one unit, over the ranks of ``axis``."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._leaves = False
+        self._parts: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """End a forward pass: what is freed inside leaves its parts, if backward will need them."""
+        self._leaves = torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self._leaves = False
+
+    @torch.no_grad()
+    def leave(self, storages: Iterable[Storage], versions: list[int]) -> None:
+        """Keep this rank's parts of full storages, which are about to be freed."""
+        if self._leaves:
+            axis = self.axis
+            self._versions = versions
+            self._parts = [s.full.data.chunk(axis.size)[axis.rank].clone() for s in storages]
+
+    def forget(self) -> None:
+        """Drop the parts, as other parameters have come in the place of these."""
+        self._parts = []
+
+    def take(self, storages: Sequence[Storage], versions: list[int]) -> list[GatherItem]:
+        """List the parts, to be gathered over the axis; none when they are stale."""
+        parts, self._parts = self._parts, []
+        if not parts or self._versions != versions:
+            return []
+        items = []
+        for storage, part in zip(storages, parts, strict=True):
+            storage.allocate()
+            segment = Segment(storage.full.numel(), part.numel(), 0, 0)
+            items.append(GatherItem(segment, part, storage.full.data, False))
+        return items

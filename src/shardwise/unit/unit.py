@@ -26,9 +26,7 @@ from shardwise.stages import UnitSettings
 from shardwise.tensor.background_step import BackgroundStep, finish_all
 from shardwise.tensor.inner import version_of
 from shardwise.unit.home import Home
-from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import Scheduler, ShardedParam
-from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
     PARAM_TRANSITIONS,
@@ -36,8 +34,8 @@ from shardwise.unit.states import (
     ParamState,
     check_transition,
 )
-from shardwise.unit.storage import Storage
-from shardwise.unit.sums import Sum
+from shardwise.unit.storage import Nearby, Storage
+from shardwise.unit.sums import RowsApart, Sum
 
 
 class Unit:

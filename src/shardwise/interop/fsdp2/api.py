@@ -19,7 +19,7 @@ from shardwise.config import Precision, resolve_precision
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
 from shardwise.engine.hooks import register_load_check
-from shardwise.engine.load_check import compare_load
+from shardwise.engine.model import compare_load
 from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, resolve_offload

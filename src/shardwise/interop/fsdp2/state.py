@@ -21,11 +21,10 @@ from shardwise import __version__
 from shardwise.comm.control import exchange_any
 from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
-from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
+from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
 from shardwise.engine.module_state import ModuleState, note_state
 from shardwise.engine.runtime import Engine
 from shardwise.engine.steppers import attach_steppers
-from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError, StateError
 from shardwise.homes import Offload
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free

@@ -32,10 +32,9 @@ from shardwise.unit.backend_sum import BackendSum
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.forms import AsDTensor
 from shardwise.unit.home import Home
-from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.rank_order import RankOrderSum
-from shardwise.unit.storage import Storage
+from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import Sum
 from shardwise.unit.unit import Unit
 

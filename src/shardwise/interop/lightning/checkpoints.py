@@ -18,7 +18,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_checkpoint
 from shardwise.checkpoint.save_load import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
-from shardwise.engine.load_check import compare_load
+from shardwise.engine.model import compare_load
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.tensor.plain_state import cut_like, cut_state_dict
 

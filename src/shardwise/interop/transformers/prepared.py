@@ -21,7 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
-from shardwise.engine.load_check import compare_load
+from shardwise.engine.model import compare_load
 from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.peft import save_adapter

@@ -1,7 +1,7 @@
 """What encoding and decoding takes, of gathers and of reductions: bytes moved, memory meanwhile.
 
-Counted from the passes of `comm.codes` over float32: a block's magnitudes, their largest, quotients
-and roundings; codes to numbers, times scales. It runs on a few elements at a time.
+Counted from the passes of `comm.encoded` over float32: a block's magnitudes, their largest,
+quotients and roundings; codes to numbers, times scales. It runs on a few elements at a time.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from shardwise.comm.shares import BLOCK_NUMEL, owned_ranges
 from shardwise.layout.memory import Memory
-from shardwise.layout.parcels import ParcelSize, Slice, size_of
 from shardwise.layout.segments import Segment
-from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME
+from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, MessageSize, Slice, size_of
 from shardwise.plan.step.messages import Message
 from shardwise.precisions import GATHER_BITS, Coding
 
@@ -81,7 +80,7 @@ class Parcels(NamedTuple):
     memory that encoding, and decoding, takes beside them; ``beside`` is held as long as they are.
     """
 
-    sizes: tuple[ParcelSize, ...]
+    sizes: tuple[MessageSize, ...]
     num_ranks: int
     on_cpu: bool
     has_codes: bool
@@ -113,7 +112,7 @@ def parcels_of(
 
     **Cost** a few microseconds for each part and rank.
     """
-    sizes, own = list[ParcelSize](), list[Slice]()
+    sizes, own = list[MessageSize](), list[Slice]()
     before, packing, largest = 0.0, 0, 0
     most = ON_CPU_AT_A_TIME if on_cpu else AT_A_TIME
     for rank in range(num_ranks):
@@ -136,7 +135,7 @@ def parcels_of(
             before += part.numel * (part.size + _wire_size(part))
     if num_ranks > _RANKS_APART:
         others = zip(*sizes[1:], strict=True)
-        sizes = [sizes[0], ParcelSize(*(-(-sum(each) // (num_ranks - 1)) for each in others))]
+        sizes = [sizes[0], MessageSize(*(-(-sum(each) // (num_ranks - 1)) for each in others))]
     has_codes = any(part.coding is not None for part in parts)
     after, summing = 0.0, 0
     for each in own:
@@ -162,7 +161,7 @@ def merge_parcels(units: Sequence[Parcels]) -> Parcels | None:
         return None
     sizes = zip(*(unit.sizes for unit in units), strict=True)
     return Parcels(
-        tuple(ParcelSize(*map(sum, zip(*of_rank, strict=True))) for of_rank in sizes),
+        tuple(MessageSize(*map(sum, zip(*of_rank, strict=True))) for of_rank in sizes),
         *units[0][1:3],
         any(unit.has_codes for unit in units),
         sum(unit.before for unit in units),

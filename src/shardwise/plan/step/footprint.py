@@ -236,7 +236,7 @@ def _gather(groups: Sequence[Group], works: Sequence[CodingWork], setting: Setti
 def _owners_in(
     units: Sequence[UnitFacts], candidate: Candidate, rank: int | None
 ) -> list[list[int | None]]:
-    """Return who owns each parameter, as `layout.owners` has it; the rank with most may be 0.
+    """Return who owns each parameter, as `layout.placements` has it; the rank with most may be 0.
 
     Pieces of tensors, and experts, which lie on axes of their own, have no owner.
     """

@@ -1,13 +1,12 @@
-"""A collective by a name that is the same on all ranks, and how people are told of it."""
+"""The identity of a collective on all ranks of its group, and its description in messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
-# What small collectives are of, by the name in the place of a unit's.
-_OTHERS = {
+# Descriptions of small collectives, by the name that stands in place of a unit's.
+_DESCRIPTIONS = {
     "(experts)": "tokens and their experts",
     "(gathered)": "what gathered() writes back",
     "(generator)": "a random generator's state",
@@ -25,56 +24,57 @@ _MAX_RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """A collective of one group. The n-th that a rank begins meets the n-th of all other ranks.
+class CollectiveKey:
+    """A kind of collective of one group. The n-th call of a rank meets the n-th of all others.
 
-    ``members`` are the global ranks of a group that torch's registry does not know; ``unit`` is its
-    name then. ``about``: what is exchanged, where that may differ between calls.
+    A key without an ``axis`` belongs to a small exchange (`control`), or to a call that has only a
+    ``kind``. ``members`` are the global ranks of a group that torch's registry does not know, whose
+    name is ``unit``. ``about`` describes the content where it differs between calls.
     """
 
     kind: str
     unit: str
     index: int
     axis: str
-    group: Any
+    group: dist.ProcessGroup | None
     members: tuple[int, ...] = ()
     about: str = ""
 
     @property
     def key(self) -> str:
-        """Return what is the same on all ranks."""
+        """Text that is the same on all ranks, and different for another collective."""
         parts = (self.group_name, self.axis, self.kind, str(self.index), self.unit, self.about)
         return _SEPARATOR.join(parts)
 
     @property
     def group_name(self) -> str:
-        """Return the group's name, the same on its ranks and no other group's."""
+        """The group's name: the same on its ranks, and different for another group."""
         return self.unit if self.members else str(getattr(self.group, "group_name", ""))
 
     @property
     def text(self) -> str:
-        """Return the collective's name for people."""
+        """The description for messages."""
         about = f" ({self.about})" if self.about else ""
         if not self.axis:
             return self.kind + about
         unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
-        return f"{self.kind} of {_OTHERS.get(self.unit, unit)}{about} over axis '{self.axis}'"
+        return f"{self.kind} of {_DESCRIPTIONS.get(self.unit, unit)}{about} over axis '{self.axis}'"
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks that must begin it."""
+        """The global ranks of the group. **Raises** KeyError if torch has no such group."""
         return self.members or ranks_of(self.group)
 
 
-def text_of(key: str) -> str:
-    """Return the name for people of a collective of this key."""
+def describe_key(key: str) -> str:
+    """Return the description of a collective from its `CollectiveKey.key`."""
     _, axis, kind, index, rest = key.split(_SEPARATOR, 4)
     unit, _, about = rest.rpartition(_SEPARATOR)
-    return Meeting(kind, unit, int(index), axis, None, about=about).text
+    return CollectiveKey(kind, unit, int(index), axis, None, about=about).text
 
 
-def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a group. **Raises** KeyError where there is no such group now."""
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the global ranks of a group. **Raises** KeyError if torch has no such group."""
     return tuple(dist.get_process_group_ranks(group))
 
 
@@ -86,5 +86,5 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of what an error says."""
+    """Return the first line of an error's text, or its type if there is no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

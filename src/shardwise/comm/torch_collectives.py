@@ -1,19 +1,29 @@
-"""The collectives that torch makes of its own, counted while somebody asks.
+"""Collectives that are not Shardwise's: counted by a dispatch mode, and reported to recorders.
 
 DTensors, pipelines and layers of other libraries call torch.distributed themselves. A mode sees
 each operation on its way to the device, collectives among them, in forward and in backward.
 
-Note [What is sent]
+Note [Counted bytes]
 Bytes are those that a rank has to send, however a backend does it: each of n ranks sends its part
-to the n - 1 others in an all-gather, the others' shares in a reduce-scatter, and both in an
-all-reduce. What is received is counted where it is sent.
+to n - 1 ranks in an all-gather, its addends of n - 1 shares in a reduce-scatter, and both in an
+all-reduce. Receiving is not counted.
+
+Note [Calls of the loop's own]
+A loop averages its loss, or waits in a barrier, on groups that no model knows. torch wraps each of
+these calls in a function that logs its errors, and keeps the call in a cell of that function's
+closure. While a recorder listens, the cell holds a function that reports the call and makes it.
+So a call is seen under any name that it was imported by, and no name of torch changes. A wait for a
+collective that was begun with ``async_op=True`` is not such a call, and is not seen.
 """
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from types import FrameType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -24,9 +34,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.mesh import Axis
-from shardwise.trace import Traffic
+from shardwise.names import MAIN
+from shardwise.trace import Recorder, Traffic
 
-# Operators by name: the kind of collective, and which argument has what this rank puts in.
+# Operators by name: the kind of collective, and the position of the argument with its input.
 _OPERATORS: Mapping[str, Mapping[str, tuple[str, int]]] = {
     "c10d": {
         "allgather_": ("all_gather", 1),
@@ -67,7 +78,8 @@ _OPERATORS: Mapping[str, Mapping[str, tuple[str, int]]] = {
 _GROUPS = ("process_group", "group_name")
 _SOURCES = ("root_rank", "src")
 _SPLITS = "input_split_sizes"
-# Where collectives are made that Shardwise counts itself.
+_KINDS = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
+# Shardwise counts the collectives that are made here itself.
 _PACKAGE = Path(__file__).parents[1]
 _COUNTED = (f"{_PACKAGE / 'comm'}{os.sep}", str(_PACKAGE / "parallel" / "ring.py"))
 
@@ -96,7 +108,7 @@ class CountedCollectives(TorchDispatchMode):
     ) -> Any:
         """Count an operation if it is a collective, and run it."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it first makes its collectives, which come here then
+            return NotImplemented  # it first makes its collectives, which come here next
         is_real = not any(issubclass(kind, FakeTensor) for kind in types)
         if is_real and isinstance(func, torch._ops.OpOverload):
             found = _OPERATORS.get(func.namespace, {}).get(func._opname)
@@ -112,10 +124,9 @@ class CountedCollectives(TorchDispatchMode):
         self._traffic.add(f"{axis.name}.{kind}", "", num_bytes)
 
     def _axis_of(self, group: Any) -> Axis | None:
-        """Return the axis of a group, by its ranks where it is none that the model was told of.
+        """Return the axis of a group, by the group's ranks if it is not one of the model's.
 
-        DTensors keep what they have planned for a mesh: an equal mesh, made later, is served by the
-        groups of the first.
+        DTensors cache their plans by mesh: a later, equal mesh uses the groups of the first.
         """
         if not isinstance(group, str | dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)  # an operator's object of C++
@@ -135,7 +146,7 @@ def _by_name(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, A
 
 
 def _sent_bytes(kind: str, given: Any, others: Mapping[str, Any], axis: Axis) -> int:
-    """Return what this rank sends of what it puts in; see Note [What is sent]."""
+    """Return the bytes that this rank sends, see Note [Counted bytes]."""
     num, here = axis.size, _bytes_of(given)
     source = next((others[name] for name in _SOURCES if name in others), None)
     if kind == "all_gather":
@@ -151,7 +162,7 @@ def _sent_bytes(kind: str, given: Any, others: Mapping[str, Any], axis: Axis) ->
         return here * (num - 1) // num
     if kind == "broadcast":
         return here * (num - 1) if source == axis.rank else 0
-    if kind == "scatter":  # only its source puts something in
+    if kind == "scatter":  # only its source has an input
         return here * (num - 1) // num
     if kind in ("reduce", "gather"):
         return 0 if source == axis.rank else here
@@ -165,10 +176,69 @@ def _bytes_of(given: Any) -> int:
 
 
 def is_counted(frame: FrameType | None) -> bool:
-    """Tell whether a collective is one that Shardwise makes, and counts."""
+    """Tell whether Shardwise makes a collective, and counts it itself."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COUNTED) and name != __file__:
             return True
         frame = frame.f_back
     return False
+
+
+class TorchCalls:
+    """Reports the calls of a process to recorders, each of the thread on which it was begun."""
+
+    def __init__(self) -> None:
+        self._recorders: list[tuple[int, Recorder]] = []
+        self._calls: list[tuple[CellType, Callable[..., Any]]] = []
+
+    @contextmanager
+    def reporting(self, recorder: Recorder) -> Iterator[None]:
+        """Report calls inside to a recorder, as the phase "exchange"; any may end first.
+
+        **Cost** some microseconds for each call.
+        """
+        entry = threading.get_ident(), recorder
+        if not self._recorders:
+            self._calls = _calls_of_torch()
+            for cell, call in self._calls:
+                cell.cell_contents = self._wrapped(call)
+        self._recorders.append(entry)
+        try:
+            yield
+        finally:
+            self._recorders.remove(entry)
+            if not self._recorders:
+                for cell, call in self._calls:
+                    cell.cell_contents = call
+
+    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.get_ident()
+            recorders = [recorder for at, recorder in self._recorders if at == thread]
+            if not recorders or is_counted(sys._getframe(1)):  # a call inside another one too
+                return call(*args, **kwargs)
+            for recorder in recorders:
+                recorder.enter(MAIN, "exchange", "")
+            try:
+                return call(*args, **kwargs)
+            finally:
+                for recorder in recorders:
+                    recorder.leave(MAIN, "exchange", "")
+
+        return reported
+
+
+def _calls_of_torch() -> list[tuple[CellType, Callable[..., Any]]]:
+    """Return the cells that hold torch's collectives, each with its call."""
+    found = []
+    for name, value in vars(dist.distributed_c10d).items():
+        if type(value) is FunctionType and name.startswith(_KINDS):  # of others some warn
+            call = getattr(value, "__wrapped__", None)
+            cells = value.__closure__ or ()
+            found += [(cell, call) for cell in cells if call and cell.cell_contents is call]
+    return found
+
+
+TORCH_CALLS = TorchCalls()
