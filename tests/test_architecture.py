@@ -238,3 +238,53 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 def test_importing_the_command_line_does_not_import_torch() -> None:
     assert run_python("import shardwise.cli.main; print('torch' in sys.modules)") == "False"
+
+
+CORE = ("layout", "comm", "tensor", "unit", "engine")
+TRAINS_ALONE = """
+import importlib.abc, sys
+
+class NothingBelow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in BELOW:
+            raise ImportError(f"the core has imported {name}")
+
+sys.meta_path.insert(0, NothingBelow())
+import torch, torch.distributed as dist
+from torch import nn
+from shardwise.comm.listener import WAITS, Listener
+from shardwise.engine.api import shard
+WAITS.attach(Listener)
+torch.manual_seed(0)
+plain, model = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
+model.load_state_dict(plain.state_dict())
+x = torch.linspace(-1, 1, 20).view(4, 5)
+dist.init_process_group("gloo", store=dist.FileStore(STORE, 2), rank=RANK, world_size=2)
+shard(model, stage=STAGE, units=nn.Linear)
+for each in (plain, model):
+    optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, foreach=False)
+    for _ in range(3):
+        optimizer.zero_grad()
+        each(x).square().sum().backward()
+        optimizer.step()
+for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+    assert torch.equal(ours.full_tensor(), theirs), (ours, theirs)
+dist.destroy_process_group()
+"""
+
+
+def test_the_core_comes_before_all_that_stands_on_it() -> None:
+    order = rooms()
+    assert order[order.index("layout") : order.index("engine") + 1] == list(CORE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_core_trains_without_any_room_below_it(stage: int, tmp_path: Path) -> None:
+    order = rooms()
+    below = {f"shardwise.{room}" for room in order[order.index("engine") + 1 :]}
+    values = f"BELOW, STAGE, STORE = {below!r}, {stage}, {str(tmp_path / 'store')!r}"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", f"{values}; RANK = {rank}\n{TRAINS_ALONE}"])
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]

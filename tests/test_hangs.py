@@ -204,6 +204,8 @@ def test_who_follows_another_ones_failure_is_not_blamed() -> None:
     elsewhere = verdict(Published(_1=follows, _2=waits(), _3=cause))
     assert "rank 3" in elsewhere and "ValueError: enough" in elsewhere
     assert "rank 1 (" not in elsewhere  # the victim through which it came
+    done = verdict(Published(_1=follows, _2=waits(), _3=beats(left=ENDED_WELL)))
+    assert "rank 3" not in done  # of another group, and at its end
 
 
 @pytest.mark.parametrize(

@@ -39,31 +39,35 @@ class Chosen(nn.Module):
         return self.layers[which](self.first(x))
 
 
-def make_chosen(how, widths):
-    model = Chosen(widths)
-    if how == "fully_shard":
-        for layer in model.layers:
-            shardwise.fully_shard(layer)
-        return shardwise.fully_shard(model)
-    return shard(model, stage=3, units=[nn.Sequential], layout=how)
+def error_of(calls):
+    """Return the CollectiveError that calls end with, on this rank."""
+    WATCH.look_every_s = 0.2
+    with pytest.raises(CollectiveError) as caught:
+        calls()
+    return str(caught.value)
+
+
+def run_layers(model, *layers):
+    for which in layers:
+        model(torch.ones(2, 4), which).sum().backward()
+        model.zero_grad()
 
 
 def choose_different_layers(rank, world_size, how, widths):
     """Run two steps alike, then another layer on rank 0; return the error."""
-    WATCH.look_every_s = 0.2
-    model = make_chosen(how, widths)
-    for which in (1, 0):
-        model(torch.ones(2, 4), which).sum().backward()
-        model.zero_grad()
+    model = Chosen(widths)
+    if how == "fully_shard":
+        for layer in model.layers:
+            shardwise.fully_shard(layer)
+        shardwise.fully_shard(model)
+    else:
+        shard(model, stage=3, units=[nn.Sequential], layout=how)
+    run_layers(model, 1, 0)
     begun = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        for _ in range(3):
-            model(torch.ones(2, 4), int(rank == 0)).sum().backward()
+    text = error_of(lambda: run_layers(model, *3 * [int(rank == 0)]))
     assert time.monotonic() - begun < LIMIT_S
-    with pytest.raises(CollectiveError) as again:
-        model(torch.ones(2, 4), 0)
-    assert "start again from a checkpoint" in str(again.value)
-    return str(caught.value)
+    assert "start again from a checkpoint" in error_of(lambda: run_layers(model, 0))
+    return text
 
 
 @pytest.mark.parametrize(
@@ -129,15 +133,16 @@ def test_a_slow_opening_of_a_group_over_two_axes_accuses_nobody():
 
 
 def save_on_rank_0_only(rank, world_size, folder):
-    WATCH.look_every_s = 0.2
     model = shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(CollectiveError) as caught:
+
+    def save_and_train():
         if rank == 0:
             shardwise.save(folder, model, optimizer, step=1)
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
-    return str(caught.value)
+
+    return error_of(save_and_train)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -235,10 +240,7 @@ def gather_alone(rank, world_size):
     if rank:
         atexit._run_exitfuncs()  # its program is over
         return ""
-    with pytest.raises(CollectiveError) as caught:
-        for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-    return str(caught.value)
+    return error_of(lambda: [model(torch.ones(2, 4)).sum().backward() for _ in range(2)])
 
 
 def test_the_root_unit_is_named_when_another_rank_has_ended():
@@ -254,15 +256,9 @@ def grid():
 
 def one_replica_differs(rank, world_size):
     """Rank 3 runs another layer than its shard group; the other replica does nothing wrong."""
-    WATCH.look_every_s = 0.2
     model = shard(Chosen((8, 8)), stage=3, units=[nn.Sequential], mesh=grid())
-    for which in (1, 0):
-        model(torch.ones(2, 4), which).sum().backward()
-        model.zero_grad()
-    with pytest.raises(CollectiveError) as caught:
-        for _ in range(3):
-            model(torch.ones(2, 4), int(rank == 3)).sum().backward()
-    return str(caught.value)
+    run_layers(model, 1, 0)
+    return error_of(lambda: run_layers(model, *3 * [int(rank == 3)]))
 
 
 def test_all_replicas_are_told_which_two_ranks_of_one_of_them_differ():
@@ -285,8 +281,7 @@ def one_pair_hangs(rank, world_size, folder):
     steps, left = 0, 10
     try:
         while left:
-            model(torch.ones(2, 4), int(rank == 0 and steps > 1)).sum().backward()
-            model.zero_grad()
+            run_layers(model, int(rank == 0 and steps > 1))
             steps += 1
             if rank > 1:
                 num_ended = torch.tensor(len(list(Path(folder).iterdir())))
@@ -310,14 +305,10 @@ def test_a_group_that_hangs_leaves_another_group_of_the_same_process_group_alone
 
 def cross(rank, world_size):
     """Two models, one over the rows of a grid of ranks and one over its columns, out of order."""
-    WATCH.look_every_s = 0.2
     mesh = grid()
     models = [shard(nn.Linear(4, 4), stage=3, mesh=mesh[axis]) for axis in ("shard", "replicate")]
     order = models if rank in (0, 3) else models[::-1]
-    with pytest.raises(CollectiveError) as caught:
-        for model in order:
-            model(torch.ones(2, 4)).sum().backward()
-    return str(caught.value)
+    return error_of(lambda: [model(torch.ones(2, 4)).sum().backward() for model in order])
 
 
 def test_a_circle_over_four_groups_is_named_with_all_its_ranks():

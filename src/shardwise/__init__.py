@@ -23,10 +23,10 @@ Reading order, which is also the import order (a file imports only from what sta
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
-    offload/                  state away from the device: files, and buffers that it passes
     tensor/                   ShardTensor: what an optimizer sees, and what operations give
     unit/                     one unit: storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
+    offload/                  state away from the device: files, and buffers that it passes
     step/                     an optimizer's step: in the background, through the device
     optim/                    optimizers: AdamW with small moments
     parallel/                 sequences, experts, pipelines: models over other axes

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.exchange import Exchange
 from shardwise.comm.torch_collectives import CountedCollectives
-from shardwise.engine.activations import Activations
 from shardwise.engine.api import engine_of
 from shardwise.engine.parts import Model, Parts, modules_of
+from shardwise.engine.seams import Activations
 from shardwise.hangs.watch import watch as watch
 from shardwise.mesh import Axis
 from shardwise.step.overlap import is_elementwise, staging_bytes

@@ -1,4 +1,4 @@
-"""Progress of long work, in bytes or steps: a bar on a terminal, else lines on stderr."""
+"""How far long work is, in bytes or steps: a bar on a terminal, lines on stderr without one."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ Said = Callable[[float, float | None, float], str]  # of (done, total, seconds s
 
 
 class ProgressLines:
-    """Write the progress of a long job: a line every 30 s, and one at the end.
+    """Say how far a long job is: a line every 30 s, and one at the end.
 
-    A line is written by the first advance after its time. The last one is written if there was a
-    line before, or with ``ends_always``. ``text`` takes (done, total, seconds so far) and returns
-    the line up to the time left. If not ``shown``, nothing is written: on every rank but 0, and if
-    a terminal shows a bar. ``first`` was done before this process began and does not count in the
-    rate; ``clock`` gives seconds from any origin.
+    A line comes with the first advance after its time, so work that stands still is silent. The
+    last one comes if there was a line before, or with ``ends_always``. ``text`` takes (done, total,
+    seconds so far) and returns the line up to the time left. Not ``shown`` says nothing: on every
+    rank but 0, and where a terminal shows a bar. ``first`` was done before this process began and
+    does not count in the rate; ``clock`` gives seconds from any origin.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class ProgressLines:
         self._started_s = self._told_s = clock() if shown else 0.0
 
     def advance(self, done: float, total: float | None) -> None:
-        """Note the amount done, and the total if it is known; write a line if one is due."""
+        """Note what is done, of how much if that is known; say it if it is time to."""
         self._done, self._total = done, total
         if self._shown and (now_s := self._clock()) - self._told_s >= INTERVAL_S:
             self._told_s, self._ends = now_s, True
             self._write(self._time_left(now_s - self._started_s))
 
     def add(self, amount: float, total: float | None) -> None:
-        """Add to the amount done; see `advance`."""
+        """Note that so much more is done; see `advance`."""
         self.advance(self._done + amount, total)
 
     def end(self) -> None:
-        """Write the amount done and the time it took."""
+        """Say what was done in all, and how long it took."""
         if self._shown and self._ends and self._done > self._first:
             self._write(f", took {format_duration(self._clock() - self._started_s)}")
 
@@ -77,7 +77,7 @@ class ProgressLines:
         line = self._text(self._done, self._total, self._clock() - self._started_s)
         try:
             terminal.complain(f"{line}{ending}\n")
-        except (OSError, ValueError, AttributeError):  # stderr is closed or missing
+        except (OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
             self._shown = False
 
 
@@ -85,9 +85,9 @@ class ProgressLines:
 def _bar(
     text: Said, clock: Clock, *columns: ProgressColumn, shown: bool = True, **task: Any
 ) -> Iterator[tuple[Progress, TaskID, ProgressLines]]:
-    """Show a bar if stderr is a terminal, else lines of ``text``; yield bar, task and lines.
+    """Show a bar on stderr where that is a terminal, else lines of ``text``; yield what tells them.
 
-    ``task`` are arguments of rich's ``add_task``.
+    ``task`` is what rich asks for.
     """
     console = terminal.EscapingConsole(stderr=True)
     lines = ProgressLines(text, shown=shown and not console.is_terminal, clock=clock)
@@ -98,10 +98,10 @@ def _bar(
 
 
 class _Bytes(ProgressColumn):
-    """A column of bytes done, their total and rate."""
+    """Bytes done, of how many, and how many per second."""
 
     def render(self, task: Task) -> Text:
-        """Return the column's text."""
+        """Write them as everywhere else."""
         total = f" of {format_bytes(task.total)}" if task.total is not None else ""
         speed = f", {format_bytes(task.speed)}/s" if task.speed else ""
         return Text(f"{format_bytes(task.completed)}{total}{speed}")
@@ -114,7 +114,7 @@ def byte_bar(
     clock: Clock = time.monotonic,
     shown: bool = True,
 ) -> Iterator[Callable[[int], None]]:
-    """Show bytes, bytes per second and the time left; yield a function that adds bytes."""
+    """Show bytes, bytes per second and the time left; yield what takes the bytes of each piece."""
 
     def text(done: float, total: float | None, elapsed_s: float) -> str:
         whole = f" of {format_bytes(total)}" if total is not None else ""
@@ -133,7 +133,7 @@ def byte_bar(
 
 @contextmanager
 def step_bar(label: str, clock: Clock = time.monotonic) -> Iterator[Callable[[int, int], None]]:
-    """Show the steps done of a long job; yield a function of (done, total)."""
+    """Show how many steps of a long job are done; yield what takes (done, in all)."""
 
     def text(done: float, total: float | None, elapsed_s: float) -> str:
         return f"{label}: {done:,.0f} of {total:,.0f}"
@@ -150,7 +150,7 @@ def step_bar(label: str, clock: Clock = time.monotonic) -> Iterator[Callable[[in
 
 @contextmanager
 def share_bar(shown: bool, clock: Clock = time.monotonic) -> Iterator[Callable[[str, float], None]]:
-    """Show the present part of a job and the share done; yield a function of (label, share)."""
+    """Show what is at work, and which share is done; yield what takes (label, share)."""
     now = "measure"
 
     def advance(label: str, share: float) -> None:

@@ -396,7 +396,7 @@ def draw_areas(
     ends = [*(begin for begin, _ in columns[1:]), across.high]
 
     def corners(values: Sequence[float]) -> list[tuple[float, float]]:
-        """Return the corners of a line of steps; a value that stays adds none."""
+        """Return the corners of a line of steps; values that stay have none."""
         found: list[tuple[float, float]] = []
         rows = zip((begin for begin, _ in columns), ends, values, strict=True)
         for value, group in groupby(rows, key=lambda row: row[2]):

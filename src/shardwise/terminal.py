@@ -1,6 +1,6 @@
-"""Output to the terminal, with control characters escaped.
+"""The way to the terminal: all that commands print passes here, and can command no terminal.
 
-All commands print through it, since names, keys and errors come from files that may be hostile.
+Names, keys and errors come out of files that anybody may have written.
 """
 
 import sys

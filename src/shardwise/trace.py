@@ -1,11 +1,11 @@
-"""Events of a model for torch's profiler and a recorder; counts of bytes sent and full parameters.
+"""What goes on, told to torch's profiler and to a recorder; what was sent, and what is alive.
 
 Note [Marks]
 A span is always left in the call that entered it. torch writes the end of a span into memory of
-the profile in which it began; if that profile has ended and another one runs, the process dies. A
-phase that one hook begins and another ends (a unit's forward and backward pass) may stay open when
-the pass is cut short, so it has two labels without length: ``backward`` and ``backward_end``. A
-recorder closes open phases at the end of the step.
+the profile in which it began; if that profile is over and another one runs, the process dies. What
+one hook begins and another ends (a unit's forward and backward pass) may stay open when the pass is
+cut short, so it has two labels of no length: ``backward`` and ``backward_end``. A recorder closes
+what was left open when the step is over.
 """
 
 from collections import Counter
@@ -23,35 +23,35 @@ _NO_SPAN = nullcontext()
 
 
 class Recorder(Protocol):
-    """Receives a model's timed events."""
+    """Who keeps what goes on in a model, with the time."""
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase of a unit begins now on one line of work."""
 
     def leave(self, line: str, phase: str, unit: str) -> None:
-        """Note that the phase ends now."""
+        """Note that it is over."""
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
-        """Note a collective or a copy that begins now; call the result when it has ended.
+        """Note a collective or a copy that begins now; call what is returned once it is over.
 
-        ``works`` are torch's handles of it; () if it is all work that is enqueued on the current
-        stream until that call; None if the device has no part in it.
+        ``works`` are torch's, which it is made of; () if it is what is enqueued on the current
+        stream until its end is told, None if the device has no part in it.
         """
 
     def wait_for(self, group: Any, peer: int, seconds: float) -> None:
-        """Note the time for which this rank has waited for messages from or to another rank."""
+        """Note that this rank has waited so long for messages from or to another one of a group."""
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
-        """Receive the inputs of the model."""
+        """Look at what the model was called with."""
 
     def saved(self, path: str, is_finite: bool) -> None:
         """Note that a checkpoint is on disk, and whether all that this rank wrote is finite."""
 
 
 class Tracer:
-    """Sends the events of one model to torch's profiler, and to a recorder if there is one.
+    """Tells what goes on in one model to torch's profiler, and to a recorder while one listens.
 
-    **Cost** none without both.
+    Free while neither does.
     """
 
     __slots__ = ("_told", "recorder")
@@ -62,7 +62,7 @@ class Tracer:
 
     @contextmanager
     def telling(self, recorder: Recorder) -> Iterator[None]:
-        """Send events inside to a recorder; of several, closed in any order, to the newest."""
+        """Tell a recorder what goes on inside; of several, closed in any order, the newest."""
         self._told.append(recorder)
         self.recorder = recorder
         try:
@@ -72,12 +72,12 @@ class Tracer:
             self.recorder = self._told[-1] if self._told else None
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
-        """Send the inputs of the model to the recorder."""
+        """Show a recorder what the model was called with."""
         if self.recorder is not None:
             self.recorder.see_inputs(args, kwargs)
 
     def span(self, phase: str, *units: str, line: str = MAIN) -> AbstractContextManager[object]:
-        """Label the work inside as ``shardwise.<phase>(<units>)``."""
+        """Label what runs inside as ``shardwise.<phase>(<units>)``."""
         labels = torch.autograd._profiler_enabled()
         if not labels and self.recorder is None:
             return _NO_SPAN
@@ -87,12 +87,12 @@ class Tracer:
         return _Told(self.recorder, line, phase, units, label)
 
     def copies(self, line: str, unit: str, num_bytes: int) -> AbstractContextManager[object]:
-        """Send the work that is enqueued on the current stream inside to the recorder."""
+        """Tell a recorder of what is enqueued on the current stream inside."""
         told = self.recorder
         return _NO_SPAN if told is None else _copies(told, line, unit, num_bytes)
 
     def mark_begin(self, phase: str, unit: str) -> None:
-        """Begin a phase that another call ends; see Note [Marks]."""
+        """Say that a phase begins that another call ends; see Note [Marks]."""
         if torch.autograd._profiler_enabled():
             with _label(phase, (unit,)):
                 pass
@@ -100,7 +100,7 @@ class Tracer:
             self.recorder.enter(MAIN, phase, unit)
 
     def mark_end(self, phase: str, unit: str) -> None:
-        """End the phase, with the label ``<phase>_end``."""
+        """Say that it ends, as the label ``<phase>_end``."""
         if torch.autograd._profiler_enabled():
             with _label(f"{phase}_end", (unit,)):
                 pass
@@ -109,7 +109,7 @@ class Tracer:
 
 
 class _Told:
-    """A span that is sent to a recorder."""
+    """A span that a recorder is told of."""
 
     __slots__ = ("_label", "_line", "_phase", "_recorder", "_unit")
 
@@ -148,15 +148,16 @@ def _label(phase: str, units: tuple[str, ...]) -> AbstractContextManager[object]
 
 @dataclass(frozen=True)
 class Stats:
-    """Bytes that one rank holds and has sent, at the moment of the call.
+    """What one rank holds and has sent, in bytes, at the moment of the call.
 
     ``param_shard_bytes`` are the persistent master slices; ``param_full_bytes`` full copies alive
     now beyond those (where the slices lie inside the full copy they are counted once, as slices),
     ``param_full_peak_bytes`` their peak; ``grad_shard_bytes`` reduced, ``grad_partial_bytes``
-    unreduced gradients. ``bytes_by_place`` has the slices, reduced gradients, full copies and, if
-    given, the optimizer's state by place: "device", "host", "files"; offloaded activations count
-    for the host. ``sent_bytes`` and ``num_collectives`` count payloads sent by this rank since
-    ``shard()``, by ``axis.kind``; collectives by torch itself count inside of `counting`.
+    unreduced gradients. ``bytes_by_place`` has where slices, reduced gradients, full copies and, if
+    it was given, the optimizer's state rest: "device", "host", "files"; of activations, what they
+    have of the host. ``sent_bytes`` and
+    ``num_collectives`` count payloads sent by this rank since ``shard()``, by ``axis.kind``; of
+    those that torch sends, what was sent in `counting`.
     """
 
     param_shard_bytes: int
@@ -171,7 +172,7 @@ class Stats:
 
 @dataclass
 class Traffic:
-    """Counts of bytes that this rank sent, by ``axis.kind``, and the events if they are counted."""
+    """Counts of what this rank sent, by ``axis.kind``, and the events if somebody asked."""
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
     num_collectives: Counter[str] = field(default_factory=Counter)

@@ -25,10 +25,10 @@ from models import Block
 from ranks import run_ranks
 from shardwise import Offload, accumulate, describe, shard
 from shardwise.debug import stats
-from shardwise.engine.activations import _Input
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
+from shardwise.offload.activations import _Input
 
 AWAY = Offload(activations="cpu")
 NUM_BLOCKS, ROWS, WIDTH = 5, 3, 8

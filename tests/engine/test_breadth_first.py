@@ -194,7 +194,7 @@ def test_all_micro_batches_together_gather_and_reduce_what_one_does(
 
 def fetch(rank: int, world_size: int) -> None:
     """Slices on the host are fetched once per unit in forward, once in backward."""
-    from shardwise.unit.home import Home
+    from shardwise.offload.home import Home
 
     model = shard(Stack(), offload="cpu")
     fetched: list[int] = []

@@ -20,12 +20,12 @@ from shardwise.debug import stats
 from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardError
+from shardwise.offload.home import Home
 from shardwise.offload.lane import Lane, Load
 from shardwise.offload.loads import cut
 from shardwise.plan.accounting import account
 from shardwise.step import local_step as apart
 from shardwise.step import streamed
-from shardwise.unit.home import Home
 
 LOAD_BYTES = 4096
 

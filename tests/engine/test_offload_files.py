@@ -30,10 +30,10 @@ from shardwise.errors import ConfigError, ShardError, StateError, StorageError
 from shardwise.host import available_host_bytes
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
+from shardwise.offload.home import Home
 from shardwise.step.state_file import StateFile
 from shardwise.tensor.background_step import elements_of
 from shardwise.unit import ahead
-from shardwise.unit.home import Home
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),

@@ -31,9 +31,9 @@ from shardwise.comm.collectives import Comm
 from shardwise.config import Schedule
 from shardwise.device import follow_current
 from shardwise.engine import activations
-from shardwise.engine.activations import _Input
 from shardwise.engine.reductions import Reduction
 from shardwise.interop.fsdp2 import fully_shard
+from shardwise.offload.activations import _Input
 from shardwise.offload.lane import Lane
 from shardwise.step.streamed import StreamedStep
 from shardwise.tensor.background_step import BackgroundStep

@@ -16,9 +16,9 @@ from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.layout.segments import build_layout
+from shardwise.offload.home import Home
 from shardwise.stages import STAGES
 from shardwise.trace import FullParamLedger
-from shardwise.unit.home import Home
 from shardwise.unit.storage import Storage
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from shardwise import Offload, shard
 from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
 from shardwise.homes import folders_of
+from shardwise.offload.home import Home
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
-from shardwise.unit.home import Home
 
 WIDTH, DEPTH, ROWS = 1024, 12, 2
 MMAP_THRESHOLD = -3  # of mallopt(3)

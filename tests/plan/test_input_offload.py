@@ -13,8 +13,8 @@ from ranks import run_ranks
 from shardwise import Offload as Away
 from shardwise import accumulate, shard
 from shardwise.debug import stats
-from shardwise.engine.activations import _Input
 from shardwise.homes import Offload
+from shardwise.offload.activations import _Input
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.model.presets import find_model

@@ -16,6 +16,7 @@ from ranks import run_ranks
 from shardwise import Offload, accumulate, shard
 from shardwise.debug import stats
 from shardwise.offload.disk import Disk
+from shardwise.offload.home import Home
 from shardwise.offload.lane import Lane, Load
 from shardwise.optim import AdamW
 from shardwise.plan.candidate import Candidate
@@ -25,7 +26,6 @@ from shardwise.plan.sizes import OPTIMIZERS as OPTIMIZER_ROWS
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play, resting_state
 from shardwise.unit import ahead
-from shardwise.unit.home import Home
 from shardwise.unit.storage import Storage
 from test_play_ranks import Net, Unused, loss_of, make_batch, precision_of
 

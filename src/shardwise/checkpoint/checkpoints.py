@@ -31,6 +31,7 @@ from shardwise.comm.control import naming
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
+from shardwise.offload.disk import Disk
 
 _RUNNING, _DONE, _FAILED = range(3)
 
@@ -70,7 +71,8 @@ class Checkpoints:
         self._engine = Parts(model)
         self._tracer = self._engine.comm.tracer
         self._control = self._engine.first.open_control()  # for the thread
-        self._staging = Staging(self._engine.disk)
+        disk = self._engine.disk
+        self._staging = Staging(disk if isinstance(disk, Disk) else None)
         self._saving: Saving | None = None
         self._lock: Lock | None = None
         self._open = True

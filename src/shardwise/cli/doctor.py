@@ -1,4 +1,4 @@
-"""`shardwise doctor`: the diagnosis of an observed run, as cards or as JSON.
+"""`shardwise doctor`: what is wrong with an observed run, as cards or as JSON.
 
 Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, it cannot be judged,
 or there is no such run.
@@ -42,7 +42,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _doctor(path: Path, as_json: bool) -> int:
-    """Diagnose an observed run: failures, the numbers behind them, and settings to change.
+    """Tell what is wrong with an observed run, the numbers behind it, and what to change.
 
     Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
     run, or too little of it to judge.

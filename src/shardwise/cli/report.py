@@ -52,11 +52,11 @@ def run_command(arguments: Sequence[str]) -> int:
         plan: _WithPlan = True,
         planned: _Planned = None,
     ) -> int:
-        """Draw observed runs as one HTML file without other files.
+        """Draw observed runs as one HTML file that needs nothing else.
 
-        A run under way can be drawn too. If RUN has the config.yaml of `shardwise train`, the plan
-        of the same settings is shown beside the measurements. For other loops give the arguments of
-        `shardwise plan` with --planned; ranks, stage and degrees are the run's.
+        A run that goes on may be drawn too. Where RUN has the config.yaml of `shardwise train`, the
+        plan of the same settings stands beside what was measured. For a loop of your own say with
+        --planned what `shardwise plan` is given; ranks, stage and degrees are the run's.
         """
         from shardwise.cli.plan_write import check_target
         from shardwise.monitor.page import report_html

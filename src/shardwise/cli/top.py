@@ -1,4 +1,4 @@
-"""`shardwise top`: a live view of an observed run in the terminal; `--json` for other tools."""
+"""`shardwise top`: an observed run in the terminal while it goes on; `--json` for other tools."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run_command(arguments: Sequence[str]) -> int:
     """Run `shardwise top` with its arguments; return the exit code."""
 
     def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every = 1.0) -> int:
-        """Show an observed run live: figures over all ranks, time, memory.
+        """Show an observed run while it goes on: figures over all ranks, time, memory.
 
         Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
-        ends it without effect on the run.
+        ends it; the run does not notice.
         """
         from shardwise.monitor.live import LiveRun
 
@@ -71,7 +71,7 @@ def _watch(live: LiveRun, every: float) -> int:
 
 
 def view(now: Snapshot, width: int) -> RenderableType:
-    """Return the view of a run at one moment, in two columns if the terminal is wide enough."""
+    """Return what is shown of a run at one moment, in two columns where there is room."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -94,7 +94,7 @@ def view(now: Snapshot, width: int) -> RenderableType:
     said.append(f"  newest figures {format_duration(now.quiet_s)} ago", "dim")
     if now.is_late and now.gap_s is not None:
         usual = format_duration(now.gap_s)
-        said.append(f", usually every {usual}: it was killed, or it hangs", "bold yellow")
+        said.append(f", usually every {usual}: it was killed, or it stands", "bold yellow")
     elif now.ending is not None:
         said.append(f"  {printable(now.ending)}", "bold")
     findings = _findings(now)
@@ -141,7 +141,7 @@ def _figures(now: Snapshot) -> Table:
 
 
 def _curves(now: Snapshot) -> list[RenderableType]:
-    """Return logged values and the step time as lines of blocks."""
+    """Return what the loop has logged, and the step time, as lines of blocks."""
     from rich.text import Text
 
     from shardwise.cli.tables import printable

@@ -219,30 +219,33 @@ class Comm:
         rows = here.new_empty((axis.size, *here.shape))
         segment = even_segment(rows.numel(), axis.size)
         item = GatherItem(segment, here.view(-1), rows.view(-1), False)
-        if not self._gather_apart(item, axis, collective, values):
-            with (
-                self.tracer.span("exchange", collective.unit),
-                blocking_collective(key_of(collective, axis)),
-            ):
-                dist.all_gather(list(rows), here, axis.group)
+        self._gather_small(
+            item, axis, collective, values, lambda: dist.all_gather(list(rows), here, axis.group)
+        )
         return rows.to(values.device)
 
-    def _gather_apart(
-        self, item: GatherItem, axis: Axis, collective: CollectiveId, values: torch.Tensor
-    ) -> bool:
-        """Gather by messages tagged by name, shape and dtype, on gloo; tell whether it is gloo.
+    def _gather_small(
+        self,
+        item: GatherItem,
+        axis: Axis,
+        collective: CollectiveId,
+        values: torch.Tensor,
+        gather: Callable[[], object],
+    ) -> None:
+        """Gather by ``gather``; on gloo by messages tagged by name, shape and dtype.
 
         gloo's own collectives match by their order alone: tensors of one size would be taken for
         each other, and with different sizes it aborts the process.
         """
-        if _transport(axis, self.device) is not point_to_point:
-            return False
-        told = f"{collective.about} {tuple(values.shape)} {values.dtype}".strip()
-        number = crc32(told.encode()) % (_MODELS * _UNITS_PER_MODEL)
         with self.tracer.span("exchange", collective.unit):
-            apart = replace(collective, index=number, about=told)
-            point_to_point.start_all_gather([item], axis, apart, Traffic()).wait()
-        return True
+            if _transport(axis, self.device) is point_to_point:
+                about = f"{collective.about} {tuple(values.shape)} {values.dtype}".strip()
+                number = crc32(about.encode()) % (_MODELS * _UNITS_PER_MODEL)
+                tagged = replace(collective, index=number, about=about)
+                point_to_point.start_all_gather([item], axis, tagged, Traffic()).wait()
+            else:
+                with blocking_collective(key_of(collective, axis)):
+                    gather()
 
     def from_owner(
         self, values: torch.Tensor, axis: Axis, owner: int, collective: CollectiveId
@@ -259,12 +262,10 @@ class Comm:
             here.copy_(values)
         flat = here.view(-1)
         item = GatherItem(Segment(flat.numel(), flat.numel(), 0, 0, owner), flat, flat, True)
-        if not self._gather_apart(item, axis, collective, values):
-            with (
-                self.tracer.span("exchange", collective.unit),
-                blocking_collective(key_of(collective, axis)),
-            ):
-                dist.broadcast(here, group=axis.group, group_src=owner)
+        self._gather_small(
+            *(item, axis, collective, values),
+            lambda: dist.broadcast(here, group=axis.group, group_src=owner),
+        )
         return here.to(values.device)
 
     def hand_over(

@@ -209,18 +209,15 @@ def start_reduce_scatter(
     lies in ``out`` where the dtypes agree. The sums run in ``wait``.
     """
     exchange = _Messages(collective, axis)
-    sums: list[_Sum] = []
+    sums = [_Sum(out, own, {}) for item in items for own, out in _slices(item, axis.rank)]
     unpacks: list[Callable[[], None]] = []
-    stagings: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
     key = key_of(collective, axis)
     with collective_errors(key):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            stagings += _send_shares(exchange, items, to)
-            unpacks += _receive_shares(exchange, items, frm, sums, stagings)
-    if axis.size == 1:
-        for item in items:
-            sums += [_Sum(out, own, {}) for own, out in _slices(item, 0)]
+            buffers += _send_shares(exchange, items, to)
+            unpacks.append(_receive_shares(exchange, sums, frm))
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
 
     def finish() -> None:
@@ -229,7 +226,7 @@ def start_reduce_scatter(
         for each in sums:
             each.run(axis.rank, axis.size, divisor)
 
-    return Pending(key, exchange.works, finish, (items, sums, stagings), exchange.peers)
+    return Pending(key, exchange.works, finish, (items, sums, buffers, unpacks), exchange.peers)
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -259,43 +256,24 @@ def _send_shares(exchange: _Messages, items: Sequence[ReduceItem], peer: int) ->
     return together
 
 
-def _receive_shares(
-    exchange: _Messages,
-    items: Sequence[ReduceItem],
-    peer: int,
-    sums: list[_Sum],
-    stagings: list[torch.Tensor],
-) -> list[Callable[[], None]]:
-    """Post the receives from ``peer``; fill ``sums`` with places for its addends."""
-    me = exchange.axis.rank
-    first = not sums
-    index = 0
-    small: list[torch.Tensor] = []
-    small_sums: list[int] = []
-    for item in items:
-        for own, out in _slices(item, me):
-            if first:
-                sums.append(_Sum(out, own, {}))
-            if is_small(own.nbytes):
-                small.append(own)
-                small_sums.append(index)
-            else:
-                is_mean = lands_in_mean(own.nbytes, own.dtype != out.dtype, peer, me)
-                place = out if is_mean else torch.empty_like(own)
-                exchange.receive(peer, place)
-                sums[index].peers[peer] = place
-            index += 1
-    if not small:
-        return []
-    staging = torch.empty(sum(t.nbytes for t in small), dtype=torch.uint8, device=small[0].device)
+def _receive_shares(exchange: _Messages, sums: Sequence[_Sum], peer: int) -> Callable[[], None]:
+    """Post the receives of a peer's addends; return a function that unpacks the small ones."""
+    small = [each for each in sums if is_small(each.own.nbytes)]
+    for each in sums:
+        own, out = each.own, each.out
+        if not is_small(own.nbytes):
+            is_mean = lands_in_mean(own.nbytes, own.dtype != out.dtype, peer, exchange.axis.rank)
+            each.peers[peer] = out if is_mean else torch.empty_like(own)
+            exchange.receive(peer, each.peers[peer])
+    sizes = [each.own.nbytes for each in small]
+    device = small[0].own.device if small else "cpu"
+    staging = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     exchange.receive(peer, staging)
-    stagings.append(staging)
 
     def unpack() -> None:
-        pieces = staging.split([t.nbytes for t in small])
-        for which, own, piece in zip(small_sums, small, pieces, strict=True):
-            if piece.storage_offset() % own.element_size():
+        for each, piece in zip(small, staging.split(sizes), strict=True):
+            if piece.storage_offset() % each.own.element_size():
                 piece = piece.clone()
-            sums[which].peers[peer] = piece.view(own.dtype)
+            each.peers[peer] = piece.view(each.own.dtype)
 
-    return [unpack]
+    return unpack

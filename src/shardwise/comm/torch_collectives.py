@@ -37,44 +37,27 @@ from shardwise.mesh import Axis
 from shardwise.names import MAIN
 from shardwise.trace import Recorder, Traffic
 
-# Operators by name: the kind of collective, and the position of the argument with its input.
-_OPERATORS: Mapping[str, Mapping[str, tuple[str, int]]] = {
-    "c10d": {
-        "allgather_": ("all_gather", 1),
-        "_allgather_base_": ("all_gather", 1),
-        "allgather_coalesced_": ("all_gather", 1),
-        "allgather_into_tensor_coalesced_": ("all_gather", 1),
-        "allreduce_": ("all_reduce", 0),
-        "allreduce_coalesced_": ("all_reduce", 0),
-        "alltoall_": ("all_to_all", 1),
-        "alltoall_base_": ("all_to_all", 1),
-        "broadcast_": ("broadcast", 0),
-        "gather_": ("gather", 1),
-        "reduce_": ("reduce", 0),
-        "reduce_scatter_": ("reduce_scatter", 1),
-        "_reduce_scatter_base_": ("reduce_scatter", 1),
-        "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-        "scatter_": ("scatter", 1),
-        "send": ("send", 0),
-    },
-    "_c10d_functional": {
-        "all_gather_into_tensor": ("all_gather", 0),
-        "all_gather_into_tensor_coalesced": ("all_gather", 0),
-        "all_gather_into_tensor_out": ("all_gather", 0),
-        "all_reduce": ("all_reduce", 0),
-        "all_reduce_": ("all_reduce", 0),
-        "all_reduce_coalesced": ("all_reduce", 0),
-        "all_reduce_coalesced_": ("all_reduce", 0),
-        "all_to_all_single": ("all_to_all", 0),
-        "broadcast": ("broadcast", 0),
-        "broadcast_": ("broadcast", 0),
-        "isend": ("send", 0),
-        "reduce_scatter_tensor": ("reduce_scatter", 0),
-        "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-        "reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    },
-    "_dtensor": {"shard_dim_alltoall": ("all_to_all", 0)},
+# Operators of c10d: the kind of collective, and the position of the argument with its input.
+_OPERATORS: Mapping[str, tuple[str, int]] = {
+    "allgather_": ("all_gather", 1),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_coalesced_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "gather_": ("gather", 1),
+    "reduce_": ("reduce", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "scatter_": ("scatter", 1),
+    "send": ("send", 0),
 }
+# Of functional collectives, whose input comes first, names begin with the kind.
+_FUNCTIONAL = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 _GROUPS = ("process_group", "group_name")
 _SOURCES = ("root_rank", "src")
 _SPLITS = "input_split_sizes"
@@ -111,7 +94,7 @@ class CountedCollectives(TorchDispatchMode):
             return NotImplemented  # it first makes its collectives, which come here next
         is_real = not any(issubclass(kind, FakeTensor) for kind in types)
         if is_real and isinstance(func, torch._ops.OpOverload):
-            found = _OPERATORS.get(func.namespace, {}).get(func._opname)
+            found = _collective_of(func.namespace, func._opname)
             if found is not None and not is_counted(sys._getframe(1)):
                 self._count(*found, _by_name(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -137,6 +120,16 @@ class CountedCollectives(TorchDispatchMode):
                 group = resolve(group)
             self._known[name] = self._axes.get(tuple(dist.get_process_group_ranks(group)))
         return self._known[name]
+
+
+def _collective_of(namespace: str, name: str) -> tuple[str, int] | None:
+    """Return the kind of collective that an operator is, and the position of its input."""
+    if namespace == "c10d":
+        return _OPERATORS.get(name)
+    if namespace == "_c10d_functional":
+        kind = next(filter(name.startswith, _FUNCTIONAL), "send" if name == "isend" else "")
+        return (kind, 0) if kind else None
+    return ("all_to_all", 0) if (namespace, name) == ("_dtensor", "shard_dim_alltoall") else None
 
 
 def _by_name(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,15 +28,16 @@ from shardwise.config import (
     resolve_config,
     take_renamed,
 )
-from shardwise.device import current_device, host_buffer
+from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, make_room, refusal_facts, start_facts
 from shardwise.engine.host_room import HOST_ROW_BYTES, check_host_room, host_row
 from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.runtime import Engine
+from shardwise.engine.seams import open_homes
 from shardwise.errors import ConfigError, StorageError
-from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
+from shardwise.homes import OffloadLike
 from shardwise.layout.placements import (
     ChooseLayout,
     layout_name,
@@ -49,12 +48,11 @@ from shardwise.layout.placements import (
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.names import list_names
-from shardwise.offload.disk import Disk
 from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.trace import FullParamLedger
 from shardwise.unit.grad_hooks import check_hooks
-from shardwise.unit.home import Files
+from shardwise.unit.home import Homes
 from shardwise.unit.materialize import Materializer
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
@@ -120,7 +118,7 @@ class _Asked:
     init: Init | None
     specs: list[UnitSpec]
     adoption: Adoption
-    files: Files
+    homes: Homes | None
 
 
 def _ask(
@@ -145,8 +143,8 @@ def _ask(
     specs = with_owners(place_params(specs, placed, axes, config.layout), layout, axes)
     adoption = Adoption(optimizer, specs)
     device = device or current_device(axes.mesh.device_type)
-    files = _open_files(config, device)
-    return _Asked(config, axes, device, chosen.init, list(specs), adoption, files)
+    homes = open_homes(config.state_offload, device)
+    return _Asked(config, axes, device, chosen.init, list(specs), adoption, homes)
 
 
 _START = struct.Struct("<qQ")  # this rank's number for the model, its seed
@@ -173,7 +171,7 @@ def _build(model: nn.Module, asked: _Asked, engine: Engine, seed: int) -> list[U
     """Build the units one by one, and drop each one's specification with the values it had."""
     specs, control = asked.specs, engine.comm.control
     materializer = Materializer(
-        asked.config, engine.comm, engine.ledger, engine, asked.init, specs, asked.files
+        asked.config, engine.comm, engine.ledger, engine, asked.init, specs, asked.homes
     )
     materializer.check(specs)
     if asked.config.state_offload is not None:
@@ -204,26 +202,6 @@ def _refuse_unwritten(control: Control, names: Sequence[str]) -> None:
     agree(control, refusal_facts(refusal), "shard()")
     if refusal is not None:
         raise refusal
-
-
-def _open_files(config: ShardConfig, device: torch.device) -> Files:
-    """Open the folders that are to have state in files. **Raises** ConfigError if one has none.
-
-    Slices have a disk of their own, whose buffers a step never waits for.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    offload, cpu = config.offload or Offload(), torch.device("cpu")
-
-    def disk(place: str | None, copied_from: torch.device) -> Disk | None:
-        folders = [*map(Path, folders_of(place))]
-        buffer = partial(host_buffer, device=copied_from)
-        return Disk(folders, 0, NUM_BUFFERS, buffer, rank) if folders else None
-
-    optimizer = disk(offload.optimizer, device if offload.step_on == "device" else cpu)
-    same = offload.grads == offload.optimizer
-    return Files(
-        disk(offload.params, device), optimizer if same else disk(offload.grads, cpu), optimizer
-    )
 
 
 def _run_all_layers(model: nn.Module, engine: Engine) -> None:

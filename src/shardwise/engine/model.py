@@ -43,7 +43,7 @@ from shardwise.engine.module_state import (
     noted_state,
 )
 from shardwise.engine.runtime import Engine
-from shardwise.engine.steppers import attach_steppers
+from shardwise.engine.seams import attach_steppers
 from shardwise.errors import ConfigError, StateError
 from shardwise.tensor.plain_state import owner_of
 from shardwise.trace import FullParamLedger
@@ -142,7 +142,7 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         unit.settings,
         unit.precision,
         unit.sums,
-        home=replace(unit.home, time=comm.time, slab=None) if unit.home is not None else None,
+        home=None if unit.home is None else unit.home.over(comm.time),
     )
     storages: dict[int, Storage] = {}
     for storage in unit.storages:

@@ -18,8 +18,8 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.conditions import Origin
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, ShardError
-from shardwise.offload.disk import Disk
 from shardwise.tensor.background_step import finish_all
+from shardwise.unit.home import Folder
 from shardwise.unit.unit import Unit
 
 Model = nn.Module | Sequence[nn.Module]
@@ -109,7 +109,7 @@ class Parts:
             engine.rest(what)
 
     @property
-    def disk(self) -> Disk | None:
+    def disk(self) -> Folder | None:
         """Where state rests in files, if any does."""
         homes = [unit.home for engine in self.engines for unit in engine.units if unit.home]
         disks = (disk for home in homes for disk in (home.files.optimizer, home.files.params))

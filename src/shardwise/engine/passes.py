@@ -40,9 +40,9 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine.activations import Activations
 from shardwise.engine.calls import Call, CallState, ForwardPass, PassUnit
 from shardwise.engine.misuse import changed_since_forward
+from shardwise.engine.seams import Activations
 from shardwise.engine.tree import tensors_in
 
 _MAX_FORWARD_PASSES = 256  # micro-batches in flight; others were made and dropped

@@ -4,7 +4,7 @@ When that is, `passes` finds out; what is gathered, freed and reduced then, `sch
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -15,7 +15,6 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
 from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
-from shardwise.engine.activations import activations_of
 from shardwise.engine.calls import Call
 from shardwise.engine.conditions import Conditions
 from shardwise.engine.misuse import (
@@ -32,6 +31,7 @@ from shardwise.engine.passes import Passes, in_backward
 from shardwise.engine.rank_checks import RankChecks
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
+from shardwise.engine.seams import activations_of
 from shardwise.engine.tree import cast_floating
 from shardwise.errors import CollectiveError, StateError
 from shardwise.tensor.background_step import finish_all
@@ -60,11 +60,14 @@ class Engine:
         self.num_begun = 0  # backward passes, or windows, that found no gradients
         self.num_reduced = 0  # backward passes, or windows, whose gradients were all reduced
         self.window_open = False  # a micro-batch that is not the last one went through backward
-        self.activations = activations_of(config.offload, comm, lambda: self.units)
+        self.activations = activations_of(config.offload, comm, self._full_memory)
         self._passes = Passes(self, self.activations)
         self._runs_grad_hooks = False
         self._num_calls = 0
         self.take_units([])
+
+    def _full_memory(self) -> Iterable[torch.Tensor]:
+        return (storage.full for unit in self.units for storage in unit.storages)
 
     def take_units(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""

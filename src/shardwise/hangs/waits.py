@@ -191,7 +191,7 @@ class StalledCalls:
         return self._found
 
 
-_Launched = deque[tuple[Wait, Sequence[Any]]]
+_Launched = deque[tuple[Wait, Sequence[dist.Work]]]
 
 
 class AsyncCollectives:
@@ -205,7 +205,7 @@ class AsyncCollectives:
         self._by_group: dict[str, _Launched] = {}
         self._lock = threading.Lock()  # the main thread and the watch both drop the ended ones
 
-    def add(self, wait: Wait, works: Sequence[Any]) -> None:
+    def add(self, wait: Wait, works: Sequence[dist.Work]) -> None:
         """Note one that has begun; drop the ended ones, whose tensors would stay alive."""
         with self._lock:
             launched = self._by_group.setdefault(wait.key.group_name, deque())
@@ -223,7 +223,7 @@ class AsyncCollectives:
 
 
 def _drop_ended(launched: _Launched) -> None:
-    def is_over(works: Sequence[Any]) -> bool:
+    def is_over(works: Sequence[dist.Work]) -> bool:
         with suppress(RuntimeError):  # it has failed, and its own wait raises that
             return all(work.is_completed() for work in works)
         return True

@@ -33,7 +33,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -75,7 +74,7 @@ class Watch(Listener):
         self._waits: dict[int, Wait] = {}  # by thread
         self._num_waits = 0
         self._async, self._stalled = AsyncCollectives(), StalledCalls()
-        self._blocking: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._blocking: WeakKeyDictionary[dist.ProcessGroup | None, bool] = WeakKeyDictionary()
         self._verdicts: dict[int, str] = {}  # of waits that were broken off, by thread
         self._threads: list[threading.Thread] = []
         self._pid = 0  # of the process that runs the threads: they do not run in its forks
@@ -109,7 +108,7 @@ class Watch(Listener):
                 self.finder.publish()
         return self.finder.counts.begin(key)
 
-    def launch(self, key: CollectiveKey, number: int, works: Sequence[Any]) -> None:
+    def launch(self, key: CollectiveKey, number: int, works: Sequence[dist.Work]) -> None:
         """Note a collective that runs on a device, see `AsyncCollectives`."""
         blocks = self._blocking.get(key.group)
         if blocks is None:

@@ -68,7 +68,7 @@ class Sink(Protocol):
         """Take the figures of a few steps; rank 0 calls it, behind the training."""
 
     def close(self) -> None:
-        """Close files and connections."""
+        """Let go of what is open."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ObservedStep:
 
     step: int
     recorded: Recorded
-    values: dict[str, float]  # logged by the loop until the step is handed over
+    values: dict[str, float]  # what the loop logs until the step is handed over
     figures: Mapping[str, float]
     own_lines: Sequence[Mapping[str, Any]] = ()
     bad_gradients: Sequence[str] = ()

@@ -62,7 +62,7 @@ class Snapshot:
 
     @property
     def is_late(self) -> bool:
-        """True if new figures are long overdue: the run was killed, or it hangs."""
+        """Whether new figures are long overdue: the run was killed, or it hangs."""
         if self.ending is not None or self.gap_s is None:
             return False
         return self.quiet_s > max(_LATE_TIMES * self.gap_s, _LATE_S)

@@ -13,9 +13,9 @@ from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outs
 from shardwise.names import MAIN
 
 GIB, MIB = 2**30, 2**20
-# Phases in which the training thread, or the device's stream, only waits for other ranks.
+# Phases in which the training thread, or the device's stream, does nothing but wait for others.
 WAITS = ("wait_unshard", "wait_reduce", "exchange")
-# Phases of the computing line without computation for the model.
+# Phases in which nothing is computed for the model, on the line that computes.
 IDLE = (*WAITS, "wait_step", OUTSIDE, "data", "save", "load")
 STEP_S = "time_metrics/end_to_end(s)"
 DATA_S, DATA_SHARE = "time_metrics/data_loading(s)", "time_metrics/data_loading(%)"
@@ -25,7 +25,7 @@ ALL_GATHER_MS, REDUCE_SCATTER_MS = "comm/all_gather(ms)", "comm/reduce_scatter(m
 OUTSIDE_S, OPTIMIZER_S = "time_metrics/outside(s)", "time_metrics/optimizer(s)"
 COMPUTE_S, RECOMPUTE_S = "time_metrics/compute(s)", "time_metrics/recompute(s)"
 STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoint/load(s)"
-# Copies of offloaded state; each kind is a line of work.
+# Copies of offloaded state by kind, which are lines of their own.
 TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
 BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
 OFFLOAD_MS, OFFLOAD_EXPOSED_MS = "offload/beside(ms)", "offload/exposed(ms)"
@@ -57,22 +57,22 @@ _SECONDS_OF = {  # of the line that computes
 
 
 def pace(step_s: float, num_tokens: int) -> dict[str, float]:
-    """Return the figures of a step that need no spans."""
+    """Return what is known of a step whose spans nobody has looked at."""
     return {STEP_S: step_s, **({TOKENS_PER_S: num_tokens / step_s} if num_tokens else {})}
 
 
 def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
-    """Return the figures of the spans of one step, in the units of their names.
+    """Return what the spans of one step come to, in the units that the names tell.
 
-    Seconds that overlap count once. Exposed communication is communication without computation
-    beside it. If the device was timed, its spans count.
+    Seconds that overlap count once: sums of spans would count them twice. Exposed communication is
+    what goes on while nothing is computed. Of a device that was timed, the device's spans count.
     """
     computes = "device" if any(span.line == "device" for span in spans) else MAIN
     seconds: dict[str, float] = defaultdict(float)
     comm: dict[str, list[Interval]] = defaultdict(list)
     busy: list[Interval] = []
     steps: list[Interval] = []
-    away: list[Interval] = []  # copies of offloaded state, steps in the background, waits for them
+    away: list[Interval] = []  # of copies of offloaded state, steps behind, waits for them
     axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
     for line, phase, _, begin_s, end_s, num_bytes in spans:
@@ -95,7 +95,7 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
                 away.append((begin_s, end_s))
     busy = union(busy)
     whole = union(when for kind in comm.values() for when in kind)
-    # Small exchanges between ranks, which block, are communication too.
+    # What blocks without work of its own is communication too: small exchanges between ranks.
     comm_s = length(whole) + seconds["exchange"]
     exposed_s = length_outside(whole, busy) + seconds["exchange"]
     found = {name: sum(seconds[p] for p in phases) for name, phases in _SECONDS_OF.items()}
@@ -134,13 +134,13 @@ def axis_s(axis: str) -> str:
 
 
 def axis_mib(axis: str) -> str:
-    """Return the name of the MiB sent over an axis."""
+    """Return the name of what is sent over an axis."""
     return f"comm/{axis}_sent(MiB)"
 
 
 @dataclass(frozen=True)
 class OverRanks:
-    """One figure over all ranks: its extremes and their ranks."""
+    """One figure over all ranks: its extremes and who has them."""
 
     min: Figure
     median: Figure
@@ -150,7 +150,7 @@ class OverRanks:
 
 
 def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
-    """Return every figure over the ranks that have it; ``rows`` are in rank order."""
+    """Return every figure over the ranks that tell it; ``rows`` are in rank order."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = {}
     for name in names:
@@ -193,9 +193,9 @@ def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[st
 
 
 def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
-    """Return by rank the tokens of a step, and the share by which the longest batch has more.
+    """Return by rank the tokens of a step, and how many more the longest batch of each step has.
 
-    ``tokens`` are by rank and step; one number stands for all steps. Empty if a rank has no tokens.
+    ``tokens`` are by rank and step; one number stands for all steps. Empty where a rank has none.
     """
     num_steps = max(map(len, tokens))
     rows = [row * num_steps if len(row) == 1 else row for row in tokens]
@@ -209,6 +209,6 @@ def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
 
 
 def mean_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each figure over the steps that have it."""
+    """Return the mean of each figure over the steps that tell it."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}

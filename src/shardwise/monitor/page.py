@@ -88,7 +88,7 @@ class _Part:
 def report_html(runs: Sequence[ShownRun]) -> str:
     """Return one or several runs as an HTML document of less than `LIMIT_BYTES`.
 
-    **Raises** ConfigError for more than `MOST_RUNS` runs, or a run without a step.
+    **Raises** ConfigError where there are more than `MOST_RUNS`, or nothing was recorded.
     """
     if not 1 <= len(runs) <= MOST_RUNS:
         raise ConfigError(f"expected 1 to {MOST_RUNS} runs side by side, got {len(runs)}")
@@ -188,7 +188,7 @@ def _part(run: ShownRun, divisor: int) -> _Part:
 def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
     """Return the peak of a plan by the kinds that were measured.
 
-    Without ``has_other`` only the engine's memory was measured, and the peak is that of the engine's.
+    Without ``has_other`` only the engine's memory was measured, so it is the peak of that.
     """
     ledger = (plan.played.peak if has_other else plan.played.engines_peak).ledger
     found = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}

@@ -120,7 +120,7 @@ def memory_of(rank: int, line: Mapping[str, Any], is_process: bool) -> MemoryOfS
     """Return a line of "memory" as values.
 
     With ``is_process`` the record knows of other memory only that the process has it, as on the
-    CPU. As it may contain freed memory, it is not in a moment.
+    CPU. It may contain freed memory, so it is no part of a moment.
     """
     rows = line["moments"]
     moments = [

@@ -45,7 +45,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, line.step)
 
     def close(self) -> None:
-        """Write buffered figures."""
+        """Write what is left."""
         self._writer.close()
 
 

@@ -1,13 +1,12 @@
-"""Recorder of a model's events, and the spans made of them, on lines of work.
+"""Spans: what went on when, on lines of work that never overlap themselves; sums over them.
 
 Note [Lines of work]
-~~~~~~~~~~~~~~~~~~~~
-A line of work has no overlapping spans. The training thread is one line, together with autograd's
-thread, which works in its place: at any moment it is in exactly one phase of one unit, the
-innermost that was entered, or outside of all. So its spans cover a step without gaps. Collectives
-of one kind over one axis are a line: a group runs them one after the other, so each begins when the
-one before it has ended, even if it was started earlier. Copies between host and device, and reads
-and writes of files, are a line for each kind, and so is each thread in the background.
+The thread that trains is one line, with autograd's thread, which works in its place: at any moment
+it is in exactly one phase of one unit, the innermost that was entered, or outside of all. So its
+spans cover a step without gaps, and none lies over another. Collectives of one kind over one axis
+are a line too: a group runs them one after the other, so each begins when the one before it is
+over, if it was begun earlier. So are copies between host and device and reads and writes of files,
+by kind. Threads (steps and saves in the background) are lines of their own.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from shardwise.names import MAIN
 if TYPE_CHECKING:
     from shardwise.device import DeviceClock, DeviceMoment
 
-OUTSIDE = "outside"  # the phase of the training thread while no other was entered
+OUTSIDE = "outside"  # what the training thread is in when no phase was entered
 Interval = tuple[float, float]
-_MOST_VALUES = 16  # of a batch that are searched for tokens; a list may have one per sample
+_MOST_VALUES = 16  # of a batch, looked at for tokens: a list may have one for each sample
 
 
 class Span(NamedTuple):
@@ -42,20 +41,20 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """How long it was."""
         return self.end_s - self.begin_s
 
 
-# A phase of a unit is entered or left: time, whether it is entered, line, phase, unit, and the
-# moment of the device. The training thread makes hundreds in a step, and they are kept for a while.
-# So their fields are stored one after the other in a list; tuples would be work for Python's
+# A phase of a unit is entered or left: when, whether it is entered, line, phase, unit, and the
+# moment of the device. The thread that trains makes hundreds in a step, and they are kept for a
+# while: so they lie one behind another in a list. Tuples of their own would be work for Python's
 # garbage collector.
 Event = tuple[float, bool, str, str, str, "DeviceMoment | None"]
 _FIELDS = 6
 
 
 class Work(NamedTuple):
-    """A collective, or a copy of offloaded state, that has ended."""
+    """A collective, or a copy of offloaded state, that is over."""
 
     begin_s: float
     end_s: float
@@ -68,7 +67,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """The events between two cuts; times of the device if it was timed."""
+    """What was told between two cuts."""
 
     begin_s: float
     end_s: float
@@ -76,22 +75,22 @@ class Recorded:
     works: Sequence[Work]
     num_tokens: int
     waited_for: Mapping[tuple[Any, int], float] = field(default_factory=dict)  # seconds: (group, r)
-    first: DeviceMoment | None = None
+    first: DeviceMoment | None = None  # of the device, where it is timed
     last: DeviceMoment | None = None
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """How long it was."""
         return self.end_s - self.begin_s
 
     @property
     def events(self) -> Iterator[Event]:
-        """The events, in order."""
+        """What was entered and left, in order."""
         return _events(self.told)
 
     @property
     def has_other_lines(self) -> bool:
-        """Tell whether a thread in the background has entered or left a phase."""
+        """Tell whether a thread in the background has begun or ended something."""
         return any(line != MAIN for line in self.told[2::_FIELDS])
 
 
@@ -101,10 +100,10 @@ def _events(told: Sequence[Any]) -> Iterator[Event]:
 
 
 class SpanRecorder:
-    """A `trace.Recorder` that keeps events until the next `cut`.
+    """Keeps what it is told (`trace.Recorder`), until somebody cuts.
 
-    **Cost** of an event: one reading of the clock and an append, less than a microsecond. With a
-    ``device`` clock, while it is timed, a moment of the device too.
+    **Cost** of an event, one reading of the clock and an append: less than a microsecond. With a
+    ``device`` clock, while `times_device`, a moment of the device more.
     """
 
     def __init__(
@@ -113,11 +112,11 @@ class SpanRecorder:
         clock: Callable[[], float] = time.perf_counter,
         casts_to_half: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.in_half = False  # the model was called under autocast to float16
+        self.in_half = False  # the model was called where autocast makes float16 of it
         self._casts_to_half = casts_to_half
         self._host_clock = clock
-        self._paused_s = 0.0  # in all
-        self._stopped_s: float | None = None  # the begin of the present pause
+        self._paused_s = 0.0  # in all; the recorder's time stands still meanwhile
+        self._stopped_s: float | None = None  # when the pause began that is under way
         self._device = device
         self._told: list[Any] = []
         self._works: list[Work] = []
@@ -125,9 +124,9 @@ class SpanRecorder:
         self._num_tokens = 0
         self._waited_for: dict[tuple[Any, int], float] = defaultdict(float)
         self._first: DeviceMoment | None = None
-        self.on_error: Callable[[BaseException, str, str], None] | None = None  # for phases that an error leaves
+        self.on_error: Callable[[BaseException, str, str], None] | None = None  # left by an error
         self.on_saved: Callable[[str, bool], None] | None = None
-        self.on_main: Callable[[str, str], None] | None = None  # called at each event of MAIN
+        self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
 
     def _clock(self) -> float:
         now_s = self._host_clock() if self._stopped_s is None else self._stopped_s
@@ -135,7 +134,7 @@ class SpanRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude events and time inside; this step has no times of the device."""
+        """Leave out what is done inside, and its time; the device's own time of this step too."""
         was_stopped_s, now_s = self._stopped_s, self._host_clock()
         self._stopped_s = now_s if was_stopped_s is None else was_stopped_s
         self._first = None
@@ -148,13 +147,13 @@ class SpanRecorder:
 
     @property
     def is_paused(self) -> bool:
-        """Tell whether events are excluded at present."""
+        """Tell whether what is done now is left out."""
         return self._stopped_s is not None
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase begins."""
         if self._stopped_s is None and self._first is None and self.on_main is None:
-            # The usual case, for each phase of each unit: without more calls.
+            # As a rule, and for each phase of each unit, so without more calls.
             at_s = self._host_clock() - self._paused_s
             self._told.extend((at_s, True, line, phase, unit, None))
             return
@@ -163,7 +162,7 @@ class SpanRecorder:
             self.on_main(phase, unit)
 
     def leave(self, line: str, phase: str, unit: str) -> None:
-        """Note that a phase ends."""
+        """Note that a phase is over."""
         if self.on_error is not None and (error := sys.exc_info()[1]) is not None:
             self.on_error(error, phase, unit)
         if self._stopped_s is None and self._first is None and self.on_main is None:
@@ -177,7 +176,7 @@ class SpanRecorder:
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
         moment = None
         if line == MAIN:
-            if self._stopped_s is not None:  # other threads continue during a pause
+            if self._stopped_s is not None:  # other threads go on, and end what they began
                 return
             moment = self._now()
         self._told.extend((self._clock(), enters, line, phase, unit, moment))
@@ -199,7 +198,7 @@ class SpanRecorder:
         return stack[-1] if stack else (OUTSIDE, "")
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
-        """Note that a collective or a copy begins; call the result when it has ended."""
+        """Note that a collective or a copy begins; call what is returned when it is over."""
         is_paused, begin_s = self._stopped_s is not None, self._clock()
         began = None if works is None or self._first is None else self._now()
         ended = None
@@ -215,22 +214,22 @@ class SpanRecorder:
         return over
 
     def wait_for(self, group: Any, peer: int, seconds: float) -> None:
-        """Add to the time for which another rank was waited for."""
+        """Add up how long each other rank was waited for."""
         self._waited_for[group, peer] += seconds
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
-        """Count the tokens of the model's inputs."""
+        """Count the tokens of what the model is called with."""
         if not self.is_paused:
             self._num_tokens += num_tokens(args, kwargs)
             self.in_half = self.in_half or self._casts_to_half()
 
     def saved(self, path: str, is_finite: bool) -> None:
-        """Pass on the event that a checkpoint is on disk."""
+        """Pass on that a checkpoint is on disk."""
         if self.on_saved is not None:
             self.on_saved(path, is_finite)
 
     def cut(self, times_device: bool = False) -> Recorded:
-        """Return the events since the last cut; ``times_device`` is about those until the next."""
+        """Return what was told since the last cut; from now on time the device, or not."""
         end_s, last = self._clock(), self._now()
         told, self._told = self._told, []
         works, self._works = self._works, []
@@ -258,7 +257,7 @@ def num_tokens(args: Any, kwargs: Any) -> int:
 
 
 def _values_in(given: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield the values of a model's inputs, also inside of batches, ``input_ids`` first."""
+    """Yield what a model was called with, also what is in batches, ``input_ids`` first."""
     if isinstance(given, Mapping):
         given = (given.get("input_ids"), *given.values())
     if depth and isinstance(given, list | tuple):
@@ -271,8 +270,8 @@ def _values_in(given: Any, depth: int = 3) -> Iterator[Any]:
 def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) -> list[Span]:
     """Return the spans between two cuts, by the host's clock, the main line without gaps.
 
-    ``left_open`` are the phases of background lines that continue over cuts; it is updated. A phase
-    that is open on the main line at a cut was cut short.
+    ``left_open`` are the phases of background lines that go on from one cut to the next; it is
+    brought up to date. What is open on the main line at a cut was cut short.
     """
     by_line: dict[str, list[Event]] = defaultdict(list)
     by_line[MAIN] = []
@@ -294,7 +293,7 @@ def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) ->
 def device_spans_of(recorded: Recorded) -> list[Span]:
     """Return the spans of the device's own streams, in seconds since the cut before.
 
-    The line "device" is the stream that computes, in the phases that enqueued on it. Empty if
+    The line "device" is the stream that computes, in the phases that enqueued on it. Empty where
     the device was not timed.
     """
     first, last = recorded.first, recorded.last
@@ -313,7 +312,7 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
 
 
 def without_lines_of(timed: Sequence[Span], spans: Sequence[Span]) -> Sequence[Span]:
-    """Return spans by the host's clock, without lines that the device has timed."""
+    """Return spans by the host's clock, without lines that the device has timed by its own."""
     lines = {span.line for span in timed}
     return [span for span in spans if span.line not in lines] if lines else spans
 
@@ -326,7 +325,7 @@ def _flat(
     begin_s: float,
     end_s: float,
 ) -> list[Span]:
-    """Return the innermost phase at each moment; ``stack`` has the open ones, and is updated."""
+    """Return the innermost phase at each moment; ``stack`` is what is open, before and after."""
     found: list[Span] = []
     at_s, has_gaps = begin_s, line not in (MAIN, "device")
 
@@ -344,7 +343,7 @@ def _flat(
 
 
 def _follow(stack: list[tuple[str, str]], enters: bool, key: tuple[str, str]) -> None:
-    """Update the open phases; those of backward may end in another order than they began."""
+    """Bring what is open up to date; phases of backward end in another order than they began."""
     if enters:
         stack.append(key)
     elif stack and stack[-1] == key:

@@ -141,7 +141,7 @@ def _are_finite(*values: float | None) -> bool:
 def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
     """Return the lines about the later half of the steps, without the slow first ones.
 
-    That is not the later half of the lines, as each of the first few steps is a line.
+    Each of the first few steps has a line of its own, so it is not the later half of the lines.
     """
     if not lines:
         return lines

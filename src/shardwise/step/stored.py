@@ -25,6 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StorageError
+from shardwise.offload.disk import Disk
 from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
 from shardwise.step.local_step import sizes_of_state
@@ -89,8 +90,9 @@ class StoredState:
             for unit, params in by_unit.items():
                 if unit is None or not self.needs_storing(optimizer, unit, params):
                     continue
-                assert unit.home is not None and unit.home.files.optimizer is not None
-                file = StateFile(unit.home.files.optimizer, unit.name)
+                disk = None if unit.home is None else unit.home.files.optimizer
+                assert isinstance(disk, Disk)
+                file = StateFile(disk, unit.name)
                 held = [kept.elements.nbytes for kept in _held_of(optimizer, unit).values()]
                 file.reserve([*held, *self._sizes_to_come(optimizer, params)])
                 self._reserved[unit] = file

@@ -15,7 +15,6 @@ from dataclasses import replace
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -24,23 +23,19 @@ from shardwise.comm.collectives import Comm, make_comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.config import Init, ShardConfig
 from shardwise.device import fork_rng_devices, seed_generators
-from shardwise.errors import ConfigError, StorageError
+from shardwise.errors import ConfigError
 from shardwise.layout.memory import group_by_dtypes
 from shardwise.layout.placements import local_of
 from shardwise.layout.segments import Layout, build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
-from shardwise.offload.regions import align
-from shardwise.offload.slab import Slab
-from shardwise.quantities import format_bytes
 from shardwise.stages import UnitSettings
 from shardwise.tensor.cut import axes_of_mesh, cut_along, cut_piece, make_cut, own_axes_of
 from shardwise.tensor.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
 from shardwise.trace import FullParamLedger
-from shardwise.unit.ahead import FileSlices
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.forms import AsShardTensor
-from shardwise.unit.home import NO_FILES, Files, Home
+from shardwise.unit.home import Home, Homes, Room
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.poison import is_unwritten, poison
 from shardwise.unit.rank_order import RankOrderSum
@@ -66,7 +61,7 @@ class Materializer:
         scheduler: Scheduler,
         init: Init | None,
         specs: Sequence[UnitSpec],
-        files: Files = NO_FILES,
+        homes: Homes | None = None,
     ) -> None:
         self._config = config
         self._comm = comm
@@ -74,45 +69,29 @@ class Materializer:
         self._ledger = ledger
         self._scheduler = scheduler
         self._init = init
-        self._files = files
-        files.tell(comm.tracer)
+        self._homes = homes
         self._first_away = first_away(specs, config)
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
-        self._slab: Slab | None = None
-        self._in_files: dict[str, list[FileSlices]] = {}  # by unit, in the order of its storages
         self._seed = 0
         self.unwritten: list[str] | None = None  # of what was on meta, by name; None: nothing was
 
     def reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Take the host memory and the space in files that slices and reduced gradients will need.
 
-        Nothing is sent. **Raises** StorageError, with nothing changed, where they are not there.
+        Nothing is sent. **Raises** StorageError, with nothing changed, if they are not there.
         """
-        total = 0
+        rooms = []
         for spec in specs[self._first_away :]:
             for (master, _), params in self._groups(spec.params):
                 axis = (spec.axes or self._comm.axes).shard
-                (layout, _), rank = self._layout_of(params, axis), axis.rank
+                layout, _ = self._layout_of(params, axis)
                 sharded = self._config.stage.shards_state
-                numel = layout.shard_numel(rank) if sharded else layout.full_numel
-                if self._files.params is not None:
-                    made = FileSlices(self._files.params, spec.name, numel, master)
-                    self._in_files.setdefault(spec.name, []).append(made)
-                copies = (self._files.params is None) + (
-                    self._files.grads is None and any(p.param.requires_grad for p in params)
-                )
-                total += copies * align(numel * master.itemsize)
-        if not total:
-            return
-        try:
-            self._slab = Slab(total, self._comm.time)
-        except (RuntimeError, MemoryError) as error:
-            raise StorageError(
-                f"rank {dist.get_rank()}: the {format_bytes(total)} of host memory for slices and "
-                f"gradients could not be taken: {error}. Use more hosts, offload less (fraction=), "
-                "or let them rest in files (params= and grads='nvme:FOLDER')"
-            ) from error
+                numel = layout.shard_numel(axis.rank) if sharded else layout.full_numel
+                trains = any(param.param.requires_grad for param in params)
+                rooms.append(Room(spec.name, numel, master, trains))
+        if self._homes is not None:
+            self._homes.reserve(rooms, self._comm.time)
 
     def take_seed(self, seed: int) -> None:
         """Take the data-parallel ranks' seed; ranks of parameters' own meshes take the first's."""
@@ -158,22 +137,9 @@ class Materializer:
         **Cost** the unit's parameters once in full, freed on return; a broadcast of each.
         """
         config, comm = self._config, self._comm_of(spec)
-        home = None
-        offload = config.state_offload
-        if offload is not None and index >= self._first_away:
-            leaves_copy = offload.params == "device"
-            home = Home(
-                torch.device("cpu"),
-                self._device,
-                comm.time,
-                leaves_copy=leaves_copy,
-                steps_on_device=offload.step_on == "device",
-                files=self._files,
-                unit=spec.name,
-                slab=self._slab,
-                tracer=comm.tracer,
-                slices_in_files=self._in_files.get(spec.name, []),
-            )
+        home: Home | None = None
+        if self._homes is not None and index >= self._first_away:
+            home = self._homes.home_of(spec.name, self._device, comm.time, comm.tracer)
         # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.
         frees = config.stage.frees_after_forward and self._comm.axes.stages is None
         settings = UnitSettings(

@@ -26,9 +26,8 @@ from shardwise.mesh import Axis
 from shardwise.precisions import Coding
 from shardwise.stages import Stage
 from shardwise.trace import FullParamLedger
-from shardwise.unit.ahead import FileSlices
 from shardwise.unit.coded import CodedGather
-from shardwise.unit.home import Home
+from shardwise.unit.home import Home, SlicesInFile
 from shardwise.unit.partial import Unreduced
 
 
@@ -64,7 +63,7 @@ class Storage:
         self.frees = self._memory.frees
         self.needs_gather = self._memory.needs_gather
         self.home = home
-        self._file: FileSlices | None = None
+        self._file: SlicesInFile | None = None
         self._ledger = ledger
         self._is_for_memory = stage.frees_after_backward
         make = torch.zeros if self.aliased else torch.empty
@@ -76,7 +75,7 @@ class Storage:
             if self.home is None:
                 self.master = torch.zeros(numel, dtype=master_dtype, device=device)
             elif self.home.files.params is not None:
-                self._file = self.home.slices_in_files.pop(0)
+                self._file = self.home.take_slices_in_file()
                 self.master = self._file.mapped
             else:
                 self.master = self.home.lasting(numel, master_dtype)

@@ -24,7 +24,7 @@ from shardwise.engine.agreement import agree
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
 from shardwise.engine.module_state import ModuleState, note_state
 from shardwise.engine.runtime import Engine
-from shardwise.engine.steppers import attach_steppers
+from shardwise.engine.seams import attach_steppers
 from shardwise.errors import ConfigError, StateError
 from shardwise.homes import Offload
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free

@@ -22,6 +22,7 @@ from shardwise.interop.fsdp2.meshes import ShardingMesh, sharded_spec
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
+from shardwise.offload.home import Home
 from shardwise.precisions import GatherName, ReduceName
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
@@ -31,7 +32,6 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.forms import AsDTensor
-from shardwise.unit.home import Home
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Nearby, Storage

@@ -34,12 +34,9 @@ import torch.utils.checkpoint
 from torch.autograd import function as autograd_function
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.comm.collectives import Comm
 from shardwise.device import DeviceTime, Event, follow_current
 from shardwise.errors import StateError
-from shardwise.homes import Offload
 from shardwise.trace import Tracer
-from shardwise.unit.unit import Unit
 
 _LOG = logging.getLogger("shardwise")
 _CHECKPOINT = vars(torch.utils.checkpoint)
@@ -353,16 +350,3 @@ def _changed(tensor: torch.Tensor, version: int) -> StateError:
         f"operation: a tensor of {list(tensor.shape)}, {tensor.dtype}, is at version "
         f"{tensor._version}; expected version {version}. Change a copy of it instead"
     )
-
-
-def activations_of(
-    offload: Offload | None, comm: Comm, units: Callable[[], Iterable[Unit]]
-) -> Activations | None:
-    """Return what moves the inputs of a model's checkpointed blocks; None where they stay."""
-    if offload is None or offload.activations == "device":
-        return None
-
-    def parameters() -> Iterable[torch.Tensor]:
-        return (each.full for unit in units() for each in unit.storages)
-
-    return Activations(comm.device, comm.time, comm.tracer, parameters)

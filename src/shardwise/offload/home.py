@@ -1,0 +1,215 @@
+"""Slices that live on the host: they are fetched for a gather, and means of gradients go back.
+
+Note [Shards at home on the host]
+With a home the slices live there (page-locked, unless told otherwise, where the device is an
+accelerator), and with them ``p.grad``, the optimizer's state and its step; the full copies stay on
+the device. A gather fetches this rank's share into its place in the full buffer and gathers in
+place, and the means of the gradients are evicted before they become ``p.grad``. Neither blocks:
+what is fetched runs beside what is computed, and the gather follows it on its stream. The *host*
+waits for both, as it is the host that writes the slices and reads the means: a fetch before the
+full parameters are used, so that slices may be written whenever a unit is FULL or SHARDED, an
+eviction before ``p.grad`` is set.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.listener import WAITS
+from shardwise.comm.pending import Pending
+from shardwise.device import DeviceTime, follow_current, host_buffer
+from shardwise.errors import StorageError
+from shardwise.homes import NUM_BUFFERS, Offload, folders_of
+from shardwise.offload.disk import Disk
+from shardwise.offload.file_slices import FileSlices
+from shardwise.offload.mapped import mapped
+from shardwise.offload.regions import align
+from shardwise.offload.slab import Slab
+from shardwise.quantities import format_bytes
+from shardwise.trace import Tracer
+from shardwise.unit.home import Room
+
+
+@dataclass(frozen=True)
+class Files:
+    """The disks of what rests in files, by kind of state; None for what does not."""
+
+    params: Disk | None = None
+    grads: Disk | None = None
+    optimizer: Disk | None = None
+
+    @classmethod
+    def open(cls, offload: Offload, device: torch.device) -> "Files":
+        """Open the folders that are to have state. **Raises** ConfigError if one has no room.
+
+        Slices have a disk of their own, whose buffers a step never waits for.
+        """
+        rank, cpu = dist.get_rank() if dist.is_initialized() else 0, torch.device("cpu")
+
+        def disk(place: str | None, copied_from: torch.device) -> Disk | None:
+            folders = [*map(Path, folders_of(place))]
+            buffer = partial(host_buffer, device=copied_from)
+            return Disk(folders, 0, NUM_BUFFERS, buffer, rank) if folders else None
+
+        optimizer = disk(offload.optimizer, device if offload.step_on == "device" else cpu)
+        same = offload.grads == offload.optimizer
+        grads = optimizer if same else disk(offload.grads, cpu)
+        return cls(disk(offload.params, device), grads, optimizer)
+
+
+NO_FILES = Files()
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where slices live (``place``), and how they travel to the ``device`` and back.
+
+    ``leaves_copy``: gathers read a copy in the computing dtype that stays on the device, and that
+    is fetched once after each step.
+    """
+
+    place: torch.device
+    device: torch.device
+    time: DeviceTime
+    is_pinned: bool = True
+    leaves_copy: bool = False
+    steps_on_device: bool = False
+    files: Files = NO_FILES
+    unit: str = ""
+    slab: Slab | None = None
+    tracer: Tracer = field(default_factory=Tracer)  # told of copies
+    slices_in_files: list[FileSlices] = field(default_factory=list)  # reserved for its storages
+
+    def __str__(self) -> str:
+        params = "device and host" if self.leaves_copy else "host"
+        places = zip(("slices", "gradients", "optimizer"), (params, "host", "host"), strict=True)
+        disks = self.files.params, self.files.grads, self.files.optimizer
+        said = [
+            f"{kind}: {place if disk is None else f'files in {disk.where}'}"
+            for (kind, place), disk in zip(places, disks, strict=True)
+        ]
+        return ", ".join([*said, "steps: device"] if self.steps_on_device else said)
+
+    def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that is a file's, zeros; see Note [Two ways to one file]."""
+        with WAITS.reporting_failures():
+            return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
+
+    def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory at home for as long as the model is there: zeros."""
+        if self.slab is None:
+            return self.memory(numel, dtype).zero_()
+        return self.slab.take(numel, dtype)
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory at home."""
+        if self.place.type == "cpu":
+            return self.time.host_memory(numel, dtype, self.is_pinned)
+        return torch.empty(numel, dtype=dtype, device=self.place)
+
+    def start_fetch(
+        self, places: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]
+    ) -> Pending:
+        """Start copying slices to their places on the device.
+
+        **Cost** where dtypes differ a buffer in that of the slices, cast on the device: torch would
+        cast on the host, and block.
+        """
+        stream = self.time.fetch_stream
+        num_bytes = sum(source.nbytes for source in slices)
+        with (
+            follow_current(self.time, stream),
+            self.tracer.copies("to_device", self.unit, num_bytes),
+        ):
+            for place, source in zip(places, slices, strict=True):
+                if place.dtype == source.dtype:
+                    place.copy_(source, non_blocking=True)
+                else:
+                    staged = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+                    place.copy_(staged.copy_(source, non_blocking=True))
+            return Pending.of_copies(stream.record(), keep=places)
+
+    def start_evict(
+        self, values: torch.Tensor, dtype: torch.dtype, to: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Pending]:
+        """Start copying flat values home, cast on the device; return where they will be."""
+        stream = self.time.evict_stream
+        if to is not None:
+            brought = to
+        elif self.files.grads is not None:
+            brought = self.in_file(self.files.grads, values.numel(), dtype)
+        else:
+            brought = self.memory(values.numel(), dtype)
+        told = self.tracer.copies("to_host", self.unit, brought.nbytes)
+        with follow_current(self.time, stream), told:
+            brought.copy_(values.to(dtype), non_blocking=True)
+            return brought, Pending.of_copies(stream.record(), keep=values)
+
+    def take_slices_in_file(self) -> FileSlices:
+        """Return what was reserved in files for the unit's next storage."""
+        return self.slices_in_files.pop(0)
+
+    def over(self, time: DeviceTime) -> "Home":
+        """Return the home of a copy of the unit, whose memory is its own."""
+        return replace(self, time=time, slab=None)
+
+    def after_fetch(self) -> AbstractContextManager[None]:
+        """Enqueue inside what needs the slices on the device: it follows fetches under way."""
+        return follow_current(self.time, self.time.fetch_stream)
+
+
+class OffloadHomes:
+    """The homes of one model's units: its files, and one slab of host memory."""
+
+    def __init__(self, offload: Offload, device: torch.device) -> None:
+        """Open the files. **Raises** ConfigError for folders that cannot have them."""
+        self._offload = offload
+        self._files = Files.open(offload, device)
+        self._slab: Slab | None = None
+        self._in_files: dict[str, list[FileSlices]] = {}  # by unit, in the order of its storages
+
+    def reserve(self, rooms: Sequence[Room], time: DeviceTime) -> None:
+        """Take the host memory and the space in files that storages need. Nothing is sent.
+
+        **Raises** StorageError, with nothing changed, if they are not there.
+        """
+        total = 0
+        for room in rooms:
+            if self._files.params is not None:
+                made = FileSlices(self._files.params, room.unit, room.numel, room.dtype)
+                self._in_files.setdefault(room.unit, []).append(made)
+            copies = (self._files.params is None) + (self._files.grads is None and room.trains)
+            total += copies * align(room.numel * room.dtype.itemsize)
+        if not total:
+            return
+        try:
+            self._slab = Slab(total, time)
+        except (RuntimeError, MemoryError) as error:
+            raise StorageError(
+                f"rank {dist.get_rank()}: the {format_bytes(total)} of host memory for slices and "
+                f"gradients could not be taken: {error}. Use more hosts, offload less (fraction=), "
+                "or let them rest in files (params= and grads='nvme:FOLDER')"
+            ) from error
+
+    def home_of(self, unit: str, device: torch.device, time: DeviceTime, tracer: Tracer) -> Home:
+        """Return the home of a unit; the tracer hears of its copies, reads and writes."""
+        for disk in (self._files.params, self._files.grads, self._files.optimizer):
+            if disk is not None:
+                disk.tracer = tracer
+        return Home(
+            torch.device("cpu"),
+            device,
+            time,
+            leaves_copy=self._offload.params == "device",
+            steps_on_device=self._offload.step_on == "device",
+            files=self._files,
+            unit=unit,
+            slab=self._slab,
+            tracer=tracer,
+            slices_in_files=self._in_files.get(unit, []),
+        )
