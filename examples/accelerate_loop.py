@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
     accelerate launch --num_processes 2 examples/accelerate_loop.py
 
-Two things differ from plain accelerate: the import of Accelerator, and `shard`.
+Two lines differ from plain accelerate: the import of Accelerator, and `shard`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class NextToken(nn.Module):
 
 
 def run(folder: str | None, epochs: int, resume: bool) -> None:
-    on_cpu = not torch.accelerator.is_available()  # accelerate asks for it
+    on_cpu = not torch.accelerator.is_available()  # accelerate needs it to see ranks on the CPU
     accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=2)
     folder = broadcast_object_list([folder])[0]  # the main process chose it
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def run(folder: str | None, epochs: int, resume: bool) -> None:
         total = torch.zeros((), device=accelerator.device)
         for (batch,) in loader:
             with accelerator.accumulate(model):
-                target = (7 * batch + 3) % VOCAB  # the function to learn
+                target = (7 * batch + 3) % VOCAB  # the pattern to learn
                 loss = F.cross_entropy(model(batch).flatten(0, 1), target.flatten())
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:

@@ -44,13 +44,13 @@ def train(device: torch.device) -> None:
     micro_batch, passes = settings.micro_batch, settings.accumulation
     if rank == 0:
         print(settings)
-    data = torch.Generator().manual_seed(rank)  # each rank has its own data
+    data = torch.Generator().manual_seed(rank)  # each rank draws other data
     for step in range(1, STEPS + 1):
         loss_sum = 0.0
         for number in range(passes):
             tokens = torch.randint(VOCAB, (micro_batch, 16), generator=data).to(device)
             with shardwise.accumulate(model, last=number == passes - 1):
-                target = (7 * tokens + 3) % VOCAB  # the function to learn
+                target = (7 * tokens + 3) % VOCAB  # the pattern to learn
                 loss = F.cross_entropy(model(tokens).flatten(0, 1), target.flatten()) / passes
                 loss.backward()
             loss_sum += loss.item()

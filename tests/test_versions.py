@@ -1,11 +1,15 @@
 """Versions of other libraries: read rightly, named when untested, missed with a remedy."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+import shardwise
 from shardwise import fully_shard, shard, versions
 from shardwise.errors import ConfigError
 from shardwise.versions import TESTED, load_neighbour, minor_of, warn_if_untested
@@ -60,3 +64,15 @@ def test_sharding_with_an_untested_torch_warns(monkeypatch: pytest.MonkeyPatch) 
             pytest.raises((ConfigError, ValueError)),
         ):
             entry(nn.ModuleList() if entry is shard else nn.Linear(1, 1))  # refused after it
+
+
+def test_the_version_of_the_command_answers_without_torch() -> None:
+    code = (
+        "import sys; from shardwise.cli.main import app\n"
+        "try: app(['--version'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first.startswith(f"shardwise {shardwise.__version__} (torch {torch.__version__}")
+    assert second == "0 False"

@@ -1,5 +1,6 @@
 """A checkpoint in memory for tests, which counts what is read of it."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,33 @@ class MemorySource:
 
 def whole_tensors(source: Source) -> dict[str, torch.Tensor]:
     return {t.key: source.read(t, 0, t.numel).view(t.shape) for t in source.tensors}
+
+
+def infos_of(source: Source) -> dict[tuple[str, str], TensorInfo]:
+    """Return the tensors by (name, state); each is there once."""
+    infos = {(info.name, info.state): info for info in source.tensors}
+    assert len(infos) == len(source.tensors)
+    return infos
+
+
+def check_slices(source: Source, info: TensorInfo, expected: torch.Tensor) -> None:
+    flat = expected.reshape(-1)
+    assert info.shape == tuple(expected.shape)
+    for lo in range(0, flat.numel() + 1, 3):
+        for hi in {lo, min(lo + 4, flat.numel()), flat.numel()}:
+            got = source.read(info, lo, hi)
+            assert got.dtype == expected.dtype
+            assert torch.equal(got, flat[lo:hi]), (info, lo, hi)
+
+
+class Command:
+    """Runs a shell command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
 
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:

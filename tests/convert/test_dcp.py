@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from convert.sources import check_slices, infos_of
 from ranks import run_ranks
-from shardwise.checkpoint.source import TensorInfo
-from shardwise.convert.dcp import DcpSource, open_dcp
+from shardwise.convert.dcp import open_dcp
 from shardwise.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -89,21 +89,6 @@ def layouts(weights: Any, states: Any) -> dict[str, Any]:
     }
 
 
-def table(source: DcpSource) -> dict[tuple[str, str], TensorInfo]:
-    return {(info.name, info.state): info for info in source.tensors}
-
-
-def whole(source: DcpSource, info: TensorInfo) -> torch.Tensor:
-    return source.read(info, 0, info.numel).view(info.shape)
-
-
-def check_slices(source: DcpSource, info: TensorInfo, expected: torch.Tensor) -> None:
-    flat = expected.reshape(-1)
-    for lo in range(0, flat.numel() + 1, 2):
-        for hi in {lo, min(lo + 3, flat.numel()), flat.numel()}:
-            assert torch.equal(source.read(info, lo, hi), flat[lo:hi]), (info, lo, hi)
-
-
 @pytest.mark.parametrize(
     ("world", "layout"),
     [(2, layout) for layout in layouts({}, {})] + [(1, "nested"), (3, "nested")],
@@ -113,7 +98,7 @@ def test_fsdp_checkpoints_come_back_element_by_element(
 ) -> None:
     weights, moments = run_ranks(save_fsdp, world, str(tmp_path / "c"), layout)[0]
     source = open_dcp(tmp_path / "c")
-    infos = table(source)
+    infos = infos_of(source)
     assert set(infos) == {(name, "") for name in weights} | {
         (name, key) for name, states in moments.items() for key in states
     }
@@ -150,7 +135,7 @@ def save_cut(rank: int, world: int, folder: str) -> None:
 def test_tensors_cut_by_columns_or_replicated_are_put_together(world: int, tmp_path: Path) -> None:
     run_ranks(save_cut, world, str(tmp_path))
     source = open_dcp(tmp_path)
-    infos = table(source)
+    infos = infos_of(source)
     check_slices(source, infos["columns", ""], torch.arange(35.0).view(5, 7))
     check_slices(source, infos["same", ""], torch.arange(6).view(2, 3))
 
@@ -177,7 +162,7 @@ def test_of_two_models_the_optimizers_is_taken_and_the_other_is_extra(tmp_path: 
     weights, states = get_state_dict(model, optimizer)
     folder = save(tmp_path / "c", {"ema": other.state_dict(), "model": weights, "optim": states})
     source = open_dcp(folder)
-    check_slices(source, table(source)["first.weight", ""], model.first.weight.detach())
+    check_slices(source, infos_of(source)["first.weight", ""], model.first.weight.detach())
     assert torch.equal(source.extra["ema"]["first.weight"], other.first.weight)
 
 

@@ -1,9 +1,8 @@
 """DCP folders written by hand, with torch's own classes: any cut is read, any lie is refused."""
 
 import datetime
-import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as names
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from convert.sources import Command
 from shardwise.convert.dcp import open_dcp
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -75,86 +75,70 @@ HALVES: list[Box] = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
 W = torch.arange(12.0).view(4, 3)
 
 
-def lies() -> Iterator[tuple[str, Callable[[Path, names.Metadata], None], type, str]]:
-    """Yield (what is wrong, how to make it so, the error, what it says)."""
-
-    def info(table: names.Metadata, **fields: Any) -> None:
-        key = names.MetadataIndex("w", torch.Size((2, 0)))
-        old = vars(table.storage_data[key])
-        table.storage_data[key] = _StorageInfo(**{**old, **fields})
-
-    def chunk(table: names.Metadata, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
-        table.state_dict_metadata["w"].chunks[1] = names.ChunkStorageMetadata(
-            torch.Size(offsets), torch.Size(lengths)
-        )
-
-    def other_class(table: names.Metadata) -> None:
-        table.state_dict_metadata["w"] = names.BytesStorageMetadata()
-
-    for path in ("../x", "/etc/passwd", "..", "a/b", "", "a\0b", "\ud800", "a" * 256):
-        yield (
-            f"path {path!r}",
-            lambda f, t, p=path: info(t, relative_path=p),
-            CheckpointError,
-            "no plain file name",
-        )
-    yield "a link", lambda f, t: (_link(f), None)[1], CheckpointError, "symbolic link"
-    yield (
-        "no file",
-        lambda f, t: info(t, relative_path="gone"),
-        DamagedCheckpoint,
-        "gone is missing",
-    )
-    yield "past the end", lambda f, t: info(t, length=1 << 40), DamagedCheckpoint, "cut short"
-    yield "negative", lambda f, t: info(t, offset=-1), DamagedCheckpoint, "a size was expected"
-    yield "shared bytes", lambda f, t: info(t, offset=3), DamagedCheckpoint, "shares bytes"
-    yield (
-        "compressed",
-        lambda f, t: info(t, transform_descriptors=["zstd"]),
-        CheckpointError,
-        "compressed",
-    )
-    yield "overlap", lambda f, t: chunk(t, (1, 0), (3, 3)), DamagedCheckpoint, "in no file"
-    yield "outside", lambda f, t: chunk(t, (2, 0), (3, 3)), DamagedCheckpoint, "outside of it"
-    yield "a gap", lambda f, t: chunk(t, (2, 0), (1, 3)), DamagedCheckpoint, "only 9 of 12"
-    yield (
-        "no chunks",
-        lambda f, t: t.state_dict_metadata["w"].chunks.clear(),
-        DamagedCheckpoint,
-        "only 0 of 12",
-    )
-    yield (
-        "not in the table",
-        lambda f, t: t.storage_data.clear(),
-        DamagedCheckpoint,
-        "'w'.* is in no file",
-    )
-    yield "another kind", lambda f, t: other_class(t), DamagedCheckpoint, "'w' is in no file"
-    yield (
-        "no table",
-        lambda f, t: setattr(t, "state_dict_metadata", [1]),
-        DamagedCheckpoint,
-        "not a table",
-    )
-    yield (
-        "a long shape",
-        lambda f, t: setattr(t.state_dict_metadata["w"], "size", torch.Size([1] * 99)),
-        DamagedCheckpoint,
-        "not a whole pickle",
-    )
+def set_info(folder: Path, table: names.Metadata, **fields: Any) -> None:
+    key = names.MetadataIndex("w", torch.Size((2, 0)))
+    table.storage_data[key] = _StorageInfo(**{**vars(table.storage_data[key]), **fields})
 
 
-def _link(folder: Path) -> None:
+def set_chunk(table: names.Metadata, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    chunk = names.ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+    table.state_dict_metadata["w"].chunks[1] = chunk
+
+
+def link(folder: Path, table: names.Metadata) -> None:
     (folder / "__0_0.distcp").rename(folder / "real")
     (folder / "__0_0.distcp").symlink_to("real")
 
 
-@pytest.mark.parametrize(
-    ("lie", "error", "says"), [pytest.param(*rest, id=name) for name, *rest in lies()]
-)
-def test_a_table_that_lies_is_refused_when_it_is_opened(
-    lie: Callable[[Path, names.Metadata], None], error: type[Exception], says: str, tmp_path: Path
-) -> None:
+PATHS = ("../x", "/etc/passwd", "..", "a/b", "", "a\0b", "\ud800", "a" * 256)
+LONG = torch.Size([1] * 99)
+# What is wrong: how to make it so, the error, its message.
+LIES: dict[str, tuple[Callable[[Path, names.Metadata], object], type[Exception], str]] = {
+    **{
+        f"path {path!r}": (
+            lambda f, t, path=path: set_info(f, t, relative_path=path),
+            CheckpointError,
+            "no plain file name",
+        )
+        for path in PATHS
+    },
+    "a link": (link, CheckpointError, "symbolic link"),
+    "compressed": (
+        lambda f, t: set_info(f, t, transform_descriptors=["zstd"]),
+        CheckpointError,
+        "compressed",
+    ),
+    **{
+        name: (lie, DamagedCheckpoint, says)
+        for name, lie, says in (
+            ("no file", lambda f, t: set_info(f, t, relative_path="gone"), "gone is missing"),
+            ("past the end", lambda f, t: set_info(f, t, length=1 << 40), "cut short"),
+            ("negative", lambda f, t: set_info(f, t, offset=-1), "a size was expected"),
+            ("shared bytes", lambda f, t: set_info(f, t, offset=3), "shares bytes"),
+            ("overlap", lambda f, t: set_chunk(t, (1, 0), (3, 3)), "in no file"),
+            ("outside", lambda f, t: set_chunk(t, (2, 0), (3, 3)), "outside of it"),
+            ("a gap", lambda f, t: set_chunk(t, (2, 0), (1, 3)), "only 9 of 12"),
+            ("no chunks", lambda f, t: t.state_dict_metadata["w"].chunks.clear(), "only 0 of 12"),
+            ("not in the table", lambda f, t: t.storage_data.clear(), "'w'.* is in no file"),
+            (
+                "another kind",
+                lambda f, t: t.state_dict_metadata.update(w=names.BytesStorageMetadata()),
+                "'w' is in no file",
+            ),
+            ("no table", lambda f, t: setattr(t, "state_dict_metadata", [1]), "not a table"),
+            (
+                "a long shape",
+                lambda f, t: setattr(t.state_dict_metadata["w"], "size", LONG),
+                "not a whole pickle",
+            ),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_table_that_lies_is_refused_when_it_is_opened(name: str, tmp_path: Path) -> None:
+    lie, error, says = LIES[name]
     made = write(tmp_path, W, HALVES)
     lie(tmp_path, made)
     with pytest.raises(error, match=says):
@@ -177,18 +161,10 @@ def test_a_chunk_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
             source.read(source.tensors[0], 0, 12)
 
 
-class Runs:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> Any:
-        return os.system, (self.command,)
-
-
 @pytest.mark.parametrize("where", ["metadata", "planner_data", "tensor"])
 def test_code_in_a_folder_is_refused_and_never_runs(where: str, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    hostile = Runs(f"touch {marker}")
+    hostile = Command(f"touch {marker}")
     folder = tmp_path / "c"
     made = write(folder, W, HALVES)
     if where == "metadata":
@@ -223,7 +199,7 @@ def add_value(folder: Path, made: names.Metadata, path: tuple[str | int, ...], v
 def test_what_is_made_of_other_classes_is_left_out_named_and_never_run(tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", tmp_path / "c"
     made = write(folder, W, HALVES)
-    hostile, state = Runs(f"touch {marker}"), np.random.RandomState(5).get_state()
+    hostile, state = Command(f"touch {marker}"), np.random.RandomState(5).get_state()
     for path, value in {
         ("evil",): hostile,
         ("train", "rng"): state,

@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO folders: every element of known tensors, damage named, no code run."""
 
 import datetime
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,11 @@ import torch
 
 from convert import fake_deepspeed
 from convert.fake_deepspeed import STATES, Run, make_run, write, write_universal
-from shardwise.checkpoint.source import TensorInfo
-from shardwise.convert.deepspeed import DeepSpeedSource, open_deepspeed
+from convert.sources import Command, check_slices, infos_of
+from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 ALL = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)]
-
-
-def table(source: DeepSpeedSource) -> dict[tuple[str, str], TensorInfo]:
-    return {(info.name, info.state): info for info in source.tensors}
 
 
 def expected_tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
@@ -31,16 +26,6 @@ def expected_tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
     return expected
 
 
-def check_slices(source: DeepSpeedSource, info: TensorInfo, expected: torch.Tensor) -> None:
-    flat = expected.reshape(-1)
-    assert info.shape == tuple(expected.shape)
-    for lo in range(0, flat.numel() + 1, 3):
-        for hi in {lo, min(lo + 4, flat.numel()), flat.numel()}:
-            got = source.read(info, lo, hi)
-            assert got.dtype == expected.dtype
-            assert torch.equal(got, flat[lo:hi]), (info, lo, hi)
-
-
 @pytest.mark.parametrize(("stage", "world"), ALL)
 @pytest.mark.parametrize("step", [7.0, 7, None])
 def test_every_slice_is_that_of_the_known_tensors(
@@ -50,10 +35,9 @@ def test_every_slice_is_that_of_the_known_tensors(
     run.step = step
     write(tmp_path, run, stage, world)
     source = open_deepspeed(tmp_path)
-    infos = table(source)
+    infos = infos_of(source)
     expected = expected_tensors(run)
     assert set(infos) == set(expected)
-    assert len(infos) == len(source.tensors)
     for key, tensor in expected.items():
         check_slices(source, infos[key], tensor)
         name, state = key
@@ -107,7 +91,7 @@ def test_the_optimizers_class_is_torchs_name_for_it(
 def test_universal_checkpoints_are_read_as_well(stage: int, world: int, tmp_path: Path) -> None:
     run = make_run()
     source = open_deepspeed(write_universal(tmp_path / "u", run, stage, world))
-    infos, expected = table(source), expected_tensors(run)
+    infos, expected = infos_of(source), expected_tensors(run)
     assert set(infos) == set(expected)
     for key, tensor in expected.items():
         check_slices(source, infos[key], tensor)
@@ -148,7 +132,7 @@ def test_the_tag_is_the_one_asked_for_or_the_latest_or_the_folder_itself(tmp_pat
         (open_deepspeed(tmp_path, "one"), first),
         (open_deepspeed(tmp_path / "one"), first),
     ):
-        check_slices(found, table(found)["emb.weight", ""], run.groups[0]["emb.weight"])
+        check_slices(found, infos_of(found)["emb.weight", ""], run.groups[0]["emb.weight"])
 
 
 @pytest.mark.parametrize("tag", ["..", "a/b", "/etc", ""])
@@ -229,7 +213,7 @@ def test_a_flipped_bit_in_a_partition_is_found_and_named(tmp_path: Path) -> None
     data[at + 3] ^= 64
     path.write_bytes(data)
     source = open_deepspeed(home)
-    info = table(source)["emb.weight", ""]
+    info = infos_of(source)["emb.weight", ""]
     source.read(info, 0, 33)
     with pytest.raises(DamagedCheckpoint, match=path.name):
         source.read(info, 0, 34)
@@ -305,14 +289,6 @@ def test_files_that_contradict_each_other_are_refused(
         open_deepspeed(home)
 
 
-class Runs:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> Any:
-        return os.system, (self.command,)
-
-
 @pytest.mark.parametrize("place", ["optim", "module"])
 def test_code_in_a_file_is_refused_and_never_runs(place: str, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
@@ -320,7 +296,7 @@ def test_code_in_a_file_is_refused_and_never_runs(place: str, tmp_path: Path) ->
     path = sorted(home.glob("*optim_states.pt" if place == "optim" else "*model_states.pt"))[0]
 
     def change(saved: Any) -> None:
-        (saved if place == "optim" else saved["module"])["evil"] = Runs(f"touch {marker}")
+        (saved if place == "optim" else saved["module"])["evil"] = Command(f"touch {marker}")
 
     edit(path, change)
     with pytest.raises(CheckpointError, match=rf"{path.name}: .*posix\.system"):
@@ -337,7 +313,7 @@ def test_what_the_users_own_classes_made_is_left_out_named_and_never_run(tmp_pat
     home = write(tmp_path, run, 1, 1)
     edit(
         home / "mp_rank_00_model_states.pt",
-        lambda saved: saved.update(evil=Runs(f"touch {marker}")),
+        lambda saved: saved.update(evil=Command(f"touch {marker}")),
     )
     source = open_deepspeed(home)
     assert not marker.exists()

@@ -1,10 +1,11 @@
 """Exports are read by those that they are for, to the bit; one that fails leaves nothing."""
 
 import errno
+import itertools
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from checkpoint.disk import FaultyFiles
 from convert.sources import MemorySource, all_bits, bits, odd_tensors, whole_tensors
-from shardwise.checkpoint.files import Files, Writer
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.source import OptimizerInfo
 from shardwise.convert import export
 from shardwise.convert.export import export_dcp, export_huggingface, split_into_shards
@@ -197,83 +199,36 @@ def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-class FailingFiles(Files):
-    """A disk whose n-th change fails."""
-
-    def __init__(self, n: int, error: type[BaseException]) -> None:
-        self.left = n
-        self.error = error
-        self.failed_at = ""
-
-    def change(self, what: str) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.failed_at = what
-            raise self.error(errno.EIO, "I/O error", what)
-
-    def make_folder(self, path: Path) -> None:
-        self.change("make_folder")
-        super().make_folder(path)
-
-    def create(self, path: Path) -> Writer:
-        self.change("create")
-        return FailingWriter(super().create(path), self)  # type: ignore[return-value]
-
-    def sync_folder(self, path: Path) -> None:
-        self.change(f"sync_folder {path.name}")
-        super().sync_folder(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self.change("rename")
-        super().rename(source, target)
-
-
-class FailingWriter:
-    def __init__(self, writer: Writer, files: FailingFiles) -> None:
-        self.writer = writer
-        self.files = files
-
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        self.files.change("write")
-        self.writer.write(buffers)
-
-    def sync(self) -> None:
-        self.files.change("sync")
-        self.writer.sync()
-
-    def __enter__(self) -> "FailingWriter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.writer.close()
-
-
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_an_export_that_fails_anywhere_leaves_nothing_or_all(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
     tensors = {"a": torch.randn(5), "b": torch.randn(3, 2), "c": torch.tensor(1)}
-    kinds = set()
-    for n in range(1, 100):
-        target = tmp_path / str(n) / "out"
-        files = FailingFiles(n, error)
+    for n in range(100):
+        target, count, failed = tmp_path / str(n) / "out", itertools.count(), True
+
+        def fail(n: int = n, count: Iterator[int] = count) -> None:
+            if next(count) == n:
+                raise error(errno.EIO, "I/O error")
+
+        files = FaultyFiles(FILES, before=fail)
         try:
             export_huggingface(MemorySource(tensors), target, files=files, max_shard_bytes=24)
-        except (CheckpointError, KeyboardInterrupt) as raised:
-            assert isinstance(raised, KeyboardInterrupt) == (error is KeyboardInterrupt)
-            if error is OSError:
-                assert "I/O error (errno 5)" in str(raised)
-                assert str(target) in str(raised)
-        renamed = "rename" in kinds and files.failed_at != "rename"
-        kinds.add(files.failed_at)
+            failed = False
+        except KeyboardInterrupt:
+            assert error is KeyboardInterrupt
+        except CheckpointError as raised:
+            assert error is OSError
+            assert "I/O error (errno 5)" in str(raised) and str(target) in str(raised)
+        operations = {operation for operation, _ in files.operations}
         left = os.listdir(target.parent) if target.parent.exists() else []
-        assert left == (["out"] if renamed else []), files.failed_at
-        if renamed:
+        assert left == (["out"] if "rename" in operations else []), files.operations
+        if left:
             assert all_bits(whole_tensors(open_huggingface(target))) == all_bits(tensors)
-        if not files.failed_at:
+        if not failed:
             break
-    assert {"make_folder", "create", "write", "sync", "rename", ""} <= kinds
-    assert any(kind.startswith("sync_folder .tmp-out-") for kind in kinds)
+    assert not failed
+    assert {"make_folder", "create", "write", "sync", "rename", "sync_folder"} <= operations
 
 
 def test_a_damaged_source_leaves_no_export(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shardwise.convert.huggingface import open_huggingface
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 INDEX = "model.safetensors.index.json"
+ONE = torch.ones(1)
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -151,31 +153,30 @@ def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, text: str) -> 
         open_huggingface(tmp_path)
 
 
-def test_a_tensor_that_its_file_lacks_is_named(tmp_path: Path) -> None:
-    weight_map = two_files(tmp_path)
-    write_index(tmp_path, weight_map | {"d": FIRST})
-    with pytest.raises(DamagedCheckpoint, match=rf"{FIRST} lacks tensor 'd'"):
-        open_huggingface(tmp_path)
+# How an index and its files differ: the change, given the folder and the weight_map; the message.
+DIFFERENCES: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
+    "a tensor that its file lacks": (
+        lambda folder, index: write_index(folder, index | {"d": FIRST}),
+        rf"{FIRST} lacks tensor 'd'",
+    ),
+    "a tensor in two files": (
+        lambda folder, index: save_file({"c": ONE, "b": torch.ones(2)}, folder / SECOND),
+        rf"{SECOND} holds tensor 'b', .* into {FIRST}",
+    ),
+    "a tensor that the index does not know": (
+        lambda folder, index: save_file({"c": ONE, "z": torch.ones(2)}, folder / SECOND),
+        r"'z', which .* does not know",
+    ),
+    "a missing file": (lambda folder, index: (folder / SECOND).unlink(), SECOND),
+}
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    two_files(tmp_path)
-    save_file({"c": torch.tensor(7), "b": torch.zeros(2)}, tmp_path / SECOND)
-    with pytest.raises(CheckpointError, match=rf"{SECOND} holds tensor 'b', .* into {FIRST}"):
-        open_huggingface(tmp_path)
-
-
-def test_a_tensor_that_the_index_does_not_know_is_refused(tmp_path: Path) -> None:
-    two_files(tmp_path)
-    save_file({"c": torch.tensor(7), "z": torch.zeros(2)}, tmp_path / SECOND)
-    with pytest.raises(CheckpointError, match=r"'z', which .* does not know"):
-        open_huggingface(tmp_path)
-
-
-def test_a_file_of_the_index_that_is_missing_is_named(tmp_path: Path) -> None:
-    two_files(tmp_path)
-    (tmp_path / SECOND).unlink()
-    with pytest.raises(CheckpointError, match=SECOND):
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_an_index_that_differs_from_its_files_is_refused(tmp_path: Path, kind: str) -> None:
+    change, says = DIFFERENCES[kind]
+    change(tmp_path, two_files(tmp_path))
+    error = DamagedCheckpoint if "lacks" in kind else CheckpointError
+    with pytest.raises(error, match=says):
         open_huggingface(tmp_path)
 
 

@@ -86,11 +86,6 @@ def test_what_a_pickle_names_is_refused_by_name_and_never_runs(kind: str, tmp_pa
     assert not marker.exists()
 
 
-def test_a_refused_name_is_in_the_message() -> None:
-    with pytest.raises(CheckpointError, match=r"here: it names 'posix\.system'"):
-        read_pickle(pickle.dumps(Runs(os.system, "true")), "here", PLAIN)
-
-
 def test_allowed_names_are_described_and_not_made() -> None:
     data = pickle.dumps([torch.float32, zipfile.ZipInfo("a")])
     names = {"torch.float32": None, "zipfile.ZipInfo": None, "copyreg._reconstructor": None}

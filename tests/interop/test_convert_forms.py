@@ -1,4 +1,4 @@
-"""`shardwise convert` between forms: told by their keys, reported once, nothing lost in silence."""
+"""`shardwise convert` between forms: recognized by keys, reported once, nothing silently lost."""
 
 import json
 from pathlib import Path

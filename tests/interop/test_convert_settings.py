@@ -1,4 +1,4 @@
-"""`shardwise convert`: what is read can be written again, and what is lost is told."""
+"""`shardwise convert`: files that are read can be written again; losses are reported."""
 
 import json
 from pathlib import Path

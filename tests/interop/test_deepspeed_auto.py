@@ -1,4 +1,4 @@
-"""Hugging Face's own ZeRO-3 JSON, all at "auto": our keys decide, and the report says whence."""
+"""Hugging Face's ZeRO-3 JSON, all at "auto": our keys decide, and the report has their sources."""
 
 import argparse
 import copy

@@ -12,7 +12,8 @@ import torch
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.run_keys import _said_keys
 from shardwise.interop.deepspeed.settings import DeepSpeedSettings, from_deepspeed
-from shardwise.interop.foreign_keys import TORCH_SCHEDULERS
+from shardwise.interop.foreign_keys import KEYS, NOT_WRITTEN, TORCH_SCHEDULERS
+from shardwise.train.config import TrainConfig
 
 AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
 
@@ -106,3 +107,15 @@ def test_a_file_says_a_key_of_ours_where_its_own_key_has_a_value(
     content: dict[str, Any], said: set[str]
 ) -> None:
     assert _said_keys(content) == said
+
+
+def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates() -> None:
+    kinds = {"any", "flag", "integer", "number", "word", "block"}
+    for section, rows in KEYS.items():
+        for name, row in rows.items():
+            where = f"{section}: {name}"
+            assert row.kind in kinds, where
+            assert {fate for fate, _ in row.answers.values()} <= {"mapped", "ignored", "refused"}
+            assert set(row.ours) <= TrainConfig.model_fields.keys(), where
+    for library, reasons in NOT_WRITTEN.items():
+        assert reasons.keys() <= TrainConfig.model_fields.keys(), library

@@ -1,4 +1,4 @@
-"""DeepSpeed's homes of state: where a run of the same file has it, and what the report says."""
+"""DeepSpeed's offload blocks: where a run of the same file keeps state, and the report."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A DeepSpeed config as ours: what becomes of each key, and how a wrong one is told."""
+"""`from_deepspeed`: the fate of each key, and the errors for wrong ones."""
 
 import inspect
 import json
@@ -12,9 +12,8 @@ import torch
 from shardwise import Precision, shard
 from shardwise.config import PRECISIONS, Schedule
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed import from_deepspeed
-from shardwise.interop.deepspeed.blocks import RATES
-from shardwise.interop.foreign_keys import KEYS, REFUSED_OPTIMIZERS, TORCH_SCHEDULERS
+from shardwise.interop.deepspeed.settings import from_deepspeed
+from shardwise.interop.foreign_keys import KEYS, RATES, REFUSED_OPTIMIZERS, TORCH_SCHEDULERS
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
 WHOLE: dict[str, Any] = {

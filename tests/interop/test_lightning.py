@@ -112,26 +112,20 @@ class TwoNetworks(L.LightningModule):
         ]
 
 
-class ByCalls(Regression):
-    """Shards itself by fully_shard in configure_model, units first."""
-
+class VectorScale(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard takes no scalars
+
+
+class ByCalls(VectorScale):
+    """Shards itself by fully_shard in configure_model, units first."""
 
     def configure_model(self) -> None:
         if not isinstance(self.blocks[0], FSDPModule):
             for block in self.blocks:
                 fully_shard(block)
             fully_shard(self)
-
-
-class VectorScale(Regression):
-    """ByCalls before it is sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
 
 
 class InsideByCalls(TwoNetworks):
@@ -242,6 +236,22 @@ def fit_like_ddp(rank: int, world_size: int) -> None:
         assert_same_fit(fit("shardwise", rank, world_size, TwoNetworks), manual)
 
 
+def other_settings() -> list[tuple[str, Any, dict[str, Any]]]:
+    """Return what differs from stage 3: the error, the strategy, the Trainer's options."""
+    return [
+        (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
+        ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
+        ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
+        ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
+    ]
+
+
+def refuse_settings(module: Any, world_size: int, cases: list[tuple[str, Any, Any]]) -> None:
+    for wanted, strategy, options in cases:
+        with pytest.raises(ConfigError, match=wanted):
+            trainer(strategy, world_size, **options).fit(module, loader())
+
+
 def fit_by_calls(rank: int, world_size: int, folder: Path) -> None:
     """Calls of fully_shard in configure_model, on the module or on its networks alone."""
     with launched(rank, world_size):
@@ -268,14 +278,7 @@ def fit_by_calls(rank: int, world_size: int, folder: Path) -> None:
         plain = fit("shardwise", rank, world_size, VectorScale, ckpt_path=path)
         again = fit("shardwise", rank, world_size, ByCalls, ckpt_path=path)
         assert again[0].seen == plain[0].seen
-        for wanted, strategy, options in (
-            (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
-            ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
-            ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
-            ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
-        ):
-            with pytest.raises(ConfigError, match=wanted):
-                trainer(strategy, world_size, **options).fit(again[0], loader())
+        refuse_settings(again[0], world_size, other_settings())
 
 
 def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_checkpoints(
@@ -380,14 +383,8 @@ def resume_manual(rank: int, world_size: int, folder: Path) -> None:
         whole, _ = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=3)
         first, ended = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=1)
         ended.save_checkpoint(folder / "two.ckpt")
-        second, _ = fit(
-            "shardwise",
-            rank,
-            world_size,
-            TwoNetworks,
-            max_epochs=3,
-            ckpt_path=folder / "two.ckpt",
-        )
+        options = {"max_epochs": 3, "ckpt_path": folder / "two.ckpt"}
+        second, _ = fit("shardwise", rank, world_size, TwoNetworks, **options)
         assert first.seen + second.seen == whole.seen
         assert_same_bits(parameters_of(second), parameters_of(whole))
 
@@ -471,18 +468,12 @@ def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
 def refuse_other_settings(module: nn.Module, rank: int, world_size: int) -> None:
     """A module that was sharded stays so: what is asked for later must be the same."""
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
         ("mesh=", ShardwiseStrategy(mesh=(world_size, 1)), {}),
         ("units=", ShardwiseStrategy(units=[nn.Linear]), {}),
-        ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
         ("precision='bf16'", ShardwiseStrategy(precision="bf16"), {}),
-        ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
         ("'bf16-true'.*torch.float32", "shardwise", {"precision": "bf16-true"}),
-        ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
     ]
-    for wanted, strategy, options in cases:
-        with pytest.raises(ConfigError, match=wanted):
-            trainer(strategy, world_size, **options).fit(module, loader())
+    refuse_settings(module, world_size, [*other_settings(), *cases])
     module, _ = fit("shardwise_stage_1", rank, world_size, max_epochs=1)
     with pytest.raises(ConfigError, match=r"stage=3\): .* before with 1,"):
         trainer("shardwise", world_size).fit(module, loader())

@@ -16,7 +16,7 @@ from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.layout.units import partition_into_units
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import ParamFacts, UnitFacts
+from shardwise.plan.model.tape import TapeParam, TapeUnit
 from shardwise.plan.step.footprint import weigh
 from trainer import events_of, full_parameters
 
@@ -112,11 +112,11 @@ def check_plan(
         num_shards=world_size, precision="fp32", transport="point_to_point", **setting
     )
     units = [
-        UnitFacts(
+        TapeUnit(
             unit.name,
             type(unit.module).__name__,
             tuple(
-                ParamFacts(s.name, s.cut.shape, str(s.sharded.dtype)[6:], s.sharded.requires_grad)
+                TapeParam(s.name, s.cut.shape, str(s.sharded.dtype)[6:], s.sharded.requires_grad)
                 for s in unit.params
             ),
         )

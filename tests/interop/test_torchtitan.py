@@ -136,29 +136,17 @@ def num_tokens_of(by_rank: list[Tensor]) -> int:
 Loss = Callable[[nn.Module, Tensor, int], Tensor]
 
 
-def train(model: nn.Module, steps: Any, rank: int, loss_fn: Loss) -> tuple[Any, dict[str, Tensor]]:
-    optimizer = adamw(model.parameters())
-    losses = []
-    for by_rank in steps:
-        loss = loss_fn(model, by_rank[rank], num_tokens_of(by_rank))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, full_parameters(model)
-
-
-def train_plain(
-    model: nn.Module, steps: Any, rank: int, loss_fn: Loss
+def train(
+    model: nn.Module, steps: Any, rank: int, loss_fn: Loss, is_plain: bool = False
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Train without shards: every rank has the whole model, and gradients are summed over ranks."""
+    """Train; a plain model, which every rank has whole, has its gradients summed over ranks."""
     optimizer = adamw(model.parameters())
     losses = []
     for by_rank in steps:
         loss = loss_fn(model, by_rank[rank], num_tokens_of(by_rank))
         loss.backward()
         losses.append(loss.item())
-        for param in model.parameters():
+        for param in model.parameters() if is_plain else ():
             dist.all_reduce(param.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -176,7 +164,7 @@ def train_stand_in(rank: int, world_size: int) -> None:
     steps = batches_of(world_size, VOCAB)
     torch.manual_seed(0)
     start = Decoder()
-    plain = train_plain(copy.deepcopy(start), steps, rank, sum_loss)
+    plain = train(copy.deepcopy(start), steps, rank, sum_loss, is_plain=True)
     cases: list[dict[str, Any]] = [
         {"parallel_dims": Dims(dp_shard=world_size)},
         {"parallel_dims": Dims(dp_replicate=world_size)},
@@ -405,7 +393,8 @@ def train_llama(rank: int, world_size: int) -> None:
         loss = case.pop("loss", loss_fn)
         torch._dynamo.reset()
         model = build_llama(t, world_size, **case)
-        plain = train_plain(plain_like(t, model, case.get("tied", False)), steps, rank, loss)
+        whole = plain_like(t, model, case.get("tied", False))
+        plain = train(whole, steps, rank, loss, is_plain=True)
         try:
             assert_same_run(train(model, steps, rank, loss), plain)
         except AssertionError as error:

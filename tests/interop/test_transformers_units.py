@@ -28,101 +28,76 @@ BART = {
 }
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-VISION = PICTURES
 
 
 def layers(path: str, number: int = 2) -> list[str]:
     return [f"{path}.{i}" for i in range(number)]
 
 
-# The class, its config's class, the config, and the units that are not the root.
-TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
-    ("LlamaForCausalLM", "LlamaConfig", GROUPED, layers("model.layers")),
-    ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}, layers("model.layers")),
-    ("GemmaForCausalLM", "GemmaConfig", {**GROUPED, "head_dim": 8}, layers("model.layers")),
-    ("MixtralForCausalLM", "MixtralConfig", GROUPED, layers("model.layers")),
-    ("PhiForCausalLM", "PhiConfig", TINY, layers("model.layers")),
-    ("GPTNeoXForCausalLM", "GPTNeoXConfig", TINY, layers("gpt_neox.layers")),
-    ("GPT2LMHeadModel", "GPT2Config", GPT2, layers("transformer.h")),
-    (
-        "BloomForCausalLM",
-        "BloomConfig",
-        {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2},
-        layers("transformer.h"),
-    ),
-    (
-        "MambaForCausalLM",  # its hints name the mixer in each block too
-        "MambaConfig",
-        {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
-        layers("backbone.layers"),
-    ),
-    (
-        "BertForMaskedLM",
-        "BertConfig",
-        TINY,
-        ["bert.embeddings", *layers("bert.encoder.layer")],
-    ),
-    (
-        "RobertaForSequenceClassification",
-        "RobertaConfig",
-        TINY,
-        ["roberta.embeddings", *layers("roberta.encoder.layer")],
-    ),
+BLOOM = {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+MAMBA = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+DISTIL = {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+CLIP = {"text_config": TINY, "vision_config": PICTURES, "projection_dim": 8}
+GROUPED_8 = {**GROUPED, "head_dim": 8}
+BERT_TASK = "RobertaForSequenceClassification"
+
+# The class, the config, and the units that are not the root.
+TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("LlamaForCausalLM", GROUPED, layers("model.layers")),
+    ("Qwen3ForCausalLM", GROUPED_8, layers("model.layers")),
+    ("GemmaForCausalLM", GROUPED_8, layers("model.layers")),
+    ("MixtralForCausalLM", GROUPED, layers("model.layers")),
+    ("PhiForCausalLM", TINY, layers("model.layers")),
+    ("GPTNeoXForCausalLM", TINY, layers("gpt_neox.layers")),
+    ("GPT2LMHeadModel", GPT2, layers("transformer.h")),
+    ("BloomForCausalLM", BLOOM, layers("transformer.h")),
+    ("MambaForCausalLM", MAMBA, layers("backbone.layers")),  # its hints name each mixer too
+    ("BertForMaskedLM", TINY, ["bert.embeddings", *layers("bert.encoder.layer")]),
+    (BERT_TASK, TINY, ["roberta.embeddings", *layers("roberta.encoder.layer")]),
     (
         "DistilBertModel",  # without hints: like children
-        "DistilBertConfig",
-        {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24},
+        DISTIL,
         ["embeddings.position_embeddings", *layers("transformer.layer")],
     ),
     (
         "T5ForConditionalGeneration",
-        "T5Config",
         T5,
         ["encoder", *layers("encoder.block"), *layers("decoder.block")],
     ),
     (
         "BartForConditionalGeneration",
-        "BartConfig",
         {**BART, "max_position_embeddings": 32},
         ["model.encoder", *layers("model.encoder.layers"), *layers("model.decoder.layers")],
     ),
-    (
-        "ViTForImageClassification",
-        "ViTConfig",
-        VISION,
-        ["vit.embeddings", *layers("vit.layers")],
-    ),
+    ("ViTForImageClassification", PICTURES, ["vit.embeddings", *layers("vit.layers")]),
     (
         "CLIPModel",  # two models in one
-        "CLIPConfig",
-        {"text_config": TINY, "vision_config": VISION, "projection_dim": 8},
+        CLIP,
         [
-            "text_model.embeddings",
-            *layers("text_model.encoder.layers"),
-            "vision_model.embeddings",
-            *layers("vision_model.encoder.layers"),
+            *("text_model.embeddings", *layers("text_model.encoder.layers")),
+            *("vision_model.embeddings", *layers("vision_model.encoder.layers")),
         ],
     ),
 ]
 
 
-def build(model_class: str, config_class: str, settings: dict[str, Any]) -> nn.Module:
-    config = getattr(transformers, config_class)(**settings)
+def build(model_class: str, settings: dict[str, Any]) -> nn.Module:
+    cls = getattr(transformers, model_class)
     with torch.device("meta"):
-        return getattr(transformers, model_class)(config)
+        return cls(cls.config_class(**settings))
 
 
-@pytest.mark.parametrize(("model", "config", "settings", "units"), TABLE, ids=lambda v: str(v)[:20])
+@pytest.mark.parametrize(("model", "settings", "units"), TABLE, ids=lambda v: str(v)[:20])
 def test_the_units_of_an_architecture_are_its_layers(
-    model: str, config: str, settings: dict[str, Any], units: list[str]
+    model: str, settings: dict[str, Any], units: list[str]
 ) -> None:
-    root, *others = partition_into_units(build(model, config, settings), None)
+    root, *others = partition_into_units(build(model, settings), None)
     assert root.name == ""
     assert [unit.name for unit in others] == units
 
 
 def llama(**settings: Any) -> nn.Module:
-    return build("LlamaForCausalLM", "LlamaConfig", {**GROUPED, **settings})
+    return build("LlamaForCausalLM", {**GROUPED, **settings})
 
 
 def names_of(model: nn.Module) -> list[str]:

@@ -156,7 +156,7 @@ def test_a_decoder_has_the_parameters_that_its_shape_says(shape: DecoderShape) -
     assert experts is not None
     for number, block in enumerate(model.blocks):
         found = sum(p.numel() for p in block.parameters())
-        assert found == shape.layer_params(number)
+        assert found == shape.of_layer(number).layer_params()
         assert isinstance(block.feed_forward, MixtureOfExperts) == (number >= experts.dense_layers)
     for module in model.modules():
         owns = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -22,7 +22,7 @@ from shardwise.plan.machine.calibration import (
     read_calibration,
     write_calibration,
 )
-from shardwise.plan.model.tape import Cost, LiveBytes, ParamFacts, Tape, UnitFacts, Visit, Work
+from shardwise.plan.model.tape import Cost, LiveBytes, Tape, TapeParam, TapeUnit, Visit, Work
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, OpPhase, Transfer
 from shardwise.plan.timing.simulate import simulate
@@ -278,7 +278,7 @@ def a_tape() -> Tape:
 
     return Tape(
         model="tiny",
-        units=(UnitFacts("", "Tiny", (ParamFacts("weight", (64, 64), "float32"),)),),
+        units=(TapeUnit("", "Tiny", (TapeParam("weight", (64, 64), "float32"),)),),
         events=(
             Visit("before_forward", 0),
             work("forward"),

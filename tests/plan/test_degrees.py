@@ -19,7 +19,7 @@ from shardwise.plan.machine.links import send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.shapes import Experts
+from shardwise.plan.model.shapes import Experts, gpt_shape
 from shardwise.plan.model.tape import Tape
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan, plan
@@ -315,6 +315,19 @@ def test_simulate_says_how_much_was_simulated_everywhere(
     assert "of 3 of the 16 micro-batches" in " ".join(capsys.readouterr().out.split())
     about = json.loads(trace.read_text())["otherData"]
     assert (about["num_simulated_micro_batches"], about["num_micro_batches"]) == (3, 16)
+
+
+def test_positions_beside_an_embedding_that_is_a_unit_are_reduced_once_a_step() -> None:
+    """The embedding's backward writes their gradient, which is the root's."""
+    model = make_model(gpt_shape(4, 64, 4, 4096, positions=SEQ))
+    moved = set()
+    for accumulation in range(1, 5):
+        offload = Offload(optimizer="cpu", params="cpu")
+        candidate = Candidate(num_shards=2, pp=2, accumulation=accumulation, offload=offload)
+        tape = model.tape(candidate)
+        moved.add(play(tape, candidate).program.copied_bytes["to_host"])
+        assert [unit.name for unit in tape.units[:2]] == ["", "embedding"]
+    assert len(moved) == 1
 
 
 def test_all_devices_of_a_models_copy_may_fail() -> None:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.depth import extend_depth, trace_deep
 from shardwise.plan.model.models import ModelSource, shape_source
 from shardwise.plan.model.shapes import gpt_shape, llama_shape
-from shardwise.plan.model.traced import TracedModel
+from shardwise.plan.model.traced import TracedModel, extend_depth, trace_deep
 from shardwise.plan.model.tracing import trace
 
 SHAPES = {

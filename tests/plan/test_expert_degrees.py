@@ -25,9 +25,8 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
 from shardwise.plan.machine.pricing import Prices
-from shardwise.plan.model.execution import Execution, layer_bytes
-from shardwise.plan.model.shape_tape import shape_tape
-from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.model.activations import Execution, layer_bytes
+from shardwise.plan.model.shaped import ShapedModel, shape_tape
 from shardwise.plan.model.shapes import Experts
 from shardwise.plan.model.tape import Visit, Work
 from shardwise.plan.planning import plan

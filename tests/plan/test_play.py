@@ -16,9 +16,9 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import (
     Cost,
     LiveBytes,
-    ParamFacts,
     Tape,
-    UnitFacts,
+    TapeParam,
+    TapeUnit,
     Visit,
     Work,
     full_bytes,
@@ -34,9 +34,9 @@ EVEN: list[Shapes] = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)],
 SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
 
 
-def make_unit(name: str, shapes: Shapes, reads: bool = True) -> UnitFacts:
-    params = tuple(ParamFacts(f"{name}.{i}", s, "float32") for i, s in enumerate(shapes))
-    return UnitFacts(name, "Unit", params, reads)
+def make_unit(name: str, shapes: Shapes, reads: bool = True) -> TapeUnit:
+    params = tuple(TapeParam(f"{name}.{i}", s, "float32") for i, s in enumerate(shapes))
+    return TapeUnit(name, "Unit", params, reads)
 
 
 def make_work(unit: int, phase: str, activations: int = 0, grads: int = 0) -> Work:

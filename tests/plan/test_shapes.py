@@ -15,13 +15,13 @@ from decoders import flops_per_token
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.margins import memory_interval
-from shardwise.plan.model.execution import (
+from shardwise.plan.model.activations import (
     Execution,
     kept_layer_bytes,
     layer_bytes,
     logit_bytes,
 )
-from shardwise.plan.model.shape_tape import shape_tape
+from shardwise.plan.model.shaped import shape_tape
 from shardwise.plan.model.shapes import (
     DecoderShape,
     Experts,
@@ -323,7 +323,7 @@ def test_a_cpus_allocator_has_no_margins() -> None:
 
 def test_formulas_need_no_torch() -> None:
     root = Path(shardwise.__file__).parent.parent
-    code = "import sys; import shardwise.plan.model.shape_tape; print('torch' in sys.modules)"
+    code = "import sys; import shardwise.plan.model.shaped; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {code}"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Runs over tensor and context parallelism have one process's losses, and go on from any other."""
+"""Runs over tensor and context parallelism: one process's losses; they resume from any other."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run's ledger measures, laid beside its plan's: the same bytes, line by line."""
+"""The measured ledger of a run against the ledger of its plan: the same bytes, line by line."""
 
 from pathlib import Path
 from typing import Any

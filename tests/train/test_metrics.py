@@ -1,4 +1,4 @@
-"""The metrics file, and what is printed at the end."""
+"""The metrics file, and the text printed at the end."""
 
 import json
 import math

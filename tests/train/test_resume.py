@@ -1,4 +1,4 @@
-"""A run that died goes on to the same bits, on real ranks; what stops it is told on all of them."""
+"""Runs that died resume bit for bit on real ranks; errors reach all ranks."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What a resume reads and cuts: metrics, settings, and the folder of an earlier run."""
+"""Files that a resume reads and cuts: metrics, settings, the folder of an earlier run."""
 
 import json
 from pathlib import Path

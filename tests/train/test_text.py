@@ -1,4 +1,4 @@
-"""Text to tokens: what is found, what is skipped, and the entropy of what is there."""
+"""Text to tokens: files found and skipped, and the entropy of their tokens."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""`shardwise ckpt`: look at checkpoints, verify them, export them, import other people's.
+"""`shardwise ckpt`: inspect, verify, export and import checkpoints.
 
-Exit codes: 0 all is well; 1 damage was found, or it failed; 2 it was asked for wrongly.
+Exit codes: 0 success; 1 damage was found, or an error; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def inspect(
     ] = False,
 ) -> None:
     """Show what a checkpoint holds, or all checkpoints of a run. Reads no tensors."""
-    with _told("inspect"):
+    with _exit_codes("inspect"):
         from shardwise.checkpoint.files import Files
         from shardwise.cli.facts import checkpoint_facts, kind_of, run_facts
 
@@ -81,7 +81,7 @@ def inspect(
 @app.command()
 def verify(path: _Path, as_json: _Json = False) -> None:
     """Verify every byte of a checkpoint, or of a run; list all damage."""
-    with _told("verify"):
+    with _exit_codes("verify"):
         from time import perf_counter
 
         from shardwise.checkpoint.files import Files
@@ -131,7 +131,7 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint to another format; every byte is checked."""
-    with _told("export"):
+    with _exit_codes("export"):
         if to is _To.dcp and (dtype or max_shard_size or config_from):
             raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")
         if config_from is not None and not config_from.is_dir():
@@ -163,8 +163,8 @@ def import_(
     ] = None,
 ) -> None:
     """Write a checkpoint of others as one of ours, which loads on any number of ranks."""
-    with _told("import"):
-        if not source.exists():  # told before torch is loaded
+    with _exit_codes("import"):
+        if not source.exists():  # before torch is loaded
             raise ConfigError(f"{source} cannot be read: there is no such file or folder")
         from shardwise.checkpoint.files import Files
         from shardwise.convert.detect import FORMATS, open_any
@@ -188,11 +188,11 @@ def import_(
 
 @dataclass
 class _Found:
-    """What came of verifying several checkpoints."""
+    """Results of verifying several checkpoints."""
 
     verified: list[Verified] = field(default_factory=list)
-    removed: list[Path] = field(default_factory=list)  # by a run that goes on beside this
-    errors: list[str] = field(default_factory=list)  # could not be judged
+    removed: list[Path] = field(default_factory=list)  # by a run that is still writing
+    errors: list[str] = field(default_factory=list)  # of checkpoints that could not be verified
 
 
 def _verify_all(files: Files, paths: list[Path], progress: Callable[[int], None]) -> _Found:
@@ -260,7 +260,7 @@ def _summary(facts: dict[str, Any]) -> str:
 
 
 def _open(path: Path, step: int | None) -> Checkpoint:
-    """Open a checkpoint, or of a run that step or the newest that passes the quick check."""
+    """Open a checkpoint; of a run, that step, or the newest that passes the quick check."""
     from shardwise.checkpoint.files import Files
     from shardwise.checkpoint.folder import check_quickly, step_name
     from shardwise.checkpoint.newest import MAX_LOOKS, vanishing
@@ -283,7 +283,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
                 return Checkpoint(files, one, check_quickly(files, one)[0])
             except (CheckpointError, OSError) as error:
                 if is_run and is_gone(files, one):
-                    break  # the run goes on and has removed it: there may be a newer one
+                    break  # a running run removed it: there may be a newer one
                 if not is_run or not isinstance(error, CheckpointError):
                     raise
                 terminal.complain(f"passed over: {error}\n")
@@ -301,7 +301,7 @@ def _export_weights(
 
     dtype = _DTYPES.get(dtype.lower(), dtype) if dtype is not None else None
     infos = [t for t in checkpoint.tensors if t.kind in ("param", "buffer")]
-    # With a cast the bytes are known only as they are written.
+    # With a cast the total is unknown until the end.
     total = None if dtype else sum(t.num_bytes for t in infos)
     with byte_bar("export", total) as progress:
         done = export_huggingface(
@@ -339,12 +339,12 @@ def _parse_size(text: str) -> int:
         raise ConfigError(f"--max-shard-size {text!r}: {why}") from None
 
 
-# -- talking
+# -- messages
 
 
 @contextmanager
-def _told(command: str) -> Iterator[None]:
-    """Turn errors into a message and an exit code."""
+def _exit_codes(command: str) -> Iterator[None]:
+    """Print an error and exit with its code."""
     try:
         yield
     except (typer.Exit, typer.Abort):  # these are RuntimeErrors too

@@ -1,4 +1,4 @@
-"""`shardwise convert`: DeepSpeed JSON, accelerate YAML and ours, one into another."""
+"""`shardwise convert`: convert between DeepSpeed JSON, accelerate YAML and our YAML."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_command(arguments: Sequence[str]) -> int:
         ranks: _Ranks = None,
         as_json: _AsJson = False,
     ) -> int:
-        """Turn one file of settings into another form, and tell what became of each key.
+        """Turn one file of settings into another form, and report on each key.
 
         The new file goes to stdout, or to --output; the report to stderr.
         """
@@ -98,7 +98,7 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
 
 
 def _with_open_precision(report: Report) -> Report:
-    """Say of a precision at "auto" that the new file leaves it open too."""
+    """Report that the new file leaves a precision at "auto" open too."""
     from dataclasses import replace
 
     text = "mixed_precision: left out, for accelerate's own flag to say"
@@ -110,7 +110,7 @@ def _with_open_precision(report: Report) -> Report:
 
 
 def _both(read: Report, written: Report) -> Report:
-    """Join what was not taken over, or left open, with what became of the rest."""
+    """Join keys that were not read, or left open, with the report of the written ones."""
     from shardwise.interop.deepspeed.reader import Report
 
     lost = (x for x in read.lines if x.fate in ("ignored", "auto"))
@@ -118,7 +118,7 @@ def _both(read: Report, written: Report) -> Report:
 
 
 def _form_of(file: Path) -> Form:
-    """Tell the form of a file by its keys: most of them are of that form."""
+    """Return the form that has most of the file's keys."""
     from shardwise.interop.foreign_keys import KEYS, load_keys
     from shardwise.train.config import TrainConfig
 
@@ -129,7 +129,7 @@ def _form_of(file: Path) -> Form:
         Form.DEEPSPEED: KEYS["top"].keys(),
         Form.ACCELERATE: KEYS["accelerate"].keys(),
     }
-    if file.suffix == ".json":  # decides where the keys do not
+    if file.suffix == ".json":  # decides a tie
         known = {Form.DEEPSPEED: known.pop(Form.DEEPSPEED), **known}
     return max(known, key=lambda form: len(known[form] & content.keys()))
 
@@ -172,7 +172,7 @@ def _write(text: str, output: Path | None) -> None:
 
 
 def show_report(report: Report, to_stderr: bool = False) -> None:
-    """Print what became of each key of a file, as tables."""
+    """Print the report on each key of a file, as tables."""
     from rich.text import Text
 
     from shardwise.cli.tables import make_table, printable

@@ -1,4 +1,4 @@
-"""What there is to know of checkpoints without reading their tensors, as plain data; no torch."""
+"""Facts about checkpoints as plain data, without reading their tensors; imports no torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def kind_of(files: Files, path: Path) -> Literal["checkpoint", "run"]:
-    """Tell a checkpoint from a folder of checkpoints. **Raises** ConfigError for all else."""
+    """Tell a checkpoint from a folder of checkpoints. **Raises** ConfigError for other paths."""
     try:
         names = [entry.name for entry in files.list(path)]
     except OSError as error:
@@ -44,14 +44,14 @@ def kind_of(files: Files, path: Path) -> Literal["checkpoint", "run"]:
 
 
 def checkpoints_at(files: Files, path: Path) -> list[Path]:
-    """Return the checkpoint of this path, or all of the run, the newest first."""
+    """Return the checkpoint at this path, or all of the run, the newest first."""
     if kind_of(files, path) == "checkpoint":
         return [path]
     return [path / step_name(step) for step in steps_in(files, path)]
 
 
 def quick_state(files: Files, path: Path) -> tuple[Manifest | None, str]:
-    """Return a checkpoint's manifest if it can be read, and what the quick check found wrong."""
+    """Return a checkpoint's manifest, if readable, and the damage that the quick check found."""
     try:
         return check_quickly(files, path)[0], ""
     except (CheckpointError, OSError) as error:
@@ -64,13 +64,13 @@ def quick_state(files: Files, path: Path) -> tuple[Manifest | None, str]:
 
 
 def disk_bytes(files: Files, path: Path, manifest: Manifest) -> int:
-    """Return the bytes of a checkpoint's files, as its manifest has them."""
+    """Return the bytes of a checkpoint's files, by its manifest."""
     sizes = {entry.name: entry.size for entry in files.list(path)}
     return sum(row.index_bytes + row.file_bytes for row in manifest.ranks) + sizes[MANIFEST]
 
 
 def bytes_to_read(files: Files, path: Path) -> int:
-    """Return what verifying reads, as far as it can be known ahead."""
+    """Return the bytes that verifying reads, 0 if they are not known in advance."""
     manifest = quick_state(files, path)[0]
     try:
         return disk_bytes(files, path, manifest) if manifest is not None else 0
@@ -79,7 +79,7 @@ def bytes_to_read(files: Files, path: Path) -> int:
 
 
 def is_gone(files: Files, path: Path) -> bool:
-    """Tell whether a checkpoint was removed: a run that goes on rotates its old ones away."""
+    """Tell whether a checkpoint was removed, as a running run removes old ones."""
     try:
         files.list(path)
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def is_gone(files: Files, path: Path) -> bool:
 
 
 def run_facts(files: Files, folder: Path) -> dict[str, Any]:
-    """Describe all checkpoints of a run, the newest first, and who writes there now."""
+    """Describe all checkpoints of a run, the newest first, and the process that writes now."""
     rows: list[dict[str, Any]] = []
     removed: list[int] = []
     for step in steps_in(files, folder):
@@ -124,7 +124,7 @@ def run_facts(files: Files, folder: Path) -> dict[str, Any]:
 
 
 def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
-    """Tell whether a plain save writes there at this moment, as far as can be known."""
+    """Tell whether a plain save writes there now; False if that is not known."""
     try:
         return is_held(files, folder / entry.name)
     except (OSError, CheckpointError):
@@ -132,7 +132,7 @@ def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
 
 
 def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> dict[str, Any]:
-    """Describe one checkpoint. **Raises** DamagedCheckpoint when its manifest says nothing."""
+    """Describe one checkpoint. **Raises** DamagedCheckpoint if its manifest is unreadable."""
     manifest, damage = quick_state(files, path)
     if manifest is None:
         raise DamagedCheckpoint(damage)
@@ -173,7 +173,7 @@ def _of_manifest(files: Files, path: Path, manifest: Manifest | None) -> dict[st
 
 
 def _of_tensor(manifest: Manifest, rows: list[TensorRow]) -> dict[str, Any]:
-    """Describe a tensor by its rows: one, or one for each piece."""
+    """Describe a tensor by its rows, one or one per piece."""
     if rows[0].layout is None:
         return _described(rows[0], "whole" if len(rows) == 1 else "pieces", len(rows))
     layouts = [row.layout for row in rows if row.layout is not None]
@@ -196,7 +196,7 @@ def _described(row: TensorRow, layout: str, num_parts: int) -> dict[str, Any]:
 
 
 def _own_tensors(files: Files, path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
-    """Yield what each rank saved for itself; ranks that have the same name count together."""
+    """Yield the ranks' own tensors; those of one name count together."""
     found: dict[str, dict[str, Any]] = {}
     for rank in range(len(manifest.ranks)):
         for row in Checkpoint(files, path, manifest).index_of(rank).own:
@@ -218,7 +218,7 @@ def _optimizer(row: OptimizerRow) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an encoded value as JSON alone: what `values.decode` does, without its types."""
+    """Return an encoded value as plain JSON, without the types that `values.decode` restores."""
     if isinstance(value, dict) and "$" in value:
         return "(a tensor)" if value["$"] == "tensor" else _plain(value.get("of"))
     if isinstance(value, list):

@@ -28,10 +28,10 @@ def run_with_flags(
     run: Callable[..., int],
     beside: Sequence[inspect.Parameter] = (),
 ) -> int:
-    """Parse ``arguments`` as flags of ``keys`` after one positional argument; run; return a code.
+    """Parse one positional argument and flags of ``keys``; return the exit code of ``run``.
 
-    ``run`` is called with the positional argument by its name, and with the flags that were given;
-    its docstring is the help's text. ``beside`` are flags that are no keys: they come by name.
+    ``run`` gets the positional argument and the given flags; its docstring is the help text.
+    ``beside`` are flags without a key, passed by name.
     """
 
     def command(**values: Any) -> int:
@@ -63,7 +63,7 @@ def parsed_flags(
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help is plain text, with its flags by panel; no name or choice is cut."""
+    """A command with plain-text help, its flags by panel, without truncated names or choices."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each panel, in the order in which the flags stand."""
@@ -100,9 +100,9 @@ def _program(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_command(command: Callable[..., int], arguments: Sequence[str], name: str) -> int:
-    """Call a function with ``arguments`` as typer reads them from its signature.
+    """Call a function with ``arguments``, parsed by its signature; return the exit code.
 
-    It returns the exit code; 2 is that of a ConfigError, whose text goes to stderr.
+    A ConfigError is printed to stderr and gives code 2.
     """
     try:
         return int(_program(command)(list(arguments), prog_name=name, standalone_mode=False) or 0)
@@ -142,9 +142,9 @@ def _signature(keys: type[BaseModel], parameters: list[inspect.Parameter]) -> in
 
 
 def _flag_type(annotation: Any) -> tuple[Any, str | None]:
-    """Return the type that typer parses, and the metavar; numbers are parsed with the file's keys.
+    """Return the type that typer parses, and the metavar.
 
-    So one that is wrong is told in the words of `check_keys`, wherever it came from.
+    Numbers stay text, so that `check_keys` reports wrong ones of flags and files.
     """
     if annotation in (int, float):
         return str, annotation.__name__.upper()

@@ -1,4 +1,4 @@
-"""The commands of `shardwise`; each imports what it needs only when it runs."""
+"""The commands of `shardwise`; each imports its file only when it runs."""
 
 import warnings
 from collections.abc import Callable

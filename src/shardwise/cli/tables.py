@@ -1,7 +1,6 @@
-"""The facts about checkpoints, and what verification found, printed for people.
+"""Tables of `shardwise`: facts about checkpoints, and results of verification.
 
-Everything that comes out of a file is made printable first: a name in somebody's checkpoint must
-not be able to drive the terminal.
+Text from a file is made printable first, as a name in a checkpoint must not control the terminal.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _SHOWN = 3
 
 
 def printable(value: Any) -> str:
-    """Write a value so that none of its characters is a command to a terminal."""
+    """Return a value as text without control characters."""
     text = str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def make_table(*columns: str, title: str | None = None, boxed: bool = True, **more: Any) -> Table:
-    """Make a table of columns by name; signs before a name say how one looks.
+    """Make a table; signs before a column's name set its look.
 
-    ">": at the right; "!": never wrapped; "~": folded where it is too long; "-": dim.
+    ">": right-aligned; "!": never wrapped; "~": folded if too long; "-": dim.
     """
     more = {"box": box.SIMPLE_HEAD if boxed else None, "pad_edge": False, **more}
     table = Table(
@@ -82,7 +81,7 @@ def show_run(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def show_checkpoint(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what one checkpoint holds."""
+    """Print the facts of one checkpoint."""
     console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
     _line(console, "step", "not said" if facts["step"] is None else f"{facts['step']:,}")
     _line(console, "run", facts["run"])
@@ -110,7 +109,7 @@ def show_checkpoint(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def show_verified(console: Console, verified: Verified) -> None:
-    """Print what verification found in one checkpoint."""
+    """Print the result of verifying one checkpoint."""
     num, size = verified.num_files, format_bytes(verified.num_bytes)
     state = Text("whole  ", "green") if verified.ok else Text("DAMAGED", "bold red")
     name = printable(verified.path.name or verified.path)
@@ -171,7 +170,7 @@ def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
 
 
 def _group(group: Mapping[str, Any]) -> str:
-    """Write what is set of an optimizer's group."""
+    """Return the settings of an optimizer's group."""
     is_set = {k: v for k, v in group.items() if v is not None and v is not False}
     count = is_set.pop("num_params")
     values = ", ".join(f"{key} {_value(value)}" for key, value in is_set.items())

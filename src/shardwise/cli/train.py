@@ -60,7 +60,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank that torchrun (or our own launcher) made of this process, or None."""
+    """Return the rank that torchrun, or our launcher, gave this process, or None."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
 
@@ -88,7 +88,7 @@ def _train(
 ) -> int:
     """Train the built-in decoder on text.
 
-    Every key can stand in the YAML file or be given as a flag; flags win. Under torchrun this is
+    Every key can be in the YAML file or a flag; flags win. Under torchrun this is
     one rank; otherwise `ranks` local ranks are launched. Ctrl-C ends all ranks after their step.
     """
     is_first = place is None or place.rank == 0
@@ -104,24 +104,18 @@ def _train(
     except KeyboardInterrupt:
         terminal.say("stopped before the first step, as asked\n")
         return INTERRUPTED
-    except ConfigError as error:
-        if is_first:
-            terminal.complain(f"shardwise train: {error}\n")
-        return _BAD_CONFIG
     except ShardwiseError as error:
-        if _is_same_on_all_ranks(error):
-            if is_first:
-                terminal.complain(f"shardwise train: {error}\n")
-            return _FAILED
-        where = f"rank {place.rank}: " if place is not None else ""
-        terminal.complain(f"shardwise train: {where}{error}\n")
-        return _FAILED
+        is_same = _is_same_on_all_ranks(error)
+        if is_first or not is_same:
+            where = f"rank {place.rank}: " if place is not None and not is_same else ""
+            terminal.complain(f"shardwise train: {where}{error}\n")
+        return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
 
 
 def _with_deepspeed(
     config_file: Path | None, flags: Mapping[str, Any], file: Path, place: RankPlace | None
 ) -> tuple[TrainConfig, Report]:
-    """Put the flags over both files; the two files must agree."""
+    """Merge both files, which must agree, and the flags, which win."""
     from shardwise.interop.deepspeed.run_keys import read_train_keys, tell_sources
 
     values = read_keys(config_file) if config_file is not None else {}
@@ -140,7 +134,9 @@ def _with_deepspeed(
 
 
 def _is_same_on_all_ranks(error: ShardwiseError) -> bool:
-    """Tell whether one rank may speak for all."""
+    """Tell whether all ranks raise the same error, so that one prints it."""
+    if isinstance(error, ConfigError):
+        return True
     from shardwise.train.loop import NonFiniteLossError
     from shardwise.train.replay import ReplayError
 
@@ -155,24 +151,21 @@ def _start(
     stop: StopRequest | None,
     arguments: Sequence[str],
 ) -> int:
-    if place is None:
-        from shardwise.train.checks import check_output, check_run
+    from shardwise.train.checks import check_output, check_run
 
+    if place is None:
         check_run(config, num_ranks)
         check_output(config)
         if num_ranks > 1:
             return launch_local_ranks(arguments, num_ranks)
-        place, stop = RankPlace(0, 1, 0, 1), StopRequest.installed()
-    return _run_rank(config, place, stop or StopRequest.installed())
-
-
-def _run_rank(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
-    from shardwise.train.checks import check_run
+        place = RankPlace(0, 1, 0, 1)
+    stop = stop or StopRequest.installed()
+    is_first = place.rank == 0
     from shardwise.train.loop import train
     from shardwise.train.summary import Predicted, format_result
 
     def say(line: str) -> None:
-        if place.rank == 0:
+        if is_first:
             terminal.say(line + "\n")
 
     result = train(check_run(config, place.world_size), place, stop, say)

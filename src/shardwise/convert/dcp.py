@@ -35,7 +35,7 @@ from shardwise.convert.torch_file import (
     explained_property,
 )
 from shardwise.errors import CheckpointError, DamagedCheckpoint
-from shardwise.layout.boxes import Box, boxes_of_range
+from shardwise.layout.boxes import Region, boxes_of_range
 
 _WRITER = "torch.distributed.checkpoint"
 _LEFT_OUT = object()
@@ -190,35 +190,24 @@ class DcpSource:
         for box in boxes_of_range(tensor.shape, lo, hi):
             part = out[box.lo - lo : box.hi - lo].view(box.lengths)
             for chunk in tensor.chunks:
-                self._copy(key, chunk, box, part)
+                self._copy(key, chunk, Region(box.offsets, box.lengths), part)
         return out
 
-    def _copy(self, key: str, chunk: Chunk, box: Box, out: torch.Tensor) -> None:
+    def _copy(self, key: str, chunk: Chunk, box: Region, out: torch.Tensor) -> None:
         """Copy the elements that a chunk and a box share into ``out``, the box's tensor."""
-        begins = [max(a, b) for a, b in zip(chunk.offsets, box.offsets, strict=True)]
-        chunk_ends = map(sum, zip(chunk.offsets, chunk.lengths, strict=True))
-        box_ends = map(sum, zip(box.offsets, box.lengths, strict=True))
-        ends = [min(a, b) for a, b in zip(chunk_ends, box_ends, strict=True)]
-        sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        if any(size <= 0 for size in sizes):
+        shared = chunk.region.common(box)
+        if shared is None:
             return
         if chunk.place not in self._files:
             self._files[chunk.place] = self._file(key, chunk.place)
         file = self._files[chunk.place]
-        stored = file.value
-        expected = (self._metadata.tensors[key].dtype, chunk.lengths)
+        stored, shape = file.value, chunk.region.shape
+        expected = (self._metadata.tensors[key].dtype, shape)
         if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != expected:
             raise DamagedCheckpoint(f"{file.where}: expected a tensor of {expected}, there is none")
-        strides = torch.empty(chunk.lengths, device="meta").stride()
-        inside = [begin - offset for begin, offset in zip(begins, chunk.offsets, strict=True)]
-        first = sum(at * stride for at, stride in zip(inside, strides, strict=True))
-        last = first + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        elements = file.read(stored, first, last + 1)
-        target = tuple(
-            slice(begin - offset, end - offset)
-            for begin, end, offset in zip(begins, ends, box.offsets, strict=True)
-        )
-        out[target].copy_(elements.as_strided(sizes, strides, 0))
+        elements = file.read(stored, *chunk.region.flat(shared))
+        strides = torch.empty(shape, device="meta").stride()
+        out[box.inside(shared)].copy_(elements.as_strided(shared.shape, strides, 0))
 
     def _file(self, key: str, place: FileRange, any_name: bool = False) -> TorchFile:
         return TorchFile(

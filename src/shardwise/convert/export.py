@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ from shardwise.checkpoint.container import (
     place,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, Writer
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.convert.huggingface import follow_link
+from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, follow_link
 from shardwise.errors import CheckpointError, ConfigError
 
 _MAX_COMPANION_BYTES = 64 << 20
@@ -54,24 +55,6 @@ class Exported:
     files: tuple[str, ...]
     total_bytes: int
     num_tensors: int
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The source and the options of one export."""
-
-    source: Source
-    files: Files
-    dtype: str | None
-    progress: Callable[[int], None] | None
-
-    def dtype_of(self, info: TensorInfo) -> str:
-        """Return the dtype in the file; only the common floating-point ones are changed."""
-        return self.dtype if self.dtype and info.dtype in _FLOATS.values() else info.dtype
-
-    def bytes_of(self, info: TensorInfo) -> int:
-        """Return the bytes in the file."""
-        return info.numel * element_bytes(self.dtype_of(info))
 
 
 def export_huggingface(
@@ -108,29 +91,32 @@ def export_huggingface(
             raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes: expected at least 1, got {max_shard_bytes}")
-    job = _Job(source, files, dtype, progress)
     infos = [t for t in source.tensors if t.kind in ("param", "buffer")]
     infos = [t for t in infos if t.name not in source.tied]
     if isinstance(source, Checkpoint):  # its order is that of units and stages
         infos.sort(key=_place_of_name)
     if not infos:
         raise CheckpointError(f"{source.where} holds no parameter that could be exported")
-    sizes = [job.bytes_of(info) for info in infos]
-    shards = split_into_shards(sizes, max_shard_bytes)
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
-    weight_map = {infos[i].name: n for n, shard in zip(names, shards, strict=True) for i in shard}
-    with _new_folder(files, target, sum(sizes)) as folder:
+    by_name = {info.name: info for info in infos}
+    casts = dict.fromkeys(_FLOATS.values(), dtype) if dtype else {}
+    tensors = [(t.name, casts.get(t.dtype, t.dtype), t.shape) for t in infos]
+    plan = plan_files(tensors, max_shard_bytes)
+    total_bytes = sum(stored[-1].end for stored in plan.values())
+    with _new_folder(files, target, total_bytes) as folder:
         if config_from is not None:
             _copy_companions(files, config_from, folder)
-        for name, shard in zip(names, shards, strict=True):
-            _write_shard(job, folder / name, [infos[i] for i in shard])
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            _write_small(files, folder / "model.safetensors.index.json", text.encode())
-    return Exported(tuple(names), sum(sizes), len(infos))
+        for name, stored in plan.items():
+            with files.create(folder / name) as writer:
+                writer.write([memoryview(build_header(stored, {"format": "pt"}))])
+                for s in stored:
+                    for piece in _pieces(source, by_name[s.key], s):
+                        writer.write([piece.view(torch.uint8).numpy().data])
+                        if progress is not None:
+                            progress(piece.nbytes)
+                writer.sync()
+        if len(plan) > 1:
+            _write_small(files, folder / INDEX_FILE, index_text(plan).encode())
+    return Exported(tuple(plan), total_bytes, len(infos))
 
 
 def _place_of_name(info: TensorInfo) -> list[str | int]:
@@ -161,6 +147,33 @@ def export_dcp(source: Source, target: Path) -> None:
             dcp.save(_nested(source), storage_writer=writer, no_dist=True)
         except dcp.CheckpointException as error:  # no Exception, so few handlers would see it
             raise CheckpointError(f"{target}: torch could not write it: {error}") from error
+
+
+def plan_files(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], max_bytes: int | None
+) -> dict[str, list[Stored]]:
+    """Return the safetensors files of tensors (name, dtype, shape), with each tensor's place.
+
+    There is one ``model.safetensors``, or files of at most ``max_bytes``. In a file, tensors with
+    large elements come first, so each tensor is aligned to its elements.
+    """
+    sizes = [prod(shape) * element_bytes(dtype) for _, dtype, shape in tensors]
+    shards = split_into_shards(sizes, max_bytes or max(1, sum(sizes)))
+    files = {}
+    for number, shard in enumerate(shards, start=1):
+        boxes = [(*tensors[i], (0,) * len(tensors[i][2])) for i in shard]
+        boxes.sort(key=lambda box: -element_bytes(box[1]))
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files[name if len(shards) > 1 else WEIGHTS_FILE] = place(boxes)
+    return files
+
+
+def index_text(files: Mapping[str, Sequence[Stored]], **metadata: int) -> str:
+    """Return the index of several files, as JSON."""
+    metadata["total_size"] = sum(stored[-1].end for stored in files.values())
+    weight_map = {s.key: name for name, stored in files.items() for s in stored}
+    index = {"metadata": metadata, "weight_map": weight_map}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def split_into_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
@@ -260,33 +273,18 @@ def _write_small(files: Files, path: Path, data: bytes) -> None:
         writer.sync()
 
 
-def _write_shard(job: _Job, path: Path, infos: Sequence[TensorInfo]) -> None:
-    """Write one file. Large elements come first, so each tensor is aligned to its elements."""
-    boxes = [(info.name, job.dtype_of(info), info.shape, (0,) * len(info.shape)) for info in infos]
-    boxes.sort(key=lambda box: -element_bytes(box[1]))
-    by_name = {info.name: info for info in infos}
-    stored = place(boxes)
-    with job.files.create(path) as writer:
-        writer.write([memoryview(build_header(stored, {"format": "pt"}))])
-        for s in stored:
-            _write_tensor(job, writer, by_name[s.key], s)
-        writer.sync()
-
-
-def _write_tensor(job: _Job, writer: Writer, info: TensorInfo, stored: Stored) -> None:
-    target = torch_dtype(stored.dtype)
+def _pieces(source: Source, info: TensorInfo, stored: Stored) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in its dtype in the file."""
     step = _PIECE_BYTES // element_bytes(info.dtype)
     for lo in range(0, info.numel, step):
-        piece = job.source.read(info, lo, min(lo + step, info.numel))
-        cast = piece.to(target)
+        piece = source.read(info, lo, min(lo + step, info.numel))
+        cast = piece.to(torch_dtype(stored.dtype))
         if cast is not piece and not torch.equal(cast.isfinite(), piece.isfinite()):
             raise CheckpointError(
-                f"{job.source.where}: tensor '{info.name}' of {info.dtype} holds values beyond "
+                f"{source.where}: tensor '{info.name}' of {info.dtype} holds values beyond "
                 f"the range of {stored.dtype}; export with another dtype"
             )
-        writer.write([cast.view(torch.uint8).numpy().data])
-        if job.progress is not None:
-            job.progress(cast.nbytes)
+        yield cast
 
 
 def _nested(source: Source) -> dict[str, Any]:

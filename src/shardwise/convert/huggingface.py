@@ -28,8 +28,8 @@ from shardwise.checkpoint.source import OptimizerInfo, Source, TensorInfo
 from shardwise.checkpoint.values import loads
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[\w-][\w. -]*\.safetensors", re.ASCII)
 
 
@@ -50,7 +50,7 @@ def open_huggingface(path: Path) -> Source:
     try:
         index = _index_of(path)
         if index is None:
-            file = path / _FILE if path.is_dir() else path
+            file = path / WEIGHTS_FILE if path.is_dir() else path
             return _Weights(str(path), files, {file: _open(files, file)})
         weight_map = _read_index(files, index)
         opened = {}
@@ -86,7 +86,7 @@ def open_weight_files(paths: Sequence[Path]) -> Source:
 
 
 def follow_link(file: Path) -> Path:
-    """Return the file that a link leads to: one of its own folder, or a blob of the hub's cache.
+    """Return the file that a link leads to: one of the same folder, or a blob of the hub's cache.
 
     The cache has links ``snapshots/<revision>/...`` to files in ``blobs/``.
 
@@ -153,18 +153,19 @@ def _index_of(path: Path) -> Path | None:
     """Return the path of the index, or None for a single file."""
     if not path.is_dir():
         return path if path.name.endswith(".json") else None
-    has_file, has_index = os.path.lexists(path / _FILE), os.path.lexists(path / _INDEX)
+    has_file, has_index = os.path.lexists(path / WEIGHTS_FILE), os.path.lexists(path / INDEX_FILE)
     if has_file and has_index:
         raise CheckpointError(
-            f"{path} holds {_FILE} and {_INDEX}, which may be two models: give the path of one"
+            f"{path} holds {WEIGHTS_FILE} and {INDEX_FILE}, which may be two models: give the path "
+            "of one"
         )
     if not has_file and not has_index:
         raise CheckpointError(
-            f"{path} holds neither {_FILE} nor {_INDEX}. If its weights have another name, give "
-            "the path of the file or of its index; if they are pickled (.bin, .pt), let "
+            f"{path} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}. If its weights have another "
+            "name, give the path of the file or of its index; if they are pickled (.bin, .pt), let "
             "transformers load them and save_pretrained() them as safetensors"
         )
-    return path / _INDEX if has_index else None
+    return path / INDEX_FILE if has_index else None
 
 
 def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:

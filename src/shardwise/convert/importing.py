@@ -106,16 +106,16 @@ def left_out_of(source: Source) -> tuple[str, ...]:
 
 
 class _Renamed:
-    """A source under other names; the user's own state keeps its."""
+    """A source under other names; the names of the user's own state stay."""
 
     def __init__(self, source: Source, prefix: str) -> None:
         self._source = source
         self._names = _shortened(source, prefix)
-        self._originals = {self._renamed(info).key: info for info in source.tensors}
+        self._originals = {self._renamed(info): info for info in source.tensors}
         self.where = source.where
         self.step, self.extra = source.step, source.extra
         self.left_out = left_out_of(source)
-        self.tensors = [self._renamed(info) for info in source.tensors]
+        self.tensors = list(self._originals)
         self.tied = {self._names[a]: self._names[b] for a, b in source.tied.items()}
         self.optimizer: OptimizerInfo | None = None
         if source.optimizer is not None:
@@ -127,8 +127,8 @@ class _Renamed:
             self.optimizer = replace(source.optimizer, groups=groups, state=state)
 
     def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
-        """Read it under the name that it has there."""
-        return self._source.read(self._originals[tensor.key], lo, hi)
+        """Read the tensor under its original name."""
+        return self._source.read(self._originals[tensor], lo, hi)
 
     def _renamed(self, info: TensorInfo) -> TensorInfo:
         return info if info.kind == "extra" else replace(info, name=self._names[info.name])

@@ -382,7 +382,7 @@ class _Plain:
 
 # -- names that torch's pickles hold, and their values
 def sizes_of(sizes: Any = ()) -> tuple[int, ...]:
-    """Return a shape, strides or offsets. **Raises** ValueError if they are none."""
+    """Return a shape, strides or offsets. **Raises** ValueError for anything else."""
     if len(sizes) > _MAX_DIMS:
         raise ValueError(f"a size was expected, one of {len(sizes)} dims came")
     return tuple(map(_index, sizes))

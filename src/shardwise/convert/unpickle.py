@@ -15,7 +15,7 @@ Reading takes time and memory in proportion to the file:
 - Memory is charged before it is taken, against 16 MiB and 32 times the bytes read so far. Files of
   torch are charged with 8 to 22 times their size. Opcodes may be a million and three for four
   bytes; torch writes two for four bytes at most.
-- A call copies its arguments, and two bytes can name the same argument again, so what is copied is
+- A call copies its arguments, and two bytes can name the same argument again, so the copies are
   charged as well.
 - Dict keys are scalars, flat tuples of scalars, or `Made` objects by identity, because hashing a
   nested tuple can take exponential time. At most 1,000 keys may share a hash.
@@ -345,7 +345,7 @@ def _bytes_of_copy(argument: Any) -> int:
 
 
 def _check_key(key: Any) -> None:
-    """Refuse a key of a dict or member of a set that is no data."""
+    """Refuse a key of a dict or member of a set that is not data."""
     members = key if type(key) is tuple else (key,)
     if len(members) > _MAX_KEY_PARTS:
         raise ValueError("a key of too many parts")

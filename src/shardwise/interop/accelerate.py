@@ -1,11 +1,11 @@
-"""accelerate's ``Accelerator`` for models of `shard` and `fully_shard`: the same class, inherited.
+"""A subclass of accelerate's ``Accelerator`` for models of `shard` and `fully_shard`.
 
-Note [What accelerate must not do to a sharded model]
-It would wrap the model in DistributedDataParallel, gather nothing when it saves, and pickle the
-optimizer on the first rank. So a sharded model is prepared as one for evaluation is (autocast and
-torch.compile, no wrapping), ``no_sync`` becomes the window of `accumulate`, and ``save_state``
-puts model and optimizer into a checkpoint of ours beside accelerate's own files. Everything that is
-not sharded takes accelerate's own ways.
+Note [A sharded model under accelerate]
+accelerate would wrap the model in DistributedDataParallel, gather nothing when it saves, and pickle
+the optimizer on the first rank. So a sharded model is prepared like one for evaluation (autocast
+and torch.compile, no wrapping), ``no_sync`` becomes the window of `accumulate`, and ``save_state``
+saves model and optimizer as a checkpoint beside accelerate's files. accelerate handles models and
+optimizers that are not sharded.
 """
 
 from collections.abc import Iterator
@@ -41,9 +41,8 @@ _OWN_ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType
 class Accelerator(_Accelerator):
     """accelerate's Accelerator, which leaves sharded models sharded.
 
-    Call ``shard(model)`` or `fully_shard` first, build the optimizer, then ``prepare`` as ever.
-    Launch with torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in
-    accelerate's config.
+    Call ``shard(model)`` or `fully_shard` first, build the optimizer, then call ``prepare``. Launch
+    with torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in its config.
     """
 
     _optimizers: list[Any]
@@ -51,15 +50,15 @@ class Accelerator(_Accelerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._observation: Observation | None = None
-        self._apart: list[Any] = []  # optimizers of sharded models, during save_state, load_state
+        self._hidden: list[Any] = []  # optimizers of sharded models, during save_state, load_state
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does; a sharded model comes back as it is.
+        """Prepare as accelerate does; return a sharded model unchanged.
 
-        **Raises** ConfigError where accelerate was told to shard too or does not see the ranks, and
-        where no parameter of an optimizer is the models', as where the model was sharded later.
+        **Raises** ConfigError if accelerate is configured to shard too, does not see the ranks, or
+        gets an optimizer without a parameter of the models, as if the model was sharded later.
         """
         sharded = [a for a in args if isinstance(a, nn.Module) and is_sharded(a)]
         if sharded and self.distributed_type in _OWN_ENGINES:
@@ -88,7 +87,7 @@ class Accelerator(_Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model. See Note [What accelerate must not do to a sharded model].
+        """Prepare one model. See Note [A sharded model under accelerate].
 
         **Raises** ConfigError for a model with a sharded part, which has no accumulation window,
         and for one of torch's own ``fully_shard``.
@@ -111,26 +110,26 @@ class Accelerator(_Accelerator):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def _takes_dtensors(self) -> bool:
-        """Tell whether accelerate was told what the model's DTensors are."""
+        """Tell whether accelerate's config explains the model's DTensors."""
         config = getattr(self, "parallelism_config", None)
         return self.distributed_type in _OWN_ENGINES or bool(config and config.tp_enabled)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Run a micro-batch that is not the last one before a step."""
+        """Run a micro-batch before the last one of a step."""
         with accumulate(_inner(model), last=False) if is_sharded(model) else super().no_sync(model):
             yield
 
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Let the backward pass inside be the last of its window, whatever surrounds it."""
+        """Make the backward pass inside the last of its window."""
         stock = _Accelerator.trigger_sync_in_backward
         with accumulate(_inner(model), last=True) if is_sharded(model) else stock(model):
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip by the norm of all gradients over all ranks, whatever meshes they lie on."""
+        """Clip by the norm of all gradients over all ranks and meshes."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not any(owner_of(p) is not None for p in params):
             return super().clip_grad_norm_(params, max_norm, norm_type)
@@ -138,12 +137,12 @@ class Accelerator(_Accelerator):
         return clip_grad_norm_(params, max_norm, norm_type)
 
     def observe(self, output: str | Path | None = None, **options: Any) -> Observation:
-        """Observe the steps of the sharded model that was prepared, with its optimizers.
+        """Observe the steps of the prepared sharded model, with its optimizers.
 
-        ``with accelerator.observe("runs/a") as run`` around the loop, on every rank; ``options``
-        are those of `shardwise.observe`. What ``accelerator.log`` is told is kept too.
+        Use ``with accelerator.observe("runs/a") as run`` around the loop, on every rank;
+        ``options`` are those of `shardwise.observe`. Values of ``accelerator.log`` are kept too.
 
-        **Raises** ConfigError where not exactly one sharded model was prepared.
+        **Raises** ConfigError if not exactly one sharded model was prepared.
         """
         sharded = [_inner(m) for m in self._models if is_sharded(m)]
         if len(sharded) != 1:
@@ -158,15 +157,15 @@ class Accelerator(_Accelerator):
         return self._observation
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log to accelerate's trackers, and to what is observed."""
+        """Log to accelerate's trackers, and to the observation."""
         super().log(values, *args, **kwargs)
         if self._observation is not None:
             self._observation.log(**{k: float(v) for k, v in values.items() if is_number(v)})
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict, on the CPU of the main process; other ranks get an empty one.
+        """Return the full state dict on the CPU of the main process, an empty one on other ranks.
 
-        Every rank calls it. ``save_model`` does.
+        Every rank calls it, as ``save_model`` does.
 
         **Cost** one gather per parameter, one in memory at a time; the main process keeps all.
         """
@@ -186,72 +185,71 @@ class Accelerator(_Accelerator):
     ) -> Any:
         """Save everything that was prepared; sharded models and their optimizers as checkpoints.
 
-        Every rank calls it. They are in the subfolder ``shardwise``, written by all ranks and
-        loadable on any number of them.
+        Every rank calls it. All ranks write the checkpoints, in the subfolder ``shardwise``; they
+        load on any number of ranks.
 
         **Raises** StateError in the middle of an accumulation window, before anything is written
         or deleted.
         """
-        with self._optimizers_apart():
+        with self._hidden_optimizers():
             for _, model, optimizer in self._pairs(self._models, ""):
                 collect_on_all_ranks(model, optimizer, NOTHING)  # raises what `save` would
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` saved, into what was prepared; every rank calls it.
+        """Load a state of `save_state` into the prepared objects. Every rank calls it.
 
-        **Raises** CheckpointError on all ranks where one has no such folder, or what is in it does
-        not fit.
+        **Raises** CheckpointError on all ranks if one lacks the folder, or its content does not
+        fit.
         """
         sharded = [_inner(m) for m in self._models if is_sharded(m)]
         if sharded:
             on_all_ranks(engine_of(sharded[0]).comm.control, lambda: self._check_folder(input_dir))
-        with self._optimizers_apart():
+        with self._hidden_optimizers():
             super().load_state(input_dir, *args, **kwargs)
 
     def _check_folder(self, input_dir: str | None) -> None:
-        """Raise where this rank has nothing to load from."""
+        """Raise CheckpointError if this rank lacks the folder."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
         elif self.project_configuration.automatic_checkpoint_naming:
             folder = Path(self.project_dir, "checkpoints")
         else:
-            return  # accelerate says so, on all ranks
+            return  # accelerate raises on all ranks
         if not folder.is_dir() or (input_dir is None and not any(folder.iterdir())):
             raise CheckpointError(
-                f"load_state: {folder}: there is no saved state; give the folder that save_state() "
-                "wrote"
+                f"load_state: {folder} has no saved state; give the folder that save_state() wrote"
             )
 
     @contextmanager
-    def _optimizers_apart(self) -> Iterator[None]:
+    def _hidden_optimizers(self) -> Iterator[None]:
         """Hide the optimizers of sharded models from accelerate, which would pickle them."""
         every = self._optimizers
-        self._apart = [o for o in every if any(owner_of(p) is not None for p in _params_of(o))]
-        self._optimizers = [o for o in every if o not in self._apart]
+        self._hidden = [o for o in every if any(owner_of(p) is not None for p in _params_of(o))]
+        self._optimizers = [o for o in every if o not in self._hidden]
         try:
             yield
         finally:
-            self._optimizers, self._apart = every, []
+            self._optimizers, self._hidden = every, []
 
     def _save_sharded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """Save the sharded models, and take their weights from those that accelerate saves."""
+        """Save the sharded models, and remove their weights from accelerate's list."""
         for path, model, optimizer in self._pairs(models, output_dir):
             save(path, model, optimizer, replace=True)
         weights[:] = [w for w, m in zip(weights, models, strict=True) if not is_sharded(m)]
 
     def _load_sharded(self, models: list[Any], input_dir: str) -> None:
-        """Load the sharded models, and take them from those that accelerate loads."""
+        """Load the sharded models, and remove them from accelerate's list."""
         for path, model, optimizer in self._pairs(models, input_dir):
             load(path, model, optimizer, restore_generators=False)  # accelerate restores its own
         models[:] = [m for m in models if not is_sharded(m)]
 
     def _pairs(self, models: list[Any], folder: str) -> Iterator[tuple[Path, nn.Module, Any]]:
-        """Yield each sharded model with the folder and the optimizer that are its own."""
+        """Yield each sharded model with its folder and its optimizer."""
         sharded = [_inner(m) for m in models if is_sharded(m)]
         for number, model in enumerate(sharded):
             ids = {id(p) for p in model.parameters()}
-            own = [o for o in self._apart if ids & {id(p) for p in _params_of(o)}]
+            own = [o for o in self._hidden if ids & {id(p) for p in _params_of(o)}]
             if len(own) > 1:
                 raise ConfigError(
                     f"save_state, load_state: {len(own)} optimizers were prepared for one sharded "
@@ -262,7 +260,7 @@ class Accelerator(_Accelerator):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether the module, compiled or not, was given to ``shard()`` or `fully_shard`."""
+    """Tell whether ``shard()`` or `fully_shard` was called on the module, compiled or not."""
     return api.is_sharded(_inner(model))
 
 

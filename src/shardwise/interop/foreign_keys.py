@@ -11,6 +11,9 @@ from shardwise import strict_json
 from shardwise.errors import ConfigError
 from shardwise.keys import check_object, near_miss, read_file, read_json, read_keys, shown
 
+JsonMapping = Mapping[str, Any]  # a block of a JSON or YAML file, read
+JsonObject = dict[str, Any]  # the same, written
+
 
 @dataclass(frozen=True)
 class Key:
@@ -26,7 +29,7 @@ class Key:
     least: int
 
 
-_DATA: dict[str, Any] = tomllib.loads(
+_DATA: JsonObject = tomllib.loads(
     files("shardwise.interop").joinpath("foreign_keys.toml").read_text("utf-8")
 )
 
@@ -63,11 +66,17 @@ def _rows(section: str) -> Mapping[str, Key]:
 TORCH_SCHEDULERS: dict[str, tuple[str, ...]] = {
     name: (*options.split(), "last_epoch") for name, options in _DATA["torch_schedulers"].items()
 }
+RATES: dict[str, float] = _DATA["learning_rates"]
 REFUSED_OPTIMIZERS: dict[str, str] = _DATA["refused_optimizers"]
 REMOVED: dict[str, str] = _DATA["removed"]
 NOT_WRITTEN: dict[str, dict[str, str]] = _DATA["not_written"]
-_OTHERS = ("reasons", "torch_schedulers", "refused_optimizers", "removed", "not_written")
-KEYS: dict[str, Mapping[str, Key]] = {name: _rows(name) for name in _DATA if name not in _OTHERS}
+_SECTIONS = {
+    *("top", "zero_optimization", "fp16", "bf16", "activation_checkpointing", "data_types"),
+    *("torch_autocast", "optimizer", "scheduler", "accelerate"),
+}
+KEYS: dict[str, Mapping[str, Key]] = {
+    name: _rows(name) for name in _DATA if name.partition(".")[0] in _SECTIONS
+}
 OURS: dict[str, tuple[str, ...]] = {  # full name of a key of DeepSpeed's: keys of ours
     name if section == "top" else f"{section}.{name}": key.ours
     for section, rows in KEYS.items()
@@ -91,12 +100,12 @@ def unknown_key(source: object, prefix: str, key: str, known: Iterable[str]) -> 
     return ConfigError(f"{source}: unknown key {shown(prefix + key)}{near_miss(key, known)}")
 
 
-def load_json(path: Path) -> dict[str, Any]:
+def load_json(path: Path) -> JsonObject:
     """Read a JSON file of keys. **Raises** ConfigError, also if a key is repeated."""
     return check_object(path, read_json(path))
 
 
-def load_keys(path: Path) -> dict[str, Any]:
+def load_keys(path: Path) -> JsonObject:
     """Read a file of keys that is JSON or YAML, whatever its name. **Raises** ConfigError."""
     if path.suffix != ".json":
         try:

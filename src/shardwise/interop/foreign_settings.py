@@ -19,7 +19,13 @@ from shardwise.interop.deepspeed.blocks import (
 )
 from shardwise.interop.deepspeed.reader import Entry, Handler, Line, Reader, Report
 from shardwise.interop.deepspeed.run_keys import read_train_keys
-from shardwise.interop.foreign_keys import BATCH_KEYS, load_json, load_keys
+from shardwise.interop.foreign_keys import (
+    BATCH_KEYS,
+    JsonMapping,
+    JsonObject,
+    load_json,
+    load_keys,
+)
 from shardwise.keys import near_miss
 
 _MOST = 1 << 40  # windows or micro-batches; more is a typing error
@@ -48,7 +54,7 @@ class ForeignSettings:
     """
 
     path: Path
-    values: Mapping[str, Any]
+    values: JsonMapping
     report: Report
 
     @property
@@ -60,7 +66,7 @@ class ForeignSettings:
 
 def read_deepspeed(path: Path) -> ForeignSettings:
     """Read a DeepSpeed JSON for a plan. **Raises** ConfigError naming the key and the nearest."""
-    reader, values = Reader(str(path), plans=True), dict[str, Any]()
+    reader, values = Reader(str(path), plans=True), JsonObject()
     _read_deepspeed(reader, load_json(path), values)
     return ForeignSettings(path, values, reader.report())
 
@@ -70,7 +76,7 @@ def read_accelerate(path: Path) -> ForeignSettings:
     return _Accelerate(path, plans=True).read()
 
 
-def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str, Any], Report]:
+def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[JsonObject, Report]:
     """Read accelerate's YAML as keys of `shardwise train`; it may name a DeepSpeed JSON.
 
     ``ranks`` is used if the file has no ``num_processes``.
@@ -100,7 +106,7 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
     return keys, Report(str(path), lines)
 
 
-def _count(values: dict[str, Any], ours: str, entry: Entry) -> None:
+def _count(values: JsonObject, ours: str, entry: Entry) -> None:
     """Store a positive whole number under a name of ours."""
     value = entry.value
     plain = int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -112,7 +118,7 @@ def _count(values: dict[str, Any], ours: str, entry: Entry) -> None:
     entry.mapped()
 
 
-def _read_deepspeed(reader: Reader, content: Mapping[str, Any], values: dict[str, Any]) -> None:
+def _read_deepspeed(reader: Reader, content: JsonMapping, values: JsonObject) -> None:
     """Read a plan's settings from a DeepSpeed file into ``values``, which may have a precision."""
     precision = read_precision(reader, content, values.get("precision")).name
     if precision is not None:
@@ -139,7 +145,7 @@ class _Accelerate:
     def __init__(self, path: Path, plans: bool) -> None:
         self.path = path
         self.reader = Reader(str(path), plans=plans)
-        self.values: dict[str, Any] = {}
+        self.values: JsonObject = {}
         self.deepspeed: Path | None = None  # the file that it names
         self._nodes: int | None = None  # until HYBRID_SHARD uses them
         self._deepspeed_lines: tuple[Line, ...] = ()
@@ -174,7 +180,7 @@ class _Accelerate:
         entry.mapped()
 
     def _read_nodes(self, entry: Entry) -> None:
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         unreported = Reader(self.reader.source)  # `read` reports on it at the end
         _count(found, "nodes", Entry(unreported, entry.key, entry.value))
         self._nodes = found["nodes"]
@@ -272,7 +278,7 @@ class _Accelerate:
 
     def _parallelism(self, entry: Entry) -> None:
         """Read accelerate's mesh: replicas of shard groups; its product is the number of ranks."""
-        sizes = dict[str, Any]()
+        sizes = JsonObject()
         name_of = f"{entry.key}_{{}}_size".format
         handlers: dict[str, Handler] = {
             name_of("dp_replicate"): partial(_count, self.values, "dp_replicate"),

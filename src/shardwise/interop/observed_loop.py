@@ -1,7 +1,7 @@
-"""`observe` in a loop that another library runs and that only calls back.
+"""`observe` in another library's loop, which only calls back.
 
-Such a loop says when a thing is over, seldom when it begins. So what goes on from one call to the
-next is told by `ObservedLoop.go_into`, which ends what went on before.
+Such a loop calls back when a phase ends, and seldom when one begins. So `ObservedLoop.go_into`
+names the phase from one call to the next, and ends the phase before.
 """
 
 from collections.abc import Mapping
@@ -26,29 +26,30 @@ class ObservedLoop:
         self._open = ExitStack()
 
     def begin(self, model: Model, optimizer: Optimizer, num_done: int) -> None:
-        """Observe from now on; every rank calls it. What an earlier run left open is over."""
+        """Begin to observe; every rank calls it. An observation that is still open ends."""
         self.end(RuntimeError("the loop broke off"))
         self.run = observe(
             model, optimizer, self._output, first_step=num_done + 1, **self._options
         ).start()
 
     def go_into(self, phase: str) -> None:
-        """Tell that the loop does this from now on: "data", "save", `PAUSE`, or "" for its own."""
+        """Begin a phase: "data", "save", `PAUSE`, or "" for the loop's own computation."""
         if self.run is None or phase == self._in:
             return
         self._open.close()
         self._in = phase
         if phase:
-            what = self.run.paused() if phase == PAUSE else self.run.during(phase)
-            self._open.enter_context(what)
+            self._open.enter_context(
+                self.run.paused() if phase == PAUSE else self.run.during(phase)
+            )
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Keep figures of the loop's own; what is no number is left out."""
+        """Record figures of the loop; values that are no numbers are left out."""
         if self.run is not None:
             self.run.log(**{k: float(v) for k, v in values.items() if is_number(v)})
 
     def end(self, error: BaseException | None = None) -> None:
-        """Stop to observe, if it goes on; after an ``error`` without the other ranks."""
+        """End the observation, if there is one; after an ``error`` without the other ranks."""
         self.go_into("")
         run, self.run = self.run, None
         if run is not None:
@@ -56,5 +57,5 @@ class ObservedLoop:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether something logged is one number; of a tensor without waiting for it."""
+    """Tell whether a logged value is one number, without waiting for a tensor."""
     return isinstance(value, int | float) or getattr(value, "numel", lambda: 0)() == 1

@@ -1,8 +1,8 @@
-"""PEFT's adapters on a sharded model: written and read in PEFT's own files.
+"""Write and read PEFT's adapters of a sharded model, in PEFT's own files.
 
-Training needs nothing from here: ``shard(get_peft_model(model, config))`` finds the units inside
-PEFT's wrapping, keeps the frozen base in its own dtype, and gives gradients and optimizer state to
-the adapters alone. So does `fully_shard`, called on blocks, and last on what PEFT returns.
+Training does not need this file: ``shard(get_peft_model(model, config))`` finds the units inside
+PEFT's wrappers, keeps the frozen base in its own dtype, and gives gradients and optimizer state to
+the adapters alone. So does `fully_shard`, called on blocks and last on the PeftModel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ from shardwise.versions import load_neighbour
 def save_adapter(model: nn.Module, path: str | Path, adapters: Sequence[str] | None = None) -> None:
     """Write the adapters of a sharded PEFT model as ``save_pretrained`` writes them.
 
-    Every rank calls it; the first one writes. ``PeftModel.from_pretrained`` loads the folder.
+    Every rank calls it; rank 0 writes. ``PeftModel.from_pretrained`` loads the folder.
     ``adapters`` names some of several (default: all).
 
-    **Cost** the adapters gathered on every rank; the base is not.
+    **Cost** the adapters are gathered on every rank; the base is not.
 
-    **Raises** ConfigError where the model is no sharded PeftModel or has no such adapter,
-    CheckpointError on all ranks where the first cannot write.
+    **Raises** ConfigError when the model is no sharded PeftModel or has no such adapter,
+    CheckpointError on all ranks when rank 0 cannot write.
     """
     peft = load_neighbour("peft", "save_adapter()")
     control = engine_of(model).comm.control
@@ -47,16 +47,16 @@ def save_adapter(model: nn.Module, path: str | Path, adapters: Sequence[str] | N
 
 
 def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -> None:
-    """Read an adapter's values into one that the sharded PEFT model has; every rank calls it.
+    """Read an adapter's values into an adapter of the sharded PEFT model; every rank calls it.
 
-    The model had an adapter of that shape before it was sharded: by ``get_peft_model``,
+    The model must have had an adapter of that shape before it was sharded: by ``get_peft_model``,
     ``add_adapter`` or ``PeftModel.from_pretrained``. Values are cast to its dtype.
 
-    **Cost** the adapter's file read on every rank, and the adapter gathered once.
+    **Cost** every rank reads the adapter's file; the adapter is gathered once.
 
-    **Raises** ConfigError where the model is no sharded PeftModel or has no such adapter; on all
-    ranks where one finds no adapter in the folder, or tensors that are not the adapter's, naming
-    them; CheckpointError on all ranks where one cannot read. Nothing is changed then.
+    **Raises** ConfigError when the model is no sharded PeftModel or has no such adapter; on all
+    ranks when one finds no adapter in the folder, or other tensors than the adapter's, naming them;
+    CheckpointError on all ranks when one cannot read. Nothing is changed then.
     """
     peft = load_neighbour("peft", "load_adapter()")
     control = engine_of(model).comm.control
@@ -74,7 +74,7 @@ def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -
 
 
 def _read(peft: Any, path: str | Path) -> dict[str, Any]:
-    """Return what PEFT saved in a folder; it takes others for names on a server."""
+    """Return the tensors in PEFT's file of a folder. PEFT itself would ask the hub for others."""
     names = (peft.utils.SAFETENSORS_WEIGHTS_NAME, peft.utils.WEIGHTS_NAME)
     if not any((Path(path) / name).is_file() for name in names):
         raise ConfigError(
@@ -101,7 +101,7 @@ def _fill(
             f"load_adapter: {path} does not fit adapter '{adapter}': {error}"
         ) from error
     if _is_prompt(model, adapter):
-        return  # PEFT fills the one parameter apart, and raises where it cannot
+        return  # PEFT fills its one parameter in another way, and raises if it cannot
     absent = set(result.missing_keys)
     found = {id(p) for name, p in wanted.items() if name not in absent}  # tied names share one
     missing = sorted(n for n, p in wanted.items() if n in absent and id(p) not in found)
@@ -129,7 +129,7 @@ def _configs_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, DTensor]:
-    """Return what PEFT saves of an adapter: the sharded parameters by their names."""
+    """Return the sharded parameters that PEFT saves of an adapter, by name."""
     configs = _configs_of(model)
     if adapter not in configs:
         raise ConfigError(
@@ -146,13 +146,13 @@ def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, DTensor]:
 
 
 def _is_prompt(model: nn.Module, adapter: str) -> bool:
-    """Tell whether the adapter is a prompt: PEFT saves what its encoder gives, not parameters."""
+    """Tell whether the adapter is a prompt: PEFT saves its encoder's output, not parameters."""
     return bool(_configs_of(model)[adapter].is_prompt_learning)
 
 
 @contextmanager
 def _in_full(model: nn.Module, wanted: dict[str, DTensor], writeback: bool) -> Iterator[None]:
-    """Put full, ordinary parameters in the place of the wanted ones, for a while."""
+    """Replace the wanted parameters by full, ordinary ones in the block."""
     engine = engine_of(model)
     params = list({id(p): p for p in wanted.values()}.values())
     with gathered(*params, writeback=writeback) as fulls:
@@ -166,7 +166,7 @@ def _in_full(model: nn.Module, wanted: dict[str, DTensor], writeback: bool) -> I
         for table, attribute, param in places:
             table[attribute] = by_id[id(param)]
         try:
-            with engine.conditions.suspended():  # a prompt encoder runs, with what is full
+            with engine.conditions.suspended():  # a prompt encoder runs on the full parameters
                 yield
         finally:
             for table, attribute, param in places:

@@ -1,4 +1,4 @@
-"""Full weights of a sharded model one after the other, under the names that others know."""
+"""Stream full weights out of a sharded model, one after the other."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -17,23 +17,24 @@ def stream(
     dtype: torch.dtype | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's weights in full, one after the other, as (name, tensor); training stands.
+    """Yield a model's full weights one after the other, as (name, tensor), between training steps.
 
-    Every rank calls it and iterates to the end. The ``ranks``, by their number in the world, get
-    the weights, None is all; on the others the loop has no turns, and they only send. Names and
-    shapes are those of ``state_dict()``; of a model of transformers, those of ``save_pretrained``.
-    Tied weights come once. ``dtype``: floating-point weights are cast before they are sent; None is
-    the master dtype. ``model`` may be a list of a rank's pipeline stages, whose order is kept. A
-    tensor that was yielded is the caller's.
+    Every rank calls it and iterates to the end. The ``ranks`` (global ranks; None is all) get the
+    weights; the other ranks only send, and their loop has no iterations. Names and shapes are those
+    of ``state_dict()``, or of ``save_pretrained`` for a model of transformers. Tied weights are
+    yielded once. Floating-point weights are cast to ``dtype`` before they are sent; None is the
+    master dtype. ``model`` may be a list of a rank's pipeline stages, whose order is kept. The
+    caller owns the yielded tensors.
 
-    **Cost** each slice is sent once to each rank that needs it. Beside what the caller keeps, one
-    tensor and ``bucket_bytes`` of memory on the ranks that get the weights: small tensors travel
-    together. More for what several axes cut (tensor and expert parallelism, pipelines: the piece
-    once more), and where the names of transformers need several tensors at once (those of a layer).
+    **Cost** each slice is sent once to each rank that needs it. Ranks that get the weights need
+    memory for one tensor and ``bucket_bytes``, in which small tensors are sent together, beside the
+    tensors that the caller keeps. Tensors that several axes cut (tensor and expert parallelism,
+    pipelines) need one more piece. If the names of transformers need several tensors at once, those
+    of a layer are in memory.
 
-    **Raises** ConfigError on all ranks for ``ranks`` that there are not, where ranks ask for
-    different things, and for a parameter that is made of several tensors; StateError inside
-    `gathered`, and where a weight changes before the last is taken.
+    **Raises** ConfigError on all ranks for unknown ``ranks``, when the arguments of ranks differ,
+    and for a parameter that is made of several tensors; StateError inside `gathered`, and when a
+    weight changes before the last one is yielded.
     """
     if type(bucket_bytes) is not int or bucket_bytes < 0:
         raise ConfigError(f"stream(): bucket_bytes={bucket_bytes!r}: expected bytes, 0 or more")

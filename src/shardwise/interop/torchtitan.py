@@ -1,10 +1,10 @@
-"""torchtitan: a ``parallelize_fn`` for its ModelSpec, which shards by our ``fully_shard``.
+"""torchtitan: a ``parallelize_fn`` for its ModelSpec that shards by Shardwise's ``fully_shard``.
 
-Note [What torchtitan asks of data parallelism]
+Note [Requirements of torchtitan]
 torchtitan builds a model on meta, calls ``parallelize_fn``, then ``to_empty`` and ``init_weights``.
-Its loss is a sum over this rank's tokens, divided by the tokens of all ranks; so gradients are
-summed over ranks and not averaged. Its chunked loss holds on to ``lm_head`` as an FSDPModule of its
-own. Activation checkpointing comes first, then compilation of each block, then sharding.
+Its loss is a sum over this rank's tokens, divided by the tokens of all ranks, so gradients are
+summed over ranks and not averaged. Its chunked loss uses ``lm_head`` as a separate FSDPModule.
+Activation checkpointing comes first, then compilation of each block, then sharding.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from shardwise.versions import load_neighbour
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RESHARDS = {"default": True, "always": True, "never": False}
-_SHARDS = "torchtitan.distributed.fsdp"  # all of its decoders are sharded there
+_SHARDS = "torchtitan.distributed.fsdp"  # shards all of its decoders
 _DEGREES = {
     "tp": "tensor_parallel_degree",
     "cp": "context_parallel_degree",
@@ -43,11 +43,11 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
-    """Shard a torchtitan model over its data-parallel ranks; give it as ``parallelize_fn``.
+    """Shard a torchtitan model over its data-parallel ranks, as a ``parallelize_fn``.
 
-    The arguments are those that torchtitan's Trainer gives. Units are those of torchtitan: the
-    embedding, each layer, norm and head together. Degrees of replicas and shards make the mesh;
-    activation checkpointing and compilation are torchtitan's own.
+    torchtitan's Trainer passes the arguments. Units are those of torchtitan: the embedding, each
+    layer, norm and head together. The degrees of replicas and shards make the mesh; activation
+    checkpointing and compilation are torchtitan's own. See Note [Requirements of torchtitan].
 
     **Raises** ConfigError for a setting that is not data parallelism, before anything is changed.
     """
@@ -74,17 +74,17 @@ def parallelize(
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # the loss is divided, see the Note
+            module.set_gradient_divide_factor(1.0)  # the loss is divided already
     return model
 
 
 def with_shardwise(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return a model's own ``parallelize_fn`` as it is, but that ours is the ``fully_shard``.
+    """Return a model's own ``parallelize_fn`` with Shardwise's ``fully_shard`` in it.
 
-    For every degree of parallelism that torchtitan has for the model: tensor, context, pipeline and
-    expert parallelism are its own.
+    It supports every degree of parallelism that torchtitan has for the model: tensor, context,
+    pipeline and expert parallelism are torchtitan's own.
 
-    **Raises** ConfigError from what is returned, as `parallelize` does, but for degrees.
+    **Raises** ConfigError from the returned function, as `parallelize`, except for degrees.
     """
 
     @wraps(parallelize_fn)
@@ -137,13 +137,13 @@ def _check_settings(parallel_dims: Any, training: Any, parallelism: Any) -> None
 
 
 def _mesh(parallel_dims: Any) -> Any:
-    """Return the mesh of replicas, where there are several, and shards."""
+    """Return the mesh of replicas, if there are several, and shards."""
     shards = "fsdp" if parallel_dims.spmd_backend == "partial_dtensor" else "dp_shard"
     return parallel_dims.get_activated_mesh(["dp_replicate", shards])
 
 
 def _groups(model: nn.Module) -> list[tuple[list[nn.Module], bool]]:
-    """Return the modules of each unit, and whether their backward comes right after forward."""
+    """Return the modules of each unit, and True for the last unit, whose backward comes first."""
     parts = {name: getattr(model, name, None) for name in ("tok_embeddings", "norm", "lm_head")}
     first = ["tok_embeddings"]
     last = ["norm", "lm_head"]

@@ -1,4 +1,4 @@
-"""What would stop a run, found before anything is started; imports no torch."""
+"""Errors found before a run starts, and the paths in its output; imports no torch."""
 
 from pathlib import Path
 
@@ -28,10 +28,10 @@ def checkpoints_path(config: TrainConfig) -> Path:
 
 
 def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Decide accumulation and global_batch for a number of ranks; both are set in what returns.
+    """Return the config with accumulation and global_batch decided for a number of ranks.
 
-    **Raises** ConfigError: global_batch is not micro_batch x accumulation x ranks for a whole
-    number.
+    **Raises** ConfigError if global_batch is not micro_batch x accumulation x ranks with whole
+    numbers.
     """
     _, num_parts = config.axes.over(world_size).part_of_batch(0)
     per_micro_batch = config.micro_batch * num_parts
@@ -56,7 +56,7 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def check_micro_batches(pp: int, accumulation: int) -> None:
-    """Check that a pipeline has enough of them. **Raises** ConfigError."""
+    """Raise ConfigError if a pipeline has fewer micro-batches than stages."""
     if pp > 1 and accumulation < pp:
         raise ConfigError(
             f"accumulation: expected at least pp {pp}, as many micro-batches as stages, got "
@@ -65,10 +65,11 @@ def check_micro_batches(pp: int, accumulation: int) -> None:
 
 
 def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Find what would stop a run before anything is started; return the config fully decided.
+    """Return the config fully decided, or raise what would stop the run.
 
-    **Raises** ConfigError: degrees or the batch do not divide, there is no text, the tokenizer does
-    not load, the vocabulary is too small, inputs of blocks are to move and none is checkpointed.
+    **Raises** ConfigError if degrees or the batch do not divide, the data has no text, the
+    tokenizer does not load, the vocabulary is too small, or activations are offloaded without
+    activation checkpointing.
     """
     config = resolve_batch(config, world_size)
     check_micro_batches(config.pp, config.accumulation or 1)
@@ -90,10 +91,10 @@ def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Refuse to write over an earlier run, or to resume from what is not there.
+    """Raise ConfigError if a run would overwrite an earlier one, or cannot resume.
 
-    **Raises** ConfigError: with `resume: never`, there are checkpoints, or metrics and overwrite is
-    false; with `resume: <step>`, that step is not there, or newer ones are.
+    With `resume: never`, the folder has checkpoints, or metrics and overwrite is false; with
+    `resume: <step>`, it lacks that step, or has newer ones.
     """
     if config.resume == "auto":
         return

@@ -1,8 +1,7 @@
-"""What the user asks of `shardwise train`: one frozen set of keys, shared by YAML and flags.
+"""The keys of `shardwise train`, shared by YAML and flags.
 
-`TrainConfig` is the only definition of a key: its type, limits, default, help text and the panel
-that it is shown in. `load_config` merges a YAML file with flags and answers with a `ConfigError`
-written for people.
+`TrainConfig` defines each key once: type, limits, default, help text, and panel of the help.
+`load_config` merges a YAML file with flags, and raises a `ConfigError` that a user can act on.
 """
 
 import math
@@ -49,9 +48,9 @@ _OPTIONS = {"optimizer_options", "schedule_options"}
 
 
 def read_offload(value: Any) -> str | dict[str, Any] | None:
-    """Take `cpu`, `nvme:FOLDER` or fields of `shardwise.Offload`, as `{optimizer: cpu}`.
+    """Read `cpu`, `nvme:FOLDER` or fields of `shardwise.Offload`, as `{optimizer: cpu}`.
 
-    **Raises** ValueError where `shard()` would refuse it.
+    **Raises** ValueError if `shard()` would refuse it.
     """
     value = read_fields(value)
     resolve_offload(offload_of(value))
@@ -63,7 +62,7 @@ _Options = Annotated[dict[str, Any] | None, BeforeValidator(read_options)]
 
 
 class TrainConfig(BaseModel):
-    """Hold every key of a training run; a key left at None is decided by `resolve_*`."""
+    """Every key of a training run; `check_run` decides some that are None."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -116,10 +115,10 @@ class TrainConfig(BaseModel):
         "fp32", "Sharding", "compute dtype"
     )
     gather: GatherName | None = key(
-        None, "Sharding", "what matrices travel as to be gathered; unset: as they are computed with"
+        None, "Sharding", "encoding of matrices that are gathered; unset: the compute dtype"
     )
     reduce: ReduceName | None = key(
-        None, "Sharding", "what gradients of matrices travel as to be summed; unset: as they come"
+        None, "Sharding", "encoding of matrices' gradients that are reduced; unset: none"
     )
     gather_block: int = key(
         256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
@@ -134,7 +133,7 @@ class TrainConfig(BaseModel):
         "files; or fields of shardwise.Offload, such as {optimizer: cpu, fraction: 0.5}",
     )
     overlap_step: bool = key(
-        False, "Sharding", "let the optimizer's step go on behind the next forward pass"
+        False, "Sharding", "run the optimizer's step behind the next forward pass"
     )
     activation_checkpointing: bool = key(
         False, "Sharding", "recompute each block in the backward pass"
@@ -142,7 +141,7 @@ class TrainConfig(BaseModel):
     units: tuple[str, ...] | None = key(
         None,
         "Sharding",
-        "classes gathered as one, with commas; unset: blocks, and what is as large",
+        "classes gathered as one, with commas; unset: blocks, and modules as large",
     )
     prefetch_bytes: int | None = key(
         None, "Sharding", "full parameters gathered ahead; unset: the largest unit", ge=0
@@ -163,7 +162,7 @@ class TrainConfig(BaseModel):
     )
 
     steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
-    optimizer: OptimizerName = key("adamw", "Optimizer", "what updates the parameters")
+    optimizer: OptimizerName = key("adamw", "Optimizer", "class of the optimizer")
     optimizer_options: _Options = key(
         None,
         "Optimizer",
@@ -222,20 +221,23 @@ class TrainConfig(BaseModel):
         "compare one pass with one process that has all windows, before step 1",
     )
     check_replicas_every: int = key(
-        0, "Checkpoints", "steps between comparisons of what ranks hold alike; 0: never", ge=0
+        0,
+        "Checkpoints",
+        "steps between comparisons of replicated state; 0: never",
+        ge=0,
     )
     replay_every: int = key(
         0, "Checkpoints", "steps between steps computed twice and compared; 0: never", ge=0
     )
 
     predicted_step_s: float | None = key(
-        None, "Plan", "seconds per step that the plan expects; told at the end", gt=0
+        None, "Plan", "seconds per step that the plan expects; compared at the end", gt=0
     )
     predicted_state_bytes: int | None = key(
-        None, "Plan", "state of a rank that the plan expects; told at the end", gt=0
+        None, "Plan", "state of a rank that the plan expects; compared at the end", gt=0
     )
     predicted_peak_bytes: int | None = key(
-        None, "Plan", "most bytes of tensors that the plan expects; told at the end", gt=0
+        None, "Plan", "most bytes of tensors that the plan expects; compared at the end", gt=0
     )
 
     output: Path = key(Path("runs/train"), "Run", "folder for metrics, config and tokens")
@@ -313,7 +315,7 @@ class TrainConfig(BaseModel):
         return self
 
     def _check_method(self) -> None:
-        """Refuse what attention over parts of windows would refuse at the first step."""
+        """Raise what attention over parts of windows would raise at the first step."""
         if self.cp_method == "heads" and self.heads // self.tp % self.cp:
             part = f"heads {self.heads}" if self.tp == 1 else f"heads {self.heads} / tp {self.tp}"
             raise ValueError(
@@ -325,7 +327,7 @@ class TrainConfig(BaseModel):
 
     @property
     def offloaded(self) -> OffloadLike:
-        """Where state rests, as `shard()` takes it."""
+        """Where state is kept, as `shard()` takes it."""
         return offload_of(self.offload)
 
     @field_validator("units", mode="before")
@@ -396,7 +398,7 @@ class TrainConfig(BaseModel):
 
     @property
     def curve(self) -> Curve | None:
-        """The curve of DeepSpeed that the learning rate follows, if it does."""
+        """The curve of DeepSpeed that the learning rate follows, or None."""
         if self.schedule not in CURVES:
             return None
         ours = {"total_num_steps": self.steps, "warmup_num_steps": self.warmup_steps}
@@ -428,12 +430,12 @@ def load_config(
     flags: Mapping[str, Any],
     beside: tuple[Path, Mapping[str, Any]] | None = None,
 ) -> TrainConfig:
-    """Read a YAML file of flat keys (None: the defaults) and put the flags over it, which win.
+    """Read a YAML file of flat keys (None: the defaults); flags win over it.
 
-    ``beside`` is another file and the keys that were found in it.
+    ``beside`` is another file and its keys.
 
-    **Raises** ConfigError: the file is missing or not YAML, a key is unknown, a value is not
-    allowed, or the two files say different things and no flag decides.
+    **Raises** ConfigError if the file is missing or not YAML, a key is unknown, a value is not
+    allowed, or the two files differ and no flag decides.
     """
     values = read_keys(path) if path is not None else {}
     if beside is None:
@@ -455,18 +457,18 @@ def load_config(
 
 
 def _beside(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Put given options over the others', where both name some; what is none stays as it is."""
+    """Merge each key that holds options with the options of ``others``; those given win."""
     merged = dict(given)
     for name in _OPTIONS & given.keys() & others.keys():
         try:
             merged[name] = {**(others[name] or {}), **(read_options(given[name]) or {})}
         except (TypeError, ValueError):
-            continue  # `check_keys` says what is wrong
+            continue  # `check_keys` raises
     return merged
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value as the model holds it; one that it refuses is told by `check_keys` later."""
+    """Return a value as the model stores it; `check_keys` raises later if it refuses it."""
     value = plain_precision(value) if name == "precision" else value
     try:
         return TypeAdapter[Any](TrainConfig.model_fields[name].annotation or str).validate_python(

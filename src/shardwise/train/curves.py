@@ -1,11 +1,11 @@
-"""The learning-rate curves of DeepSpeed's schedulers, in closed form; no torch.
+"""The learning-rate curves of DeepSpeed's schedulers in closed form; imports no torch.
 
 Note [Where a curve starts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A curve is asked for the optimizer update after ``done`` steps of the schedule: 0 for the first
-update of a run. DeepSpeed counts the same from -1. The warm-ups therefore take two updates at their
-lowest rate (a logarithm of 1 is 0), and one cycle starts at its lowest momentum before it goes to
-the highest; both are kept, as a run that changes engines must go on along the same curve.
+A curve gives the rate of the optimizer update after ``done`` steps of the schedule, 0 for the first
+update of a run. DeepSpeed counts from -1. The warm-ups therefore take two updates at their lowest
+rate (the logarithm of 1 is 0), and one cycle starts at its lowest momentum before it jumps to the
+highest. Both are kept, so that a run which changes engines follows the same curve.
 
 **Source** DeepSpeed 0.19 ``runtime/lr_schedules.py``; the tests hold every step against it.
 """
@@ -23,7 +23,7 @@ from shardwise.keys import check_names, near_miss
 
 
 class _Needed(Enum):
-    """Stands for a value that is still to be given; a copy, or one from a pickle, is the same."""
+    """The type of a value that is not given yet. Copies and pickles keep its identity."""
 
     VALUE = "needed"
 
@@ -53,14 +53,14 @@ _PER_GROUP = {
 _WHOLE = {"warmup_num_steps": 0, "total_num_steps": 1, "lr_range_test_step_size": 1}  # at least
 _FLAGS = {"cycle_momentum", "lr_range_test_staircase"}
 _MAY_BE_NONE = {"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"}
-_BETA2 = 0.99  # what DeepSpeed sets beside a cycled momentum
+_BETA2 = 0.99  # DeepSpeed sets it beside a cycled momentum
 
 
 @dataclass(frozen=True)
 class Curve:
     """One schedule: ``name`` is a row of `CURVES`, ``options`` has a value for each of its options.
 
-    ``total_num_steps`` may still be missing; then the curve can be shown but not followed.
+    While an option is `missing`, the curve can be shown but not evaluated.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Curve:
     def learning_rate(self, done: int, base_lr: float, group: int = 0) -> float:
         """Return the rate of the update after ``done`` steps: see Note [Where a curve starts].
 
-        ``base_lr`` is what the optimizer was made with; ``group`` numbers the parameter group.
+        ``base_lr`` is the optimizer's initial rate; ``group`` is the number of a parameter group.
 
-        **Raises** ConfigError where an option that the curve needs is missing.
+        **Raises** ConfigError if an option is missing.
         """
         missing = self.missing
         if missing:
@@ -94,7 +94,7 @@ class Curve:
         return float(low + (high - low) * self._warmup_share(done - 1)) if done else float(low)
 
     def betas(self, done: int, group: int = 0) -> tuple[float, float] | None:
-        """Return the momenta that one cycle sets beside the rate; None where it sets none."""
+        """Return the betas that one cycle sets beside the rate, None for other curves."""
         if self.name != "OneCycle" or not self.options["cycle_momentum"]:
             return None
         low, high = self._of("cycle_min_mom", group), self._of("cycle_max_mom", group)
@@ -109,7 +109,7 @@ class Curve:
 
     @property
     def missing(self) -> list[str]:
-        """Names of options without which no rate follows."""
+        """Names of options that are not given yet."""
         return [name for name, value in self.options.items() if value is _NEEDED]
 
     @property
@@ -119,7 +119,7 @@ class Curve:
         return {k: v for k, v in self.options.items() if v != defaults[k]}
 
     def without(self, names: Set[str]) -> Curve:
-        """Return the curve with these options still to be given."""
+        """Return the curve with these options missing."""
         return Curve(self.name, {**self.options, **dict.fromkeys(names, _NEEDED)})
 
     def given_too(self, options: Mapping[str, Any]) -> Curve:
@@ -130,7 +130,7 @@ class Curve:
         return Curve(self.name, {**self.options, **{name: given[name] for name in options}})
 
     def check_groups(self, num_groups: int) -> None:
-        """Raise ConfigError where an option lists more or fewer values than there are groups."""
+        """Raise ConfigError if an option lists more or fewer values than ``num_groups``."""
         for name in sorted(_PER_GROUP & self.options.keys()):
             value = self.options[name]
             if isinstance(value, tuple) and len(value) != num_groups:
@@ -149,7 +149,7 @@ class Curve:
         return counted / num_steps
 
     def _warmup_share(self, counted: int) -> float:
-        """Return where a warm-up is between its lowest and its highest rate, decay included."""
+        """Return the position between the lowest and the highest rate, 0 to 1, decay included."""
         num_steps = max(2, self.options["warmup_num_steps"])
         if counted < num_steps:
             return self._rising_share(counted, num_steps)
@@ -187,7 +187,7 @@ class Curve:
         return float((done - sum(self._halves())) / self.options["decay_step_size"])
 
     def _cycle_share(self, done: int) -> float:
-        """Return the height in the cycle, 0 to 1 and back, in stairs where they are asked for."""
+        """Return the height in the cycle, 0 to 1 and back, in stairs if the options say so."""
         first, second = self._halves()
         size, stairs = first + second, self.options["cycle_first_stair_count"]
         ratio = first / size

@@ -1,16 +1,15 @@
-"""Where a rank stands, and how local ranks are started: torch's own elastic agent.
+"""Start local ranks with torch's elastic agent, and stop them on a signal.
 
 Note [Ending on a signal]
-Each rank runs in a session of its own, so Ctrl-C in a terminal reaches the launching process only.
+Each rank runs in a separate session, so Ctrl-C in a terminal reaches only the launching process.
 Torch's agent turns SIGINT and SIGTERM into one SignalException: it forwards the signal to every
 rank, waits for them up to `shutdown_timeout`, and raises. A rank only notes the signal
-(`StopRequest`); at the end of the step the ranks add up their notes, and all stop at the same one.
-So the agent needs no traceback, and its own log lines are silenced: a rank that failed has said
-why on stderr by itself.
+(`StopRequest`). At the end of the step the ranks sum their notes, so all stop after the same step.
+The agent's log lines and traceback are silenced, as a rank that failed has reported on stderr.
 
-A launcher that is killed with SIGKILL tells its ranks nothing. They see that they have another
-parent, and end in the same way, with the usual last checkpoint: else they would train on unseen
-and hold the folder of the run. A rank that no agent started may outlive the shell that started it.
+If the launcher is killed with SIGKILL, its ranks get no signal. They see that their parent has
+changed and end in the same way, with the usual last checkpoint. Otherwise they would train on
+unseen and lock the folder of the run. A rank without an agent may outlive its shell.
 """
 
 import logging
@@ -32,7 +31,7 @@ _SHUTDOWN_TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which of how many ranks this process is, over all machines and on this one."""
+    """This process's rank and the number of ranks, over all machines and on this one."""
 
     rank: int
     world_size: int
@@ -41,9 +40,9 @@ class RankPlace:
 
 
 class StopRequest:
-    """Note SIGINT and SIGTERM instead of dying of them; the run looks at the end of each step.
+    """Notes SIGINT and SIGTERM instead of ending the process; the run looks after each step.
 
-    With ``parent``, a process id, it is a wish to stop too when that is no longer the parent.
+    ``parent`` is the id of the launcher: the run also stops if it is no longer the parent.
     """
 
     def __init__(self, parent: int | None = None) -> None:
@@ -52,7 +51,7 @@ class StopRequest:
 
     @classmethod
     def installed(cls, has_launcher: bool = False) -> Self:
-        """Return a request that listens from now on; call on the main thread."""
+        """Install the signal handlers; call on the main thread."""
         request = cls(os.getppid() if has_launcher else None)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, request._note)
@@ -60,7 +59,7 @@ class StopRequest:
 
     @property
     def is_orphan(self) -> bool:
-        """Tell whether the launcher of this rank is gone."""
+        """Tell whether the launcher of this rank has ended."""
         return self._parent is not None and os.getppid() != self._parent
 
     @property
@@ -75,14 +74,16 @@ class StopRequest:
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `python -m shardwise <arguments>` as local ranks and wait for them.
 
-    It returns the exit code for this process: 0, INTERRUPTED after a signal, or that of the first
-    rank that failed.
+    Return the exit code: 0, INTERRUPTED after a signal, or that of the first rank that failed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _silence_agent()
+    # Each logger of the agent has its own level, so their parent cannot silence them.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as log_folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -105,13 +106,6 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int) -> int:
             rank, failure = error.get_first_failure()
             return _report_failure(rank, failure.exitcode)
     return 0
-
-
-def _silence_agent() -> None:
-    """Quiet the loggers of the agent; each has its own level, so their parent cannot."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _report_failure(rank: int, exit_code: int) -> int:

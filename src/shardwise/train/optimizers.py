@@ -1,16 +1,14 @@
 """The optimizers that step on shards, by name, with their arguments; imports no torch.
 
-They are torch's. With an argument that says how moments are kept, AdamW is `shardwise.optim`'s.
-
-An optimizer is here if it works element by element. Not here: those that need a whole matrix or the
-norm of a whole parameter (Muon, Adafactor, Lamb), `Rprop`, which writes through masks, `LBFGS` and
-`SparseAdam`.
+They are torch's and elementwise. `shardwise.optim.AdamW` replaces torch's if an argument says how
+moments are stored. Left out are those that need a whole matrix or the norm of a whole parameter
+(Muon, Adafactor, Lamb), `Rprop`, which writes through masks, `LBFGS` and `SparseAdam`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_names
@@ -42,19 +40,19 @@ OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def check_options(name: str, options: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError where an argument is not one of the optimizer's, with the nearest name."""
+def check_options(name: str, options: Mapping[str, object], where: str) -> None:
+    """Raise ConfigError if an argument is not one of the optimizer's, with the nearest name."""
     title, arguments = OPTIMIZERS[name]
     check_names(options, arguments, where, f"argument {{!r}} of {title}")
 
 
-def is_own(name: str, options: Mapping[str, Any]) -> bool:
-    """Tell whether options ask for `shardwise.optim.AdamW` in the place of torch's."""
+def is_own(name: str, options: Mapping[str, object]) -> bool:
+    """Tell whether options ask for `shardwise.optim.AdamW` instead of torch's."""
     return name == "adamw" and any(key in options for key in ARGUMENTS)
 
 
-def check_run_options(name: str, options: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError as `check_options` does, for a run, which may have our own AdamW."""
+def check_run_options(name: str, options: Mapping[str, object], where: str) -> None:
+    """Raise ConfigError as `check_options`, for a run, which may use our own AdamW."""
     if not is_own(name, options):
         return check_options(name, options, where)
     known = (*_OWN.split(), *ARGUMENTS)
@@ -66,9 +64,9 @@ def check_run_options(name: str, options: Mapping[str, Any], where: str) -> None
 
 
 def optimizer_class(
-    name: str, options: Mapping[str, Any] | None = None
+    name: str, options: Mapping[str, object] | None = None
 ) -> type[torch.optim.Optimizer]:
-    """Return the class of a name of `OPTIMIZERS`: in torch.optim, unless options ask for ours."""
+    """Return the class of a name of `OPTIMIZERS`: torch's, unless options ask for ours."""
     import torch
 
     if is_own(name, options or {}):

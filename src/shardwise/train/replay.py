@@ -1,12 +1,12 @@
-"""Compute a step twice from the same state and compare the bits, to find a machine that errs.
+"""Compute a step twice from the same state and compare the bits, to find a faulty machine.
 
-Note [What a replay finds]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-The same operations on the same bits give the same bits. Where they do not, memory, a processor or
-an accelerator failed, or an operation is not deterministic. What a rank computes wrong before its
-gradients are reduced reaches all ranks with the sum, so then all differ; the rank whose own loss
-differs is named first. What it computes wrong afterwards differs on that rank alone, until the next
-gather. A machine that errs the same way twice is not found.
+Note [Errors that a replay finds]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The same operations on the same bits give the same bits. If they do not, memory, a processor or an
+accelerator failed, or an operation is not deterministic. An error before gradients are reduced
+reaches all ranks with the sum, so all differ; the rank whose own loss differs is named first. An
+error after that differs on one rank alone, until the next gather. A machine that makes the same
+error twice is not found.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class ReplayError(StateError):
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Copies of all that a step reads and changes on this rank."""
+    """Copies of everything that a step reads and changes on this rank."""
 
     values: list[Tensor]
     optimizer: dict[Tensor, dict[str, Any]]
@@ -50,8 +50,8 @@ def compute_twice(
 ) -> tuple[_T, int]:
     """Call `compute` (one step) twice from the same state; return its second result.
 
-    Also returned: which part of the state, or of the numbers that `numbers_of` names, has other
-    bits first; 0 for none, else what `raise_difference` takes.
+    The second value is the position of the first difference, among the state and the numbers that
+    `numbers_of` returns, as `raise_difference` takes it; 0 means none.
 
     **Cost** a copy of this rank's state while it runs, a second step, two passes of xxh3-128.
     """
@@ -66,9 +66,9 @@ def compute_twice(
 
 
 def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, float]) -> None:
-    """Tell all ranks what differed on each; every rank calls it once any has a difference.
+    """Raise a ReplayError that lists each rank's difference, the same on all ranks.
 
-    **Raises** ReplayError, the same on all ranks.
+    Every rank calls it if any has a difference.
     """
     labels = list(_digests(run, numbers))
     found = sorted((n, rank) for rank, n in enumerate(gather_integers(run.place, difference)) if n)
@@ -83,7 +83,7 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
 
 
 def _state_tensors(run: Run) -> dict[str, Tensor]:
-    """Return all tensors that a step changes on this rank, each by its name."""
+    """Return all tensors that a step changes on this rank, by name."""
     _rest(run)
     found: dict[str, Tensor] = {}
     for name, param in run.model.named_parameters():
@@ -106,11 +106,7 @@ def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
 
 
 def _rest(run: Run) -> None:
-    """Wait for a step that goes on in the background: codes of moments do not wait by themselves.
-
-    See `BackgroundStep`, which the slices that a step changes wait for, and `StoredStep`, for which
-    the state in files does.
-    """
+    """Wait for a step in the background, as reading encoded moments does not wait for it."""
     Parts(run.model).rest("computing a step twice")
 
 
@@ -134,7 +130,7 @@ def _copy(run: Run) -> _Snapshot:
 
 @torch.no_grad()
 def _restore(run: Run, before: _Snapshot) -> None:
-    """Put the copies back, in place; state that the optimizer did not have yet goes away."""
+    """Put the copies back in place; remove optimizer state that did not exist yet."""
     model, optimizer = run.model, run.optimizer
     for tensor, value in zip((*model.parameters(), *model.buffers()), before.values, strict=True):
         local_of(tensor).copy_(value)

@@ -1,18 +1,18 @@
-"""The checkpoints of a run: when one is written, what it holds beside the model, how a run goes on.
+"""The checkpoints of a run: when they are written, their settings, and how a run resumes.
 
 Note [A resumed run]
 ~~~~~~~~~~~~~~~~~~~~
-It takes the same steps to the bit. What a step depends on is either in the checkpoint (parameters,
-optimizer, loss scaler, each rank's generators) or a pure function of the config and of the step's
-number (data, learning rate). So the config stands in the checkpoint too: a key that makes another
-model is refused, any other that changes the steps is told.
+It takes bit-identical steps. A step depends on state in the checkpoint (parameters, optimizer, loss
+scaler, each rank's generators) and on pure functions of the config and the step's number (data,
+learning rate). The config is therefore in the checkpoint too: a changed key is refused if it makes
+another model, and reported if it changes the steps.
 
 Note [When a save fails]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A background save ends at its own time on each rank. If one rank raised at once, the others would
-wait for it in the next gather. So a rank says that its save failed in the sum that the ranks form
-at the end of each step, and all raise after the same step; the library's own check, at the start of
-a forward pass, is taken out.
+A background save ends at different times on different ranks. If one rank raised at once, the others
+would wait for it in the next gather. So a rank adds a failed save to the sum that the ranks form at
+the end of each step, and all raise after the same step. The library's own check at the start of a
+forward pass is turned off.
 """
 
 import json
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.loading import Loaded
 from shardwise.checkpoint.saving import Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
@@ -32,38 +31,27 @@ from shardwise.train.checks import checkpoints_path
 from shardwise.train.config import TrainConfig
 from shardwise.train.setup import Run
 
-_MODEL_KEYS = (
-    *("dim", "layers", "heads", "kv_heads", "ffn_multiple", "vocab", "tied_head", "tokenizer"),
-    *("experts", "experts_per_token", "expert_ffn_multiple", "shared_experts", "dense_layers"),
-    *("expert_scoring", "expert_bias"),
-    "optimizer",  # its state is of another kind
-)
-_TOLD_KEYS = (
-    *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
-    *("gather", "reduce", "gather_block", "offload", "overlap_step"),
-    *(
-        "dp_replicate",
-        "dp_shard",
-        "tp",
-        "pp",
-        "pp_schedule",
-        "cp",
-        "cp_method",
-        "ep",
-        "expert_balance",
-        "units",
-    ),
-    *("micro_batch", "accumulation", "global_batch", "accumulation_order"),
-    *("steps", "lr", "min_lr", "schedule"),
-    *("warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "seed", "data"),
-    *("optimizer_options", "schedule_options", "loss_scale_window"),
-    *("eval_windows", "source"),
-)
+_TRAINED_WITH = ("seq", "dropout", "expert_balance")  # in the model's panels, not of the model
+_NO_EFFECT = ("prefetch_bytes", "bucket_bytes", "loss_scale", "optimizer")  # or reported above
+
+
+def _keys_in(*panels: str) -> list[str]:
+    extras = {name: field.json_schema_extra for name, field in TrainConfig.model_fields.items()}
+    return [
+        n for n, extra in extras.items() if isinstance(extra, dict) and extra["panel"] in panels
+    ]
+
+
+_MODEL_KEYS = [key for key in _keys_in("Model", "Experts") if key not in _TRAINED_WITH]
+_MODEL_KEYS += ["tokenizer", "optimizer"]  # an optimizer's state is of one kind
+_PANELS = _keys_in("Sharding", "Degrees", "Batch", "Optimizer")
+_STEP_KEYS = [*_TRAINED_WITH, *(key for key in _PANELS if key not in _NO_EFFECT)]
+_STEP_KEYS += ["data", "eval_windows", "source"]
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The step that a run goes on from; bytes that this rank read, and how long that took."""
+    """The step that a run resumed from, the bytes that this rank read, and the time it took."""
 
     step: int
     num_bytes: int
@@ -73,9 +61,9 @@ class Resumed:
 def find_changes(
     saved: Mapping[str, Any], now: Mapping[str, Any], saved_ranks: int, ranks: int
 ) -> list[str]:
-    """Return one line for each setting that is not as in the checkpoint and changes the steps.
+    """Return a line for each setting that differs from the checkpoint's and changes the steps.
 
-    **Raises** ConfigError: a setting that makes another model has changed.
+    **Raises** ConfigError if a changed setting makes another model.
     """
     for key in _MODEL_KEYS:
         before = saved.get(key, _default_of(key))  # an older version did not know the key
@@ -89,7 +77,7 @@ def find_changes(
         lines.append(
             f"ranks: {saved_ranks} -> {ranks}; random numbers (dropout) go on from new seeds"
         )
-    for key in _TOLD_KEYS:
+    for key in _STEP_KEYS:
         before = saved.get(key, _default_of(key))
         if before != now.get(key):
             change = f"{before} -> {now.get(key)}"
@@ -105,9 +93,9 @@ def _default_of(key: str) -> Any:
 
 
 class RunCheckpoints:
-    """All checkpoints of one run, as its keys ask for them; a context, which holds the folder.
+    """All checkpoints of one run; a context that locks their folder.
 
-    It is there to do nothing when a run neither saves nor resumes. See Note [When a save fails].
+    If the run neither saves nor resumes, it does nothing. See Note [When a save fails].
     """
 
     def __init__(self, run: Run) -> None:
@@ -121,7 +109,7 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self.stall_s = 0.0
         engine, folder = engine_of(run.model), checkpoints_path(config)
-        # Where there is a folder another run may be at work: its lock tells.
+        # If the folder exists, another run may write there, which its lock shows.
         asked = config.save_every > 0 or config.resume != "never" or folder.exists()
         if engine.everyone.broadcast(bytes([asked])) != b"\0":
             self._keeper = Checkpoints(
@@ -134,10 +122,10 @@ class RunCheckpoints:
             self._keeper.check_when_asked()
 
     def resume(self, say: Callable[[str], None]) -> Resumed | None:
-        """Load what the run goes on from, if anything; say from where, and what has changed.
+        """Load the checkpoint to resume from, if the run does; `say` its path and changed keys.
 
-        **Raises** ConfigError: the checkpoint is of another model; CheckpointError: none can be
-        used.
+        **Raises** ConfigError if the checkpoint is of another model, CheckpointError if none can
+        be used.
         """
         run, choice = self._run, self._run.config.resume
         if self._keeper is None or choice == "never":
@@ -145,37 +133,43 @@ class RunCheckpoints:
         groups = run.optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         started_s = time.perf_counter()
+        step = None if choice == "auto" else choice
         with byte_bar("load", None, shown=run.place.rank == 0) as progress:
-            step = None if choice == "auto" else choice
             loaded = self._keeper.load(step=step, progress=progress)
         if loaded is None:
             return None
         load_s = time.perf_counter() - started_s
         for group, ours in zip(groups, settings, strict=True):
-            group.update(ours)  # the keys of this run count, not those of the saved one
-        saved = _saved_settings(loaded)
+            group.update(ours)  # this run's keys win over the saved ones
+        saved = loaded.extra.get("settings")
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(
+                f"{loaded.path}: it was not saved by `shardwise train`, which keeps its settings "
+                "there"
+            )
         scale = loaded.extra.get("scaler")
         if run.scaler.is_enabled() and scale:
             run.scaler.load_state_dict(scale)
             window = run.config.loss_scale_window
             if saved.get("loss_scale_window", window) != window:
                 run.scaler.set_growth_interval(window)
-        step = _step_of(loaded)
+        if loaded.step is None:
+            raise CheckpointError(f"{loaded.path}: it does not say of which step it is")
         lines = find_changes(saved, self._settings, loaded.num_ranks_saved, run.place.world_size)
-        say(f"going on from step {step} ({loaded.path})")
+        say(f"going on from step {loaded.step} ({loaded.path})")
         for line in lines:
             say(f"changed since then: {line}")
-        return Resumed(step, loaded.num_bytes, load_s)
+        return Resumed(loaded.step, loaded.num_bytes, load_s)
 
     @property
     def failed(self) -> bool:
-        """Tell whether the save in the background failed; it is raised by `finish`."""
+        """Tell whether the background save failed; `finish` raises it."""
         return self._saving is not None and self._saving.failed
 
     def after_step(self, step: int, is_last: bool, metrics: JsonLines) -> None:
-        """Save if it is time to; write the line of a save that has ended.
+        """Save if the step is due; write the metrics of a save that has ended.
 
-        **Raises** CheckpointError: a save failed; the same on all ranks.
+        **Raises** CheckpointError on all ranks if a save failed.
         """
         keeper, every = self._keeper, self._run.config.save_every
         if not self.failed:
@@ -190,9 +184,9 @@ class RunCheckpoints:
             self._save(keeper, step, metrics)
 
     def finish(self, metrics: JsonLines) -> None:
-        """Wait for the save under way, and write its line.
+        """Wait for the save in flight, and write its metrics.
 
-        **Raises** CheckpointError: it failed; the same on all ranks.
+        **Raises** CheckpointError on all ranks if it failed.
         """
         if self._keeper is not None:
             self._keeper.finish()
@@ -236,21 +230,6 @@ class RunCheckpoints:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Return the keys of this run as decided, and a fingerprint of its text."""
+    """Return the decided keys of this run, and a fingerprint of its text."""
     header = json.loads((run.config.output / "tokens.json").read_text(encoding="utf-8"))
     return {**run.config.model_dump(mode="json"), "source": header["source"]}
-
-
-def _saved_settings(loaded: Loaded) -> Mapping[str, Any]:
-    settings = loaded.extra.get("settings")
-    if not isinstance(settings, Mapping):
-        raise CheckpointError(
-            f"{loaded.path}: it was not saved by `shardwise train`, which keeps its settings there"
-        )
-    return settings
-
-
-def _step_of(loaded: Loaded) -> int:
-    if loaded.step is None:
-        raise CheckpointError(f"{loaded.path}: it does not say of which step it is")
-    return loaded.step

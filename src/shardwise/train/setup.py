@@ -5,7 +5,7 @@ Gloo's threads end with the last reference to its process group. A group that is
 interpreter ends may abort the process ("terminate called without an active exception"). Two things
 would keep it. The sharded model's hooks form reference cycles, so garbage is collected first.
 `torch.distributed.nn.functional` stores the group that exists when it is imported as a default
-argument, so it is imported before a group exists, and not by the first optimizer step.
+argument, so this file imports it before a group exists, and not the first optimizer step.
 
 Note [Generators of the ranks]
 All ranks draw the weights from `seed`. Afterwards each rank draws from a seed that follows from

@@ -1,4 +1,4 @@
-"""What a run prints: a progress bar, and at the end its result against plain data parallelism."""
+"""Output of a run: its progress bar, and its result against plain data parallelism."""
 
 import time
 from collections.abc import Iterator
@@ -151,7 +151,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan's predictions for the run; None if it has none."""
+    """A plan's predictions for the run, None for those that it does not make."""
 
     step_s: float | None = None
     state_bytes: int | None = None

@@ -74,7 +74,7 @@ class _FileTokenizer:
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json`, or bytes when path is None.
+    """Load a `tokenizer.json`; without a path, use bytes.
 
     **Raises** ConfigError if the file cannot be read, or `tokenizers` is not installed.
     """

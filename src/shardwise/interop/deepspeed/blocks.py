@@ -5,7 +5,7 @@ Note [Two loss scalers]
 Both skip the step after an overflow, halve the scale, and double it after a window of good steps.
 DeepSpeed lets ``hysteresis - 1`` overflows pass before it halves, never goes below
 ``min_loss_scale``, waits one step more the first time, and never changes a static scale. Torch's
-scaler has none of that. A run with overflows may therefore use other scales. A run without takes
+scaler does not. A run with overflows may therefore use other scales. A run without overflows takes
 the same steps, as scales are powers of two.
 """
 
@@ -21,7 +21,14 @@ from typing import Any, Literal, TypeVar
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, folders_of
 from shardwise.interop.deepspeed.reader import Entry, Handler, Reader
-from shardwise.interop.foreign_keys import KEYS, REFUSED_OPTIMIZERS, TORCH_SCHEDULERS
+from shardwise.interop.foreign_keys import (
+    KEYS,
+    RATES,
+    REFUSED_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+    JsonMapping,
+    JsonObject,
+)
 from shardwise.keys import check_names, near_miss
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.optimizers import OPTIMIZERS, check_options
@@ -57,7 +64,7 @@ class PrecisionChoice:
 
 
 def read_precision(
-    reader: Reader, content: Mapping[str, Any], otherwise: str | None = None
+    reader: Reader, content: JsonMapping, otherwise: str | None = None
 ) -> PrecisionChoice:
     """Read the blocks ``fp16`` and ``bf16``, whose old name is ``bfloat16``.
 
@@ -182,7 +189,7 @@ _OLD_NAMES = {
 }
 
 
-def read_zero(entry: Entry, precision: str | None) -> dict[str, Any]:
+def read_zero(entry: Entry, precision: str | None) -> JsonObject:
     """Return ``stage``, ``prefetch_bytes``, ``offload``, ``gather`` and ``reduce``, if given."""
     if entry.value is None or isinstance(entry.value, bool):
         stage = 1 if entry.value else 0
@@ -195,7 +202,7 @@ def read_zero(entry: Entry, precision: str | None) -> dict[str, Any]:
             if other in block and (name in _OLD_NAMES or block[other] != block[name]):
                 why = f"{other} sets the same; leave one of them out"
                 raise reader.refusal(f"{entry.key}.{name}", why)
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     homes = Homes(reader)
     size = COMPUTE_BYTES[precision or ("bf16" if reader.plans else "fp32")]  # as the defaults
 
@@ -298,7 +305,7 @@ class Homes:
     def settle(self, stage: int | None) -> str | Offload | None:
         """Return ``offload`` and report on every key; None if the file moves no state.
 
-        A plan has an offload if the file has a key of it. ``stage`` is None if it is left open.
+        A plan has an offload if the file has a key of it. ``stage`` None means undecided.
 
         **Raises** ConfigError if state is to be in files without a folder, unless for a plan.
         """
@@ -372,19 +379,7 @@ def offload_keys(offload: str | Offload) -> Any:
 
 # -- optimizer, scheduler
 
-# The learning rates of torch's classes that are not 1e-3.
-RATES = {"adagrad": 1e-2, "rmsprop": 1e-2, "adadelta": 1.0, "adamax": 2e-3, "nadam": 2e-3}
-RATES["asgd"] = 1e-2
-_FLAGS = {
-    *("amsgrad", "nesterov", "maximize", "centered", "decoupled_weight_decay"),
-    *("foreach", "fused", "capturable", "differentiable"),
-}
-_DEEPSPEEDS_OWN = {
-    "set_grad_none": "zero_grad() is yours to call",
-    "fp32_optimizer_states": "state has the dtype of the masters",
-    "torch_adam": "it is torch's in any case",
-}
-# What an option of a curve falls back to at "auto"; scheduler() needs a value for all others.
+# Values of a curve's options at "auto"; scheduler() needs a value for all others.
 _AUTO_OPTIONS = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_type": "log"}
 
 
@@ -393,7 +388,7 @@ class OptimizerChoice:
     """``name`` is a row of ``OPTIMIZERS``; ``auto`` are arguments that the file leaves to you."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonMapping
     auto: frozenset[str] = field(default=frozenset())
 
 
@@ -402,11 +397,11 @@ class TorchSchedule:
     """A class of torch.optim.lr_scheduler, with its arguments."""
 
     name: str
-    options: Mapping[str, Any]
+    options: JsonMapping
 
 
 def read_named(
-    entry: Entry, make: Callable[[Reader, Entry, dict[str, Any]], _T], example: str
+    entry: Entry, make: Callable[[Reader, Entry, JsonObject], _T], example: str
 ) -> _T | None:
     """Read a block of ``type`` and ``params`` by ``make``; None if it has no type."""
     title, reader, block = entry.key, entry.reader, entry.mapping()
@@ -427,8 +422,8 @@ def read_named(
     return found[0] if found else None
 
 
-def choose_optimizer(reader: Reader, kind: Entry, params: dict[str, Any]) -> OptimizerChoice:
-    """Return a class of torch.optim and its arguments. **Raises** ConfigError if it has none."""
+def choose_optimizer(reader: Reader, kind: Entry, params: JsonObject) -> OptimizerChoice:
+    """Return a class of torch.optim and its arguments. **Raises** ConfigError."""
     name = kind.value.lower()
     if name in REFUSED_OPTIMIZERS:
         raise kind.refusal(f"{kind.value}: {REFUSED_OPTIMIZERS[name]}")
@@ -437,7 +432,7 @@ def choose_optimizer(reader: Reader, kind: Entry, params: dict[str, Any]) -> Opt
         near = get_close_matches(name.replace("-", "_"), OPTIMIZERS, n=1)
         hint = f"; did you mean {OPTIMIZERS[near[0]][0]!r}?" if near else ""
         raise kind.refusal(f"expected one of {', '.join(titles)}, got {kind.value!r}{hint}")
-    defaults: dict[str, Any] = {"weight_decay": 0.0}
+    defaults: JsonObject = {"weight_decay": 0.0}
     if name in ("adam", "adamw"):
         name, defaults["weight_decay"] = _choose_adam(reader, name, params)
     title = OPTIMIZERS[name][0]
@@ -464,7 +459,7 @@ def choose_optimizer(reader: Reader, kind: Entry, params: dict[str, Any]) -> Opt
     return OptimizerChoice(name, {**defaults, **arguments}, auto)
 
 
-def _choose_adam(reader: Reader, name: str, params: dict[str, Any]) -> tuple[str, float]:
+def _choose_adam(reader: Reader, name: str, params: JsonObject) -> tuple[str, float]:
     """Take out DeepSpeed's own arguments of Adam; return the name and the default weight decay.
 
     "Adam" is AdamW unless adam_w_mode is false.
@@ -483,10 +478,10 @@ def _choose_adam(reader: Reader, name: str, params: dict[str, Any]) -> tuple[str
         if correction.value != "auto" and not correction.flag():
             raise correction.refusal("torch's Adams always correct it")
         correction.mapped("torch's Adams always correct it")
-    for key, reason in _DEEPSPEEDS_OWN.items():
-        if key in params:
-            reader.add("ignored", f"{prefix}{key}", params.pop(key), reason)
-    # torch's AdamW has a default of its own, DeepSpeed's has none
+    for key, row in KEYS["optimizer.params"].items():
+        if row.run and key in params:
+            reader.add("ignored", f"{prefix}{key}", params.pop(key), row.run)
+    # 0.01 is the default of torch's AdamW; DeepSpeed's is 0
     return ("adamw" if is_decoupled else "adam"), 0.01 if is_torchs and is_decoupled else 0.0
 
 
@@ -497,17 +492,18 @@ def _argument(entry: Entry) -> object:
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise entry.refusal(f"expected two numbers, got {value!r}")
         return tuple(Entry(entry.reader, entry.key, beta).number(least=0) for beta in value)
-    if name in _FLAGS:
+    row = KEYS["optimizer.params"].get(name)
+    if row is not None and row.kind == "flag":
         return None if value is None else entry.flag()
     return entry.number()
 
 
-def check_schedule_options(name: str, options: Mapping[str, Any], where: str) -> None:
+def check_schedule_options(name: str, options: JsonMapping, where: str) -> None:
     """Raise ConfigError if an option is not one of the scheduler of torch."""
     check_names(options, TORCH_SCHEDULERS[name], where, f"option {{!r}} of {name}")
 
 
-def choose_schedule(reader: Reader, kind: Entry, options: dict[str, Any]) -> Curve | TorchSchedule:
+def choose_schedule(reader: Reader, kind: Entry, options: JsonObject) -> Curve | TorchSchedule:
     """Return one of DeepSpeed's curves, or a scheduler of torch. **Raises** ConfigError."""
     name, params = kind.value, "scheduler.params"
     if name in TORCH_SCHEDULERS:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.interop.foreign_keys import KEYS, Key, unknown_key
+from shardwise.interop.foreign_keys import KEYS, JsonMapping, JsonObject, Key, unknown_key
 from shardwise.keys import near_miss
 
 Fate = Literal["mapped", "ignored", "auto", "default"]
@@ -30,7 +30,7 @@ _COMMENTS = ("_", "//", "#")  # how a comment begins at the top, where DeepSpeed
 
 @dataclass(frozen=True)
 class Line:
-    """One key with its value; ``text`` says what it became, or why it has no effect."""
+    """One key with its value; ``text`` is its counterpart, or why it has no effect."""
 
     key: str
     value: Any
@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of each key of one file, in the file's order. ``str()`` is for people."""
+    """The fate of each key of one file, in the file's order. ``str()`` is for people."""
 
     source: str
     lines: tuple[Line, ...]
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def mapped(self) -> dict[str, str]:
-        """Keys that have an effect, and what they became."""
+        """Keys that have an effect, and their counterparts."""
         return self.of("mapped")
 
     @property
@@ -64,7 +64,7 @@ class Report:
         """Keys that the file leaves to the caller, and what decides them."""
         return self.of("auto")
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return the report as plain values."""
         return {"source": self.source, **{fate: self.of(fate) for fate in _MEANINGS}}
 
@@ -96,9 +96,7 @@ class Reader:
     ``auto`` has the caller's values for keys that the file leaves at "auto", by full name.
     """
 
-    def __init__(
-        self, source: str, auto: Mapping[str, Any] | None = None, plans: bool = False
-    ) -> None:
+    def __init__(self, source: str, auto: JsonMapping | None = None, plans: bool = False) -> None:
         self.source = source
         self.plans = plans
         self._filled = auto or {}
@@ -106,7 +104,7 @@ class Reader:
         self._lines: list[Line] = []
 
     def report(self) -> Report:
-        """Return what became of the keys. **Raises** ConfigError if ``auto`` has other keys."""
+        """Return the report. **Raises** ConfigError if ``auto`` has other keys."""
         unused = self._filled.keys() - self._used
         if unused:
             name = min(unused)
@@ -225,7 +223,7 @@ class Entry:
         """Return the error for this key."""
         return self.reader.refusal(self.key, why)
 
-    def mapping(self) -> dict[str, Any]:
+    def mapping(self) -> JsonObject:
         """Return a block of keys. **Raises** ConfigError, as all below."""
         if not isinstance(self.value, Mapping):
             why = f"expected a block of keys, got {self.value!r}"

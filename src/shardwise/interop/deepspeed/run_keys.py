@@ -20,7 +20,14 @@ from shardwise.interop.deepspeed.blocks import (
 )
 from shardwise.interop.deepspeed.reader import Fate, Line, Report, shown
 from shardwise.interop.deepspeed.settings import DeepSpeedSettings, read_content
-from shardwise.interop.foreign_keys import BATCH_KEYS, NOT_WRITTEN, OURS, load_json
+from shardwise.interop.foreign_keys import (
+    BATCH_KEYS,
+    NOT_WRITTEN,
+    OURS,
+    JsonMapping,
+    JsonObject,
+    load_json,
+)
 from shardwise.keys import flag_of, read_options
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.precisions import plain_precision
@@ -36,15 +43,15 @@ SourceOf = Callable[[str], str | None]
 
 
 def read_train_keys(
-    path: Path, known: Mapping[str, Any], decided: Mapping[str, Any], world_size: int | None
-) -> tuple[dict[str, Any], Report]:
+    path: Path, known: JsonMapping, decided: JsonMapping, world_size: int | None
+) -> tuple[JsonObject, Report]:
     """Read a DeepSpeed JSON as keys of `shardwise train`, with the report.
 
     ``known`` are keys of another file: they fill what this one leaves out or at "auto". ``decided``
     are keys that win over it (flags). A key that stays at "auto" is left out, or is "auto" in
     ``schedule_options``, so its default decides.
 
-    **Raises** ConfigError if the file is wrong, or a run has no key for what it says.
+    **Raises** ConfigError if the file is wrong, or a run has no counterpart of a key.
     """
     said = load_json(path)
     content = _with_open_warmup(said, known, decided)
@@ -68,7 +75,7 @@ def read_train_keys(
     return keys, _with_said_values(settings.report, said)
 
 
-def _value_at(content: Mapping[str, Any], path: str) -> Any:
+def _value_at(content: JsonMapping, path: str) -> Any:
     """Return the value of a full name, None if a block on the way is not there."""
     found: Any = content
     for name in path.split("."):
@@ -76,7 +83,7 @@ def _value_at(content: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _said_keys(content: Mapping[str, Any]) -> set[str]:
+def _said_keys(content: JsonMapping) -> set[str]:
     """Return the keys of ours that the file sets. A default of DeepSpeed's sets none."""
     paths = [path for path in OURS if not path.startswith(_OPTIONS)]
     said = {path: _value_at(content, path) for path in (*paths, "bfloat16.enabled")}
@@ -90,9 +97,7 @@ def _said_keys(content: Mapping[str, Any]) -> set[str]:
     return found | ({"loss_scale", "loss_scale_window"} if is_static else set())
 
 
-def _with_open_warmup(
-    content: dict[str, Any], known: Mapping[str, Any], decided: Mapping[str, Any]
-) -> dict[str, Any]:
+def _with_open_warmup(content: JsonObject, known: JsonMapping, decided: JsonMapping) -> JsonObject:
     """Leave the warm-up's length at "auto" if the key `warmup_steps` decides it."""
     block = content.get("scheduler")
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
@@ -107,7 +112,7 @@ def _with_open_warmup(
     return {**content, "scheduler": {**block, "params": params}}
 
 
-def _with_said_values(report: Report, content: Mapping[str, Any]) -> Report:
+def _with_said_values(report: Report, content: JsonMapping) -> Report:
     """Return the report with the file's own values, where keys of ours stood in for them."""
 
     def corrected(line: Line) -> Line:
@@ -121,12 +126,10 @@ def _with_said_values(report: Report, content: Mapping[str, Any]) -> Report:
     return Report(report.source, tuple(map(corrected, report.lines)))
 
 
-def _keys_of(
-    settings: DeepSpeedSettings, known: Mapping[str, Any], decided: Mapping[str, Any]
-) -> dict[str, Any]:
+def _keys_of(settings: DeepSpeedSettings, known: JsonMapping, decided: JsonMapping) -> JsonObject:
     """Return the keys of `shardwise train` that the settings decide."""
     source, precision, batch = settings.report.source, settings.precision, settings.batch
-    keys: dict[str, Any] = dict(settings.zero)
+    keys: JsonObject = dict(settings.zero)
     if "offload" in keys:
         keys["offload"] = offload_keys(keys["offload"])
     if precision.bf16_master:
@@ -162,8 +165,8 @@ def _keys_of(
 
 
 def _schedule_keys(
-    settings: DeepSpeedSettings, known: Mapping[str, Any], decided: Mapping[str, Any]
-) -> dict[str, Any]:
+    settings: DeepSpeedSettings, known: JsonMapping, decided: JsonMapping
+) -> JsonObject:
     schedule, source = settings.schedule, settings.report.source
     if schedule is None:  # without a scheduler DeepSpeed's optimizer keeps its rate
         return {"schedule": "constant"} if settings.optimizer_choice else {}
@@ -188,7 +191,7 @@ def _schedule_keys(
             f"{source}: scheduler.params.{missing[0]}: a run needs a number, and no other key says "
             f"it; write it there, or give --schedule-options '{{{missing[0]}: NUMBER}}'"
         )
-    keys: dict[str, Any] = {"schedule": schedule.name}
+    keys: JsonObject = {"schedule": schedule.name}
     if options:
         listed = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
         keys["schedule_options"] = listed
@@ -244,7 +247,7 @@ def _one(name: str, value: object, source: str | None) -> str:
     return f"{name}: {shown(value)}, {_UNSET[name] if follows else 'its default'}"
 
 
-def _option(name: str, options: Mapping[str, Any] | None, key: str, default: str) -> str:
+def _option(name: str, options: JsonMapping | None, key: str, default: str) -> str:
     if options is not None and options.get(name, "auto") != "auto":
         return f"{shown(options[name])}, from {key}"
     return f"{default}; {key} changes it"
@@ -259,7 +262,7 @@ _SCRIPT = {
 
 
 class _Notes:
-    """Reports what became of the keys that a run was given, not of those with defaults."""
+    """Reports on the keys that a run was given, not on those with defaults."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -277,20 +280,20 @@ class _Notes:
         return Report(source, tuple(self.lines))
 
 
-def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Report]:
-    """Return a DeepSpeed config with the same meaning, and what became of each key of ours.
+def to_deepspeed(config: TrainConfig, source: str) -> tuple[JsonObject, Report]:
+    """Return a DeepSpeed config with the same meaning, and a report on each key of ours.
 
     Only keys that the run was given are reported. A default is written if DeepSpeed's differs.
     """
     note = _Notes(config)
-    out: dict[str, Any] = {}
+    out: JsonObject = {}
     for theirs, ours in BATCH_KEYS.items():
         if getattr(config, ours) is not None:
             out[theirs] = getattr(config, ours)
             note(ours, theirs)
     out["gradient_clipping"] = config.grad_clip
     note("grad_clip", "gradient_clipping")
-    zero: dict[str, Any] = {"stage": config.stage}
+    zero: JsonObject = {"stage": config.stage}
     out["zero_optimization"] = zero
     note("stage", "zero_optimization.stage")
     for ours, kind, what in (("gather", "int8", "weights"), ("reduce", "int4-a2a", "gradients")):
@@ -307,7 +310,7 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     note("offload", "; ".join((named, *lost)))
     note("prefetch_bytes", "zero_optimization.stage3_prefetch_bucket_size, in elements")
     if config.precision != "fp32":
-        block: dict[str, Any] = {"enabled": True}
+        block: JsonObject = {"enabled": True}
         if config.precision == "fp16":
             block["initial_scale_power"] = max(0, round(math.log2(config.loss_scale)))
             block |= {"loss_scale_window": config.loss_scale_window, "hysteresis": 1}
@@ -323,8 +326,8 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     return out, note.report(source, "deepspeed")
 
 
-def _offload_blocks(asked: OffloadLike, stage: int) -> tuple[dict[str, Any], list[str]]:
-    """Return DeepSpeed's blocks for an offload, and what they leave out."""
+def _offload_blocks(asked: OffloadLike, stage: int) -> tuple[JsonObject, list[str]]:
+    """Return DeepSpeed's blocks for an offload, and notes on parts that they leave out."""
     offload = resolve_offload(asked)
     lost = []
     if offload is not None and offload.activations != "device":
@@ -332,7 +335,7 @@ def _offload_blocks(asked: OffloadLike, stage: int) -> tuple[dict[str, Any], lis
     if offload is None or not offload.moves_state:
         return {}, lost
 
-    def block(place: str) -> dict[str, Any]:
+    def block(place: str) -> JsonObject:
         folders = folders_of(place)
         where = {"device": "nvme", "nvme_path": folders[0]} if folders else {"device": place}
         return {**where, "pin_memory": True}
@@ -353,11 +356,11 @@ def _offload_blocks(asked: OffloadLike, stage: int) -> tuple[dict[str, Any], lis
     return blocks, lost
 
 
-def _write_optimizer(config: TrainConfig, out: dict[str, Any], note: _Notes) -> None:
+def _write_optimizer(config: TrainConfig, out: JsonObject, note: _Notes) -> None:
     title, arguments = OPTIMIZERS[config.optimizer]
     given = config.optimizer_options or {}
     options = {key: value for key, value in given.items() if key not in ARGUMENTS}
-    params: dict[str, Any] = {"lr": config.lr}
+    params: JsonObject = {"lr": config.lr}
     if "betas" in arguments:
         params["betas"] = [config.beta1, config.beta2]
     params["weight_decay"] = config.weight_decay
@@ -375,7 +378,7 @@ def _write_optimizer(config: TrainConfig, out: dict[str, Any], note: _Notes) -> 
         note(key, "optimizer" if key != "weight_decay" else "optimizer, of all parameters there")
 
 
-def _write_schedule(config: TrainConfig, out: dict[str, Any], note: _Notes) -> None:
+def _write_schedule(config: TrainConfig, out: JsonObject, note: _Notes) -> None:
     curve = config.curve
     if curve is not None:
         options = {k: config.lr if v is None else v for k, v in curve.given.items()}
@@ -395,8 +398,8 @@ def _write_schedule(config: TrainConfig, out: dict[str, Any], note: _Notes) -> N
 
 def to_accelerate(
     config: TrainConfig, source: str, undecided: Set[str] = frozenset()
-) -> tuple[dict[str, Any], Report]:
-    """Return accelerate's YAML with an FSDP2 block, and what became of each key of ours.
+) -> tuple[JsonObject, Report]:
+    """Return accelerate's YAML with an FSDP2 block, and a report on each key of ours.
 
     ``undecided`` keys are left out: another file leaves them open.
 
@@ -407,7 +410,7 @@ def to_accelerate(
             f"{source}: stage: FSDP2 has no stage 1; set stage to 2 (the same numbers, less memory)"
         )
     note = _Notes(config)
-    out: dict[str, Any] = {
+    out: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if config.stage else "MULTI_GPU",
         "num_machines": 1,

@@ -23,7 +23,7 @@ from shardwise.interop.deepspeed.blocks import (
     read_zero,
 )
 from shardwise.interop.deepspeed.reader import Entry, Handler, Reader, Report
-from shardwise.interop.foreign_keys import BATCH_KEYS, load_json
+from shardwise.interop.foreign_keys import BATCH_KEYS, JsonMapping, JsonObject, load_json
 from shardwise.train.curves import Curve
 from shardwise.train.optimizers import check_options, optimizer_class
 
@@ -32,15 +32,14 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 DEFAULT_CLIPPING = 1.0  # DeepSpeed's since 0.19; it was 0 before
-_WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # what classes of torch raise
+_WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # raised by classes of torch
 
 
 @dataclass(frozen=True)
 class Batch:
     """Samples per rank and forward pass, passes per step, and samples per step over all ranks.
 
-    A size is None if the caller decides it, or if it follows from the number of ranks, not yet
-    known.
+    A size of None is decided by the caller, or follows from the number of ranks, not yet known.
     """
 
     micro_batch: int | None
@@ -277,11 +276,11 @@ def from_deepspeed(
 
 
 def read_content(
-    content: Mapping[str, Any],
+    content: JsonMapping,
     source: str,
     world_size: int | None,
     given: Mapping[str, int | None],
-    auto: Mapping[str, Any],
+    auto: JsonMapping,
     precision_else: str | None = None,
 ) -> DeepSpeedSettings:
     """Read a loaded file; see `from_deepspeed`. Errors start with ``source``.
@@ -296,7 +295,7 @@ def read_content(
         for name, size in given.items()
         if size is not None
     }
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     precision = read_precision(reader, content, precision_else)
 
     def take_size(entry: Entry) -> None:

@@ -3,7 +3,6 @@
 The strategy registers itself under ``shardwise`` and ``shardwise_stage_0`` to ``_3``.
 """
 
-from shardwise.interop.lightning.observing import ObserveCallback
-from shardwise.interop.lightning.strategy import ShardwiseStrategy
+from shardwise.interop.lightning.strategy import ObserveCallback, ShardwiseStrategy
 
 __all__ = ["ObserveCallback", "ShardwiseStrategy"]

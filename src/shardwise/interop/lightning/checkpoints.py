@@ -1,10 +1,10 @@
-"""What Lightning's checkpoints hold: the model and its optimizers in shards, the rest as values.
+"""Lightning's checkpoints: the model and its optimizers in shards, the rest as values.
 
 Note [One folder per Lightning checkpoint]
-The path that Lightning gives (``.../epoch=0-step=10.ckpt``) becomes a Shardwise checkpoint, a
-folder: parameters and optimizer state by slices, verified. What else Lightning has (loops,
-callbacks, schedulers, hyperparameters) is its ``extra``, under the name ``lightning``, as plain
-values: nothing is pickled. A file that another strategy wrote is read too, on every rank.
+The path that Lightning gives (``.../epoch=0-step=10.ckpt``) becomes the folder of a Shardwise
+checkpoint: parameters and optimizer state by slices, verified. Lightning's other state (loops,
+callbacks, schedulers, hyperparameters) is in its ``extra``, under the name ``lightning``, as plain
+values: nothing is pickled. Every rank can also read a file that another strategy wrote.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -24,7 +24,7 @@ from shardwise.tensor.plain_state import cut_like, cut_state_dict
 
 _STRATEGY_SAVES = ("state_dict", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_COUNTS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers: no state of an element
+_COUNTS = ("step", "mu_product", "eta", "mu")  # states of torch's optimizers that are scalars
 
 
 class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -60,7 +60,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 class _AsOne:
-    """Several optimizers seen as one: their groups in a row, their states by parameter."""
+    """Several optimizers as one: their groups in order, their states by parameter."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.param_groups = [group for o in optimizers for group in o.param_groups]
@@ -74,16 +74,16 @@ class _AsOne:
 
 
 def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return an optimizer for `save` and `load`: the only one, or a view of all; None of none."""
+    """Return an optimizer for `save` and `load`: the only one, a view of all, or None."""
     if len(optimizers) > 1:
         return _AsOne(optimizers)
     return optimizers[0] if optimizers else None
 
 
 def check_hyper_parameters(*owners: Any) -> None:
-    """Refuse hyperparameters that no checkpoint could hold, before there is something to save.
+    """Refuse hyperparameters that a checkpoint cannot hold, before training.
 
-    **Raises** ConfigError naming the LightningModule or DataModule, and the place.
+    **Raises** ConfigError naming the LightningModule or DataModule, and the value's place.
     """
     for owner in owners:
         found = getattr(owner, "hparams", None)
@@ -98,7 +98,7 @@ def check_hyper_parameters(*owners: Any) -> None:
 
 
 def _with_text(value: Any) -> Any:
-    """Return plain containers with paths as text: where a path leads is data, its class is not."""
+    """Return plain containers with paths as text."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, dict):
@@ -114,12 +114,12 @@ def save_lightning(
     optimizers: Sequence[torch.optim.Optimizer],
     checkpoint: Mapping[str, Any],
 ) -> None:
-    """Save what Lightning dumped, and the sharded state beside it; every rank calls it.
+    """Save Lightning's dump and the sharded state; every rank calls it.
 
     Without ``optimizer_states`` in ``checkpoint`` (``weights_only``) the optimizers are left out.
     See Note [One folder per Lightning checkpoint].
 
-    **Raises** CheckpointError on all ranks; of a value that is no data, it says where that stands.
+    **Raises** CheckpointError on all ranks, with the place of a value that is no data.
     """
     whole = "optimizer_states" in checkpoint
     rest = {key: value for key, value in checkpoint.items() if key not in _STRATEGY_SAVES}
@@ -136,7 +136,7 @@ def load_lightning(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    """Load the sharded state; return what else Lightning had saved. Every rank calls it.
+    """Load the sharded state; return Lightning's other state. Every rank calls it.
 
     ``weights_only`` is torch.load's, for a file of another strategy.
 
@@ -155,7 +155,7 @@ def load_lightning(
 
 
 def remove_lightning(path: Path) -> None:
-    """Remove a checkpoint that `save_lightning` wrote; one rank calls it. Others are left alone."""
+    """Remove a checkpoint that `save_lightning` wrote, and nothing else; one rank calls it."""
     files = Files()
     if holds_checkpoint(files, path):
         remove_checkpoint(files, path)
@@ -173,7 +173,7 @@ def _load_file(
         path, map_location="cpu", weights_only=weights_only, mmap=True
     )
     values = checkpoint.pop("state_dict")
-    compare_load(module, values)  # a cut one does not tell
+    compare_load(module, values)  # before the cut, which hides differences between ranks
     module.load_state_dict(cut_state_dict(module, values), strict=strict)
     states = checkpoint.pop("optimizer_states", [])
     if optimizers and len(states) != len(optimizers):
@@ -187,22 +187,19 @@ def _load_file(
     return checkpoint
 
 
+@torch.no_grad()
 def _load_full_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state of full tensors, each rank its slices."""
+    """Load an optimizer's state of full tensors; each rank keeps its slices."""
+
+    def is_full(param: torch.Tensor, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == param.shape
+
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     cut: dict[int, dict[str, Any]] = {}
     for number, param in zip(numbers, params, strict=True):
         cut[number] = {
-            key: value if key in _COUNTS else _cut_like(param, value)
+            key: cut_like(param, value) if key not in _COUNTS and is_full(param, value) else value
             for key, value in saved["state"].get(number, {}).items()
         }
     optimizer.load_state_dict({**saved, "state": {n: s for n, s in cut.items() if s}})
-
-
-@torch.no_grad()
-def _cut_like(param: torch.Tensor, value: Any) -> Any:
-    """Return this rank's slice of a full tensor of the parameter's shape; others as they are."""
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-        return value
-    return cut_like(param, value)

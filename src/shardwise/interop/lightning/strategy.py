@@ -1,11 +1,11 @@
-"""The Strategy by which a Lightning Trainer shards the LightningModule.
+"""The Strategy by which a Lightning Trainer shards the LightningModule, and its callback.
 
 Note [The step is a forward pass]
-Lightning calls ``training_step`` and not ``forward``, but units are gathered by hooks on forward
-passes, and a LightningModule may use parameters of its own in its step. So the step runs as the
-forward of the module that was sharded, as with Lightning's wrappers, by the same redirection. With
-manual optimization it does not: there backward and the optimizer run inside of the step, and the
-submodules that are called there are units or gathered as they are used.
+Lightning calls ``training_step`` and not ``forward``, but hooks on forward passes gather units, and
+a LightningModule may use its own parameters in its step. So the step runs as the forward pass of
+the sharded module, by the redirection of Lightning's own wrappers. With manual optimization it does
+not: there backward and the optimizer run inside the step, and the submodules that the step calls
+are units themselves.
 """
 
 from collections.abc import Iterator
@@ -33,12 +33,15 @@ from shardwise.interop.lightning.checkpoints import (
     remove_lightning,
     save_lightning,
 )
+from shardwise.interop.observed_loop import PAUSE, ObservedLoop, is_number
 from shardwise.layout.units import partition_into_units
+from shardwise.monitor.observer import Observation
 from shardwise.stages import STAGES
 from shardwise.versions import load_neighbour
 
 _pl: Any = load_neighbour("lightning", "shardwise.interop.lightning").pytorch
 _DDPStrategy: Any = _pl.strategies.DDPStrategy
+_Callback: Any = _pl.Callback
 _FITTING: Any = _pl.trainer.states.TrainerFn.FITTING
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -66,7 +69,7 @@ class ShardwiseStrategy(_DDPStrategy):
     copies of fp32 shards, under autocast. All else (processes, samplers, logging) is as with
     Lightning's DDPStrategy.
 
-    **Raises** ConfigError for an option that there is not, or a precision that does not go.
+    **Raises** ConfigError for an unknown option or an unsupported precision.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class ShardwiseStrategy(_DDPStrategy):
             options |= {name: value for name, value in renamed.items() if value is not None}
         self._options = options
         self._mesh = mesh
-        self._asked_config()  # a wrong value is told here, before any process is started
+        self._asked_config()  # refuses a wrong value before any process is started
         waits = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             cluster_environment=cluster_environment,
@@ -138,7 +141,7 @@ class ShardwiseStrategy(_DDPStrategy):
         return shard(module, **options)
 
     def _precision(self) -> str | Precision:
-        """Return what the Trainer's precision means for shards, or the strategy's own."""
+        """Return the strategy's own precision, or the precision of shards for the Trainer's."""
         if "precision" in self._options:
             chosen: str | Precision = self._options["precision"]
             return chosen
@@ -156,7 +159,7 @@ class ShardwiseStrategy(_DDPStrategy):
         return resolve_config(**{key: self._options.get(key, _DEFAULTS[key]) for key in _DEFAULTS})
 
     def _check_settings(self, module: nn.Module) -> None:
-        """Refuse a module that was sharded before with other settings than are asked for now."""
+        """Refuse a module that was sharded before with other settings."""
         engine, options = engine_of(module), self._options
         asked, has = self._asked_config(), engine.config
         names = [*options, *(_SCHEDULED if options.get("schedule") is not None else ())]
@@ -166,7 +169,7 @@ class ShardwiseStrategy(_DDPStrategy):
             pairs["stage"] = asked.stage.number, has.stage.number
         if "precision" in options:
             pairs["precision"] = asked.precision, _precision_of(engine, asked.precision)
-        if isinstance(self._mesh, DeviceMesh):  # made of a tuple, if it was one, by now
+        if isinstance(self._mesh, DeviceMesh):  # setup_environment() has converted tuples
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
         if options.get("units") is not None:
             units = options["units"]
@@ -175,8 +178,8 @@ class ShardwiseStrategy(_DDPStrategy):
             pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]
         for name, (ours, there) in pairs.items():
             if ours != there:
-                said = options.get(name, ours)  # a precision's name
-                raise _stays(f"ShardwiseStrategy({name}={said!r})", there)
+                given = options.get(name, ours)  # a precision's name
+                raise _stays(f"ShardwiseStrategy({name}={given!r})", there)
         wanted = self._precision()
         if isinstance(wanted, Precision) and "precision" not in options:
             self._check_precision(module, _precision_of(engine, wanted))
@@ -231,7 +234,7 @@ class ShardwiseStrategy(_DDPStrategy):
     # -- checkpoints
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Load into shards, so after they are made."""
+        """Load after `setup`, into shards."""
         return True
 
     @property
@@ -294,16 +297,16 @@ class ShardwiseStrategy(_DDPStrategy):
 
     # -- end
     def teardown(self) -> None:
-        """Let go of what Lightning set up; the module stays sharded, where it is."""
+        """Tear down Lightning's parts; the module stays sharded, on its device."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
 
 def _close_calls(module: nn.Module) -> None:
-    """Let the module be the root of what its configure_model gave to `fully_shard`, if it is not.
+    """Call `fully_shard` on the module if its configure_model did so only on submodules.
 
-    Parameters of its own beside that are sharded too, and keep their dtype.
+    The module's other parameters are sharded too, and keep their dtype.
     """
     if is_sharded(module):
         return
@@ -313,10 +316,10 @@ def _close_calls(module: nn.Module) -> None:
 
 
 def _precision_of(engine: Engine, wanted: Precision) -> Precision:
-    """Return the precision that a model has; of units that differ, one that is not ``wanted``.
+    """Return a model's precision; if its units differ, one that is not ``wanted``.
 
-    A policy of `fully_shard` names no master, which is the parameter as it came, and says for
-    itself what is cast.
+    A policy of `fully_shard` has no master dtype: parameters keep theirs. It also has its own rule
+    of casting inputs. So both are taken from ``wanted``.
     """
     if not engine.each_unit_alone:
         return engine.config.precision
@@ -335,6 +338,64 @@ def _stays(asked: str, there: object) -> ConfigError:
         f"{asked}: the module was sharded before with {there}, and stays so; make a new "
         "LightningModule"
     )
+
+
+class ObserveCallback(_Callback):
+    """Observe the steps of ``fit`` as `shardwise.observe` does; ``options`` are its own.
+
+    For ``Trainer(strategy="shardwise", callbacks=[ObserveCallback("runs/a")])``. It records waits
+    for batches, saves and the tokens of a batch. Every ``log_every_n_steps`` it records the loss
+    and the module's logs, which waits for the device. Validation is left out.
+
+    **Raises** ConfigError as training begins, if the module is not sharded.
+    """
+
+    def __init__(self, output: str | Path | None = None, **options: Any) -> None:
+        super().__init__()
+        self._loop = ObservedLoop(output, options)
+        self._num_logged = 0
+
+    @property
+    def run(self) -> Observation | None:
+        """The observation; None before ``fit`` begins and after it ends."""
+        return self._loop.run
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to observe."""
+        self._num_logged = trainer.global_step
+        self._loop.begin(pl_module, trainer.optimizers, trainer.global_step)
+        self._loop.go_into("data")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """End the wait for a batch."""
+        self._loop.go_into("")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Record the loss and logs after a step; count the wait for the next batch."""
+        step = trainer.global_step
+        if step != self._num_logged and step % trainer.log_every_n_steps == 0:
+            self._num_logged = step
+            loss: Any = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            if is_number(loss):  # Lightning divides it by the number of micro-batches
+                self._loop.log({"loss": float(loss) * trainer.accumulate_grad_batches})
+            self._loop.log(trainer.callback_metrics)
+        self._loop.go_into("data")
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Pause during validation."""
+        self._loop.go_into(PAUSE)
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Count the wait for the next batch."""
+        self._loop.go_into("data")
+
+    def on_train_end(self, *_: Any) -> None:
+        """End the observation."""
+        self._loop.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the observation without the other ranks, which may be stopped."""
+        self._loop.end(exception)
 
 
 _pl.strategies.StrategyRegistry.register(

@@ -8,22 +8,22 @@ from shardwise.versions import load_neighbour
 if TYPE_CHECKING:
     from shardwise.interop.transformers.loading import from_pretrained as from_pretrained
     from shardwise.interop.transformers.loading import load_weights as load_weights
-    from shardwise.interop.transformers.observing import ObserveCallback as ObserveCallback
     from shardwise.interop.transformers.parallel import parallelize as parallelize
-    from shardwise.interop.transformers.prepared import prepare as prepare
+    from shardwise.interop.transformers.saving import prepare as prepare
     from shardwise.interop.transformers.saving import save_pretrained as save_pretrained
     from shardwise.interop.transformers.trainer import CheckpointCallback as CheckpointCallback
+    from shardwise.interop.transformers.trainer import ObserveCallback as ObserveCallback
     from shardwise.interop.transformers.trainer import Trainer as Trainer
     from shardwise.interop.transformers.trainer import trainer_class as trainer_class
 
 _HOMES = {
     "CheckpointCallback": "shardwise.interop.transformers.trainer",
-    "ObserveCallback": "shardwise.interop.transformers.observing",
+    "ObserveCallback": "shardwise.interop.transformers.trainer",
     "Trainer": "shardwise.interop.transformers.trainer",
     "from_pretrained": "shardwise.interop.transformers.loading",
     "load_weights": "shardwise.interop.transformers.loading",
     "parallelize": "shardwise.interop.transformers.parallel",
-    "prepare": "shardwise.interop.transformers.prepared",
+    "prepare": "shardwise.interop.transformers.saving",
     "save_pretrained": "shardwise.interop.transformers.saving",
     "trainer_class": "shardwise.interop.transformers.trainer",
 }

@@ -1,16 +1,17 @@
-"""Load weights of Hugging Face into shards: each rank reads its own, none ever has the whole model.
+"""Load Hugging Face weights into shards: each rank reads its own, none holds the whole model.
 
 Note [The plain loader, but for the weights]
-Of ``from_pretrained`` everything but the reading of weights is transformers' own: the config and
-its overrides, the dtype, the model built on the meta device, which keys are renamed or joined, the
-report on what is missing, the generation config. It reads the weights in two methods of the model's
-class. So it is called on a class made for the one call, which inherits all of the model's class and
-answers these two; afterwards the model gets its own class back. No class of transformers changes.
+Everything but the reading of weights is transformers' own ``from_pretrained``: the config and its
+overrides, the dtype, the model built on the meta device, the renamed and joined keys, the report on
+missing weights, the generation config. It reads the weights in two methods of the model's class. So
+it is called on a subclass made for the one call, which replaces these two. Afterwards the model
+gets its own class back. No class of transformers changes.
 """
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.model import sharded_class
 from shardwise.engine.module_state import noted_state
-from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.interop.transformers.fill import fill
-from shardwise.interop.transformers.missing import initialise_missing
-from shardwise.interop.transformers.prepared import prepare
-from shardwise.interop.transformers.recipes import Recipe, match_keys
+from shardwise.interop.transformers.saving import prepare
+from shardwise.interop.transformers.weights import (
+    Recipe,
+    initialise_missing,
+    match_keys,
+    read_weights,
+)
 from shardwise.unit.materialize import leave_values
 
 _REFUSED = {
@@ -65,40 +68,40 @@ def from_pretrained(
 ) -> Any:
     """Load a model of transformers from local safetensors files straight into shards.
 
-    Every rank calls it and gets what `shardwise.shard` of transformers' ``from_pretrained`` would
-    give, values and dtypes to the bit, ready as after `prepare`. ``path`` is a folder with
-    ``config.json`` and ``model.safetensors`` or an index of several, or a name in the local cache
-    of the hub. ``model_class`` is a model's class or an Auto class; by default the class that
-    ``config.json`` names. The next are those of `shardwise.shard`; ``options`` go to transformers
-    (``dtype=``, ``attn_implementation=``, ``num_labels=`` and other entries of the config).
+    Every rank calls it. The result is that of `shardwise.shard` and `prepare` on transformers'
+    ``from_pretrained``, values and dtypes to the bit. ``path`` is a folder with ``config.json`` and
+    ``model.safetensors`` or an index of several, or a name in the local cache of the hub.
+    ``model_class`` is a model's class or an Auto class; by default the class that ``config.json``
+    names. ``stage`` to ``prefetch_bytes`` are those of `shardwise.shard`; ``options`` go to
+    transformers (``dtype=``, ``attn_implementation=``, ``num_labels=`` and other config entries).
 
-    **Cost** reads this rank's part of each parameter; sources of a conversion that does not go row
-    by row are read whole (Note [Conversions by rows]), as are two copies of a tied weight, to be
-    compared. In memory: the shards, 64 MiB, and one module's parameters.
+    **Cost** reads this rank's slice of each parameter. The sources of a conversion that is not by
+    rows are read whole (Note [Conversions by rows]), as are two copies of a tied weight, to compare
+    them. In memory: the shards, 64 MiB, and one module's parameters.
 
     **Raises** ConfigError for options that contradict sharding; CheckpointError for weights that
-    are no safetensors; what transformers raises for a model or a shape that does not fit.
+    are no safetensors; transformers' own errors for a model or a shape that does not fit.
     """
     for name, reason in _REFUSED.items():
         if options.get(name) is not None:
             raise ConfigError(f"{name}: not with sharded weights: {reason}")
     old = {str(name): options.pop(name) for name in _RENAMED if name in options}
     chosen = replace(units if isinstance(units, Units) else Units(units), init=leave_values)
-    settings = {"mesh": mesh, "units": chosen, "schedule": schedule}
+    settings: dict[str, Any] = {"mesh": mesh, "units": chosen, "schedule": schedule}
     settings = take_renamed(settings, old, "from_pretrained")
     options.setdefault("local_files_only", True)
     own = _class_of(path, model_class, options)
-    loader = _Loader(
-        stage=stage,
-        precision=precision,
-        layout=layout,
+    settings = {
+        "stage": stage,
+        "precision": precision,
+        "layout": layout,
         **settings,
-    )
-    body = {
+    }
+    body = {  # see Note [The plain loader, but for the weights]
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
-        "_load_pretrained_model": staticmethod(loader.load),
-        "_finalize_model_loading": staticmethod(loader.finalize),
+        "_load_pretrained_model": staticmethod(partial(_shard_and_read, settings)),
+        "_finalize_model_loading": staticmethod(_finalize),
     }
     model = type(own)(own.__name__, (own,), body).from_pretrained(path, **options)
     model.__class__ = sharded_class(own)
@@ -106,25 +109,24 @@ def from_pretrained(
 
 
 def load_weights(model: Any, path: str | Path) -> None:
-    """Read safetensors weights of Hugging Face into a model that is sharded already.
+    """Read Hugging Face's safetensors weights into a model that is sharded already.
 
-    Every rank calls it. ``path`` is a folder, a file or an index. What is missing there stays as it
-    is, with transformers' report of it in the log. A model of another class reads its own names.
-    One that `fully_shard` has sharded on the meta device gets its memory here; what is missing is
-    then drawn by the model's own rule, as by `from_pretrained`.
+    Every rank calls it. ``path`` is a folder, a file or an index. Missing weights keep their values
+    and are reported in the log, as by transformers. A model of another library reads its own names.
+    A model that `fully_shard` has sharded on the meta device gets its memory here; its missing
+    weights are then drawn by the model's own rules, as by `from_pretrained`.
 
     **Cost** as of `from_pretrained`.
 
     **Raises** CheckpointError when there are no such weights, or one has another shape; ConfigError
-    where a module on the meta device has a buffer that no file holds and no rule fills.
+    when a module on the meta device has a buffer that no file holds and no rule fills.
     """
     had_memory = not any(param.is_meta for param in model.parameters())
     if not had_memory:
         _give_memory(model)
-    engine = engine_of(model)
-    engine.rest("load_weights()")
+    engine_of(model).rest("load_weights()")
     source = open_huggingface(Path(path))
-    report = _new_report(model)
+    report = _report_of(model)
     is_theirs = isinstance(model, transformers.PreTrainedModel)
     mapping = get_model_conversion_mapping(model) if is_theirs else []
     recipes = match_keys(model, source.tensors, mapping, report)
@@ -134,8 +136,8 @@ def load_weights(model: Any, path: str | Path) -> None:
             f"{source.where}: '{name}' has shape {tuple(there)} there and {tuple(here)} here; load "
             "weights of this model, or build the model from their config"
         )
-    dtypes = _dtypes_of(model)
-    _read(engine, model, source, recipes, dtypes, report)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    _read(model, source, recipes, dtypes, report)
     if not had_memory and is_theirs:
         initialise_missing(model, recipes.keys(), dtypes)
     if not is_theirs:
@@ -143,81 +145,75 @@ def load_weights(model: Any, path: str | Path) -> None:
         return
     for name in model.all_tied_weights_keys:
         report.missing_keys.discard(name)
-    _finish_report(engine, model, str(path), report)
+    _log_report(model, str(path), report)
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Give a model of `fully_shard` that is on the meta device its slices, not yet filled.
-
-    The rules of transformers by which it is then filled pass over what they have seen on meta.
-    """
+    """Give a model that `fully_shard` has sharded on the meta device its slices, uninitialised."""
     state = noted_state(model)
     if state is None or not is_sharded(model):
-        return  # which is told in a moment
+        return  # the caller refuses it
     if not isinstance(model, transformers.PreTrainedModel):
-        _check_buffers(model)
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta and name not in saved:
+                raise ConfigError(
+                    f"load_weights: buffer '{name}' is on the meta device, no file holds it, and a "
+                    f"{type(model).__name__} has no rule of transformers that fills it; call "
+                    "model.to_empty(device=...) first and fill it"
+                )
     model.to_empty(device=state.device)
-    for module in model.modules():
+    for module in model.modules():  # transformers' rules skip modules that they saw on meta
         vars(module).pop("_is_hf_initialized", None)
 
 
-def _check_buffers(model: nn.Module) -> None:
-    saved = model.state_dict()
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta and name not in saved:
-            raise ConfigError(
-                f"load_weights: buffer '{name}' is on the meta device, no file holds it, and a "
-                f"{type(model).__name__} has no rule of transformers that fills it; call "
-                "model.to_empty(device=...) first and fill it"
-            )
+def _shard_and_read(
+    settings: Mapping[str, Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Sequence[str] | None,
+    load_config: Any,
+    expected_keys: Any = None,
+) -> tuple[LoadStateDictInfo, None]:
+    """Shard the model, which is on the meta device, and read its values."""
+    if load_config.hf_quantizer is not None:
+        method = getattr(load_config.hf_quantizer, "quantization_config", None)
+        kind = getattr(method, "quant_method", None)
+        raise ConfigError(
+            f"from_pretrained: the weights are quantized{f' ({kind})' if kind else ''}, and "
+            "quantized weights cannot be sharded; give the path of weights in a float dtype, "
+            "and no quantization_config"
+        )
+    files = checkpoint_files or ()
+    others = [f for f in files if not f.endswith(".safetensors")]
+    if others or not files:
+        what = f"{others[0]} is no safetensors file" if others else "there are no weights"
+        raise CheckpointError(
+            f"{what}; load it with transformers and save_pretrained() it as safetensors"
+        )
+    source = open_weight_files([Path(f) for f in files])
+    report = _report_of(model)
+    mapping = load_config.weight_mapping or []
+    recipes = match_keys(model, source.tensors, mapping, report)
+    model._weight_conversions = [used for used in mapping if used.was_used()]
+    _set_dtypes(model, recipes, load_config.dtype_plan or {})
+    _tie(model, source, recipes, report)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    shard(model, **settings)
+    _read(model, source, recipes, dtypes, report)
+    initialise_missing(model, recipes.keys(), dtypes)
+    return report, None
 
 
-class _Loader:
-    """What a model's class answers for one call. See Note [The plain loader, ...]."""
-
-    def __init__(self, **settings: Any) -> None:
-        self._settings = settings
-
-    def load(
-        self,
-        model: Any,
-        state_dict: Any,
-        checkpoint_files: Sequence[str] | None,
-        load_config: Any,
-        expected_keys: Any = None,
-    ) -> tuple[Any, None]:
-        """Shard the model, which is on the meta device, and read its values."""
-        if load_config.hf_quantizer is not None:
-            method = getattr(load_config.hf_quantizer, "quantization_config", None)
-            kind = getattr(method, "quant_method", None)
-            raise ConfigError(
-                f"from_pretrained: the weights are quantized{f' ({kind})' if kind else ''}, and "
-                "quantized weights cannot be sharded; give the path of weights in a float dtype, "
-                "and no quantization_config"
-            )
-        source = _open(checkpoint_files or ())
-        report = _new_report(model)
-        mapping = load_config.weight_mapping or []
-        recipes = match_keys(model, source.tensors, mapping, report)
-        model._weight_conversions = [used for used in mapping if used.was_used()]
-        _set_dtypes(model, recipes, load_config.dtype_plan or {})
-        _tie(model, source, recipes, report)
-        dtypes = _dtypes_of(model)
-        shard(model, **self._settings)
-        engine = engine_of(model)
-        _read(engine, model, source, recipes, dtypes, report)
-        initialise_missing(model, recipes.keys(), dtypes)
-        return report, None
-
-    def finalize(self, model: Any, load_config: Any, report: Any) -> Any:
-        """Report what was missing, unexpected or of another shape, as transformers does."""
-        where, engine = str(load_config.pretrained_model_name_or_path), engine_of(model)
-        _finish_report(engine, model, where, report, load_config.ignore_mismatched_sizes)
-        return report
+def _finalize(model: Any, load_config: Any, report: LoadStateDictInfo) -> LoadStateDictInfo:
+    """Report missing and unexpected weights and other shapes, as transformers does."""
+    where = str(load_config.pretrained_model_name_or_path)
+    _log_report(model, where, report, load_config.ignore_mismatched_sizes)
+    return report
 
 
 def _class_of(path: str | Path, model_class: Any, options: Mapping[str, Any]) -> Any:
-    """Return the class of the model: the one given, or what an Auto class or the config says."""
+    """Return the class of the model: the given one, or the choice of an Auto class or config."""
     is_auto = isinstance(model_class, type) and issubclass(model_class, _BaseAutoModelClass)
     if model_class is not None and not is_auto:
         return model_class
@@ -241,17 +237,7 @@ def _class_of(path: str | Path, model_class: Any, options: Mapping[str, Any]) ->
     return found
 
 
-def _open(files: Sequence[str]) -> Source:
-    others = [f for f in files if not f.endswith(".safetensors")]
-    if others or not files:
-        what = f"{others[0]} is no safetensors file" if others else "there are no weights"
-        raise CheckpointError(
-            f"{what}; load it with transformers and save_pretrained() it as safetensors"
-        )
-    return open_weight_files([Path(f) for f in files])
-
-
-def _new_report(model: nn.Module) -> Any:
+def _report_of(model: nn.Module) -> LoadStateDictInfo:
     return LoadStateDictInfo(
         missing_keys=set(model.state_dict()),
         unexpected_keys=set(),
@@ -262,8 +248,8 @@ def _new_report(model: nn.Module) -> Any:
     )
 
 
-def _check_names(model: nn.Module, source: Source, report: Any) -> None:
-    """Refuse weights that are not those of the model; a tied one is there under one name."""
+def _check_names(model: nn.Module, source: Source, report: LoadStateDictInfo) -> None:
+    """Refuse weights of another model. Tied weights are stored under one name."""
     state = model.state_dict(keep_vars=True)
     read = {id(state[name]) for name in state if name not in report.missing_keys}
     missing = sorted(n for n in report.missing_keys if id(state[n]) not in read)
@@ -274,38 +260,37 @@ def _check_names(model: nn.Module, source: Source, report: Any) -> None:
         )
 
 
-def _finish_report(
-    engine: Engine, model: Any, where: str, report: Any, ignores_shapes: bool = False
+def _log_report(
+    model: Any, where: str, report: LoadStateDictInfo, ignores_shapes: bool = False
 ) -> None:
     """Log the report on rank 0; raise on all ranks where transformers would."""
     log = logging.getLogger("transformers.modeling_utils")
-    if engine.comm.control.rank != 0:
+    if engine_of(model).comm.control.rank != 0:
         log = logging.Logger("silent", logging.CRITICAL + 1)
     model._adjust_missing_and_unexpected_keys(report)
     log_state_dict_report(model, where, ignores_shapes, report, log)
 
 
 def _read(
-    engine: Engine,
     model: nn.Module,
     source: Source,
     recipes: Mapping[str, Recipe],
     dtypes: Mapping[str, torch.dtype],
-    report: Any,
+    report: LoadStateDictInfo,
 ) -> None:
+    """Read the weights on all ranks; if one fails, the model is unusable until the next load."""
+    engine = engine_of(model)
     why = f"reading {source.where} did not come to its end; load the weights again"
     with engine.conditions.writing(why):
-        on_all_ranks(engine.comm.control, lambda: fill(model, source, recipes, dtypes, report))
-
-
-def _dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        on_all_ranks(
+            engine.comm.control, lambda: read_weights(model, source, recipes, dtypes, report)
+        )
 
 
 def _set_dtypes(
     model: nn.Module, names: Collection[str], dtype_plan: Mapping[str, torch.dtype]
 ) -> None:
-    """Give the parameters that the model keeps in another dtype that dtype; all are on meta."""
+    """Cast the parameters that the model keeps in another dtype; all are on meta."""
     if not dtype_plan:
         return
     pattern, pattern_of_group, _ = build_glob_alternation(list(dtype_plan))
@@ -324,8 +309,8 @@ def _set_dtypes(
                     tensors[attribute] = after
 
 
-def _tie(model: Any, source: Source, recipes: dict[str, Recipe], report: Any) -> None:
-    """Tie what transformers ties; where both weights are stored, only if they are the same."""
+def _tie(model: Any, source: Source, recipes: dict[str, Recipe], report: LoadStateDictInfo) -> None:
+    """Tie what transformers ties; if both weights are stored, only if they are equal."""
     for target, original in list(model.all_tied_weights_keys.items()):
         if target not in recipes or original not in recipes:
             continue
@@ -342,10 +327,10 @@ def _tie(model: Any, source: Source, recipes: dict[str, Recipe], report: Any) ->
 
 
 def _are_equal(source: Source, one: Recipe, other: Recipe) -> bool:
-    """Compare two stored tensors piece by piece; what is converted counts as different."""
+    """Compare two stored tensors piece by piece; converted ones count as different."""
     if one.converter is not None or other.converter is not None:
         return False
-    (_, a), (_, b) = one.parts[0], other.parts[0]
+    (_, a), (_, b) = one.sources[0], other.sources[0]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     step = _COMPARED_BYTES // 8

@@ -1,46 +1,53 @@
-"""Write a sharded model of transformers as the folder that ``save_pretrained`` writes.
+"""`prepare` a sharded model for transformers, and ``save_pretrained`` of one.
+
+Note [Sharded at load time]
+transformers has its own way to shard a model while it loads it. Its `Trainer` then leaves the model
+on its device, does not wrap it, lets all ranks take part in a save, and delays reductions by
+``set_requires_gradient_sync``. A model of Shardwise needs just that, so it carries the mark of such
+models: an attribute, and an empty ``distributed_config`` in its config, which is never written to
+``config.json``. transformers cannot resume such models; `CheckpointCallback` adds that.
 
 Note [A part at a time]
-transformers writes parameters under the names of the hub, for which it may split one of ours (the
-experts of a mixture) or join several. It does so on the whole state at once. Here its function is
-run first on tensors without memory, which gives every file's header, then on a part of the state
-after the other, gathered on the ranks that write. A part is one tensor, if the names that tensors
-have apart are those of the whole; else a layer; else, as a conversion goes across layers, all.
+transformers writes parameters under the names of the hub. For that it may split a parameter (the
+experts of a mixture) or join several, on the whole state at once. Here its function runs first on
+tensors without memory, which gives every file's header, then on one part of the state at a time,
+gathered on the ranks that write. A part is one tensor if converting tensors one by one gives the
+same names; else a layer; else, if a conversion goes across layers, the whole state.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.container import (
-    Stored,
-    build_header,
-    dtype_name,
-    element_bytes,
-    memory_of,
-    place,
-)
-from shardwise.convert.export import split_into_shards
+from shardwise.checkpoint.container import build_header, dtype_name, memory_of
+from shardwise.convert.export import index_text, plan_files
+from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE
+from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
+from shardwise.engine.model import compare_load
+from shardwise.engine.module_state import note_managed
 from shardwise.engine.weights import FullWeights, State, named_weights, stream_weights
 from shardwise.errors import ConfigError, StateError
+from shardwise.interop.peft import save_adapter
 from shardwise.quantities import parse_size
+from shardwise.tensor.plain_state import cut_state_dict
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -56,14 +63,14 @@ def save_pretrained(
 ) -> None:
     """Write the whole model, in its master dtype, as a folder that ``from_pretrained`` loads.
 
-    Every rank calls it, rank 0 writes. The arguments are those of transformers. With a
-    ``state_dict``, or inside ``gathered(model)``, its own method runs. Weights appear under their
-    names when all of them are written.
+    Every rank calls it; rank 0 writes. The arguments are those of transformers. With a
+    ``state_dict``, or inside ``gathered(model)``, transformers' own method runs. The files get
+    their names when all weights are written.
 
-    **Cost** as of `interop.stream` to the ranks that write, on which one part of the state at a
-    time is in memory: one parameter, or those of a layer if the names of the hub ask for it.
+    **Cost** as of `shardwise.stream` to the ranks that write. They hold one part of the state in
+    memory: one parameter, or those of a layer if the names of the hub need it.
 
-    **Raises** ConfigError for what cannot be done; on all ranks when a write fails on one.
+    **Raises** ConfigError for an unsupported option; on all ranks when a write fails on one.
     """
     stock = type(model).save_pretrained
     engine = engine_of(model)
@@ -73,19 +80,24 @@ def save_pretrained(
         stock(model, save_directory, state_dict=state_dict, **options)
         return
     _check(model, options)
-    max_bytes = _bytes_of(max_shard_size)  # asked first: transformers' own removes earlier weights
+    max_bytes = _bytes_of(max_shard_size)  # checked first: transformers removes earlier weights
     engine.rest("save_pretrained()")
     writes = model.should_save_on_this_rank(is_main_process is not False)  # a rank 0 only
     options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
-    with _no_progress_bar():  # of the weights, of which there are none
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # for the empty state_dict
+    try:
         on_all_ranks(engine.comm.control, lambda: stock(model, save_directory, **options))
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
     _write(Plan(model, max_bytes, save_original_format), save_directory, writes)
 
 
 def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
     """Write the state dict of a sharded module of any class to ``model.safetensors``.
 
-    Every rank calls it, with ``writes`` on one of them. Tied tensors are there under one name.
+    Every rank calls it, with ``writes`` on one of them. Tied tensors are written under one name.
 
     **Cost** and **Raises** as of `save_pretrained`.
     """
@@ -94,17 +106,6 @@ def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
     if writes:
         Path(folder).mkdir(parents=True, exist_ok=True)
     _write(Plan(model, None, save_original_format=False), folder, writes)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows:
-            logging.enable_progress_bar()
 
 
 def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
@@ -124,7 +125,7 @@ def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
         weights = FullWeights(plan.model, "save_pretrained", ranks or members)
         groups = plan.groups if ranks else []
         for name, tensor in stream_weights(weights, plan.tensors, groups, plan.revert, 0):
-            if failures or writer is None:  # the others gather on; they are told below
+            if failures or writer is None:  # the other ranks still gather
                 continue
             try:
                 writer.write({name: tensor.cpu()})
@@ -141,7 +142,7 @@ def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
 
 
 def _check(model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what would be wrong, before anything is written."""
+    """Refuse unsupported options and models before anything is written."""
     broken = engine_of(model).conditions.unusable
     if broken is not None:
         raise StateError(f"save_pretrained: the parameters are not to be used: {broken}")
@@ -170,7 +171,10 @@ def _bytes_of(size: int | str) -> int:
 
 
 class Plan:
-    """Which tensors go where, and which are converted together. See Note [A part at a time]."""
+    """The file of each tensor, and the tensors that are converted together.
+
+    See Note [A part at a time].
+    """
 
     def __init__(self, model: Any, max_bytes: int | None, save_original_format: bool) -> None:
         self.model = model
@@ -187,20 +191,8 @@ class Plan:
                 made |= self.revert({name: empty[name] for name in names})
             if {k: v.shape for k, v in made.items()} == {k: v.shape for k, v in whole.items()}:
                 break
-        names = list(made)
-        dtypes = {name: dtype_name(made[name].dtype, name) for name in names}
-        sizes = [made[n].numel() * element_bytes(dtypes[n]) for n in names]
-        self.total_bytes = sum(sizes)
-        shards = split_into_shards(sizes, max_bytes or max(1, self.total_bytes))
-        self.files: dict[str, list[Stored]] = {}
-        for number, members in enumerate(shards):
-            one = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            boxes = [
-                (n, dtypes[n], tuple(made[n].shape), (0,) * made[n].dim())
-                for n in (names[i] for i in members)
-            ]
-            boxes.sort(key=lambda box: -element_bytes(box[1]))  # each aligned to its elements
-            self.files[_WEIGHTS if len(shards) == 1 else one] = place(boxes)
+        stored = [(n, dtype_name(t.dtype, n), tuple(t.shape)) for n, t in made.items()]
+        self.files = plan_files(stored, max_bytes)
 
     def revert(self, state: State) -> State:
         """Return tensors as they are stored."""
@@ -211,7 +203,7 @@ class Plan:
 
 
 def _by_layer(names: Iterable[str]) -> list[list[str]]:
-    """Group names by the layer that they are in; what is in none is alone."""
+    """Group names by their layer; a name outside of layers is a group of its own."""
     groups: dict[str, list[str]] = {}
     for name in names:
         found = _LAYER.match(name)
@@ -220,7 +212,7 @@ def _by_layer(names: Iterable[str]) -> list[list[str]]:
 
 
 class _Writer:
-    """The files of one rank that writes; they get their names at the end."""
+    """The files of a rank that writes. They get their names in `finish`."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._plan = folder, plan
@@ -249,7 +241,7 @@ class _Writer:
             path.unlink(missing_ok=True)
 
     def write(self, tensors: State) -> None:
-        """Put tensors where the headers say that they are."""
+        """Write tensors to their places in the files."""
         for key, tensor in tensors.items():
             name, stored = self._homes[key]
             file, begin = self._open[name]
@@ -257,17 +249,108 @@ class _Writer:
             file.write(memory_of(tensor.contiguous()))
 
     def finish(self, model: Any) -> None:
-        """Close the files, give them their names, and write the index if there are several."""
+        """Close and rename the files, and write the index if there are several."""
         for name, (file, _) in self._open.items():
             file.close()
             os.replace(self._temporary[name], self._folder / name)
-        stale = _INDEX if _WEIGHTS in self._plan.files else _WEIGHTS
+        stale = INDEX_FILE if WEIGHTS_FILE in self._plan.files else WEIGHTS_FILE
         (self._folder / stale).unlink(missing_ok=True)  # of an earlier save
         if len(self._plan.files) > 1:
-            total = {"total_parameters": model.num_parameters()}
-            index = {
-                "metadata": {**total, "total_size": self._plan.total_bytes},
-                "weight_map": {key: name for key, (name, _) in sorted(self._homes.items())},
-            }
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (self._folder / _INDEX).write_text(text, encoding="utf-8")
+            text = index_text(self._plan.files, total_parameters=model.num_parameters())
+            (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+# -- a model that transformers treats as its own: see Note [Sharded at load time]
+def prepare(model: Any) -> Any:
+    """Let transformers train, save and generate with a sharded model; return the model.
+
+    Afterwards transformers' own ``Trainer`` trains it (Note [Sharded at load time]). Every rank
+    calls ``model.save_pretrained(folder)``, which writes the whole model, and ``model.generate()``,
+    which runs until all ranks are finished; their lengths may differ. ``model.to()`` its own device
+    changes nothing. `from_pretrained` and the `Trainer` of this package call it themselves.
+
+    **State** attributes of this one model; no class of transformers changes.
+    """
+    engine_of(model)
+    for module in model.modules():
+        if callable(getattr(module, "generate", None)):
+            # transformers' flag for "its forward needs all ranks", which generate() reads
+            note_managed(module)
+    if isinstance(model, PreTrainedModel):
+        vars(model)["save_pretrained"] = partial(save_pretrained, model)
+        vars(model)["resize_token_embeddings"] = _refuse_resize
+    elif hasattr(model, "peft_config"):
+        vars(model)["save_pretrained"] = partial(_save_adapters, model)
+    model.to = partial(_to, model)
+    model.load_state_dict = partial(_load_state_dict, model)
+    if isinstance(model, PreTrainedModel):  # there the mark is a property
+        model._is_distributed_loading_by_transformers = True
+    elif hasattr(model, "peft_config"):
+        model.is_distributed_loading_by_transformers = True
+    else:  # Trainer would save a model of another class without gathering it
+        return model
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig) and not getattr(config, "distributed_config", None):
+        config.distributed_config = DistributedConfig()
+    if not isinstance(model, FSDPModule):  # that class has the method
+        model.set_requires_gradient_sync = _GradientSync(model)
+    return model
+
+
+class _GradientSync:
+    """The method ``set_requires_gradient_sync`` of one model; it is copied with the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._window = ExitStack()
+
+    def __call__(self, requires: bool) -> None:
+        """Delay reductions, or let the next backward pass reduce."""
+        if requires:
+            self._window.close()
+        else:
+            self._window.enter_context(accumulate(self._model, last=False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GradientSync:
+        """Return the method of the copied model, with no window open."""
+        return _GradientSync(memo[id(self._model)])
+
+
+def _save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
+    """``save_pretrained`` of a PEFT model. Every rank calls it; rank 0 writes."""
+    if engine_of(model).suspended:  # inside gathered(), as in save_adapter()
+        type(model).save_pretrained(model, save_directory, **options)
+        return
+    adapters = options.pop("selected_adapters", None)
+    options.pop("is_main_process", None)
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ConfigError(
+            f"save_pretrained: {', '.join(given)} not for a sharded PEFT model; save without, or "
+            "inside `with shardwise.gathered(model):`"
+        )
+    save_adapter(model, save_directory, adapters)
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    raise ConfigError(
+        "resize_token_embeddings: the model is sharded, and its shards keep their shapes. Resize "
+        "the plain model before shard(); after from_pretrained(), resize a plain copy and save it"
+    )
+
+
+def _load_state_dict(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load full tensors too: each rank cuts its slice, because DTensors load only DTensors."""
+    compare_load(model, state_dict)  # before the cut, which hides differences between ranks
+    return type(model).load_state_dict(model, cut_state_dict(model, state_dict), *args, **kwargs)
+
+
+def _to(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do nothing if the model is on this device; else call ``to``, which sharded models refuse."""
+    asked: Any = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype = asked[:2]
+    here = engine_of(model).comm.device
+    indices = (None, here.index, 0) if here.type == "cpu" else (None, here.index)
+    is_here = device is None or (device.type == here.type and device.index in indices)
+    if dtype is None and is_here:
+        return model
+    return type(model).to(model, *args, **kwargs)

@@ -1,13 +1,19 @@
-"""transformers' `Trainer` for sharded models: its own loop, and checkpoints of every rank.
+"""transformers' `Trainer` for sharded models, and callbacks for the stock one.
 
-Note [What is changed of Trainer]
+Note [Methods that replace Trainer's]
 The loop, the batches, accumulation, clipping, evaluation, the callbacks and the schedule are
-transformers' own. Changed are the methods that save and load: the weights are gathered layer by
-layer into the usual files, and beside them, in the folder ``shardwise`` of each checkpoint, every
-rank writes its slices of master weights and optimizer state, from which `Trainer` goes on to the
-bit, on any number of ranks. A model that is not sharded takes the methods of transformers.
-A sharded one carries the mark of Note [Sharded at load time], with which transformers would refuse
-checkpoints to go on from; here it is not seen.
+transformers' own. Replaced are the methods that save and load: weights are gathered layer by layer
+into the usual files, and every rank writes its slices of master weights and optimizer state into
+the folder ``shardwise`` of each checkpoint. `Trainer` resumes from them, bit-identical, on any
+number of ranks. A model that is not sharded uses the methods of transformers. A sharded model
+carries the mark of Note [Sharded at load time], for which transformers refuses to resume; this
+class hides it.
+
+Note [Callbacks of Trainer]
+Trainer calls back after a step, an evaluation or a save. The flags of its control name what comes
+next; it follows them in the order evaluation, save, next batch. So between two calls the loop is in
+the first of these that a flag asks for. Trainer has no callback for an error. `Trainer` of this
+package ends the observation itself; around the stock one, use ``with callback:``.
 """
 
 import os
@@ -15,7 +21,7 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -30,27 +36,93 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from shardwise.checkpoint.save_load import load, save
 from shardwise.engine.api import has_sharded_parts, is_sharded
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.interop.observed_loop import PAUSE, ObservedLoop
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
-from shardwise.interop.transformers.observing import ObserveCallback
-from shardwise.interop.transformers.prepared import prepare
-from shardwise.interop.transformers.saving import save_weights
+from shardwise.interop.transformers.saving import prepare, save_weights
+from shardwise.monitor.observer import Observation
 from shardwise.parallel.clipping import clip_grad_norm_
 from shardwise.versions import load_neighbour
 
 FOLDER = "shardwise"  # in each checkpoint: the slices of master weights and optimizer state
+_OWN_FIGURES = ("_runtime", "_per_second", "epoch")  # that Trainer logs about its speed
 
 
-def _is_sharded_by_transformers(trainer: Any) -> bool:
-    return vars(trainer).get("_loaded_in_shards", False) and not is_sharded(trainer.model)
+class ObserveCallback(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Observe the steps of a Trainer as `shardwise.observe` does; ``options`` are its own.
 
+    For ``Trainer(..., callbacks=[ObserveCallback("runs/a")])`` on every rank, with the `Trainer` of
+    this package or the stock one. It records waits for batches, saves, tokens and Trainer's logs;
+    evaluations are left out. Put ``with callback:`` around ``train()`` of the stock Trainer, so
+    that the record of a run that raises has its end.
 
-def _note_mark(trainer: Any, is_marked: bool) -> None:  # Trainer assigns it in __init__
-    trainer._loaded_in_shards = is_marked
+    **Raises** ConfigError as training begins, if the model is not sharded.
+    """
+
+    def __init__(self, output: str | Path | None = None, **options: Any) -> None:
+        self._loop = ObservedLoop(output, options)
+
+    @property
+    def run(self) -> Observation | None:
+        """The observation; None before training begins and after it ends."""
+        return self._loop.run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        self._loop.end(error)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Begin to observe."""
+        self._loop.begin(objects["model"], objects["optimizer"], state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Count the wait for the first batch of an epoch."""
+        self._loop.go_into("data")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """End the wait for batches."""
+        self._loop.go_into("")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Count the next phase, after a step."""
+        self._go_on(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Count the next phase, after an epoch."""
+        self._go_on(control)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Pause: no flag announces some evaluations."""
+        self._loop.go_into(PAUSE)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Count the next phase, after an evaluation."""
+        self._go_on(control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Count the next phase, after a checkpoint."""
+        self._go_on(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Record Trainer's logs without its figures of speed."""
+        logs = objects.get("logs") or {}
+        if "train_runtime" not in logs:
+            self._loop.log({k: v for k, v in logs.items() if not k.endswith(_OWN_FIGURES)})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """End the observation."""
+        self._loop.end()
+
+    def _go_on(self, control: Any) -> None:
+        """See Note [Callbacks of Trainer]."""
+        is_saved = "save" if control.should_save else "data"
+        self._loop.go_into(PAUSE if control.should_evaluate else is_saved)
 
 
 class _Sharded:
-    """The methods that differ. See Note [What is changed of Trainer]."""
+    """The methods that differ. See Note [Methods that replace Trainer's]."""
 
     def __init__(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
         load_neighbour("accelerate", wanted_by="transformers.Trainer")
@@ -70,10 +142,17 @@ class _Sharded:
             )
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
 
-    is_distributed_loading_by_transformers = property(_is_sharded_by_transformers, _note_mark)
+    @property
+    def is_distributed_loading_by_transformers(self: Any) -> bool:
+        """True if transformers has sharded the model; the mark of `prepare` does not count."""
+        return vars(self).get("_loaded_in_shards", False) and not is_sharded(self.model)
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self: Any, is_marked: bool) -> None:
+        self._loaded_in_shards = is_marked  # by Trainer's __init__
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train; tell callbacks that observe when it raises, which Trainer does not."""
+        """Train; end observations if training raises."""
         with ExitStack() as ends:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, ObserveCallback):
@@ -86,7 +165,7 @@ class _Sharded:
         return prepare(model) if is_sharded(model) else model
 
     def _prepare_for_training(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let accelerate put autocast on the model, as on others, but not wrap it."""
+        """Let accelerate put autocast on the model without wrapping it."""
         model = self.model
         if is_sharded(model):
             prepare(model)  # it may have been sharded after Trainer got it
@@ -108,7 +187,7 @@ class _Sharded:
         return optimizer
 
     def _has_mixed_mesh_grads(self: Any, model: Any) -> bool:
-        """Let the norm of gradients on any meshes be ours."""
+        """Use `clip_grad_norm_` for gradients on any meshes."""
         return is_sharded(self.model) or super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
 
     def _mixed_mesh_grad_norm(self: Any, model: Any, max_norm: float) -> Any:
@@ -119,7 +198,7 @@ class _Sharded:
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the model as a folder of Hugging Face; every rank takes part."""
+        """Write the model as a Hugging Face folder; every rank takes part."""
         folder = output_dir or self.args.output_dir
         if is_sharded(self.model) and not isinstance(self.model, transformers.PreTrainedModel):
             if hasattr(self.model, "peft_config"):
@@ -149,7 +228,7 @@ class _Sharded:
         )
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Read the weights, from the slices if they are there."""
+        """Read the weights, from the slices if the checkpoint has them."""
         if is_sharded(self.model):
             _load_weights(self.model, Path(resume_from_checkpoint))
         else:
@@ -183,10 +262,10 @@ class _Sharded:
 
 
 def trainer_class(base: type[Any]) -> type[Any]:
-    """Return a `Trainer` class that also takes sharded models; ``base`` is any subclass of it.
+    """Return a subclass of a Trainer that also takes sharded models.
 
-    For trainers of other libraries: ``trainer_class(SFTTrainer)``.
-    See Note [What is changed of Trainer].
+    ``base`` is any subclass of transformers' Trainer, e.g. ``trainer_class(SFTTrainer)``.
+    See Note [Methods that replace Trainer's].
     """
     return type(base.__name__, (_Sharded, base), {"__doc__": base.__doc__})
 
@@ -195,13 +274,13 @@ Trainer = trainer_class(transformers.Trainer)
 
 
 class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Let transformers' own `Trainer` write checkpoints from which a sharded run goes on.
+    """Let transformers' own `Trainer` write checkpoints from which a sharded run resumes.
 
-    For ``Trainer(..., callbacks=[CheckpointCallback()])`` with ``save_only_model=True``. To go on,
+    For ``Trainer(..., callbacks=[CheckpointCallback()])`` with ``save_only_model=True``. To resume,
     give the folder to both: ``CheckpointCallback(resume=folder)`` and
-    ``train(resume_from_checkpoint=folder)``. Our own `Trainer` needs no callback.
+    ``train(resume_from_checkpoint=folder)``. The `Trainer` of this package needs no callback.
 
-    **Raises** ConfigError when only one of the two was given a folder, or they differ.
+    **Raises** ConfigError when only one of the two has a folder, or the folders differ.
     """
 
     def __init__(self, resume: str | Path | None = None) -> None:
@@ -217,12 +296,12 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, un
             objects["lr_scheduler"],
             writes_schedule=args.should_save,
         )
-        # Trainer reads the generators whenever it resumes, in the form that it writes them.
+        # Trainer reads the generators on each resume, in its own form.
         stand_in: Any = SimpleNamespace(args=args)
         transformers.Trainer._save_rng_state(stand_in, str(checkpoint))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Read them, if Trainer goes on from a checkpoint."""
+        """Read the slices and the schedule if Trainer resumes."""
         step, checkpoint = state.global_step, self._resume
         if checkpoint is None:
             if step:
@@ -244,7 +323,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, un
 def _save_slices(
     checkpoint: Path, model: Any, optimizer: Any, schedule: Any, *, writes_schedule: bool
 ) -> None:
-    """Write every rank's slices of a checkpoint, and on one rank the schedule."""
+    """Write every rank's slices, and on one rank the schedule."""
     save(checkpoint / FOLDER, model, _inner(optimizer), replace=True)
     if writes_schedule:
         torch.save(schedule.state_dict(), checkpoint / SCHEDULER_NAME)

@@ -1,1 +1,1 @@
-"""What one micro-batch of a model does, in program order: a `Tape`, traced or by formula."""
+"""One micro-batch of a model in program order: a `Tape`, traced or by formula."""

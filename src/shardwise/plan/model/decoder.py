@@ -30,7 +30,7 @@ _INIT_STD = 0.02
 
 
 class Projection(nn.Linear):
-    """A linear map; weights start normal with a standard deviation of its own, biases at zero."""
+    """A linear map; weights start normal with the given standard deviation, biases at zero."""
 
     def __init__(self, rows_in: int, rows_out: int, bias: bool, std: float = _INIT_STD) -> None:
         self.std = std

@@ -1,14 +1,15 @@
-"""Where modules to plan for come from: a preset, a Hugging Face config, or the user's own file.
+"""Sources of modules to plan for: a shape, a Hugging Face config, or a function of the user.
 
-A `ModelSource` builds its module on the meta device, so nothing is allocated and no weights are
-needed; nothing is downloaded.
+A `ModelSource` builds its module on the meta device. Nothing is allocated or downloaded.
 """
 
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,26 +23,31 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.errors import ConfigError
 from shardwise.keys import near_miss
 from shardwise.plan.model.activations import Implementation
-from shardwise.plan.model.config_keys import read_config, unknown_keys
 from shardwise.plan.model.decoder import PlainDecoder
-from shardwise.plan.model.shapes import DecoderShape, shape_from_config
+from shardwise.plan.model.shapes import DecoderShape, read_config, shape_from_config
 from shardwise.spelling import did_you_mean
 
 MakeBatch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
-# Families whose layers transformers writes as Llama's, which formulas know.
+# Families with layers that transformers writes as Llama's, for which there are formulas.
 _LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
+# Older keys that transformers still reads, and keys that a hub adds.
+_ALSO_READ = (
+    *("torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx"),
+    *("auto_map", "quantization_config", "task_specific_params"),
+    *("output_attentions", "attn_implementation"),
+)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """How to build a module on meta, what to feed it, and what to call its loss.
+    """Functions that build a module on meta, make its batch, and compute its loss.
 
-    ``build(checkpointed)`` gives a new module; ``make_batch(micro_batch, seq)`` and
+    ``build(checkpointed)`` returns a new module; ``make_batch(micro_batch, seq)`` and
     ``loss(model, batch)`` are called on fake tensors. ``seq`` is the usual window, ``max_seq`` the
-    longest that the model takes (None: any). ``shape`` is there where formulas
-    know the model too, and ``eager`` says how its layers are written. ``fed`` is what a user whose
-    module fails should know of its batch.
+    longest that the model takes (None: any). ``shape`` is set if there are formulas for the model
+    too; ``eager`` says how its layers are written. ``fed`` ends the error of a module that fails:
+    it describes the batch.
     """
 
     name: str
@@ -69,23 +75,22 @@ def shape_source(name: str, shape: DecoderShape, seq: int) -> ModelSource:
 
     **Raises** ConfigError, when it is built, for a mixture of experts: no trace shows its routing.
     """
-    source = module_source(name, lambda checkpointed: _traceable(shape, checkpointed), seq)
-    return replace(source, max_seq=shape.positions or None, shape=shape)
 
+    def build(checkpointed: bool) -> nn.Module:
+        if shape.experts is not None:
+            raise ConfigError(
+                "model: a mixture of experts cannot be traced from its shape, since its routing "
+                "depends on values; plan it by the formulas of its shape"
+            )
+        return PlainDecoder(shape, checkpointed)
 
-def _traceable(shape: DecoderShape, checkpointed: bool) -> nn.Module:
-    if shape.experts is not None:
-        raise ConfigError(
-            "model: a mixture of experts cannot be traced from its shape, since its routing "
-            "depends on values; plan it by the formulas of its shape"
-        )
-    return PlainDecoder(shape, checkpointed)
+    return replace(module_source(name, build, seq), max_seq=shape.positions or None, shape=shape)
 
 
 def module_source(name: str, build: Callable[[bool], nn.Module], seq: int) -> ModelSource:
     """Return the source of a module that takes ids and targets and returns its loss.
 
-    ``build(checkpointed)`` is called on the meta device. So the built-in decoder comes in.
+    ``build(checkpointed)`` is called on the meta device.
     """
     return ModelSource(
         name=name,
@@ -119,17 +124,34 @@ def huggingface_source(path: Path) -> ModelSource:
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     longest = config.get("max_position_embeddings") or config.get("n_positions")
     seq = min(longest, 4096) if isinstance(longest, int) and longest > 0 else 2048
+    shape, error = None, None
+    try:
+        shape = shape_from_config(config)
+    except ConfigError as unknown:
+        error = unknown
     if importlib.util.find_spec("transformers") is None:
-        source = shape_source(name, _shape_without_transformers(config), seq)
+        if shape is None:
+            raise ConfigError(
+                f"{error}. transformers is not installed; with it (`pip install transformers`) any "
+                "of its causal language models can be planned"
+            ) from None
         note = (
             f"transformers is not installed: {name} is planned as a plain decoder of its shape; "
             "`pip install transformers` plans the class itself"
         )
-        return replace(source, notes=(note,))
-    kind = _config_class(config, path)
-    unknown = unknown_keys(config, kind, path)
-    notes = [f"{path}: no keys of {kind.__name__}: {', '.join(unknown)}"] if unknown else []
-    shape, is_known = _shape_or_none(config), config["model_type"] in _LIKE_LLAMA
+        return replace(shape_source(name, shape, seq), notes=(note,))
+    from transformers import CONFIG_MAPPING
+
+    family = str(config["model_type"])
+    if family not in CONFIG_MAPPING:
+        hint = did_you_mean(family, CONFIG_MAPPING, n=3)
+        raise ConfigError(
+            f"model: {path}: model_type {family!r} is unknown to the installed transformers{hint}"
+        )
+    kind: Any = CONFIG_MAPPING[family]
+    keys = _unknown_keys(config, kind, path)
+    notes = [f"{path}: no keys of {kind.__name__}: {', '.join(keys)}"] if keys else []
+    is_known = family in _LIKE_LLAMA
     if shape is not None and not is_known:
         notes.append(
             f"{name} is planned as a plain decoder of its shape, without dropout; --units with the "
@@ -148,33 +170,26 @@ def huggingface_source(path: Path) -> ModelSource:
     )
 
 
-def _shape_without_transformers(config: dict[str, Any]) -> DecoderShape:
-    try:
-        return shape_from_config(config)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}. transformers is not installed; with it (`pip install transformers`) any of "
-            "its causal language models can be planned"
-        ) from None
+def _unknown_keys(config: Mapping[str, Any], kind: type, path: Path) -> list[str]:
+    """Return the keys that a config class does not know and that are near none of its keys.
 
-
-def _shape_or_none(config: dict[str, Any]) -> DecoderShape | None:
-    try:
-        return shape_from_config(config)
-    except ConfigError:
-        return None
-
-
-def _config_class(config: dict[str, Any], path: Path) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    kind = str(config["model_type"])
-    if kind not in CONFIG_MAPPING:
-        hint = did_you_mean(kind, CONFIG_MAPPING, n=3)
-        raise ConfigError(
-            f"model: {path}: model_type {kind!r} is unknown to the installed transformers{hint}"
-        )
-    return CONFIG_MAPPING[kind]
+    **Raises** ConfigError for a key that is nearly one which the config leaves out.
+    """
+    known = {"model_type", *_ALSO_READ, *getattr(kind, "attribute_map", {})}
+    for base in kind.__mro__:
+        known |= set(inspect.get_annotations(base))
+        if "__init__" in vars(base):
+            known |= set(inspect.signature(vars(base)["__init__"]).parameters)
+    with suppress(Exception):  # some classes have no defaults; the names above are enough
+        known |= set(kind().to_dict())
+    unknown = [k for k in config if k not in known and not k.startswith("_")]
+    for name in unknown:
+        near = get_close_matches(name, known - config.keys(), n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(
+                f"model: {path}: {name!r} is no key of {kind.__name__}; did you mean {near[0]!r}?"
+            )
+    return unknown
 
 
 def _build_huggingface(
@@ -215,9 +230,10 @@ def _huggingface_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @contextmanager
 def _windows_not_packed() -> Iterator[None]:
-    """Tell transformers that each window is one text, which it reads from the positions' values.
+    """Tell transformers that each window is one text.
 
-    On fake tensors it cannot, and would build a mask that no run without packing has.
+    It reads this from the values of the positions. Fake tensors have no values, so it would build
+    a mask that a run without packing does not have.
     """
     from transformers import masking_utils
 
@@ -237,9 +253,9 @@ def _windows_not_packed() -> Iterator[None]:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Recompute each layer in backward: as the model itself offers it, else layer by layer.
+    """Recompute each layer in backward, by the model's own method or else layer by layer.
 
-    **Raises** ConfigError when the model offers nothing and has no list of layers.
+    **Raises** ConfigError if the model has neither such a method nor a list of layers.
     """
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         enable = getattr(model, name, None)
@@ -269,9 +285,8 @@ def factory_source(path: Path, attribute: str, *, seq: int = 2048) -> ModelSourc
     """
     file = _import_file(path)
     factory = _function(file, attribute, path)
-    assert factory is not None
-    make_batch = _function(file, "example_batch", path, required=False)
-    loss = _function(file, "loss", path, required=False) or _next_token_loss
+    make_batch = getattr(file, "example_batch", None) and _function(file, "example_batch", path)
+    loss = getattr(file, "loss", None) and _function(file, "loss", path)
     name = f"{path.name}:{attribute}"
     model = _call_factory(factory, name)
 
@@ -285,17 +300,19 @@ def factory_source(path: Path, attribute: str, *, seq: int = 2048) -> ModelSourc
         f"; it was fed int64 token ids, as {path} has no example_batch(micro_batch, seq): write "
         "one that returns what the model takes, such as images, and loss(model, batch)"
     )
-    notes = tuple(_notes(model))
-    fed = "" if make_batch else fed
-    return ModelSource(name, seq, build, make_batch or _ids, loss, notes=notes, fed=fed)
+    return ModelSource(
+        *(name, seq, build, make_batch or _ids, loss or _next_token_loss),
+        notes=tuple(_notes(model)),
+        fed="" if make_batch else fed,
+    )
 
 
 def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # its neighbours, as `python file.py` has them
-    sys.modules[spec.name] = module  # what a dataclass in the file looks itself up by
+    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
+    sys.modules[spec.name] = module  # a dataclass in the file looks itself up by this name
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -305,11 +322,9 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _function(file: ModuleType, name: str, path: Path, required: bool = True) -> Any:
-    found = getattr(file, name, None)
-    if found is None and not required:
-        return None
-    if not callable(found):
+def _function(file: ModuleType, name: str, path: Path) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = getattr(file, name, None)
+    if found is None or not callable(found):
         names = [n for n, v in vars(file).items() if callable(v) and not n.startswith("_")]
         hint = near_miss(name, names, f"; it has {', '.join(names) or 'none'}")
         raise ConfigError(f"model: {path} has no function {name!r}{hint}")

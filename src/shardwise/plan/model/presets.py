@@ -1,7 +1,4 @@
-"""Models by name: decoders of published shapes and windows, and what a user's words stand for.
-
-Parameter counts follow from the shapes and are tested against the published ones.
-"""
+"""Models by name: decoders of published shapes, and sources for a user's text, without torch."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
-from shardwise.plan.model.config_keys import read_config
-from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape
+from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape, read_config
 from shardwise.plan.tables import read_table
 from shardwise.spelling import did_you_mean
 
@@ -33,20 +29,6 @@ def preset_names() -> tuple[str, ...]:
     return tuple(read_table("presets"))
 
 
-def _shape_of(kind: str, **sizes: Any) -> DecoderShape:
-    """Return the shape of a row of the table, with what its kind has in common."""
-    if kind == "gpt":
-        return gpt_shape(**sizes)
-    if kind == "mpt":  # as released: ALiBi, no biases (not the benchmark's, `shapes.mpt_shape`)
-        shape = gpt_shape(vocab=50432, **sizes)
-        return replace(shape, norm_bias=False, qkv_bias=False, bias=False)
-    if kind == "gemma":
-        return replace(llama_shape(vocab=256000, tied=True, **sizes), head_dim=256)
-    if kind == "qwen3":
-        return replace(llama_shape(vocab=151936, **sizes), qk_norm=True, head_dim=128)
-    return replace(llama_shape(**sizes), qkv_bias=kind == "qwen2")
-
-
 def find_preset(name: str) -> Preset:
     """Return a preset by its name, in any case.
 
@@ -61,13 +43,27 @@ def find_preset(name: str) -> Preset:
     return Preset(key, _shape_of(**sizes), rows[key]["seq"])
 
 
+def _shape_of(kind: str, **sizes: Any) -> DecoderShape:
+    """Return the shape of a row of the table, with what its kind has in common."""
+    if kind == "gpt":
+        return gpt_shape(**sizes)
+    if kind == "mpt":  # as released: ALiBi, no biases (not the benchmark's, `shapes.mpt_shape`)
+        shape = gpt_shape(vocab=50432, **sizes)
+        return replace(shape, norm_bias=False, qkv_bias=False, bias=False)
+    if kind == "gemma":
+        return replace(llama_shape(vocab=256000, tied=True, **sizes), head_dim=256)
+    if kind == "qwen3":
+        return replace(llama_shape(vocab=151936, **sizes), qk_norm=True, head_dim=128)
+    return replace(llama_shape(**sizes), qkv_bias=kind == "qwen2")
+
+
 def find_model(text: str, *, seq: int = 2048) -> ModelSource:
-    """Return the source that a user's words name: preset, ``config.json`` or folder, ``file:name``.
+    """Return the source of a preset, a ``config.json`` or its folder, or a ``file.py:function``.
 
-    ``seq`` is the window where the model itself has no usual one.
+    ``seq`` is the window of a model that has no usual one.
 
-    **Cost** torch is imported, once the words name something.
-    **Raises** ConfigError when they name nothing, saying what is near.
+    **Cost** imports torch, if the text names a model.
+    **Raises** ConfigError for any other text, with the nearest name.
     """
     if not text.strip():
         raise ConfigError("model: the name is empty; `shardwise plan --list` has the presets")

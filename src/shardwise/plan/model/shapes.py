@@ -1,4 +1,4 @@
-"""The shape of a decoder as numbers: exact parameter counts per unit, and FLOPs per token.
+"""The shape of a decoder in numbers: its matrices, exact parameter counts, FLOPs per token.
 
 Note [What the FLOPs count]
 A matrix product of [t, m] with [m, n] is 2 t m n, and the backward of a linear map is twice its
@@ -8,22 +8,59 @@ attention counts 4 s q per token, forward (scores, and scores times values), as 
 half of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import ConfigError
+from shardwise.keys import read_json, shown
 from shardwise.spelling import did_you_mean
 
 NormKind = Literal["layer", "rms"]
+_SIZES = frozenset(
+    (
+        *("hidden_size", "n_embd", "d_model", "dim", "head_dim", "vocab_size"),
+        *("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"),
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        *("num_attention_heads", "n_head", "n_heads", "num_key_value_heads"),
+        *("max_position_embeddings", "n_positions"),
+        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"),
+    )
+)
+_MAX_KEYS = 1000
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm", "gemma", "gpt2", "mixtral")
+
+
+class Matrix(NamedTuple):
+    """One weight of a layer, and its bias of as many elements as it has rows.
+
+    ``cut`` is the dim that tensor parallelism cuts; None: every rank has the whole matrix.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    cut: int | None
+    bias: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return self.rows * self.columns
+
+
+def count_params(matrices: Sequence[Matrix]) -> int:
+    """Return the number of parameters of matrices and their biases."""
+    return sum(each.numel + each.bias * each.rows for each in matrices)
 
 
 @dataclass(frozen=True)
 class Experts:
     """A mixture-of-experts feed-forward; ``ffn`` is one expert's width.
 
-    The first ``dense_layers`` have the shape's plain one; ``shared`` experts see all tokens. The
-    router's ``scoring`` is that of Mixtral or of DeepSeek-V3.
+    The first ``dense_layers`` have the shape's plain feed-forward. ``shared`` experts see all
+    tokens. The router's ``scoring`` is that of Mixtral or of DeepSeek-V3.
     """
 
     num: int
@@ -90,6 +127,34 @@ class DecoderShape:
             return self.heads * (self.latent.nope + self.latent.rope + self.latent.value) // 2
         return self.kv_heads * self.head_dim
 
+    # -- matrices
+    @property
+    def attention(self) -> tuple[Matrix, ...]:
+        """Matrices of one layer's attention, in the order of the module.
+
+        Those that make a latent are whole on all ranks of a tensor group.
+        """
+        latent, dim = self.latent, self.dim
+        if latent is None:
+            widths = {"query": self.q_dim, "key": self.kv_dim, "value": self.kv_dim}
+            inputs = (Matrix(name, n, dim, 0, self.qkv_bias) for name, n in widths.items())
+            return (*inputs, Matrix("out", dim, self.q_dim, 1, self.bias))
+        queries = (Matrix("query latent", latent.q_rank, dim, None),) if latent.q_rank else ()
+        return (
+            Matrix("latent", latent.kv_rank + latent.rope, dim, None),
+            *queries,
+            Matrix("key, value", self.heads * (latent.nope + latent.value), latent.kv_rank, 0),
+            Matrix("query", self.q_dim, latent.q_rank or dim, 0),
+            Matrix("out", dim, self.heads * latent.value, 1),
+        )
+
+    def feed_forward(self, width: int) -> tuple[Matrix, ...]:
+        """Return the matrices of a feed-forward of an inner width."""
+        names = ("gate", "up") if self.gated else ("up",)
+        inputs = (Matrix(name, width, self.dim, 0, self.bias) for name in names)
+        return (*inputs, Matrix("down", self.dim, width, 1, self.bias))
+
+    # -- parameters
     @property
     def norm_params(self) -> int:
         """Parameters of one norm over the stream."""
@@ -98,28 +163,18 @@ class DecoderShape:
     @property
     def attention_params(self) -> int:
         """Parameters of one layer's attention, without the norm before it."""
-        if self.latent is not None:
-            return sum(rows * columns for _, rows, columns in latent_products(self))
-        weights = self.dim * (2 * self.q_dim + 2 * self.kv_dim)
-        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.bias * self.dim
-        return weights + biases + 2 * self.head_dim * self.qk_norm
+        norms = 2 * self.head_dim * self.qk_norm if self.latent is None else 0
+        return count_params(self.attention) + norms
 
-    def _ffn_params(self, width: int) -> int:
-        up = 2 if self.gated else 1
-        return (up + 1) * self.dim * width + self.bias * (up * width + self.dim)
+    def of_layer(self, layer: int) -> "DecoderShape":
+        """Return the shape with all layers like this one: without experts, or with them.
 
-    def ffn_params(self, layer: int = -1) -> int:
-        """Parameters of a layer's feed-forward (default: the last layer's), router included."""
+        Counts of one layer are those of the shape's last layer.
+        """
         experts = self.experts
-        if experts is None or 0 <= layer < experts.dense_layers:
-            return self._ffn_params(self.ffn)
-        return self.routed_params + self.router_params + self.shared_params
-
-    @property
-    def routed_params(self) -> int:
-        """Parameters of all routed experts of one layer."""
-        experts = self.experts
-        return experts.num * self._ffn_params(experts.ffn) if experts is not None else 0
+        if experts is None or layer >= experts.dense_layers:
+            return self
+        return replace(self, experts=None)
 
     @property
     def router_params(self) -> int:
@@ -127,37 +182,30 @@ class DecoderShape:
         return self.dim * self.experts.num if self.experts is not None else 0
 
     @property
-    def shared_params(self) -> int:
-        """Parameters of one layer's feed-forward that all tokens meet, without the router."""
-        experts = self.experts
-        if experts is None:
-            return self._ffn_params(self.ffn)
-        return experts.shared * self._ffn_params(experts.ffn)
+    def expert_params(self) -> int:
+        """Parameters of one routed or shared expert; 0 in a dense layer."""
+        return count_params(self.feed_forward(self.experts.ffn)) if self.experts is not None else 0
 
     @property
-    def routed_flops_per_token(self) -> int:
-        """Forward FLOPs per token of a layer's routed experts."""
-        experts = self.experts
-        return 2 * experts.top_k * self._ffn_params(experts.ffn) if experts is not None else 0
+    def routed_params(self) -> int:
+        """Parameters of all routed experts of one layer."""
+        return self.experts.num * self.expert_params if self.experts is not None else 0
 
-    def of_layer(self, layer: int) -> "DecoderShape":
-        """Return the shape whose layers are all like this one: without experts, or with them."""
-        experts = self.experts
-        if experts is None or layer >= experts.dense_layers:
-            return self
-        return replace(self, experts=None)
+    def ffn_params(self) -> int:
+        """Return the parameters of a layer's feed-forward, router included."""
+        if self.experts is None:
+            return count_params(self.feed_forward(self.ffn))
+        return (self.experts.num + self.experts.shared) * self.expert_params + self.router_params
 
-    def active_ffn_params(self, layer: int = -1) -> int:
-        """Parameters of a layer's feed-forward that a token meets."""
-        experts = self.experts
-        if experts is None or 0 <= layer < experts.dense_layers:
-            return self._ffn_params(self.ffn)
-        met = experts.top_k + experts.shared
-        return met * self._ffn_params(experts.ffn) + self.router_params
+    def active_ffn_params(self) -> int:
+        """Return the parameters of a layer's feed-forward that are used for each token."""
+        if self.experts is None:
+            return self.ffn_params()
+        return (self.experts.top_k + self.experts.shared) * self.expert_params + self.router_params
 
-    def layer_params(self, layer: int = -1) -> int:
-        """Parameters of one decoder layer with its two norms."""
-        return self.attention_params + self.ffn_params(layer) + 2 * self.norm_params
+    def layer_params(self) -> int:
+        """Return the parameters of one decoder layer with its two norms."""
+        return self.attention_params + self.ffn_params() + 2 * self.norm_params
 
     @property
     def embedding_params(self) -> int:
@@ -165,23 +213,23 @@ class DecoderShape:
         return (self.vocab + self.positions) * self.dim
 
     @property
-    def head_params(self) -> int:
-        """Parameters of the output projection beyond the token table: 0 where tied."""
-        return 0 if self.tied else self.vocab * self.dim
-
-    @property
     def num_params(self) -> int:
         """All parameters, tied ones counted once."""
-        layers = sum(self.layer_params(i) for i in range(self.layers))
-        return layers + self.embedding_params + self.head_params + self.norm_params
+        layers = sum(self.of_layer(i).layer_params() for i in range(self.layers))
+        head = 0 if self.tied else self.vocab * self.dim
+        return layers + self.embedding_params + head + self.norm_params
 
+    # -- FLOPs
     def layer_flops_per_token(self, seq: int, *, causal: bool = False) -> tuple[int, int]:
         """Return one layer's forward FLOPs per token: (matrix products, attention core)."""
-        attention = self.dim * 2 * (self.q_dim + self.kv_dim)
-        if self.latent is not None:
-            attention = self.attention_params
+        attention = sum(matrix.numel for matrix in self.attention)
         products = 2 * (attention + self.active_ffn_params())
         return products, 4 * seq * self.q_dim // (2 if causal else 1)
+
+    @property
+    def routed_flops_per_token(self) -> int:
+        """Forward FLOPs per token of a layer's routed experts."""
+        return 2 * self.experts.top_k * self.expert_params if self.experts is not None else 0
 
     @property
     def head_flops_per_token(self) -> int:
@@ -189,32 +237,10 @@ class DecoderShape:
         return 2 * self.dim * self.vocab
 
 
-def latent_products(shape: DecoderShape) -> tuple[tuple[str, int, int], ...]:
-    """Return name, rows and columns of the products of a latent attention; none for others.
-
-    Those that make a latent, and the rotary key, are whole on all ranks of a tensor group.
-    """
-    latent, dim = shape.latent, shape.dim
-    if latent is None:
-        return ()
-    whole = [("latent", latent.kv_rank + latent.rope, dim)]
-    split = [("key, value", shape.heads * (latent.nope + latent.value), latent.kv_rank)]
-    if latent.q_rank:
-        whole.append(("query latent", latent.q_rank, dim))
-    split.append(("query", shape.q_dim, latent.q_rank or dim))
-    return (*whole, *split, ("out", dim, shape.heads * latent.value))
-
-
 def gpt_shape(layers: int, dim: int, heads: int, vocab: int, *, positions: int = 0) -> DecoderShape:
     """Return a GPT-2/GPT-3 shape: LayerNorm, biases, 4 dim wide GELU, tied head."""
     return DecoderShape(
-        layers=layers,
-        dim=dim,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=dim // heads,
-        ffn=4 * dim,
-        vocab=vocab,
+        *(layers, dim, heads, heads, dim // heads, 4 * dim, vocab),
         gated=False,
         norm="layer",
         norm_bias=True,
@@ -237,64 +263,73 @@ def mpt_shape(layers: int, dim: int, heads: int, ffn: int, vocab: int, seq: int)
     return replace(gpt_shape(layers, dim, heads, vocab, positions=seq), ffn=ffn)
 
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm", "gemma", "gpt2", "mixtral")
+# -- Hugging Face configs
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a ``config.json`` as a dict.
+
+    transformers gives a missing key its default, so a slip would plan another model.
+
+    **Raises** ConfigError where a size is neither null nor a whole number above 0.
+    """
+    try:
+        config = read_json(path)
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigError(f"model: {path}: expected a Hugging Face config with the key model_type")
+    if len(config) > _MAX_KEYS or max(map(len, config)) > _MAX_KEYS:
+        raise ConfigError(f"model: {path}: expected at most {_MAX_KEYS} keys, of such a length")
+    for name in sorted(_SIZES & config.keys()):
+        if config[name] is not None and not _is_size(config[name]):
+            raise ConfigError(
+                f"model: {path}: {name}: expected a whole number above 0, got {shown(config[name])}"
+            )
+    return config
 
 
 def shape_from_config(config: Mapping[str, object]) -> DecoderShape:
-    """Read a Hugging Face ``config.json`` of a Llama-like or GPT-2 model.
+    """Return the shape of the ``config.json`` of a Llama-like or GPT-2 model.
 
-    **Raises** ConfigError where the family is not known or a size is missing or not positive.
+    **Raises** ConfigError for an unknown family, or a size that is missing or not above 0.
     """
+
+    def size(name: str, default: int | None = None) -> int:
+        value = default if config.get(name) is None else config[name]
+        if isinstance(value, int) and _is_size(value):
+            return value
+        raise ConfigError(f"config.json: {name} must be a positive integer, got {value!r}")
+
     family = str(config.get("model_type", ""))
     if family not in _FAMILIES:
         known = f"{', '.join(_FAMILIES)}{did_you_mean(family, _FAMILIES)}"
         raise ConfigError(f"config.json: model_type is {family!r}, known are {known}")
     if family == "gpt2":
-        get = _sizes(config, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
-        return gpt_shape(*get[:4], positions=get[4])
-    layers, dim, heads, ffn, vocab = _sizes(
-        config,
-        (
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "vocab_size",
-        ),
-    )
+        sizes = (size(name) for name in ("n_layer", "n_embd", "n_head", "vocab_size"))
+        return gpt_shape(*sizes, positions=size("n_positions"))
+    dim, heads, ffn = map(size, ("hidden_size", "num_attention_heads", "intermediate_size"))
+    experts = None
+    if family == "mixtral":
+        num, top_k = size("num_local_experts"), size("num_experts_per_tok")
+        if top_k > num:
+            raise ConfigError(
+                "config.json: num_experts_per_tok must be at most num_local_experts "
+                f"{num}, got {top_k}"
+            )
+        experts = Experts(num, top_k, ffn)
     return DecoderShape(
-        layers=layers,
+        layers=size("num_hidden_layers"),
         dim=dim,
         heads=heads,
-        kv_heads=_size(config, "num_key_value_heads", heads),
-        head_dim=_size(config, "head_dim", dim // heads),
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", dim // heads),
         ffn=ffn,
-        vocab=vocab,
+        vocab=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", family == "gemma")),
         qkv_bias=family == "qwen2" or bool(config.get("attention_bias", False)),
         qk_norm=family == "qwen3",
-        experts=_experts(config, family, ffn),
+        experts=experts,
     )
 
 
-def _experts(config: Mapping[str, object], family: str, ffn: int) -> Experts | None:
-    if family != "mixtral":
-        return None
-    num, top_k = _sizes(config, ("num_local_experts", "num_experts_per_tok"))
-    if top_k > num:
-        raise ConfigError(
-            f"config.json: num_experts_per_tok must be at most num_local_experts {num}, got {top_k}"
-        )
-    return Experts(num, top_k, ffn)
-
-
-def _sizes(config: Mapping[str, object], names: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(_size(config, name, None) for name in names)
-
-
-def _size(config: Mapping[str, object], name: str, default: int | None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {name} must be a positive integer, got {value!r}")
-    return value
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,4 +1,4 @@
-"""What one micro-batch of a model does, in program order: a fact of the model, not of its sharding.
+"""Tapes: one micro-batch of a model in program order, independent of its sharding.
 
 A tape has two kinds of events. A `Visit` is a moment at which the engine is called: a unit's
 forward or backward begins or ends. A `Work` is what the model itself does between two visits: its
@@ -29,7 +29,7 @@ CONTEXT_KINDS: tuple[CostKind, ...] = ("context_gather", "context_exchange", "co
 
 
 @dataclass(frozen=True)
-class ParamFacts:
+class TapeParam:
     """One parameter as the model has it: full shape, and its dtype before any precision.
 
     ``gets_grad`` is False where no backward pass writes a gradient although it is trained.
@@ -43,7 +43,7 @@ class ParamFacts:
 
 
 @dataclass(frozen=True)
-class UnitFacts:
+class TapeUnit:
     """One unit: the parameters that it owns, in the order in which the layout places them.
 
     ``backward_reads_params`` is False for an embedding, whose backward needs the ids alone.
@@ -54,7 +54,7 @@ class UnitFacts:
 
     name: str
     class_name: str
-    params: tuple[ParamFacts, ...]
+    params: tuple[TapeParam, ...]
     backward_reads_params: bool = True
     experts_over: Fraction | None = None
     comes_last: bool = False
@@ -78,7 +78,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Bytes alive that the model's own operations allocated, by what they are.
+    """Bytes alive that the model's own operations allocated, by kind.
 
     ``activations`` outlive the work that made them, ``temporary`` do not; ``logits`` are those of
     the head's output and the loss, of either kind; ``grads`` are full gradients of parameters as
@@ -107,11 +107,11 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class Work:
-    """What the model does between two visits, inside the forward or backward of ``unit``.
+    """Operations of the model between two visits, inside the forward or backward of ``unit``.
 
-    ``net`` is what is alive at its end beyond what was alive at its begin (negative where backward
-    frees; ``net.temporary`` is 0). ``peak`` is the same at the moment inside it at which the total
-    is largest; where that is the begin, all zeros. ``summed_peak`` and ``summed_net`` are these two
+    ``net`` are the bytes alive at its end less those at its begin (negative where backward frees;
+    ``net.temporary`` is 0). ``peak`` is the same at the moment inside it at which the total is
+    largest; if that is the begin, all zeros. ``summed_peak`` and ``summed_net`` are these two
     where each gradient is added to a sum that exists, and freed, as soon as it is written; None
     where that is not known.
     """
@@ -129,8 +129,8 @@ class Work:
 class Visit:
     """The engine is called for a unit; ``recomputes``: a forward inside backward, checkpointing.
 
-    ``input_bytes`` are what a checkpoint saves for the block that begins here, of what was computed
-    before it; 0 everywhere else.
+    ``input_bytes`` are saved by a checkpoint for the block that begins here, from tensors computed
+    before it; 0 for any other visit.
     """
 
     kind: VisitKind
@@ -151,7 +151,7 @@ class Tape:
     """
 
     model: str
-    units: tuple[UnitFacts, ...]
+    units: tuple[TapeUnit, ...]
     events: tuple[Work | Visit, ...]
     micro_batch: int
     seq: int
@@ -175,7 +175,7 @@ class Tape:
 
     @property
     def matmul_dtype(self) -> DtypeName:
-        """Dtype of most FLOPs of matrix products; the computing dtype where there are none.
+        """Dtype of most FLOPs of matrix products; the computing dtype if there are no products.
 
         A model may hold parameters of another dtype than its precision computes in.
         """
@@ -197,6 +197,6 @@ def numel(shape: tuple[int, ...]) -> int:
     return prod(shape)
 
 
-def full_bytes(unit: UnitFacts, dtype: DtypeName) -> int:
+def full_bytes(unit: TapeUnit, dtype: DtypeName) -> int:
     """Return the bytes of a unit's parameters in a dtype, without padding."""
     return sum(numel(p.shape) for p in unit.params) * DTYPE_BYTES[dtype]

@@ -1,6 +1,6 @@
 """Traces one micro-batch of a torch module on fake tensors: a `Tape`. Needs no accelerator.
 
-Note [What is alive]
+Note [Bytes alive]
 The tape books what the module's operations allocate. Parameters are not in it (the engine owns
 them), inputs and buffers are apart. A full gradient is booked from the moment autograd writes it;
 at the unit's ``after_backward`` it is the engine's and leaves the books without a negative entry:
@@ -12,6 +12,7 @@ from the first of its parts on, which autograd holds until the last has come.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,22 +24,24 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.config import UnitChoice
-from shardwise.engine.tree import tensors_in
+from shardwise.engine.calls import Call
+from shardwise.engine.hooks import register_hooks
+from shardwise.engine.passes import Passes
+from shardwise.engine.tree import map_tensors, tensors_in
 from shardwise.errors import ConfigError
 from shardwise.layout.units import UnitSpec, partition_into_units
-from shardwise.plan.model.head import Head
 from shardwise.plan.model.tape import (
     Cost,
     LiveBytes,
-    ParamFacts,
     Phase,
     Tape,
-    UnitFacts,
+    TapeParam,
+    TapeUnit,
     Visit,
+    VisitKind,
     Work,
 )
-from shardwise.plan.model.tracking import Change, Tracker, dtype_name
-from shardwise.plan.model.visits import Visitor
+from shardwise.plan.model.tracking import Change, Head, Tracker, dtype_name
 from shardwise.plan.sizes import DtypeName
 
 BatchBuilder = Callable[[], Any]
@@ -126,7 +129,7 @@ def _step(run: "_Run", batch: Any, loss: Loss, name: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging the stack of an operation that fails: the error says what it was."""
+    """Keep torch from logging the stack of an operation that fails: the error describes it."""
     log = logging.getLogger(fake_tensor.__name__)
     was, log.disabled = log.disabled, True
     try:
@@ -135,9 +138,7 @@ def _quiet() -> Iterator[None]:
         log.disabled = was
 
 
-def _all_unit_facts(
-    specs: Sequence[UnitSpec], written: Mapping[int, bool]
-) -> tuple[UnitFacts, ...]:
+def _all_unit_facts(specs: Sequence[UnitSpec], written: Mapping[int, bool]) -> tuple[TapeUnit, ...]:
     """Describe all units, the root first; ``written`` are parameters by id, in the model's order.
 
     It tells which of them got a gradient.
@@ -149,10 +150,10 @@ def _all_unit_facts(
     return (replace(root, comes_last=firsts[0] > max(firsts[1:], default=0)), *others)
 
 
-def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> UnitFacts:
+def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> TapeUnit:
     """Describe a unit; ``written`` tells by id which parameters got a gradient."""
     params = tuple(
-        ParamFacts(
+        TapeParam(
             p.name,
             tuple(p.param.shape),
             dtype_name(p.param.dtype),
@@ -162,14 +163,14 @@ def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> UnitFacts:
         for p in spec.params
     )
     reads = type(spec.module).forward is not nn.Embedding.forward
-    return UnitFacts(spec.name, type(spec.module).__name__, params, reads)
+    return TapeUnit(spec.name, type(spec.module).__name__, params, reads)
 
 
 @contextmanager
 def _as_fake(model: nn.Module, cast_to: torch.dtype | None) -> Iterator[dict[int, nn.Parameter]]:
     """Put fake tensors in the place of all that the model holds; yield parameters by id.
 
-    Called under a fake mode. What is the same tensor in several places stays so.
+    Called under a fake mode. A tensor that stands in several places stays one tensor.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     params: dict[int, nn.Parameter] = {}
@@ -214,7 +215,7 @@ def _as_fake(model: nn.Module, cast_to: torch.dtype | None) -> Iterator[dict[int
 
 @dataclass
 class _Span:
-    """One `Work` before its bytes are told apart: a stretch of the log."""
+    """One `Work` before its bytes have kinds: a stretch of the log."""
 
     unit: int
     phase: Phase
@@ -241,7 +242,7 @@ class _Run:
         self._grads: set[int] = set()
         self._with_grad: set[int] = set()
         self._written: list[tuple[int, Change]] = []  # place in the log, the release if summed
-        self._visitor = Visitor(
+        self._visitor = _Visitor(
             specs, fakes, cast_to, self._visit, self._take_grads, self._note_grad
         )
         self._head = Head(model, self.tracker)
@@ -385,3 +386,158 @@ class _Run:
                 kind = "activations"
             kinds[kind] += num_bytes
         return LiveBytes(**kinds)
+
+
+# -- visits
+class _Unit:
+    """A unit with the attributes that `engine.passes` reads."""
+
+    def __init__(self, index: int, spec: UnitSpec, params: list[nn.Parameter]) -> None:
+        self.index = index
+        self.name = spec.name
+        self.module = spec.module
+        self.modules = (spec.module,)
+        self.params = params
+
+    def read_versions(self) -> tuple[int, ...]:
+        return ()
+
+
+class _Visitor:
+    """Hooks a module's units; calls ``visit`` and, when a unit is closed, ``take_grads``.
+
+    `engine.passes` finds the moments, as for the engine. Nothing is gathered or reduced.
+
+    ``written`` is called with a parameter when autograd has written its gradient.
+
+    ``place`` tells inside which unit, and in which phase, what runs now runs.
+    """
+
+    suspended = False
+
+    def __init__(
+        self,
+        specs: tuple[UnitSpec, ...],
+        params: dict[int, nn.Parameter],
+        cast_to: torch.dtype | None,
+        visit: Callable[[Visit], None],
+        take_grads: Callable[[list[nn.Parameter]], None],
+        written: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.units = [
+            _Unit(i, s, [params[id(p.param)] for p in s.params]) for i, s in enumerate(specs)
+        ]
+        self._cast_to = cast_to
+        self._visit = visit
+        self._take_grads = take_grads
+        self._written = written
+        self.first_in_checkpoint: set[int] = set()  # units by index
+        self._region: Callable[[], Any] = lambda: None
+        self._backward: list[_Unit] = []
+        self._begun = False
+        self._passes = Passes(self)
+        self._passes.take_units(self.units)
+        self._handles: list[Any] = []
+        for unit in self.units:
+            self._handles += register_hooks(self, unit)
+            for param in unit.params:
+                if param.requires_grad:
+                    self._handles.append(self._passes.watch_grad(unit, param))
+
+    def remove(self) -> None:
+        """Take all hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+    def place(self) -> tuple[int, Phase]:
+        """Return the innermost unit that runs now, and the phase."""
+        if self._passes.stack:
+            unit: _Unit = self._passes.stack[-1].unit
+            return unit.index, "recompute" if self._begun else "forward"
+        if self._begun:
+            return (self._backward[-1].index if self._backward else 0), "backward"
+        return 0, "loss"
+
+    def _say(
+        self, kind: VisitKind, unit: _Unit, recomputes: bool = False, input_bytes: int = 0
+    ) -> None:
+        self._visit(Visit(kind, unit.index, recomputes, input_bytes))
+
+    # -- forward (hooks.Watcher)
+    def before_forward(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
+        """Record the visit, cast the inputs, watch them for backward."""
+        call = self._passes.enter(unit)
+        taken = 0
+        if not call.in_backward and unit is not self.units[0]:  # masks and tables are not computed
+            taken = sum(t.nbytes for t in tensors_in(args) if t.grad_fn is not None)
+        self._say("before_forward", unit, call.recomputes, taken)
+        if not call.in_backward:
+            self._note_checkpoint(unit)
+        args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
+        if torch.is_grad_enabled() and not call.recomputes:
+            self._passes.record(call)
+            self._passes.watch_inputs(call, (args, kwargs))
+        return args, kwargs
+
+    def _note_checkpoint(self, unit: _Unit) -> None:
+        """Note that a checkpoint is around a unit, and no unit before it was inside the same one.
+
+        It is known by its hooks on saved tensors, which live as long as its graph.
+        """
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0] is not self._region():
+            self._region = weakref.ref(hooks[0])
+            self.first_in_checkpoint.add(unit.index)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._cast_to is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self._cast_to)
+
+    def after_forward(self, unit: _Unit, output: Any) -> None:
+        """Record the visit, watch the outputs for backward."""
+        stack = self._passes.stack
+        if not stack or stack[-1].unit is not unit:
+            return
+        self._say("after_forward", unit, stack[-1].recomputes)
+        call = self._passes.leave()
+        if call.is_recorded:
+            self._passes.watch_outputs(call, output)
+
+    # -- backward (passes.Listener)
+    def on_pass(self, order: list[int]) -> None:
+        """Do nothing: the first visit says that backward has begun."""
+
+    def on_grad(self, unit: _Unit, leaf: torch.Tensor) -> None:
+        """Say which gradient is there."""
+        self._written(leaf)
+
+    def on_reached(self, call: Call) -> None:
+        """Do nothing: nothing is refused here."""
+
+    def on_backward(self, unit: _Unit, is_first: bool) -> None:
+        """Record the visit."""
+        self._say("before_backward", unit)
+        self._begun = True
+        self._backward.append(unit)
+
+    def on_call_over(self, call: Call) -> None:
+        """Do nothing: what counts is the unit."""
+
+    def on_unit_over(self, unit: _Unit) -> None:
+        """Record the visit; the gradients are not this unit's any more."""
+        self._say("after_backward", unit)
+        self._backward = [u for u in self._backward if u is not unit]
+        self._take_grads(unit.params)
+
+    def on_pass_end(self) -> None:
+        """Close the units that are still open; there is one pass only."""
+        for unit in reversed(self.units):
+            if self._passes.is_open(unit):
+                self._passes.close(unit)
+
+    def on_cut(self) -> None:
+        """Do nothing: what raises ends the trace."""
+
+    def on_double(self) -> None:
+        """Do nothing: a pass with create_graph=True is not traced."""

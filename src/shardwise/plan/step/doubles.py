@@ -9,21 +9,19 @@ from dataclasses import dataclass, replace
 
 from shardwise.engine.reductions import ReduceQueue
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import UnitFacts
+from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.sizes import DtypeName
-from shardwise.plan.step.footprint import Footprint
-from shardwise.plan.step.issue import Issuer
+from shardwise.plan.step.footprint import Bucket, Footprint, Reduce, bucket_of
 from shardwise.plan.step.ledger import Meter
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
-from shardwise.plan.step.program import AxisName
-from shardwise.plan.step.reducing import Bucket, Reduce, bucket_of
+from shardwise.plan.step.program import AxisName, CollectiveKind, Issuer
 from shardwise.stages import UnitSettings
 
 
 @dataclass(frozen=True)
 class PlayContext:
-    """What all doubles of a played step share."""
+    """The parts of a played step that its doubles share."""
 
     meter: Meter
     issue: Issuer
@@ -36,13 +34,13 @@ class PlayContext:
 class UnitDouble:
     """A unit of the tape, in the states that `unit.states` names.
 
-    ``grads`` are the bytes of full gradients that autograd has written and nobody has taken,
+    ``grads`` are the bytes of full gradients that autograd has written and no reduction has taken,
     ``sums`` those of sums over micro-batches; ``has_grad`` tells whether ``p.grad`` is there, and
     ``buffer`` whether a gradient buffer is kept for the next step ("kept", or "lent" to p.grad).
     """
 
     def __init__(
-        self, index: int, weight: Footprint, facts: UnitFacts, context: PlayContext
+        self, index: int, weight: Footprint, facts: TapeUnit, context: PlayContext
     ) -> None:
         self.index = index
         self.axis: AxisName = "shard" if facts.experts_over is None else "efsdp"
@@ -52,7 +50,7 @@ class UnitDouble:
         self.is_trained = weight.num_trained > 0
         self.in_backward = False
         self._context = context
-        self._has_copy = self.is_fresh = False  # a copy on the device, of slices that are away
+        self._has_copy = self.is_fresh = False  # a copy on the device of offloaded slices
         self.go_stale()
         self.grads = self.sums = 0
         self.has_grad = False
@@ -175,7 +173,7 @@ class ReductionDouble:
         meter.touch({"reduce_staging": self._bucket.packing})
         meter.phase = before
         context.issue.move(message.before, context.dtype, self._unit, "reduce")
-        kind = "all_to_all" if self._bucket.is_encoded else "reduce_scatter"
+        kind: CollectiveKind = "all_to_all" if self._bucket.is_encoded else "reduce_scatter"
         self._pending = context.issue.collective(
             kind, self._axis, message, self._unit, "reduce", label="reduce_scatter"
         )
@@ -203,7 +201,7 @@ class ReductionDouble:
             unit.buffer = "lent"
 
     def wait(self) -> None:
-        """Wait, sum, free what was sent; start what comes second."""
+        """Wait, sum, free the sent buffers; start the collectives that follow."""
         context, meter = self._context, self._context.meter
         before, meter.phase = meter.phase, "reduce"
         context.issue.wait(self._pending)
@@ -288,7 +286,7 @@ def add_micro_batch(unit: UnitDouble, context: PlayContext) -> None:
 
 
 def _kept_beside(unit: UnitDouble) -> tuple[int, int]:
-    """Return (bytes held more, at most meanwhile) for gradients of what other ranks have.
+    """Return (bytes held more, at most meanwhile) for gradients of rows of other ranks.
 
     Under tensor parallelism an embedding's gradient has the rows of all ranks until it is reduced.
     """
@@ -331,7 +329,7 @@ class ReductionsDouble:
         add_micro_batch(unit, self._context)
 
     def close(self) -> None:
-        """Start what is left."""
+        """Start the remaining reductions."""
         self._queue.close()
 
     def finish(self) -> None:

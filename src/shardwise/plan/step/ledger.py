@@ -75,7 +75,7 @@ class Away(_Lines):
 
 @dataclass(frozen=True)
 class Rest:
-    """What one rank holds between two steps, wherever it is."""
+    """Bytes that one rank holds between two steps, on the device and off it."""
 
     device: Ledger
     host: Away
@@ -130,14 +130,14 @@ class Played:
 
     @property
     def at_rest(self) -> Rest:
-        """What lies where between two steps."""
+        """Bytes by place between two steps."""
         return Rest(self.resting, self.host, self.files)
 
 
 class Meter:
     """Adds bytes to lines of the ledger and takes them away; remembers the largest moments.
 
-    ``phase``, ``unit`` and ``micro_batch`` say what goes on; who changes that sets them.
+    ``phase``, ``unit`` and ``micro_batch`` describe the present operation; the player sets them.
     """
 
     def __init__(self, resting: Ledger) -> None:
@@ -184,7 +184,7 @@ class Meter:
         return self._engines_peak
 
     def ledger(self) -> Ledger:
-        """Return what is alive now."""
+        """Return the present lines."""
         return Ledger(**self.lines)
 
     def peaks(self) -> tuple[Moment, ...]:

@@ -1,30 +1,41 @@
-"""What lies on the host or in files, and the copies that this takes. In numbers only, as planned.
+"""State and inputs of blocks on the host or in files, and their copies, in numbers only.
 
 Note [Offloading as planned]
-The engine's layout (`unit.home`): of the units that are away the masters rest where parameters do,
+The engine's layout (`unit.home`): of offloaded units the masters rest where parameters do,
 on the host where these are to stay on the device, with memory for the reduced gradients beside
 them. A gather fetches the masters, which are cast on the device; where parameters are to stay, the
 first gather after a step fetches a copy of the slices, and the others read that. Gradients leave
 the device as soon as they are reduced. Each unit's step follows, on the host's cores or, in loads
 of a fixed size, on the device. State in files is read before the unit's step and written after it,
-through three buffers; slices in files are read for each fetch, as where the system has none of them
-in its memory. Papers keep slices in the computing dtype where parameters rest, and fetch those;
+through three buffers; slices in files are read for each fetch, as if none were
+in the page cache. Papers keep slices in the computing dtype where parameters rest, and fetch those;
 their masters rest with the optimizer's state (``keeps_compute_shard``).
+
+Note [Inputs as planned]
+As in `engine.activations`, a block's input is copied to the host while the next block
+computes, and its memory freed when the one after that begins; the last block's stays. In backward
+the input of the block before is fetched while a block is computed again. So two are on the device
+beside what a block makes. The host has a place for each of the others, for every micro-batch that
+a pipeline has in flight.
+
+Of micro-batches in rounds all inputs are one row, in the order in which they are saved. The first
+one to be through the model ends it, so the last block's inputs of the others stay as well.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from shardwise.homes import LOADS, NUM_BUFFERS, tier_of
 from shardwise.offload.loads import MULTIPLE, cut, room_of
 from shardwise.offload.regions import align, regions_of
 from shardwise.optim.kinds import ROW
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import Cost
+from shardwise.plan.model.tape import Cost, Tape, Visit
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
 from shardwise.plan.step.footprint import Footprint
-from shardwise.plan.step.issue import Issuer
-from shardwise.plan.step.ledger import Away
+from shardwise.plan.step.ledger import Away, Meter
+from shardwise.plan.step.program import Issuer
 
 
 class Offloading:
@@ -66,7 +77,7 @@ class Offloading:
 
     def _loads(self, weights: Sequence[Footprint], has_state: bool) -> Iterator[int]:
         """Yield what each load takes of a buffer."""
-        known: dict[tuple[tuple[int, DtypeName], ...], list[int]] = {}  # layers are alike
+        known: dict[tuple[tuple[int, DtypeName], ...], list[int]] = {}  # layers have equal keys
         for updated in (tuple(w.updated) for w in weights if w.is_away):
             if updated not in known:
                 slices = [(n, self._brought(n, master, has_state)) for n, master in updated]
@@ -143,7 +154,7 @@ class Offloading:
         self._arrived[unit] = arrived
 
     def step(self, weights: Sequence[Footprint], issue: Issuer, moved: Sequence[int]) -> None:
-        """Issue the step of the units that are away, one by one; ``moved``: bytes of each."""
+        """Issue the step of the offloaded units, one by one; ``moved``: bytes of each."""
         ready = issue.inputs
         for unit, weight in enumerate(weights):
             if not weight.is_away or not weight.num_updated:
@@ -165,3 +176,84 @@ class Offloading:
                 stepped = issue.on_cpu((cost,), unit, after)
             if in_files:
                 issue.transfer("disk_write", in_files, unit, (stepped,))
+
+
+# -- inputs of checkpointed blocks
+class _Input:
+    """One block's input in the micro-batch under way; of the operations the last that moved it."""
+
+    def __init__(self, unit: int, num_bytes: int, ready: tuple[int, ...]) -> None:
+        self.unit, self.num_bytes, self.ready = unit, num_bytes, ready
+        self.evicted: int | None = None
+        self.fetched: int | None = None
+        self.is_away = False
+
+
+class Inputs:
+    """Moves the inputs of one tape's blocks; does nothing where they stay on the device."""
+
+    def __init__(self, tape: Tape, candidate: Candidate, meter: Meter, issue: Issuer) -> None:
+        self._meter, self._issue = meter, issue
+        self._moves = candidate.offload.activations != "device"
+        self._tape = tape
+        self._order: list[_Input] = []
+        self._is_open = False
+        self._num = candidate.accumulation if candidate.in_rounds else ceil(tape.in_flight)
+        sizes = [e.input_bytes for e in tape.events if isinstance(e, Visit) and e.input_bytes]
+        self._each = sum(sizes[:-1]) if self._moves else 0  # of one micro-batch
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are taken for them."""
+        return self._num * self._each
+
+    def others(self, micro_batch: int) -> int:
+        """Return the bytes that the tape has on the device for micro-batches beside this one."""
+        is_fewer = micro_batch > 0 and self._tape.first_bytes > 0
+        return round(max(self._tape.in_flight - 1 - is_fewer, 0) * self._each)
+
+    def visit(self, visit: Visit, in_backward: bool) -> None:
+        """Move inputs before a unit runs, and after the whole model's forward."""
+        if not self._moves:
+            return
+        if visit.unit == 0 and visit.kind == "before_forward" and not in_backward:
+            self._is_open = True
+        if visit.input_bytes:
+            self._save(visit)
+        elif visit.kind == "after_forward" and visit.unit == 0 and not in_backward:
+            self._give_up(self._order)
+            self._is_open = False
+        elif in_backward and visit.kind in ("before_forward", "before_backward"):
+            self._ask(visit.unit)
+
+    def _save(self, visit: Visit) -> None:
+        if self._is_open:
+            self._give_up(self._order)
+        for each in self._order[-1:] if self._is_open else ():
+            each.evicted = self._issue.transfer("to_host", each.num_bytes, each.unit, each.ready)
+        self._order.append(_Input(visit.unit, visit.input_bytes, self._issue.inputs))
+
+    def _give_up(self, inputs: list[_Input]) -> None:
+        for each in inputs:
+            if each.evicted is not None and not each.is_away:
+                self._issue.wait(each.evicted)
+                self._meter.add("activations", -each.num_bytes)
+                each.is_away = True
+
+    def _ask(self, unit: int) -> None:
+        """Compute a block again: with its input, while the one before is fetched."""
+        places = [place for place, each in enumerate(self._order) if each.unit == unit]
+        if not places:
+            return
+        last = places[-1]
+        for each in self._order[max(last - 1, 0) : last + 1][::-1]:
+            self._fetch(each)
+        self._issue.wait(self._order[last].fetched)
+        del self._order[last]
+
+    def _fetch(self, each: _Input) -> None:
+        if each.is_away:
+            after = (*self._issue.inputs, *([] if each.evicted is None else [each.evicted]))
+            each.fetched = self._issue.transfer("to_device", each.num_bytes, each.unit, after)
+            self._meter.add("activations", each.num_bytes)
+            each.is_away = False

@@ -3,31 +3,41 @@
 Note [The step that is played]
 The second one and all after it: the order of the units is known, gradient buffers of the CPU are
 there, optimizer state exists. A step is ``accumulation`` micro-batches, one after the other or in
-`rounds`, clipping if asked for, the optimizer's step and ``zero_grad``. Inside a micro-batch the
+rounds, clipping if asked for, the optimizer's step and ``zero_grad``. Inside a micro-batch the
 engine's `Schedule` and `ReduceQueue` are called as the engine calls them, at the visits of the
 tape.
+
+Note [Rounds]
+In a breadth-first step all micro-batches go through each unit before the next, as in
+`engine.breadth_first`. A round begins before a unit's forward and ends after a unit's backward, and
+each micro-batch runs its events before the next round.
+
+Note [What an optimizer's step takes]
+Bytes: each of parameter, state and gradient is read once, and all but the gradient written once,
+by a fused kernel: 28 per parameter for AdamW in float32. Without fusion torch runs eight kernels
+per tensor, 80 bytes. Temporaries, as torch.optim allocates them: fused none; foreach the square
+roots of all second moments at once; loop two tensors of the size of the largest.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwise.engine.schedule import Schedule
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import Cost, Tape, Visit, Work
+from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, weigh
-from shardwise.plan.step.inputs import Inputs
-from shardwise.plan.step.issue import Issuer
 from shardwise.plan.step.ledger import Ledger, Meter, Played, Rest
 from shardwise.plan.step.messages import Message
-from shardwise.plan.step.offloading import Offloading
-from shardwise.plan.step.optimizing import num_kernels, step_bytes, temporary_bytes
-from shardwise.plan.step.program import AxisName
-from shardwise.plan.step.rounds import Rounds, added, rounds_of
+from shardwise.plan.step.offloading import Inputs, Offloading
+from shardwise.plan.step.program import AxisName, Issuer
 from shardwise.stages import STAGES, Stage, UnitSettings
 
 _NORM_BYTES = 8  # the partial norm that clipping sends, float64
+_UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
+_UNFUSED_KERNELS = 8
 
 
 def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
@@ -90,7 +100,7 @@ class _Player:
         stays_full = not stage.frees_after_backward
         num_ranks = candidate.num_shards * candidate.num_replicas
         self._in_turns = stays_full and num_ranks > 1
-        # Whether the gradient buffers of the step before lie there at its end.
+        # True if the gradient buffers of the step before exist at its end.
         is_one = self._num_reductions == 1
         self._buffers = is_one and all(w.keeps_buffer for w in self._weights)
         self._meter = Meter(self._rest())
@@ -127,7 +137,7 @@ class _Player:
         self._adds = False
         row = PRECISIONS[candidate.precision]
         scale = DTYPE_BYTES[row.reduce] / DTYPE_BYTES[tape.compute_dtype]
-        self._rounds = Rounds(candidate.accumulation if candidate.in_rounds else 1, scale)
+        self._rounds = _Rounds(candidate.accumulation if candidate.in_rounds else 1, scale)
 
     @property
     def _num_reductions(self) -> int:
@@ -161,7 +171,7 @@ class _Player:
         meter.add("inputs", self._tape.input_bytes * rounds.num)
         meter.add("activations", self._tape.first_bytes)
         stacks: list[list[tuple[UnitDouble, bool]]] = [[] for _ in range(rounds.num)]
-        for events in rounds_of(self._tape.events):
+        for events in _rounds_of(self._tape.events):
             for rounds.number, self._stack in enumerate(stacks):
                 meter.micro_batch = self._issue.micro_batch = rounds.number
                 self._walk(events)
@@ -219,7 +229,7 @@ class _Player:
     def _work(self, work: Work) -> None:
         meter, unit = self._meter, self._units[work.unit]
         meter.phase, meter.unit = work.phase, work.unit
-        # Where sums and gradients have one dtype, autograd adds to what is there, one by one.
+        # If sums and gradients have one dtype, autograd adds to the sums, one by one.
         # Gradients in a unit that has no parameters are those of another one.
         in_rounds = self._candidate.in_rounds and work.net.grads > 0
         is_sum = unit.sums > 0 if unit.weight.written_grads else self._adds
@@ -229,7 +239,7 @@ class _Player:
             peak, net = self._rounds.sum_grads(work, self._units)
         else:
             adds = is_sum and not apart
-            shown = added(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
+            shown = _added(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
             peak, net = (each.lines() for each in shown)
             unit.grads += 0 if adds else shown[1].grads
         meter.touch(peak)
@@ -278,12 +288,17 @@ class _Player:
         self._meter.look()
         unit.in_backward = False
         self._claim_grads(unit)
+        if not self._schedule.reduces(unit, self._is_last):  # else its sum would take them
+            for other in self._units:
+                if other.in_backward:
+                    self._claim_grads(other)
         self._schedule.after_backward(unit, is_last=self._is_last)
 
     def _claim_grads(self, unit: UnitDouble) -> None:
         """Give a unit the gradients of its parameters that works of other units have written.
 
-        So those of a head whose output is the root's: the backward of both begins at once.
+        Examples are a head with the root's output, as the backward of both begins at once, and
+        learned positions beside an embedding that is a unit.
         """
         for other in self._units:
             wanted = unit.weight.written_grads - unit.grads
@@ -313,12 +328,12 @@ class _Player:
         meter.phase = "optimizer"
         meter.look()
         here = [w for w in self._weights if not w.is_away]
-        meter.touch({"optimizer_temporary": temporary_bytes(self._candidate, here)})
-        moved = [step_bytes(self._candidate, w) for w in self._weights]
+        meter.touch({"optimizer_temporary": _temporary_bytes(self._candidate, here)})
+        moved = [_step_bytes(self._candidate, w) for w in self._weights]
         self._offloading.step(self._weights, issue, moved)
         on_device = sum(m for m, w in zip(moved, self._weights, strict=True) if not w.is_away)
         if on_device:
-            kernels = num_kernels(self._candidate, here)
+            kernels = _num_kernels(self._candidate, here)
             issue.compute((self._memory(on_device, kernels),), 0, "optimizer")
         self._reductions.zero_grad(self._units)
         for unit in self._units:
@@ -367,3 +382,111 @@ class _Player:
             program=self._issue.program(tuple(u.name for u in self._tape.units)),
             padding_bytes=sum(w.padding_bytes for w in self._weights),
         )
+
+
+# -- micro-batches in rounds
+def _rounds_of(events: Sequence[Work | Visit]) -> list[list[Work | Visit]]:
+    """Cut the events of a micro-batch into rounds."""
+    rounds: list[list[Work | Visit]] = [[]]
+    in_backward = False
+    for event in events:
+        turns = (event.phase if isinstance(event, Work) else event.kind) in (
+            "backward",
+            "before_backward",
+        )
+        is_forward = isinstance(event, Visit) and event.kind == "before_forward"
+        if not in_backward and (turns or is_forward):
+            rounds.append([])
+        in_backward = in_backward or turns
+        rounds[-1].append(event)
+        if isinstance(event, Visit) and event.kind == "after_backward":
+            rounds.append([])
+    return [each for each in rounds if each]
+
+
+@dataclass
+class _Rounds:
+    """The micro-batch, of ``num``, that runs a round now; ``num`` 1: one after the other.
+
+    ``sum_scale``: bytes of a sum over micro-batches for each byte of a gradient, where the two have
+    other dtypes; gradients then join the sum as they come.
+    """
+
+    num: int
+    sum_scale: float
+    number: int = 0
+    backward_is_next: bool = False
+    _written: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether no other micro-batch has walked this round before."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether no other micro-batch is yet to walk this round."""
+        return self.number == self.num - 1
+
+    def sum_grads(
+        self, work: Work, units: Sequence[UnitDouble]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Return peak and net, by line, of a work whose gradients join sums of another dtype."""
+        unit = self._owner(work, units)
+        grads, largest = work.net.grads, unit.weight.largest_grad
+        self._written[self.number, unit.index] += grads
+        joins = int(grads * self.sum_scale) if self.is_first else 0
+        unit.sums += joins
+        cast = int(min(grads, largest) * self.sum_scale)
+        peak = replace(work.peak, grads=min(work.peak.grads, largest) + max(joins, cast))
+        return peak.lines(), replace(work.net, grads=joins).lines()
+
+    def _owner(self, work: Work, units: Sequence[UnitDouble]) -> UnitDouble:
+        """Find whose gradients a work writes: its unit's, or those of one that is in backward."""
+        unit = units[work.unit]
+        for each in (unit, *(u for u in units if u.in_backward)):
+            written = self._written[self.number, each.index]
+            if each.weight.sums_apart and written + work.net.grads <= each.weight.written_grads:
+                return each
+        return unit
+
+
+def _added(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
+    """Return peak and net of a work whose gradients are added to sums and freed, one by one."""
+    if work.summed_peak is not None and work.summed_net is not None:
+        return work.summed_peak, work.summed_net
+    peak = replace(work.peak, grads=min(work.peak.grads, largest_grad))
+    return peak, replace(work.net, grads=0)
+
+
+# -- the optimizer's step
+def _num_kernels(candidate: Candidate, weights: Sequence[Footprint]) -> int:
+    """Return how many kernels step these units."""
+    kernel = candidate.optimizer_kernel
+    num_tensors = sum(w.num_updated for w in weights) if kernel == "loop" else 1
+    return num_tensors * (1 if kernel == "fused" else _UNFUSED_KERNELS)
+
+
+def _step_bytes(candidate: Candidate, weight: Footprint) -> int:
+    """Return the bytes that the step of a unit reads and writes."""
+    row = PRECISIONS[candidate.precision]
+    master, numel = DTYPE_BYTES[row.master], weight.local_numel
+    if _is_adam(candidate) and candidate.optimizer_kernel != "fused":
+        return numel * _UNFUSED_BYTES * master // 4
+    return 2 * (numel * master + weight.state_bytes) + numel * DTYPE_BYTES[row.reduce]
+
+
+def _temporary_bytes(candidate: Candidate, weights: Sequence[Footprint]) -> int:
+    """Return what the step of these units allocates meanwhile."""
+    kernel, row = candidate.optimizer_kernel, PRECISIONS[candidate.precision]
+    numel = sum(w.local_numel for w in weights)
+    copied = numel * DTYPE_BYTES[row.optimizer_grad] if row.optimizer_grad else 0
+    if kernel == "fused" or not _is_adam(candidate):
+        return copied
+    if kernel == "loop":
+        return copied + 2 * max((w.largest_local for w in weights), default=0)
+    return copied + numel * DTYPE_BYTES[row.master]
+
+
+def _is_adam(candidate: Candidate) -> bool:
+    return candidate.optimizer in ("adam", "adamw")

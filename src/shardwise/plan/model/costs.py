@@ -1,29 +1,32 @@
-"""What one decoder layer costs: operations by class, forward, recomputed and backward.
+"""Operations of a decoder by class, with their bytes: forward, recomputed and backward.
 
 Note [Attention that is not fused]
 Without a fused kernel the scores are made by batched matrix products of the whole square, and pass
-through memory; `activations.KEPT` has their bytes, so they count as matmul and memory here. A fused
-kernel is its own class: bound by FLOPs, of which a causal one does half.
+through memory; ``kept`` in ``data/layers.toml`` has their bytes, so they count as matmul and memory
+here. A fused kernel has its own class: bound by FLOPs, of which a causal one does half.
 
 Note [Bytes of elementwise operations]
 Each byte that a layer keeps is written once and read once by some elementwise operation, and the
 stream passes four times more through residual additions; what fusion saves, temporaries that are
-not kept take. Step times of published runs (benchmarks/published.py) are met with this and not with
-half of it.
+not kept take. Step times of published runs (benchmarks/published.py) fit this and not half of it.
+
+Note [A line of the table]
+A line of ``eager`` in ``data/layers.toml`` counts what one pass of a layer moves per token and
+element of a width in eager PyTorch, summed over its kernels. ``copies`` go from the computing dtype
+to float32 or back, and count as 0 if both are one dtype; ``float32`` and ``compute`` are elements
+read or written in these dtypes. ``kernels`` are without the copies. A line counts only if the
+shape has the fact that it names. test_one_model.py compares the sums with traces of presets, in
+seconds and in bytes.
 """
 
 from dataclasses import replace
+from typing import Literal
 
-from shardwise.plan.model.eager_costs import eager_layer, eager_products
-from shardwise.plan.model.execution import (
-    Execution,
-    layer_bytes,
-    repeated_heads,
-    stream_bytes,
-)
+from shardwise.plan.model.activations import Execution, layer_bytes, repeated_heads, stream_bytes
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import CONTEXT_KINDS, Cost, CostKind
 from shardwise.plan.sizes import DTYPE_BYTES
+from shardwise.plan.tables import read_table
 
 # Kernels of one forward that are bound by memory: norms, biases, activation, residuals, rotary;
 # eager PyTorch with dropout runs more than twice as many.
@@ -76,17 +79,19 @@ def _elementwise(shape: DecoderShape, run: Execution) -> Cost:
 def _torch_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     """Return the costs of one dense layer in PyTorch, kernel by kernel.
 
-    torch.compile calls the same products and attention; it fuses what is between them.
+    torch.compile calls the same products and attention; it fuses the operations between them.
     """
     products, core = shape.layer_flops_per_token(run.seq, causal=run.causal)
     tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
     heads = (2 * shape.q_dim + 2 * shape.kv_dim) * size + 4 * shape.heads
     num, dtype = 7 if shape.gated else 6, run.matmul_dtype or run.dtype
-    between = eager_layer(shape, run)
+    between = eager_cost("layer", shape, run)
     if not run.by_kernel:
         between = _no_more(_elementwise(shape, run), between)
+    matrices = (*shape.attention, *shape.feed_forward(shape.ffn))
+    moved = sum((m.rows + m.columns) * tokens + m.numel // tp for m in matrices) * size
     return (
-        Cost("matmul", dtype, products * tokens // tp, eager_products(shape, run), num),
+        Cost("matmul", dtype, products * tokens // tp, moved, num),
         Cost("attention", run.dtype, core * tokens // tp, heads * tokens // tp, 1),
         between,
         *_sent_costs(shape, run),
@@ -175,10 +180,10 @@ def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
 def _stopped_early(
     shape: DecoderShape, run: Execution, costs: tuple[Cost, ...]
 ) -> tuple[Cost, ...]:
-    """Leave out what comes after the last tensor that backward needs: torch stops there.
+    """Leave out the operations after the last tensor that backward needs: torch stops there.
 
     Of a dense layer those are the last product and its addition to the stream. In a compiled graph
-    they are dead code of what is computed again.
+    they are dead code of the recomputation.
     """
     if shape.experts is not None or not run.flash:
         return costs
@@ -213,7 +218,7 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
         if cost.kind in CONTEXT_KINDS:
             found.append(_context_cost(shape, run, backward=True))
             continue
-        eager = eager_layer(shape, run, backward=True)
+        eager = eager_cost("layer", shape, run, backward=True)
         if cost.kind == "memory" and run.by_kernel and shape.experts is None:
             found.append(eager)
             continue
@@ -234,3 +239,50 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
             doubled = _no_more(doubled, eager)
         found.append(doubled)
     return tuple(found)
+
+
+def eager_cost(
+    part: Literal["layer", "end", "loss"],
+    shape: DecoderShape,
+    run: Execution,
+    *,
+    backward: bool = False,
+) -> Cost:
+    """Return the bytes that kernels between the products move; see Note [A line of the table].
+
+    ``end`` is the last norm, ``loss`` the cross-entropy of whole logits.
+    """
+    size = DTYPE_BYTES[run.dtype]
+    stream = run.tp if run.sequence_parallel else 1
+    widths = {
+        "dim": shape.dim * run.tokens / stream,
+        "q": shape.q_dim * run.tokens / run.tp,
+        "kv": shape.kv_dim * run.tokens / run.tp,
+        "ffn": shape.ffn * run.tokens / run.tp,
+        "vocab": shape.vocab * run.tokens,  # logits are whole on all ranks
+    }
+    own = run.implementation != "transformers"
+    rotary = shape.norm == "rms" and not shape.positions
+    facts = {
+        "": True,
+        shape.norm: own or shape.norm == "layer",
+        "rms_cast": shape.norm == "rms" and not own,
+        "gated": shape.gated,
+        "plain": not shape.gated,
+        "rotary": rotary and own,
+        "rotary_halves": rotary and not own,
+        "cast": rotary and own and size < 4,
+        "qk_norm": shape.qk_norm and own,
+        "qk_norm_cast": shape.qk_norm and not own,
+        "qkv_bias": shape.qkv_bias,
+        "bias": shape.bias,
+    }
+    moved, num_kernels = 0.0, 0
+    for of, times, width, only, *passes in read_table("layers")["eager"]["lines"]:
+        copies, float32, compute, kernels = passes[backward]
+        if of == part and facts.get(only):
+            copies = 0 if size == 4 else copies
+            each = copies * (4 + size) + 4 * float32 + size * compute
+            moved += times * each * widths[width]
+            num_kernels += times * (kernels + copies)
+    return Cost("memory", run.dtype, 0, round(moved), num_kernels)
