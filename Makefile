@@ -59,7 +59,7 @@ format: $(DEV_STAMP)
 
 pages: $(RUN_STAMP)
 	$(BIN)/python docs/generate_pages.py
-	$(BIN)/python -c 'from shardwise.monitor.lessons import page; print(page(), end="")' > docs/findings.md
+	$(BIN)/shardwise explain --markdown > docs/findings.md
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/step_time.py

@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,26 @@ def test_every_name_under_shardwise_exists(page: Path) -> None:
                 found = importlib.import_module(f"shardwise.{name[: name.index(part)]}{part}")
             else:
                 found = getattr(found, part)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_calls_of_shardwise_name_parameters_that_exist(page: Path) -> None:
+    """Parameters of earlier versions, which calls take with a warning, are not in the pages."""
+    for code in code_blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if not isinstance(node, ast.Call) or not NAME.fullmatch(ast.unparse(node.func)):
+                continue
+            called = attrgetter(ast.unparse(node.func).removeprefix("shardwise."))(shardwise)
+            known = set(inspect.signature(called).parameters)
+            named = {keyword.arg for keyword in node.keywords if keyword.arg}
+            assert named <= known, f"{page_id(page)}: {ast.unparse(node)}: {named - known}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_cited_program_exists(page: Path) -> None:
+    cited = re.findall(r"\b(?:benchmarks|examples|tests)/[\w/-]+\.\w+", page.read_text())
+    missing = [path for path in cited if not (ROOT / path).exists()]
+    assert not missing, f"{page_id(page)}: {missing}"
 
 
 def test_every_cited_note_stands_in_the_code() -> None:
