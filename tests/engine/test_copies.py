@@ -248,7 +248,7 @@ def check_names(rank: int, world_size: int) -> None:
     assert getattr(model, "module", None) is None
     with pytest.raises(AttributeError, match=r"no attribute 'module'.*drop `\.module`"):
         _ = model.module
-    with pytest.raises(AttributeError, match=r"shardwise\.join\(model, loader\)"):
+    with pytest.raises(AttributeError, match=r"shardwise\.parallel\.join\(model, loader\)"):
         torch.distributed.algorithms.Join([model])
     with pytest.raises(AttributeError, match=r"^'Normed' object has no attribute 'other'$"):
         _ = model.other

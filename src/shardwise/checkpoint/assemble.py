@@ -540,8 +540,8 @@ def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:
 def _copies_differ(key: str, where: str) -> CheckpointError:
     return CheckpointError(
         f"'{key}' has other values in {where}, and a checkpoint has one tensor of a name. If it is "
-        "one parameter (tied embeddings), call shardwise.tie() once the stages are sharded; "
-        "otherwise give each stage's another name"
+        "one parameter (tied embeddings), call shardwise.parallel.tie() once the stages are "
+        "sharded; otherwise give each stage's another name"
     )
 
 
