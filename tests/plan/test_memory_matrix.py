@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memory_cells import MODELS, Cell, build, cells_of, measure_all, predict
 from ranks import run_ranks
 from shardwise import shard
+from shardwise.config import Schedule
 from shardwise.debug import stats
 
 MIB = 1 << 20
@@ -74,7 +75,7 @@ def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(
 def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, int]]:
     """Return full parameters and reductions so far, when each layer's backward is over."""
     plain, loss_of = build(Cell(model, 3, True))
-    sharded = shard(plain, stage=3, prefetch_bytes=0, bucket_bytes=0)
+    sharded = shard(plain, stage=3, schedule=Schedule(0, 0))
     layers = sharded.blocks if model == "decoder" else sharded.model.layers
     seen: list[tuple[int, int]] = []
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shardwise import Offload, accumulate, shard
+from shardwise.config import Schedule
 from shardwise.debug import stats
 from shardwise.offload import file_slices
 from shardwise.offload.disk import Disk
@@ -102,7 +103,7 @@ def make_run(name: str, candidate: Candidate, folder: Path) -> tuple[Any, Any]:
         stage=candidate.stage,
         precision=precision_of(candidate),
         layout=candidate.layout,
-        reduce_every=candidate.reduce_every,
+        schedule=Schedule(reduce_every=candidate.reduce_every),
         offload=in_folder(candidate.offload, folder),
     )
     return model, OPTIMIZERS[candidate.optimizer](model.parameters())

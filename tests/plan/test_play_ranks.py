@@ -15,7 +15,7 @@ from allocator import AllocatorTrace, traced
 from models import OddModel
 from ranks import run_ranks
 from shardwise import Precision, accumulate, shard
-from shardwise.config import PRECISIONS
+from shardwise.config import PRECISIONS, Schedule
 from shardwise.debug import stats
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Tape
@@ -174,9 +174,9 @@ def measure(
             precision=precision_of(candidate),
             layout=candidate.layout,
             mesh=mesh_of(candidate),
-            reduce_every=candidate.reduce_every,
-            prefetch_bytes=candidate.prefetch_bytes,
-            bucket_bytes=candidate.bucket_bytes,
+            schedule=Schedule(
+                candidate.prefetch_bytes, candidate.bucket_bytes, candidate.reduce_every
+            ),
         )
         kernel = candidate.optimizer_kernel
         optimizer = torch.optim.AdamW(
