@@ -1,7 +1,7 @@
-"""What stands in the model for a parameter between its uses: a `ShardTensor`, or torch's DTensor.
+"""Sharded forms of a parameter in the model: a `ShardTensor`, or torch's DTensor.
 
-`shard()` uses the first, which asks its unit for the gradient when that is read. `fully_shard` uses
-the second, as torch's does: its gradient is an attribute, set as soon as it is reduced.
+`shard()` uses the first; a read of its gradient asks the unit. `fully_shard` uses the second, as
+torch's does; its gradient is an attribute, set as soon as it is reduced.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ from shardwise.unit.storage import Storage
 
 
 class Form(Protocol):
-    """How a parameter looks in the model; ``asks_unit``: its gradient is asked of the unit."""
+    """The sharded form of a parameter; ``asks_unit``: reads of its gradient ask the unit."""
 
     asks_unit: bool
 
     def place(self, param: Any, storage: Storage) -> None:
-        """Let what stands in the model have its elements in a storage."""
+        """Put the elements of the parameter in the model into a storage."""
 
     def like(self, local: torch.Tensor) -> DTensor:
-        """Return a tensor that is cut as the parameter is, of which ``local`` is this rank's."""
+        """Return a tensor with the parameter's cut and the local tensor ``local``."""
 
     def is_alike(self, value: Any) -> bool:
-        """Tell whether a tensor is cut as the parameter is."""
+        """Tell whether a tensor has the parameter's cut."""
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return what the layers read, of the full parameter's memory."""
+        """Return the layers' tensor over the full parameter's memory."""
 
     def full_grad(self, grad: Any) -> torch.Tensor:
         """Return the memory of a full gradient."""
@@ -43,7 +43,7 @@ class Form(Protocol):
         """Return the reduced gradient."""
 
     def add_to_grad(self, param: Any, mean: torch.Tensor) -> None:
-        """Give the parameter a mean of gradients, or add it to what is there."""
+        """Set the parameter's gradient to a mean, or add the mean to it."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class AsShardTensor:
     asks_unit = True
 
     def place(self, param: Any, storage: Storage) -> None:
-        """Make the parameter."""
+        """Make the parameter over the storage's memory."""
         local = storage.local(param.index, self.cut.local_shape)
         param.sharded = nn.Parameter(
             ShardTensor.wrap(local, self.cut, param), requires_grad=param.requires_grad
         )
 
     def place_apart(self, param: Any, local: torch.Tensor) -> None:
-        """Make the parameter of elements that lie in no storage."""
+        """Make the parameter from elements outside any storage."""
         made = ShardTensor.wrap(local, self.cut, param)
         param.sharded = nn.Parameter(made, requires_grad=param.requires_grad)
 
@@ -70,25 +70,25 @@ class AsShardTensor:
         return ShardTensor.wrap(local, self.cut)
 
     def is_alike(self, value: Any) -> bool:
-        """Compare the elements that every rank has."""
+        """Tell whether the tensor is a ShardTensor whose cut matches."""
         return isinstance(value, ShardTensor) and value._cut.matches(self.cut)
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor where the parameter was one."""
+        """Return a DTensor if the parameter was one."""
         return view if self.cut.outer is None else as_dtensor(view, self.cut.outer)
 
     def full_grad(self, grad: Any) -> torch.Tensor:
-        """Return what this rank holds of a DTensor's gradient, placed as the parameter is."""
+        """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
         found: torch.Tensor = grad
         return found if self.cut.outer is None else _local_grad(grad, self.cut.outer)
 
     def grad_of(self, param: Any) -> torch.Tensor | None:
-        """Return what the parameter keeps."""
+        """Return the parameter's mean."""
         found: torch.Tensor | None = param.mean
         return found
 
     def add_to_grad(self, param: Any, mean: torch.Tensor) -> None:
-        """Keep the mean in the parameter, or add it to what is there, as autograd would."""
+        """Set the parameter's mean, or add to it, as autograd would."""
         param.grad_hooks.is_due = True
         if param.mean is None:
             param.mean = ShardTensor.wrap(mean, self.cut)
@@ -101,12 +101,12 @@ class AsShardTensor:
 
 @dataclass(frozen=True)
 class AsDTensor:
-    """A DTensor of torch, as ``spec`` says.
+    """A DTensor of torch with ``spec``.
 
-    ``full_spec``: the parameter was a DTensor before (tensor parallelism), and its full form is one
-    too; gradients may be sums that are not complete over ``summed_dims`` of its mesh, which are
-    data-parallel axes; ``outer`` is ``full_spec`` without these. ``identity`` tells tied parameters
-    of two calls.
+    ``full_spec`` is set if the parameter was a DTensor before (tensor parallelism); its full form
+    is one too. Its gradients may be partial sums over ``summed_dims`` of its mesh, which are
+    data-parallel axes. ``outer`` is ``full_spec`` without these. ``identity`` identifies parameters
+    that two calls tie.
     """
 
     spec: DTensorSpec
@@ -136,23 +136,23 @@ class AsDTensor:
         return (value.device_mesh, value.placements) == (self.spec.mesh, self.spec.placements)
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor where the parameter was one."""
+        """Return a DTensor if the parameter was one."""
         return view if self.full_spec is None else as_dtensor(view, self.full_spec)
 
     def full_grad(self, grad: Any) -> torch.Tensor:
-        """Return what this rank holds of a DTensor's gradient, placed as the parameter is."""
+        """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
         found: torch.Tensor = grad
         if self.full_spec is None:
             return found
         return _local_grad(grad, self.full_spec, self.summed_dims)
 
     def grad_of(self, param: Any) -> torch.Tensor | None:
-        """Return the attribute."""
+        """Return the DTensor's ``grad``."""
         found: torch.Tensor | None = param.sharded.grad
         return found
 
     def add_to_grad(self, param: Any, mean: torch.Tensor) -> None:
-        """Set the attribute, or add to it; run the user's hooks."""
+        """Set the DTensor's ``grad``, or add to it; run the user's hooks."""
         held = param.sharded
         mean = mean.to(held.device)
         if held.grad is None:
@@ -165,9 +165,9 @@ class AsDTensor:
 
 
 def _local_grad(grad: Any, spec: DTensorSpec, summed_dims: Sequence[int] = ()) -> torch.Tensor:
-    """Return this rank's part of a DTensor's gradient, as ``spec`` places it.
+    """Return this rank's part of a DTensor's gradient, placed as in ``spec``.
 
-    A sum over ``summed_dims`` of its mesh may stay incomplete: it is ours to complete.
+    A partial sum over ``summed_dims`` of its mesh stays partial; the reduction completes it.
     """
     grad = waited_for(grad)
     wanted = list(spec.placements)

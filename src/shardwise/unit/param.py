@@ -1,6 +1,6 @@
-"""One parameter of a unit: what stands for it in the model, its full form, and its gradient.
+"""One parameter of a unit: its sharded form, its full form, and its gradient.
 
-How it looks in the model is its `forms.Form`, how it is gathered its `encodings.Encoding`.
+`forms.Form` defines its sharded form in the model, `encodings.Encoding` its gather.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,34 +21,34 @@ from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import GradState
 from shardwise.unit.storage import Storage
 
-_SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they come
+_SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they arrive
 
 
 class Scheduler(Protocol):
-    """What a parameter asks of the engine: things that concern more than its own unit."""
+    """The engine's interface for parameters: operations on more than one unit."""
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Tell whether the step comes after the micro-batch under way."""
+        """Tell whether the step follows the current micro-batch."""
 
     def finish_reductions(self, unit: Any = None) -> None:
-        """Complete the reductions under way, those up to one unit's or all."""
+        """Complete the reductions in flight up to one unit's, or all."""
 
     def use_outside(self, unit: Any) -> None:
-        """Unshard a unit whose parameter is used outside its module, until backward ends."""
+        """Unshard a unit until backward ends, for a use of its parameter outside its module."""
 
     def is_running(self) -> bool:
-        """Tell whether a forward pass is under way."""
+        """Tell whether a forward pass is running."""
 
     def watch_grad(self, unit: Any, leaf: torch.Tensor) -> None:
-        """Hear when autograd has written the gradient of a full parameter."""
+        """Install a callback for when autograd has written a full parameter's gradient."""
 
 
 class ShardedParam:
-    """A parameter in its ``sharded`` form and its ``full`` one, which is autograd's leaf.
+    """A parameter in its ``sharded`` form and its ``full`` form, which is autograd's leaf.
 
-    ``mean`` is the reduced gradient where the form asks the unit for it, ``partial`` the sum of
-    unreduced ones that autograd does not keep in the leaf. ``dim`` is the one it is cut along.
+    ``mean`` is the reduced gradient if the form asks the unit for it. ``partial`` is the sum of
+    unreduced gradients that autograd does not keep in the leaf. The cut is along ``dim``.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class ShardedParam:
         self.form: Any = form
         self.shape = shape
         self.requires_grad = requires_grad
-        self.cut: Any = cut  # None where ranges of elements cannot tell how it is cut
+        self.cut: Any = cut  # None if the cut is not a range of elements
         self.dim = dim
         self.encoding: Encoding = AlongDim(dim, shape) if dim else AS_IT_LIES
-        self.storage: Any = None  # None where its elements lie in no storage
+        self.storage: Any = None  # None if its elements lie in no storage
         self.index = 0
         self.sharded: Any = None
         self.full: Any = None
-        self.local: Any = None  # this rank's elements, as they were last laid out
+        self.local: Any = None  # this rank's elements, as last laid out
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self.leaves_scale = False  # see PartialGrad
@@ -85,14 +85,14 @@ class ShardedParam:
 
     # -- memory
     def lie_in(self, storage: Storage, index: int) -> None:
-        """Let the sharded parameter's elements lie in ``storage``, as its ``index``-th."""
+        """Put the sharded parameter's elements into ``storage`` as parameter ``index``."""
         self.storage, self.index = storage, index
         self.form.place(self, storage)
         self.local = self.sharded._local_tensor
         self._make_leaf(self.encoding.attach(storage.view(index), tuple(self.local.shape)))
 
     def lie_apart(self, encoding: Encoding) -> None:
-        """Let the sharded parameter stay where it is, in no storage, or in none yet."""
+        """Leave the sharded parameter in its memory, outside any storage."""
         self.storage, self.encoding, self.full = None, encoding, None
         self.local = self.sharded._local_tensor
 
@@ -103,7 +103,7 @@ class ShardedParam:
         self.watch()
 
     def watch(self) -> None:
-        """Let the engine, if there is one, hear when autograd has written the gradient."""
+        """Install the engine's callback for a written gradient, if the unit has an engine."""
         engine: Scheduler | None = self.unit.scheduler
         if engine is None or self._watched or self.full is None:
             return
@@ -112,25 +112,25 @@ class ShardedParam:
             self._watched = True
 
     def another_leaf(self) -> nn.Parameter:
-        """Return another leaf of the same memory, whose gradients are summed as they come."""
+        """Return another leaf of the same memory, whose gradients are summed as they arrive."""
         made = nn.Parameter(self.full.detach())
         vars(made)[_SUMS] = self
         self.unit.scheduler.watch_grad(self.unit, made)
         return made
 
     def read_through(self, leaf: nn.Parameter) -> None:
-        """Let the layers, and those that run now, read this leaf of the same memory."""
+        """Make the layers, also those that run now, read this leaf of the same memory."""
         self.full = leaf
         if self.unit.shows_full:
             self.put(leaf)
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Make the full parameter whole after the gather, and as trainable as the sharded one."""
+        """Make the full parameter whole after the gather; copy ``requires_grad`` to it."""
         made = self.encoding.finish(self)
         if made is not None:
             stride = torch.empty(self.shape, device="meta").stride()
-            # Of its own version: what was gathered may be its memory, and is written anew.
+            # A separate version counter: gathers may write into the leaf's memory.
             self._make_leaf(torch.as_strided(made.data, self.shape, stride, 0))
         if self.full.requires_grad != self.sharded.requires_grad:
             self.full.requires_grad_(self.sharded.requires_grad)
@@ -144,7 +144,7 @@ class ShardedParam:
         return torch.Size(-(-s // num_ranks) if d == self.dim else s for d, s in sizes)
 
     def keep_notes(self, notes: Mapping[str, Any]) -> None:
-        """Take over what the user has noted on the parameter that this one stands for."""
+        """Copy the user's attributes of the original parameter."""
         ours = ("_cut", "_owner", "_is_param", "_local_tensor", "_spec")
         for name, value in notes.items():
             if name not in ours:
@@ -158,9 +158,9 @@ class ShardedParam:
             else:
                 setattr(use.module, use.attribute, param)
 
-    # -- what ShardTensor asks (sliced.Owner)
+    # -- the interface of ShardTensor's Owner
     def read_grad(self) -> torch.Tensor | None:
-        """Return the reduced gradient, finishing its reduction; see `PartialGrad`."""
+        """Finish the gradient's reduction and return the mean, or a `PartialGrad`."""
         state = self.unit.grad_state
         if state is GradState.REDUCING:
             self._finish_reduction()
@@ -201,7 +201,7 @@ class ShardedParam:
         return found
 
     def in_use(self) -> bool:
-        """Tell whether a forward pass of the model is under way."""
+        """Tell whether a forward pass of the model is running."""
         return bool(self.unit.scheduler.is_running())
 
     def set_requires_grad(self, requires_grad: bool) -> None:
@@ -214,7 +214,7 @@ class ShardedParam:
         """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
         return self.grad_hooks.add(hook, self.sharded if self.full is None else self.full)
 
-    # -- what checkpoints and contexts ask
+    # -- the interface for checkpoints and contexts
     @property
     def grad(self) -> torch.Tensor | None:
         """The reduced gradient, as far as reductions are finished."""
@@ -228,7 +228,7 @@ class ShardedParam:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype that gradients are summed in; None is that in which they come."""
+        """The dtype of sums of gradients; None means the gradients' dtype."""
         asked: torch.dtype | None = self.unit.precision.reduce_dtype
         if asked is None and self.unit.sums.in_param_dtype:
             asked = self.sharded.dtype
@@ -236,13 +236,13 @@ class ShardedParam:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which unreduced gradients are summed that came on another way."""
+        """The dtype of sums of unreduced gradients: `reduce_dtype`, or the sharded one's."""
         return self.reduce_dtype or self.sharded.dtype
 
-    # -- gradients on their way
+    # -- unreduced gradients
     @property
     def has_partial(self) -> bool:
-        """Tell whether this rank has a gradient of this parameter that is not reduced."""
+        """Tell whether this rank has an unreduced gradient of this parameter."""
         return self.partial is not None or (self.full is not None and self.full.grad is not None)
 
     @property
@@ -252,22 +252,22 @@ class ShardedParam:
 
     @property
     def is_deferred(self) -> bool:
-        """Tell whether a gradient, on whatever rank, waits for its sum over replicas."""
+        """Tell whether a gradient on any rank awaits its sum over replicas."""
         kept = None if self.storage is None else self.storage.unreduced
         return kept is not None and self in kept.params
 
     @property
     def gets_mean(self) -> bool:
-        """Tell whether a reduction gives the parameter a mean; one frozen in a window had some."""
+        """Tell whether a reduction gives a mean, also if frozen after a gradient in the window."""
         return self.full.requires_grad or self.is_deferred
 
     def drop_partial(self) -> None:
-        """Forget the unreduced gradient."""
+        """Drop the unreduced gradient and update the unit's state."""
         self.forget_partial()
         self.unit.forget_grads_if_none()
 
     def forget_partial(self) -> None:
-        """Forget the unreduced gradient; the unit's state is the caller's to change."""
+        """Drop the unreduced gradient; the caller updates the unit's state."""
         self.partial, self.leaves_scale = None, False
         if self.full is not None:
             self.full.grad = None
@@ -279,7 +279,7 @@ class ShardedParam:
                 self.storage.unreduced = None
 
     def keep_partial(self, leaf: torch.Tensor | None = None) -> None:
-        """Add the micro-batch's gradient, or what another leaf has got, to the unreduced sum."""
+        """Add the micro-batch's gradient, or another leaf's, to the unreduced sum."""
         leaf = self.full if leaf is None else leaf
         grad = None if leaf is None else leaf.grad
         dtype = self.reduce_dtype
@@ -289,7 +289,7 @@ class ShardedParam:
         self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
 
     def take_partial(self) -> torch.Tensor | None:
-        """Return the unreduced gradient, a strided tensor of this rank's memory, and forget it."""
+        """Return the unreduced gradient as a strided local tensor, and drop it."""
         if self.full is None:
             return None
         grad, self.full.grad = self.full.grad, None
@@ -307,7 +307,7 @@ class ShardedParam:
 
 
 def sum_as_they_come(leaf: torch.Tensor) -> None:
-    """Add what a leaf has got to its parameter's unreduced sum, if it is `another_leaf`."""
+    """Add a leaf's gradient to its parameter's unreduced sum, if it is `another_leaf`."""
     param: ShardedParam | None = vars(leaf).get(_SUMS)
     if param is not None:
         param.keep_partial(leaf)
