@@ -55,9 +55,22 @@ def rooms() -> list[str]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Yield what a file imports from the package, for type checking too, as dotted names."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom):
+    """Yield the names that a file imports from the package, dotted.
+
+    For type checking too, unless the types are of the same room: a unit has parameters, and each
+    parameter has its unit.
+    """
+    tree = tree_of(path)
+    room = module_name(path).rpartition(".")[0]
+    for_types = {
+        inner
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in node.body
+        if isinstance(inner, ast.ImportFrom) and (inner.module or "").rpartition(".")[0] == room
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in for_types:
             assert node.level == 0, f"{path}: a relative import"
             if (node.module or "").split(".")[0] == "shardwise":
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)

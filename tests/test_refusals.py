@@ -1,6 +1,7 @@
 """What is refused, with which words, and that a refusal leaves everything as it was."""
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import shardwise
 from ranks import run_ranks
 from shardwise import ShardTensor, accumulate, describe, fully_shard, gathered, shard
-from shardwise.config import Precision, Schedule
+from shardwise.config import Precision, Schedule, Units
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
@@ -439,3 +441,30 @@ def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat() -> 
     assert 'layout="flat" would cost none' in rows
     flat = run_ranks(check_description, 4, "flat")[0]
     assert "would cost none" not in flat and "flat: 160 B full, 40 B per rank" in flat
+
+
+def test_names_of_the_version_before_work_and_warn_of_the_new_ones() -> None:
+    from shardwise import _RENAMED
+
+    for old, new in _RENAMED.items():
+        module, _, name = f"shardwise.{new}".rpartition(".")
+        with pytest.warns(FutureWarning, match=f"shardwise.{old} is now shardwise"):
+            found = getattr(shardwise, old)
+        assert found is getattr(importlib.import_module(module), name)
+
+
+def use_old_settings(rank: int, world_size: int) -> None:
+    old = {"prefetch_bytes": 0, "bucket_bytes": 1, "reduce_every": "step", "optional": [Block]}
+    with pytest.warns(FutureWarning, match=r"shard\(.*=\) is now (schedule|units)="):
+        model = shard(Net(), **old)
+    now = shard(Net(), schedule=Schedule(0, 1, "step"), units=Units(optional=[Block]))
+    assert engine_of(model).config == engine_of(now).config
+    assert [unit.settings for unit in engine_of(model).units] == [
+        unit.settings for unit in engine_of(now).units
+    ]
+    with pytest.raises(TypeError, match=r"'prefech_bytes'.*prefetch_bytes"):
+        shard(Net(), prefech_bytes=0)
+
+
+def test_settings_of_the_version_before_do_what_the_new_ones_do() -> None:
+    run_ranks(use_old_settings, 1)

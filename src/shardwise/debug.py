@@ -133,7 +133,7 @@ def bytes_by_place(
                 found[place_of(unit)] += elements_of(param.sharded).nbytes
             if isinstance(param.grad, DTensor):
                 grad = elements_of(param.grad)
-                if param.storage is None or not param.storage.has_at_home(grad):
+                if not param.has_storage or not param.storage.has_at_home(grad):
                     found[place_of(unit, "grads")] += grad.nbytes
     for each, state in () if optimizer is None else optimizer.state.items():
         owner = owner_of(each)

@@ -19,9 +19,9 @@ from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
 from shardwise.errors import CheckpointError, CollectiveError, ShardError, StorageError
 from shardwise.hangs.watch import WATCH
+from shardwise.offload import file_slices
 from shardwise.offload.files import System
 from shardwise.step.state_file import StateFile
-from shardwise.unit import ahead
 
 SOON_S = HANG_S / 4  # before the process group would say that it has waited too long
 
@@ -124,7 +124,7 @@ def train_on_a_disk_that_fails(
     told.mkdir(exist_ok=True)
     begun_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "cached_share", lambda _: 0.0)
+        patch.setattr(file_slices, "cached_share", lambda _: 0.0)
         model, optimizer = make(3, "fp32", place, "adamw")
         train(model, optimizer, first)
         if rank == victim:

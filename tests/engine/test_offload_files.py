@@ -28,12 +28,12 @@ from shardwise.engine import host_room
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError, StorageError
 from shardwise.host import available_host_bytes
+from shardwise.offload import file_slices
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
 from shardwise.offload.home import Home
 from shardwise.step.state_file import StateFile
 from shardwise.tensor.background_step import elements_of
-from shardwise.unit import ahead
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
@@ -275,7 +275,7 @@ def fail_while_reading_ahead(rank: int, world_size: int, folder: Path) -> None:
         return plain(system, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "cached_share", lambda _: 0.0)
+        patch.setattr(file_slices, "cached_share", lambda _: 0.0)
         train(model, optimizer, 2)
         save(folder / "saved", model, optimizer)
         expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
@@ -334,7 +334,7 @@ def read_ahead(rank: int, world_size: int, folder: Path) -> None:
         patch.setattr(Disk, "start_read", start_read)
         in_files = Offload(where, optimizer="cpu")
         for place, cached in ((None, 1.0), (in_files, 1.0), (in_files, 0.0)):
-            patch.setattr(ahead, "cached_share", lambda _, share=cached: share)
+            patch.setattr(file_slices, "cached_share", lambda _, share=cached: share)
             reads.clear()
             model, optimizer = make(3, "bf16", place, "adamw")
             found = train(model, optimizer, 2)

@@ -30,14 +30,14 @@ from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
 from shardwise.config import Schedule
 from shardwise.device import follow_current
-from shardwise.engine import activations
 from shardwise.engine.reductions import Reduction
 from shardwise.interop.fsdp2 import fully_shard
+from shardwise.offload import activations, home
 from shardwise.offload.activations import _Input
 from shardwise.offload.lane import Lane
 from shardwise.step.streamed import StreamedStep
 from shardwise.tensor.background_step import BackgroundStep
-from shardwise.unit import backend_sum, home
+from shardwise.unit import backend_sum
 from shardwise.unit.rank_order import _Part
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit

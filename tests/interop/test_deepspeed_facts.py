@@ -16,7 +16,8 @@ from deepspeed_facts import (
 )
 from ranks import run_ranks
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed import from_deepspeed, resolve
+from shardwise.interop.deepspeed import from_deepspeed
+from shardwise.interop.deepspeed.settings import resolve
 from shardwise.interop.foreign_keys import REMOVED
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]

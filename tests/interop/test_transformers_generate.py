@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from peft_models import lora_llama, loss_of
 from programs import run_example
 from ranks import run_ranks
-from shardwise import fully_shard, gathered, shard, stats
+from shardwise import fully_shard, gathered, shard
+from shardwise.debug import stats
 from shardwise.errors import ShardError
 from trainer import assert_same_grads, full_grads
 

@@ -6,8 +6,9 @@ from torch import nn
 
 from models import Stack
 from ranks import run_ranks
-from shardwise import MixtureOfExperts, shard
+from shardwise import shard
 from shardwise.monitor.run_facts import facts_of
+from shardwise.parallel import MixtureOfExperts
 from shardwise.parallel.routing import Routing
 
 DIM, WIDTH, EXPERTS, CHOSEN = 8, 12, 6, 2

@@ -460,11 +460,6 @@ def test_what_is_no_whole_number_is_refused_by_name(text: Any) -> None:
         ({"precision": "bf61"}, "precision='bf61': .*did you mean 'bf16'"),
         ({"optimizer": "adam_w"}, "optimizer='adam_w': .*did you mean 'adamw'"),
         ({"reduce_every": "never"}, "reduce_every='never': "),
-        ({"offload": Offload(optimizer="disk")}, "offload: optimizer='disk': .*'nvme:FOLDER'"),
-        ({"offload": Offload(activations="nvme")}, "offload: activations='nvme': .*'device' or"),
-        ({"offload": Offload(params="cpu")}, "params='cpu' with optimizer='device': .*rests where"),
-        ({"offload": Offload("device", None, "cpu", 1.5)}, "offload: fraction=1.5: "),
-        ({"offload": Offload("device", None, "cpu", float("nan"))}, "offload: fraction=nan: "),
     ],
 )
 def test_a_wrong_field_is_named_with_what_was_expected(

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.homes import Offload
 from shardwise.plan import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, Experts, Latent, llama_shape

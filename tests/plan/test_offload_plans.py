@@ -15,6 +15,7 @@ from torch import nn
 from ranks import run_ranks
 from shardwise import Offload, accumulate, shard
 from shardwise.debug import stats
+from shardwise.offload import file_slices
 from shardwise.offload.disk import Disk
 from shardwise.offload.home import Home
 from shardwise.offload.lane import Lane, Load
@@ -25,7 +26,6 @@ from shardwise.plan.model.tracing import trace
 from shardwise.plan.sizes import OPTIMIZERS as OPTIMIZER_ROWS
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play, resting_state
-from shardwise.unit import ahead
 from shardwise.unit.storage import Storage
 from test_play_ranks import Net, Unused, loss_of, make_batch, precision_of
 
@@ -200,7 +200,7 @@ def counted() -> Iterator[Counter[str]]:
         return start
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "cached_share", lambda _: 0.0)
+        patch.setattr(file_slices, "cached_share", lambda _: 0.0)
         patch.setattr(Home, "start_fetch", start_fetch)
         patch.setattr(Home, "start_evict", start_evict)
         patch.setattr(Lane, "run", run_load)

@@ -31,6 +31,7 @@ from shardwise.engine.adoption import innermost
 from shardwise.engine.parts import Joined, Model, modules_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout.boxes import Region, full_region
+from shardwise.offload.home import Home
 from shardwise.optim.adamw import AdamW, Moment
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.optim.moments import MOMENTS, kind_of
@@ -104,7 +105,7 @@ class Place:
             found: torch.Tensor = before
             return found
         shape, home = self.param.cut.local_shape, self.param.unit.home
-        if home is not None and home.files.optimizer is not None:
+        if isinstance(home, Home) and home.files.optimizer is not None:
             return self.param.form.like(
                 home.in_file(home.files.optimizer, prod(shape), dtype).view(shape)
             )

@@ -261,7 +261,7 @@ class _Layouts:
         """List a parameter, or a state of one that is ``known``: an item for each part of it."""
         name, found = known.name if known else param_names(param)[0], []
         for part in inner_of(local, param.cut, name):
-            if param.storage is not None:
+            if param.has_storage:
                 cut = known or self._cut_of(param, name)
             else:
                 of = part.cut if part.cut is not param.cut else cut_by_rows(param.shape, param.cut)

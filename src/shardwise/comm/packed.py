@@ -183,7 +183,7 @@ _GATHER = gather_function()  # another one at run time belongs to a tool that co
 def _is_traced() -> bool:
     """Tell whether a mode looks at every operation, as torch's `CommDebugMode` does.
 
-    The mode of `shardwise.counting` does not count collectives of this room.
+    The mode of `debug.counting` does not count collectives of this room.
     """
     num = torch._C._len_torch_dispatch_stack()
     modes = (torch._C._get_dispatch_stack_at(place) for place in range(num))

@@ -48,8 +48,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.tensor.plain_state import owner_of
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import OwnGather
-from shardwise.unit.forms import AsShardTensor
-from shardwise.unit.param import ShardedParam
+from shardwise.unit.param import AsShardTensor, ShardedParam
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 

@@ -126,7 +126,7 @@ class Engine:
         tensor parallelism where this one has none. **Cost** a collective for each.
         """
         units = [unit for mate in self.mates for unit in mate.units]
-        cuts = [p.cut for unit in units for p in unit.params if p.cut is not None]
+        cuts = [p.cut for unit in units for p in unit.params if p.has_cut]
         axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
         if self.comm.axes.stages is not None:
             axes[id(self.comm.axes.stages.group)] = self.comm.axes.stages

@@ -56,5 +56,5 @@ def attach_steppers(units: Iterable[Unit]) -> None:
     units = list(units)
     if any(unit.home is not None for unit in units):
         import_module("shardwise.step.overlap").overlap_offloaded()
-    if any(param.cut.owner is not None for unit in units for param in unit.params if param.cut):
+    if any(param.cut.owner is not None for unit in units for param in unit.params if param.has_cut):
         import_module("shardwise.step.whole_matrices").step_matrices_whole()

@@ -172,7 +172,6 @@ class FullWeights:
 
     def _sharded(self, tensor: torch.Tensor, owner: ShardedParam) -> _Sharded:
         local: torch.Tensor = tensor._local_tensor.detach()  # type: ignore[attr-defined]
-        assert owner.cut is not None
         parts = inner_of(local, owner.cut, owner.name)
         if [part.suffix for part in parts] != [""]:
             raise ConfigError(

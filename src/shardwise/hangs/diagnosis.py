@@ -448,7 +448,8 @@ def describe_rank(rank: int, failed: str, heard: Heartbeats, wait: WaitRecord | 
     if beat.left == ENDED_WELL:
         return (
             f"{who} has ended without an error, after fewer collectives than this rank: if ranks "
-            "have different numbers of batches, iterate over shardwise.join(model, batches)"
+            "have different numbers of batches, iterate over "
+            "shardwise.parallel.join(model, batches)"
         )
     if beat.left:
         return f"{who} has ended: {beat.left}"

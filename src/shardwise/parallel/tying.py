@@ -81,7 +81,7 @@ def _facts(params: list[ShardedParam]) -> list[str]:
     """Say what has to be alike: shape, dtype, and which elements this rank has."""
     found = []
     for param in params:
-        cut = param.cut
+        cut = param.cut if param.has_cut else None
         shape = tuple(param.shape) if cut is None else tuple(cut.shape)
         piece = full_region(shape) if cut is None else cut.piece
         lo, hi = (0, 0) if cut is None else (cut.lo, cut.hi)

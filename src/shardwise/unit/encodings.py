@@ -5,7 +5,7 @@ another dim than the first. `OwnGather` calls a tensor subclass's methods.
 """
 
 import inspect
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import _unsafe_preserve_version_counter
@@ -13,6 +13,9 @@ from torch.autograd import _unsafe_preserve_version_counter
 from shardwise.comm.pending import GatherItem
 from shardwise.layout.segments import Segment
 from shardwise.tensor.inner import version_of
+
+if TYPE_CHECKING:
+    from shardwise.unit.param import ShardedParam
 
 
 class Encoding(Protocol):
@@ -31,10 +34,10 @@ class Encoding(Protocol):
     def spread(self, full: torch.Tensor) -> torch.Tensor:
         """Return a full tensor's elements in the storage's order, rank after rank."""
 
-    def start(self, param: Any) -> list[GatherItem]:
+    def start(self, param: "ShardedParam") -> list[GatherItem]:
         """Return the items to gather besides the storage's."""
 
-    def finish(self, param: Any) -> torch.Tensor | None:
+    def finish(self, param: "ShardedParam") -> torch.Tensor | None:
         """Make the parameter whole after the gather; return it if it is a new tensor."""
 
     def free(self) -> None:
@@ -55,11 +58,11 @@ class AsItLies:
         """Return the tensor unchanged."""
         return full
 
-    def start(self, param: Any) -> list[GatherItem]:
+    def start(self, param: "ShardedParam") -> list[GatherItem]:
         """List nothing: the storage gathers it."""
         return []
 
-    def finish(self, param: Any) -> None:
+    def finish(self, param: "ShardedParam") -> None:
         """Do nothing: the parameter is whole."""
 
     def free(self) -> None:
@@ -92,11 +95,11 @@ class AlongDim:
         """Return a row for each rank."""
         return torch.stack([c.reshape(-1) for c in full.chunk(len(self._parts), dim=self._dim)])
 
-    def start(self, param: Any) -> list[GatherItem]:
+    def start(self, param: "ShardedParam") -> list[GatherItem]:
         """List nothing: the storage gathers it."""
         return []
 
-    def finish(self, param: Any) -> None:
+    def finish(self, param: "ShardedParam") -> None:
         """Copy the parts into the full tensor."""
         full = self._full
         full.untyped_storage().resize_(full.nbytes)
@@ -139,12 +142,12 @@ class OwnGather:
         """Return the encoding for a copy of the parameter."""
         return OwnGather(self._policy, self.frees)
 
-    def is_fresh(self, param: Any) -> bool:
+    def is_fresh(self, param: "ShardedParam") -> bool:
         """Tell whether the gathered tensor is allocated and as new as the sharded one."""
         return self._version == version_of(param.sharded._local_tensor)
 
     @torch.no_grad()
-    def start(self, param: Any) -> list[GatherItem]:
+    def start(self, param: "ShardedParam") -> list[GatherItem]:
         """Return the items that the local tensor's ``fsdp_pre_all_gather`` gives."""
         self._version = version_of(param.sharded._local_tensor)
         local = param.sharded._local_tensor.to(param.unit.comm.device)
@@ -184,7 +187,7 @@ class OwnGather:
             for f, o in zip(flats, self._outputs, strict=True)
         ]
 
-    def finish(self, param: Any) -> torch.Tensor | None:
+    def finish(self, param: "ShardedParam") -> torch.Tensor | None:
         """Decode the gathered bytes: into a new tensor the first time, then into the leaf."""
         outputs = tuple(
             o.view(-1, *size[1:]) for o, size in zip(self._outputs, self._sizes, strict=True)

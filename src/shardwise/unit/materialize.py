@@ -34,9 +34,8 @@ from shardwise.tensor.cut import axes_of_mesh, cut_along, cut_piece, make_cut, o
 from shardwise.tensor.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
 from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import OwnGather
-from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import Home, Homes, Room
-from shardwise.unit.param import Scheduler, ShardedParam
+from shardwise.unit.param import AsShardTensor, Scheduler, ShardedParam
 from shardwise.unit.poison import is_unwritten, poison
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Storage

@@ -1,25 +1,203 @@
 """One parameter of a unit: its sharded form, its full form, and its gradient.
 
-`forms.Form` defines its sharded form in the model, `encodings.Encoding` its gather.
+`Form` defines its sharded form in the model, `encodings.Encoding` its gather. `shard()` uses
+`AsShardTensor`; a read of its gradient asks the unit. `fully_shard` uses `AsDTensor`, as torch
+does; its gradient is an attribute, set as soon as it is reduced.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.packed import waited_for
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
-from shardwise.tensor.cut import Cut
+from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, Encoding
-from shardwise.unit.forms import Form
 from shardwise.unit.grad_hooks import GradHooks
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import GradState
 from shardwise.unit.storage import Storage
+
+if TYPE_CHECKING:
+    from shardwise.unit.unit import Unit
+
+
+class Form(Protocol):
+    """The sharded form of a parameter; ``asks_unit``: reads of its gradient ask the unit."""
+
+    asks_unit: bool
+
+    @property
+    def outer(self) -> DTensorSpec | None:
+        """The placement on axes of another mesh, if the parameter was a DTensor before."""
+
+    def place(self, param: "ShardedParam", storage: Storage) -> None:
+        """Put the elements of the parameter in the model into a storage."""
+
+    def like(self, local: torch.Tensor) -> DTensor:
+        """Return a tensor with the parameter's cut and the local tensor ``local``."""
+
+    def is_alike(self, value: Any) -> bool:
+        """Tell whether a tensor has the parameter's cut."""
+
+    def full(self, view: torch.Tensor) -> torch.Tensor:
+        """Return the layers' tensor over the full parameter's memory."""
+
+    def full_grad(self, grad: Any) -> torch.Tensor:
+        """Return the memory of a full gradient."""
+
+    def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
+        """Return the reduced gradient."""
+
+    def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
+        """Set the parameter's gradient to a mean, or add the mean to it."""
+
+
+@dataclass(frozen=True)
+class AsShardTensor:
+    """A `ShardTensor`, cut as ``cut`` says."""
+
+    cut: Cut
+    asks_unit = True
+
+    @property
+    def outer(self) -> DTensorSpec | None:
+        """The placement on axes of another mesh, if the parameter was a DTensor before."""
+        return self.cut.outer
+
+    def place(self, param: "ShardedParam", storage: Storage) -> None:
+        """Make the parameter over the storage's memory."""
+        local = storage.local(param.index, self.cut.local_shape)
+        param.sharded = nn.Parameter(
+            ShardTensor.wrap(local, self.cut, param), requires_grad=param.requires_grad
+        )
+
+    def place_apart(self, param: "ShardedParam", local: torch.Tensor) -> None:
+        """Make the parameter from elements outside any storage."""
+        made = ShardTensor.wrap(local, self.cut, param)
+        param.sharded = nn.Parameter(made, requires_grad=param.requires_grad)
+
+    def like(self, local: torch.Tensor) -> DTensor:
+        """Return a ShardTensor that no unit owns."""
+        return ShardTensor.wrap(local, self.cut)
+
+    def is_alike(self, value: Any) -> bool:
+        """Tell whether the tensor is a ShardTensor whose cut matches."""
+        return isinstance(value, ShardTensor) and value._cut.matches(self.cut)
+
+    def full(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor if the parameter was one."""
+        return view if self.cut.outer is None else as_dtensor(view, self.cut.outer)
+
+    def full_grad(self, grad: Any) -> torch.Tensor:
+        """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
+        found: torch.Tensor = grad
+        return found if self.cut.outer is None else _local_grad(grad, self.cut.outer)
+
+    def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
+        """Return the parameter's mean."""
+        found: torch.Tensor | None = param.mean
+        return found
+
+    def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
+        """Set the parameter's mean, or add to it, as autograd would."""
+        param.grad_hooks.is_due = True
+        if param.mean is None:
+            param.mean = ShardTensor.wrap(mean, self.cut)
+        else:
+            if param.has_storage:
+                param.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+            grad = param.mean
+            (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
+
+
+@dataclass(frozen=True)
+class AsDTensor:
+    """A DTensor of torch with ``spec``.
+
+    ``full_spec`` is set if the parameter was a DTensor before (tensor parallelism); its full form
+    is one too. Its gradients may be partial sums over ``summed_dims`` of its mesh, which are
+    data-parallel axes. ``outer`` is ``full_spec`` without these. ``identity`` identifies parameters
+    that two calls tie.
+    """
+
+    spec: DTensorSpec
+    identity: object
+    full_spec: DTensorSpec | None = None
+    outer: DTensorSpec | None = None
+    summed_dims: Sequence[int] = ()
+    asks_unit = False
+
+    def place(self, param: "ShardedParam", storage: Storage) -> None:
+        """Move the local tensor's elements into the storage."""
+        local_shape = tuple(param.sharded._local_tensor.shape)
+        shape = local_shape if param.dim == 0 else (1, torch.Size(local_shape).numel())
+        place = storage.local_apart(param.index, shape).view(local_shape)
+        place.copy_(param.sharded._local_tensor)
+        param.sharded._local_tensor = place
+
+    def like(self, local: torch.Tensor) -> DTensor:
+        """Return a DTensor of the same mesh and placements."""
+        return as_dtensor(local, self.spec)
+
+    def is_alike(self, value: Any) -> bool:
+        """Compare mesh and placements."""
+        meta = self.spec.tensor_meta
+        if not isinstance(value, DTensor) or meta is None or value.shape != meta.shape:
+            return False
+        return (value.device_mesh, value.placements) == (self.spec.mesh, self.spec.placements)
+
+    def full(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor if the parameter was one."""
+        return view if self.full_spec is None else as_dtensor(view, self.full_spec)
+
+    def full_grad(self, grad: Any) -> torch.Tensor:
+        """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
+        found: torch.Tensor = grad
+        if self.full_spec is None:
+            return found
+        return _local_grad(grad, self.full_spec, self.summed_dims)
+
+    def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
+        """Return the DTensor's ``grad``."""
+        found: torch.Tensor | None = param.sharded.grad
+        return found
+
+    def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
+        """Set the DTensor's ``grad``, or add to it; run the user's hooks."""
+        held = param.sharded
+        mean = mean.to(held.device)
+        if held.grad is None:
+            held.grad = as_dtensor(mean, held._spec)
+        else:
+            held.grad._local_tensor.add_(mean)
+        hooks = getattr(held, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            hook(held)
+
+
+def _local_grad(grad: Any, spec: DTensorSpec, summed_dims: Sequence[int] = ()) -> torch.Tensor:
+    """Return this rank's part of a DTensor's gradient, placed as in ``spec``.
+
+    A partial sum over ``summed_dims`` of its mesh stays partial; the reduction completes it.
+    """
+    grad = waited_for(grad)
+    wanted = list(spec.placements)
+    for dim in summed_dims:
+        wanted[dim] = grad.placements[dim]
+    if tuple(wanted) != tuple(grad.placements):
+        grad = grad.redistribute(placements=wanted)
+    found: torch.Tensor = grad._local_tensor
+    return found
+
 
 _SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they arrive
 
@@ -31,16 +209,16 @@ class Scheduler(Protocol):
     def is_last_micro_batch(self) -> bool:
         """Tell whether the step follows the current micro-batch."""
 
-    def finish_reductions(self, unit: Any = None) -> None:
+    def finish_reductions(self, unit: "Unit | None" = None) -> None:
         """Complete the reductions in flight up to one unit's, or all."""
 
-    def use_outside(self, unit: Any) -> None:
+    def use_outside(self, unit: "Unit") -> None:
         """Unshard a unit until backward ends, for a use of its parameter outside its module."""
 
     def is_running(self) -> bool:
         """Tell whether a forward pass is running."""
 
-    def watch_grad(self, unit: Any, leaf: torch.Tensor) -> None:
+    def watch_grad(self, unit: "Unit", leaf: torch.Tensor) -> None:
         """Install a callback for when autograd has written a full parameter's gradient."""
 
 
@@ -53,7 +231,7 @@ class ShardedParam:
 
     def __init__(
         self,
-        unit: Any,
+        unit: "Unit",
         uses: tuple[ParamUse, ...],
         form: Form,
         shape: tuple[int, ...],
@@ -65,13 +243,13 @@ class ShardedParam:
         self.name = uses[0].name
         self.unit = unit
         self.uses = uses
-        self.form: Any = form
+        self.form = form
         self.shape = shape
         self.requires_grad = requires_grad
-        self.cut: Any = cut  # None if the cut is not a range of elements
+        self._cut = cut
         self.dim = dim
         self.encoding: Encoding = AlongDim(dim, shape) if dim else AS_IT_LIES
-        self.storage: Any = None  # None if its elements lie in no storage
+        self._storage: Storage | None = None
         self.index = 0
         self.sharded: Any = None
         self.full: Any = None
@@ -83,17 +261,52 @@ class ShardedParam:
         self.grad_hooks = GradHooks()
         self._watched = False
 
+    @property
+    def has_cut(self) -> bool:
+        """Tell whether the parameter's cut is a range of elements."""
+        return self._cut is not None
+
+    @property
+    def cut(self) -> Cut:
+        """The cut, if the parameter `has_cut`."""
+        assert self._cut is not None, f"'{self.name}' is not cut by ranges of elements"
+        return self._cut
+
+    @cut.setter
+    def cut(self, cut: Cut | None) -> None:
+        self._cut = cut
+
+    @property
+    def has_storage(self) -> bool:
+        """Tell whether the parameter's elements are in a storage of the unit."""
+        return self._storage is not None
+
+    @property
+    def storage(self) -> Storage:
+        """The storage, if the parameter `has_storage`."""
+        assert self._storage is not None, f"'{self.name}' is in no storage"
+        return self._storage
+
+    def rests_in(self, storage: Storage) -> bool:
+        """Tell whether the parameter's elements are in this storage."""
+        return self._storage is storage
+
+    @property
+    def _engine(self) -> Scheduler:
+        assert self.unit.scheduler is not None, f"'{self.name}': its unit has no engine yet"
+        return self.unit.scheduler
+
     # -- memory
     def lie_in(self, storage: Storage, index: int) -> None:
         """Put the sharded parameter's elements into ``storage`` as parameter ``index``."""
-        self.storage, self.index = storage, index
+        self._storage, self.index = storage, index
         self.form.place(self, storage)
         self.local = self.sharded._local_tensor
         self._make_leaf(self.encoding.attach(storage.view(index), tuple(self.local.shape)))
 
     def lie_apart(self, encoding: Encoding) -> None:
         """Leave the sharded parameter in its memory, outside any storage."""
-        self.storage, self.encoding, self.full = None, encoding, None
+        self._storage, self.encoding, self.full = None, encoding, None
         self.local = self.sharded._local_tensor
 
     def _make_leaf(self, view: torch.Tensor) -> None:
@@ -115,7 +328,7 @@ class ShardedParam:
         """Return another leaf of the same memory, whose gradients are summed as they arrive."""
         made = nn.Parameter(self.full.detach())
         vars(made)[_SUMS] = self
-        self.unit.scheduler.watch_grad(self.unit, made)
+        self._engine.watch_grad(self.unit, made)
         return made
 
     def read_through(self, leaf: nn.Parameter) -> None:
@@ -150,7 +363,7 @@ class ShardedParam:
             if name not in ours:
                 vars(self.sharded).setdefault(name, value)
 
-    def put(self, param: Any) -> None:
+    def put(self, param: nn.Parameter) -> None:
         """Put a parameter into every module that uses this one."""
         for use in self.uses:
             if type(use.module).__setattr__ is nn.Module.__setattr__:
@@ -192,17 +405,17 @@ class ShardedParam:
         self.unit.enter_grad_state(GradState.REDUCED)
 
     def _finish_reduction(self) -> None:
-        self.unit.scheduler.finish_reductions(self.unit)
+        self._engine.finish_reductions(self.unit)
 
     def use_full(self) -> torch.Tensor:
         """Return the full parameter for a use outside its module."""
-        self.unit.scheduler.use_outside(self.unit)
+        self._engine.use_outside(self.unit)
         found: torch.Tensor = self.full
         return found
 
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is running."""
-        return bool(self.unit.scheduler.is_running())
+        return self._engine.is_running()
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""
@@ -253,7 +466,7 @@ class ShardedParam:
     @property
     def is_deferred(self) -> bool:
         """Tell whether a gradient on any rank awaits its sum over replicas."""
-        kept = None if self.storage is None else self.storage.unreduced
+        kept = None if self._storage is None else self._storage.unreduced
         return kept is not None and self in kept.params
 
     @property
@@ -271,11 +484,11 @@ class ShardedParam:
         self.partial, self.leaves_scale = None, False
         if self.full is not None:
             self.full.grad = None
-        if self.is_deferred:
+        kept = None if self._storage is None else self._storage.unreduced
+        if kept is not None and self in kept.params:
             begin = self.storage.place_in_shards(self.index)
-            part = slice(begin, begin + self.cut.hi - self.cut.lo)
-            self.storage.unreduced.drop(self, part)
-            if not self.storage.unreduced.params:
+            kept.drop(self, slice(begin, begin + self.cut.hi - self.cut.lo))
+            if not kept.params:
                 self.storage.unreduced = None
 
     def keep_partial(self, leaf: torch.Tensor | None = None) -> None:

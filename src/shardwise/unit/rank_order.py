@@ -92,7 +92,7 @@ class _Running:
         self._items = items = list[ReduceItem]()
         for unit in units:
             for storage in unit.storages:
-                params = [s for s in unit.params if s.storage is storage and s.gets_mean]
+                params = [s for s in unit.params if s.rests_in(storage) and s.gets_mean]
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)

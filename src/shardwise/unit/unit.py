@@ -199,7 +199,7 @@ class Unit:
                 param.complete()
                 param.put(param.full)
         for storage in self.storages:
-            apart = all(s.encoding.puts_together for s in self.params if s.storage is storage)
+            apart = all(s.encoding.puts_together for s in self.params if s.rests_in(storage))
             if apart and self.nearby is None:
                 storage.free()  # the parameters have separate memory
 

@@ -123,7 +123,7 @@ class GroupEngine(Engine):
             state.adopt()
         super().rest(what)
         for param in (param for unit in self.units for param in unit.params):
-            if param.cut is None:
+            if not param.has_cut:
                 raise ConfigError(
                     f"{what}: parameter '{param.name}' is {_kind_of(param)}; use "
                     "torch.distributed.checkpoint for such a model"

@@ -31,8 +31,7 @@ from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
-from shardwise.unit.forms import AsDTensor
-from shardwise.unit.param import ShardedParam
+from shardwise.unit.param import AsDTensor, ShardedParam
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import Sum

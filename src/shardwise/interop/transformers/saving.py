@@ -67,7 +67,7 @@ def save_pretrained(
     ``state_dict``, or inside ``gathered(model)``, transformers' own method runs. The files get
     their names when all weights are written.
 
-    **Cost** as of `shardwise.stream` to the ranks that write. They hold one part of the state in
+    **Cost** as of `interop.stream` to the ranks that write. They hold one part of the state in
     memory: one parameter, or those of a layer if the names of the hub need it.
 
     **Raises** ConfigError for an unsupported option; on all ranks when a write fails on one.
