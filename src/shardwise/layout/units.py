@@ -81,7 +81,7 @@ def partition_into_units(
     ``units`` may be one choice; a list of modules stands for its items. The choices in ``optional``
     are units too.
 
-    **Raises** ConfigError when a named class or instance matches no module, listing what there is.
+    **Raises** ConfigError, with the model's classes, if a named class or instance matches none.
     """
     skippable = _named_modules(model, optional, "optional") - {id(model)}
     chosen = _chosen_modules(model, units) | skippable

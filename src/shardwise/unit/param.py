@@ -63,7 +63,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class AsShardTensor:
-    """A `ShardTensor`, cut as ``cut`` says."""
+    """A `ShardTensor` with the cut ``cut``."""
 
     cut: Cut
     asks_unit = True

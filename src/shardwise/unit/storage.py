@@ -382,7 +382,7 @@ class Storage:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's slices, padding included, wherever they lie."""
+        """Bytes of this rank's slices, padding included, offloaded or not."""
         return self._memory.shard_bytes
 
     @property

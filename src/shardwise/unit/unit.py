@@ -288,7 +288,7 @@ class Unit:
 
     @property
     def shows_full(self) -> bool:
-        """Tell whether the full parameters stand in the modules now."""
+        """Tell whether the full parameters are in the modules now."""
         return self.is_unsharded if self.settings.stands_while_full else self._bind_depth > 0
 
     def unbind(self) -> str | None:
