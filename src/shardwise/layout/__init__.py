@@ -1,1 +1,1 @@
-"""Integers only: which modules form units, and where every element of a unit lies."""
+"""Units of modules, and the offsets of every element of a unit. Integers only."""

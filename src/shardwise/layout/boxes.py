@@ -1,9 +1,9 @@
-"""Flat ranges as boxes of a tensor, and which ranks own a flat range: what checkpoints ask.
+"""Flat ranges as boxes of a tensor, and the owners of a flat range, for checkpoints.
 
-A rank owns one contiguous range of a parameter's flattened elements; the formats of checkpoints
-hold only *boxes* (one offset and one length for each dim). `boxes_of_range` goes from the first
-to the second. `owners_of` finds who wrote a range that another layout wants. A `Region` is any box,
-as tensor parallelism cuts them.
+A rank owns one contiguous range of a parameter's flattened elements. The formats of checkpoints
+hold only *boxes* (one offset and one length for each dim). `boxes_of_range` converts a range to
+boxes. `owners_of` finds the ranks that wrote a range of another layout. A `Region` is any box, such
+as a cut of tensor parallelism.
 
 Note [The longest box first is the fewest boxes]
 A *block* of dim d is all elements behind one index of dims 0 to d. A box whose elements are
@@ -66,7 +66,7 @@ def boxes_of_range(shape: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
 
 
 def owners_of(layout: Layout, index: int, lo: int, hi: int) -> list[Overlap]:
-    """Return which ranks own which parts of elements ``[lo, hi)`` of parameter ``index``.
+    """Return the parts of elements ``[lo, hi)`` of parameter ``index``, each with its rank.
 
     In flat order, which is rank order; every element once; nothing for an empty range.
 
@@ -112,7 +112,7 @@ def _check_range(lo: int, hi: int, numel: int) -> None:
 
 
 class Region(NamedTuple):
-    """A box of a tensor: where it begins and its sizes, dim by dim."""
+    """A box of a tensor: its offset and its size in each dim."""
 
     at: tuple[int, ...]
     shape: tuple[int, ...]
@@ -123,14 +123,14 @@ class Region(NamedTuple):
         return prod(self.shape)
 
     def common(self, other: "Region") -> "Region | None":
-        """Return the box of the elements that both have, if there are any."""
+        """Return the intersection with another box; None if it is empty."""
         at = tuple(map(max, self.at, other.at))
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
         shape = tuple(end - begin for begin, end in zip(at, ends, strict=True))
         return Region(at, shape) if all(n > 0 for n in shape) else None
 
     def shift_from(self, other: "Region") -> int | None:
-        """Return by how much flat places here are below those there; None if it differs."""
+        """Return flat offsets in ``other`` minus those here; None if it is not constant."""
         if self.at[1:] != other.at[1:] or self.shape[1:] != other.shape[1:]:
             return None
         return (self.at[0] - other.at[0]) * prod(self.shape[1:]) if self.at else 0
@@ -144,14 +144,14 @@ class Region(NamedTuple):
         return first, last + 1
 
     def parts(self, lo: int, hi: int) -> list[tuple["Region", int, int]]:
-        """Return the boxes, in the whole tensor, that flat elements [lo, hi) are made of."""
+        """Return the boxes, in the whole tensor, of flat elements [lo, hi) of this box."""
         return [
             (Region(tuple(map(add, self.at, box.offsets)), box.lengths), box.lo, box.hi)
             for box in boxes_of_range(self.shape, lo, hi)
         ]
 
     def inside(self, part: "Region") -> tuple[slice, ...]:
-        """Return where a part lies in an array of this box."""
+        """Return the slices of a part in an array of this box."""
         return tuple(
             slice(a - b, a - b + n) for a, n, b in zip(part.at, part.shape, self.at, strict=True)
         )

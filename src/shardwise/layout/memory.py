@@ -1,11 +1,11 @@
-"""Bytes of the parameters of one layout: for `unit.storage`, and for plans that only count.
+"""Bytes of the parameters of one layout, for `unit.storage` and for plans.
 
 Note [Where the shard lies]
-Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
+If the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
 rank), the shard *is* a slice of the full buffer. Otherwise the shard has a separate buffer, and the
-gather copies, or casts, this rank's share into the full buffer first. There is a separate
-low-precision shard only if the masters are offloaded and the parameters are to stay. If gathers are
-encoded the full copy has other values than the shard, on one rank too: the shard is separate.
+gather copies or casts this rank's share into the full buffer first. A separate low-precision shard
+exists only if the masters are offloaded and the parameters are to stay. If gathers are encoded, the
+full copy has other values than the shard, on one rank too, so the shard is separate.
 """
 
 from collections.abc import Iterable
@@ -25,11 +25,11 @@ D = TypeVar("D")
 def group_by_dtypes(
     params: Iterable[P], facts: Iterable[tuple[D, bool, bool]], master: D | None, compute: D | None
 ) -> dict[tuple[tuple[D, D], bool], list[P]]:
-    """Return the parameters of each storage by ((master, computing) dtype, whether trained).
+    """Group parameters by storage; keys are ((master, computing) dtype, is trained).
 
-    ``facts`` are each one's own dtype, whether it is a floating-point one, and whether the
-    parameter is trained. ``master`` and ``compute`` are those asked for; None keeps the own one.
-    Frozen parameters are apart: they need no gradients, and never go stale.
+    ``facts`` are each parameter's (dtype, is floating-point, is trained). ``master`` and
+    ``compute`` are the dtypes of the setting; None keeps the parameter's. Frozen parameters have a
+    separate storage: they need no gradients and never become stale.
     """
     found: dict[tuple[tuple[D, D], bool], list[P]] = {}
     for param, (own, is_floating, is_trained) in zip(params, facts, strict=True):
@@ -44,10 +44,10 @@ def group_by_dtypes(
 class Memory:
     """The memory of the parameters of one pair of dtypes, master and computing.
 
-    ``master_size`` and ``full_size`` are bytes of an element; ``casts``: the two dtypes differ;
-    ``is_away``: the slices live elsewhere than the full copy; ``stays``: and a copy of them in the
-    dtype of the full one does not. ``coding``: how gathers are encoded, where they are. ``rank`` is
-    the one whose memory it is: shares may differ.
+    ``master_size`` and ``full_size`` are bytes per element. ``casts``: the two dtypes differ.
+    ``is_away``: the slices are offloaded. ``stays``: a copy of the offloaded slices, in the full
+    copy's dtype, stays on the device. ``coding`` is that of gathers. ``rank`` is the rank whose
+    memory it is, as shares may differ.
     """
 
     layout: Layout
@@ -62,7 +62,7 @@ class Memory:
 
     @cached_property
     def wire(self) -> Wire | None:
-        """How the parameters travel encoded; None where none of them does."""
+        """The encoded gather; None if no parameter is encoded."""
         made = None if self.coding is None else Wire(self.layout, self.coding, self.full_size)
         return made if made is not None and made.has_codes else None
 
@@ -81,13 +81,13 @@ class Memory:
 
     @cached_property
     def frees(self) -> bool:
-        """Tell whether the full copy comes and goes."""
-        stays = self.stays and self.layout.num_ranks == 1  # then the full copy is the copy
+        """Tell whether the full copy is freed after use."""
+        stays = self.stays and self.layout.num_ranks == 1  # the full copy is the slices' copy
         return not self.aliased and self.stage.frees_after_backward and not stays
 
     @cached_property
     def needs_gather(self) -> bool:
-        """Tell whether ranks must exchange anything to make the full copy whole."""
+        """Tell whether a gather sends data between ranks."""
         return self.stage.shards_state and self.layout.num_ranks > 1
 
     @cached_property
@@ -103,12 +103,12 @@ class Memory:
 
     @cached_property
     def gathers_in_place(self) -> bool:
-        """Tell whether a gather finds this rank's share in its place."""
+        """Tell whether this rank's share is in its place before the gather."""
         return self.aliased or self.fills_first or self.wire is not None
 
     @cached_property
     def own_numel(self) -> int:
-        """Elements of this rank's slices, and of their gradients: S, or P where all own all."""
+        """Elements of this rank's slices and of their gradients: S, or P at stage 0."""
         if not self.stage.shards_state:
             return self.layout.full_numel
         return self.layout.shard_numel(self.rank)
@@ -120,10 +120,10 @@ class Memory:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's slices, padding included, wherever they lie."""
+        """Bytes of this rank's slices, padding included, offloaded or not."""
         return self.own_numel * self.master_size
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of a full copy that is there, beyond the slices."""
+        """Bytes of an allocated full copy beyond the slices."""
         return self.full_bytes - (self.shard_bytes if self.aliased else 0)

@@ -1,11 +1,11 @@
-"""Where each parameter is sharded: its mesh, its dim, or the one rank that owns all of it.
+"""Placement of each parameter: its mesh, its dim, or the one rank that owns all of it.
 
 Note [Owners of matrices]
-An optimizer that reads whole matrices (Muon, Shampoo, SOAP) then steps each on the rank that owns
-it, and nothing is sent. Owners are balanced over all matrices of the model: the largest first, each
-to the rank that has least so far. What weighs is the number of elements: it is what a rank holds,
-receives and steps, and for matrices that have their shorter side in common, as those of one
-transformer do, the products of a Muon step are proportional to it.
+An optimizer that reads whole matrices (Muon, Shampoo, SOAP) steps each on the rank that owns it,
+and nothing is sent. Owners are balanced over all matrices of the model: the largest first, each to
+the rank with the least so far. The weight is the number of elements, which a rank holds, receives
+and steps. The products of a Muon step are proportional to it for matrices with the same shorter
+side, as in one transformer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,11 +33,11 @@ def with_experts(
     experts: str | Sequence[str],
     mesh: object,
 ) -> Placements | None:
-    """Place what ``experts`` names on the expert mesh of `Axes`, before other placements.
+    """Place the modules named by ``experts`` on the expert mesh of `Axes`, before other placements.
 
-    Where ``ep`` is 1 an expert is a module like any other. A stage of a pipeline may lack experts.
+    If ``ep`` is 1 an expert is an ordinary module. A pipeline stage may lack experts.
 
-    **Raises** ConfigError for a name that fits nothing, and for experts that are not spread.
+    **Raises** ConfigError for a name that matches nothing, and for experts that are not spread.
     """
     if not experts:
         return placements
@@ -70,12 +70,12 @@ def place_params(
 ) -> tuple[UnitSpec, ...]:
     """Give every parameter its mesh and its dim; a unit on several meshes becomes several units.
 
-    ``placements`` names parameters, or modules for all that is in them, with ``*`` for anything,
-    and says a mesh (of one axis, or (replicate, shard)), a ``Shard`` or both; the first name that
-    fits counts. Or it is a function of a parameter's name and the parameter.
+    ``placements`` maps names of parameters or modules (all parameters inside), with ``*`` for any
+    text, to a mesh (of one axis, or (replicate, shard)), a ``Shard`` or both. The first match
+    counts. Or it is a function of a parameter's name and the parameter.
 
-    **Raises** ConfigError naming the parameter, for a name that fits none, a mesh outside the
-    model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
+    **Raises** ConfigError with the parameter's name for a name that matches none, a mesh outside
+    the model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
     """
     placed = tuple(specs) if placements is None else _placed(specs, placements, axes, layout)
     for spec in placed:
@@ -128,7 +128,7 @@ def _chooser(
 def _answer(
     function: Callable[[str, nn.Parameter], Placement | None], param: ParamSpec
 ) -> Placement | None:
-    """Ask a function of the user's; an error of it is one of the setting, which all ranks hear."""
+    """Call a user's function; its error becomes one of the setting, reported on all ranks."""
     try:
         return function(param.name, param.param)
     except Exception as error:
@@ -139,7 +139,7 @@ def _answer(
 
 
 def _named(setting: str, pattern: str, params: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """Return the parameters that a pattern names. **Raises** ConfigError if it names none."""
+    """Return the parameters that match a pattern. **Raises** ConfigError if none matches."""
     found = [param for param in params if _fits(pattern, param)]
     if not found:
         raise ConfigError(
@@ -156,7 +156,7 @@ def _fits(pattern: str, param: ParamSpec) -> bool:
 
 
 def _asked(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceMesh, int]:
-    """Return the mesh and the dim, not negative."""
+    """Return the mesh, and the dim as a number from 0."""
     given = placement if isinstance(placement, tuple) else (placement,)
     mesh, dim = axes.mesh, 0
     kinds = [type(each) for each in given]
@@ -184,7 +184,7 @@ def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     """Return the axes of another mesh than the model's.
 
     An expert, a DTensor on other axes, may be sharded over ranks of other tensor-parallel
-    groups too (tp > ep): tokens come to it from them all.
+    groups too (tp > ep), because it gets tokens from all of them.
     """
     what = f"placements: '{param.name}' gets {mesh}"
     strangers = set(mesh.mesh.flatten().tolist()) - set(axes.mesh.mesh.flatten().tolist())
@@ -198,7 +198,7 @@ def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a DTensor; another tensor as it is."""
+    """Return a DTensor's local tensor; return another tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -260,11 +260,11 @@ def with_owners(
 ) -> tuple[UnitSpec, ...]:
     """Give an owner to each parameter that is to lie whole on one rank; change no other layout.
 
-    With ``layout="matrices"`` that is every trained parameter of two dims. Pieces that tensor or
-    expert parallelism gives a rank are no whole matrices, and stay spread; tensors with a gather of
-    their own stay cut by rows. A function chooses "matrices" or "flat" for each.
+    With ``layout="matrices"`` that is every trained parameter of two dims. Pieces of tensor or
+    expert parallelism are not whole matrices and stay spread. Tensors that define their gather stay
+    cut by rows. A function chooses "matrices" or "flat" for each parameter.
 
-    **Raises** ConfigError where a function returns anything else, or raises.
+    **Raises** ConfigError if the function raises or returns another value.
     """
     specs = tuple(specs)
     if layout != "matrices" and isinstance(layout, str):
@@ -290,7 +290,7 @@ def with_owners(
 
 
 def layout_name(layout: object) -> str:
-    """Return the layout of a model whose parameters a function chooses for."""
+    """Return the layout's name; "matrices" for a function of parameters."""
     return "matrices" if callable(layout) else layout  # type: ignore[return-value]
 
 
@@ -305,7 +305,7 @@ def _wants_owner(spec: ParamSpec, layout: str | ChooseLayout) -> bool:
         return True
     try:
         found = layout(spec.name, spec.param)
-    except Exception as error:  # of the user's, and one of the setting, which all ranks hear
+    except Exception as error:  # the user's; all ranks report it as an error of the setting
         raise ConfigError(
             f"layout: the function raised {type(error).__name__} for '{spec.name}': {error}. "
             "It is called with a parameter's name and the parameter"

@@ -1,8 +1,8 @@
-"""Where every element of a unit's parameters lies: in the full buffer and on which rank.
+"""Offsets of a unit's elements in the full buffer, and the rank that owns each element.
 
-A *segment* is an all-gather by itself: rank r's share is the r-th of ``num_ranks`` equal shares,
-and lands contiguous and in rank order where the layers read it. Or it has an *owner*, whose share
-is all of it: then the gather is a broadcast, and the reduction goes to that rank alone. Layouts:
+A *segment* is one all-gather: rank r's share is the r-th of ``num_ranks`` equal shares, and arrives
+contiguous and in rank order where the layers read it. A segment may have an *owner*, whose share is
+all of it: the gather is then a broadcast, and the reduction goes to that rank alone. Layouts:
 
 - ``rows``: one segment per parameter, cut along dim 0 as ``torch.chunk`` cuts, so that the
   shards are DTensor ``Shard(0)`` shards.
@@ -10,8 +10,8 @@ is all of it: then the gather is a broadcast, and the reduction goes to that ran
   range of the index space whatever the shapes are.
 - ``matrices``: as ``flat``, but parameters with an owner (see `placements`) have a segment each.
 
-In all, what a rank owns of one parameter is one contiguous range of its elements (`Piece`), and
-a rank's shares lie one after the other in its shard buffer.
+In every layout a rank owns one contiguous range of a parameter's elements (`Piece`), and a rank's
+shares lie one after the other in its shard buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.config import LayoutName
 
-ALIGNED = 32  # elements: 64 bytes in two bytes each, what torch aligns memory of a CPU to
+ALIGNED = 32  # elements: 64 bytes at two bytes each, torch's alignment of CPU memory
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Segment:
     owner: int | None = None
 
     def share(self, rank: int) -> tuple[int, int]:
-        """Return where a rank's share begins and ends in the segment, padding included."""
+        """Return the begin and end of a rank's share in the segment, padding included."""
         if self.owner is None:
             return rank * self.shard_numel, (rank + 1) * self.shard_numel
         return (self.numel if rank > self.owner else 0), (self.numel if rank >= self.owner else 0)
 
     def share_numel(self, rank: int) -> int:
-        """Return how many elements a rank's share has, padding included."""
+        """Return the number of elements of a rank's share, padding included."""
         begin, end = self.share(rank)
         return end - begin
 
     def full_numel(self, num_ranks: int) -> int:
-        """Return how many elements all shares have, padding included."""
+        """Return the number of elements of all shares, padding included."""
         return self.numel if self.owner is not None else num_ranks * self.shard_numel
 
     def bounds(self, rank: int) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class Segment:
 
 
 def even_segment(numel: int, num_ranks: int) -> Segment:
-    """Return ``numel`` elements, cut into shares that are as even as can be."""
+    """Return a segment of ``numel`` elements in equal shares, padded at the end."""
     return Segment(numel, -(-numel // num_ranks), 0, 0)
 
 
@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlacedParam:
-    """One parameter in its segment: which one, and its offset among the segment's elements."""
+    """One parameter: its segment's index, and its offset among the segment's elements."""
 
     shape: tuple[int, ...]
     segment: int
@@ -123,18 +123,18 @@ class Layout:
     @cached_property
     def shard_numels(self) -> tuple[int, ...]:
         """S of every rank."""
-        numels = [self.shard_numel(-1)] * self.num_ranks  # of a rank that owns nothing alone
+        numels = [self.shard_numel(-1)] * self.num_ranks  # of a rank without owned segments
         for owner in {s.owner for s in self.segments if s.owner is not None}:
             numels[owner] = self.shard_numel(owner)
         return tuple(numels)
 
     def full_offset(self, index: int) -> int:
-        """Return where parameter ``index`` begins in the full buffer."""
+        """Return the offset of parameter ``index`` in the full buffer."""
         placed = self.params[index]
         return self.segments[placed.segment].full_offset + placed.offset
 
     def piece(self, index: int, rank: int) -> Piece:
-        """Return what ``rank`` owns of parameter ``index``; possibly nothing."""
+        """Return the piece of parameter ``index`` that ``rank`` owns; it may be empty."""
         placed = self.params[index]
         segment = self.segments[placed.segment]
         begin, end = segment.bounds(rank)
@@ -146,7 +146,7 @@ class Layout:
         return Piece(lo, hi, segment.shard_offset + inside)
 
     def owner(self, index: int) -> int | None:
-        """Return which rank owns all of parameter ``index``; None where it is spread."""
+        """Return the rank that owns all of parameter ``index``; None if it is spread."""
         return self.segments[self.params[index].segment].owner
 
     @cached_property
@@ -155,7 +155,7 @@ class Layout:
         return tuple(i for i in range(len(self.params)) if self.owner(i) is None)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """Return the shape of what ``rank`` owns of parameter ``index``: rows of it, or flat."""
+        """Return the shape of the piece of ``index`` that ``rank`` owns: rows of it, or flat."""
         shape, numel = self.params[index].shape, self.piece(index, rank).numel
         owner = self.owner(index)
         if owner is not None:
@@ -166,7 +166,7 @@ class Layout:
         return (max(min(share, shape[0] - rank * share), 0), *shape[1:])
 
     def segments_of(self, indices: Iterable[int]) -> Iterator[tuple[Segment, list[int]]]:
-        """Yield the segments in which parameters lie, each with them; none that is empty."""
+        """Yield the segments of the parameters, each with its own; skip empty segments."""
         found: dict[int, list[int]] = {}
         for index in indices:
             found.setdefault(self.params[index].segment, []).append(index)
@@ -205,9 +205,9 @@ def matrices_layout(
 ) -> Layout:
     """Lay parameters that have an owner whole on that rank, and all others as `flat_layout` does.
 
-    Parameters without an owner come first in every shard, at the same place on all ranks. Matrices
-    begin at multiples of `ALIGNED` elements, as in separate memory: elsewhere products of matrices
-    may round differently.
+    Parameters without an owner come first in every shard, at the same offset on all ranks. Matrices
+    begin at multiples of `ALIGNED` elements, as in separate memory; at other offsets matrix
+    products may round differently.
     """
     spread = flat_layout([s for s, o in zip(shapes, owners, strict=True) if o is None], num_ranks)
     params, segments = list(spread.params), list(spread.segments)
@@ -228,8 +228,8 @@ def matrices_layout(
 def balanced(costs: Sequence[int], num_ranks: int) -> list[int]:
     """Return a rank for each cost: longest first, each to the rank with the least so far.
 
-    The same on all ranks: of equal costs the first comes first, of equal ranks the lowest. No rank
-    has more than 4/3 of what the best assignment's largest has.
+    All ranks get the same result: among equal costs the first wins, among equal ranks the lowest.
+    The largest load is at most 4/3 of the best assignment's largest.
 
     **Cost** O(n log(n x ranks)).
     """

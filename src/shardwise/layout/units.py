@@ -1,19 +1,18 @@
-"""Which modules form a unit, and which unit owns each parameter.
+"""Partition of a model's modules and parameters into units.
 
-Units are the classes or instances that the user names, and no others. Without names they are the
-modules that a model, or a model inside it, hints at (Note [Hints of Hugging Face models]), like
-children of a ``ModuleList``, and layers outside these that are as large as one. All other
-parameters belong to the root unit. A tied weight belongs to the lowest unit that holds all its
-users.
+Units are exactly the classes or instances that the user names. Without names they are the modules
+that a model, or a model inside it, hints at (Note [Hints of Hugging Face models]), similar children
+of a ``ModuleList``, and layers outside these that are as large as one. All other parameters belong
+to the root unit. A tied weight belongs to the lowest unit that holds all its users.
 
 Note [Hints of Hugging Face models]
-``_no_split_modules`` names classes of which each module should be in one place. ``_fsdp_plan`` maps
+``_no_split_modules`` names classes whose modules should each be on one device. ``_fsdp_plan`` maps
 paths, with ``*`` for a number, to "free_full_weight", as a unit does, or to "keep_full_weight", as
-the root unit does with parameters that are in no other unit. Many plans are a default with paths
-that the model does not have; single layers in them, embeddings as a rule, are units if they are
-large. Both hints hold for the modules inside the one that has them, so a model is found inside a
-wrapper, or a vision model inside another. In a model whose config has ``is_encoder_decoder``, the
-encoder is a unit for its parameters outside its layers.
+the root unit does with parameters outside other units. Many plans are a default with paths that the
+model lacks; single layers in them, usually embeddings, are units if they are large. Both hints
+apply to the modules inside the module that has them, so a model is found inside a wrapper, and a
+vision model inside another. If a model's config has ``is_encoder_decoder``, the encoder is a unit
+for its parameters outside its layers.
 """
 
 import re
@@ -40,10 +39,10 @@ class ParamUse:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter that a unit owns, with every place that uses it; the first names it.
+    """A parameter that a unit owns, with all its uses; the first use names it.
 
-    ``dim`` is the one that it is cut along; or all of it lies on one rank of the shard axis, its
-    ``owner``, see `placements`.
+    The parameter is cut along ``dim``, or lies whole on one rank of the shard axis, its ``owner``;
+    see `placements`.
     """
 
     param: nn.Parameter
@@ -61,8 +60,8 @@ class ParamSpec:
 class UnitSpec:
     """A unit: its module, that module's name ('' is the root), and the parameters it owns.
 
-    ``optional``: some ranks may skip it while others run it. ``axes``: those of the unit's mesh
-    if it is not the model's, see `placements`; several units of one module differ in it.
+    ``optional``: some ranks may skip it while others run it. ``axes`` are those of the unit's mesh
+    if it is not the model's, see `placements`; several units of one module differ in ``axes``.
     """
 
     name: str
@@ -82,7 +81,7 @@ def partition_into_units(
     ``units`` may be one choice; a list of modules stands for its items. The choices in ``optional``
     are units too.
 
-    **Raises** ConfigError when a named class or instance matches no module, listing what there is.
+    **Raises** ConfigError, with the model's classes, if a named class or instance matches none.
     """
     skippable = _named_modules(model, optional, "optional") - {id(model)}
     chosen = _chosen_modules(model, units) | skippable
@@ -139,7 +138,7 @@ def _chosen_modules(model: nn.Module, units: UnitChoice | Iterable[UnitChoice] |
 
 
 def _hinted(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hints name, without one that is all that another one has of them.
+    """Return the modules that hints name, without a module that is the only one inside another.
 
     See Note [Hints of Hugging Face models].
     """
@@ -161,7 +160,7 @@ def _hinted(model: nn.Module) -> list[nn.Module]:
 
 
 def _encoders(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the encoders that ``generate()`` calls apart from the model, so that hooks see it."""
+    """Yield the encoders that ``generate()`` calls separately, with their hooks."""
     for module in model.modules():
         if getattr(getattr(module, "config", None), "is_encoder_decoder", False) is True:
             encoder = getattr(module, "encoder", None)
@@ -170,7 +169,7 @@ def _encoders(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _freed_paths(plan: Mapping[str | tuple[str, ...], str]) -> re.Pattern[str] | None:
-    """Return what matches the paths of an ``_fsdp_plan`` whose weights are freed after use."""
+    """Return a pattern of the paths in an ``_fsdp_plan`` whose weights are freed after use."""
     freed = [key for key, style in plan.items() if style == "free_full_weight"]
     paths = [path for key in freed for path in ((key,) if isinstance(key, str) else key)]
     patterns = [re.escape(path).replace(r"\*", r"\d+") for path in paths]
@@ -178,7 +177,7 @@ def _freed_paths(plan: Mapping[str | tuple[str, ...], str]) -> re.Pattern[str] |
 
 
 def _alike_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return like children apart from the blocks that are together as large as one of these."""
+    """Return similar children outside the blocks, if together as large as a block."""
     smallest = min((_numel(b.parameters()) for b in blocks), default=0)
     inside = {id(m) for block in blocks for m in block.modules()}
     groups = [
@@ -190,8 +189,8 @@ def _alike_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mod
 def _large_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Yield the layers outside the blocks that are as large as a block: embeddings, heads.
 
-    In the root unit they would stay full, and their gradients unreduced, from the first layer's
-    forward to its backward.
+    In the root unit they would stay full, with unreduced gradients, from the first layer's forward
+    to its backward.
     """
     smallest = min((_numel(b.parameters()) for b in blocks), default=0)
     inside = {id(m) for block in blocks for m in block.modules()}
@@ -272,9 +271,9 @@ def _like_children(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def find_device(units: Sequence[UnitSpec]) -> torch.device | None:
-    """Return the one device that the parameters are on; ``None`` when all are on meta.
+    """Return the device of all parameters; ``None`` if all are on meta.
 
-    **Raises** ConfigError when there are several, naming one parameter on each.
+    **Raises** ConfigError for several devices, with the name of one parameter on each.
     """
     first: dict[torch.device, str] = {}
     for unit in units:

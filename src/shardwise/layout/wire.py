@@ -1,18 +1,18 @@
-"""Layout of encoded messages, of gathers and of reductions: where numbers, scales and codes are.
+"""Layout of encoded messages of gathers and reductions: offsets of numbers, scales and codes.
 
 Note [Blocks of codes]
 Blocks are counted from the first element of a parameter, so they do not depend on the number of
-ranks. If a cut between two ranks goes through a block it is encoded as two, each with a scale of
-its own, as no rank sees the other's elements. Of one parameter that is at most one block per rank.
-Parameters of fewer than two dims (biases, norms) travel in the dtype of computation: they are few,
-and a step that is coarse for them costs more than their bytes.
+ranks. A block that is cut between two ranks is encoded as two, each with a separate scale, because
+no rank sees the other's elements. A parameter has at most one such block per rank. Parameters of
+fewer than two dims (biases, norms) are sent in the computing dtype: they are few, and coarse steps
+in their values cost more than their bytes.
 
 Note [Order in a message]
-Elements that travel as numbers come first, then all scales (float32, one a block), then all codes.
-A gather sends one such message for each segment. The shares of a segment are as long as the
-longest, rounded up so that scales and elements are aligned; the end of the last rank's is not sent
-if the transport takes uneven shares. So a gather of bytes is one of segments, as any other. In a
-reduction each rank gets one message from every peer, with its slices of all gradients.
+Elements sent as numbers come first, then all scales (float32, one per block), then all codes. A
+gather sends one such message per segment. The shares of a segment are as long as the longest,
+rounded up so that scales and elements are aligned. If the transport takes uneven shares, it does
+not send the end of the last rank's share. So an encoded gather is an ordinary gather of segments of
+bytes. In a reduction each rank gets one message from every peer, with its slices of all gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,17 +24,17 @@ from shardwise.layout.segments import Layout, Segment
 from shardwise.precisions import Coding
 
 SCALE_BYTES = 4  # float32
-ON_CPU_AT_A_TIME = 1 << 18  # elements that are encoded at once: they stay in a core's cache
-AT_A_TIME = 1 << 24  # on other devices, where kernels are to be few
+ON_CPU_AT_A_TIME = 1 << 18  # elements encoded at once, which fit a core's cache
+AT_A_TIME = 1 << 24  # on other devices, for fewer kernels
 _SHARE_ALIGNMENT = 8  # of a gather's shares: the largest element
 _REDUCED_ALIGNMENT = 16  # of a reduction's message, of its codes, and of each slice of numbers
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [lo, hi) of a parameter; ``size`` is the bytes of one that travels as a number.
+    """Elements [lo, hi) of a parameter; ``size`` is the bytes of an element sent as a number.
 
-    Elements travel as numbers without ``coding``, or if it has no scales.
+    Elements are sent as numbers without ``coding``, or if it has no scales.
     """
 
     lo: int
@@ -44,7 +44,7 @@ class Slice:
 
     @property
     def codes(self) -> Coding | None:
-        """How the elements are encoded; None if they travel as numbers."""
+        """The coding of the elements; None if they are sent as numbers."""
         return self.coding if self.coding is not None and self.coding.has_scales else None
 
 
@@ -52,9 +52,9 @@ class Slice:
 class Run:
     """``num`` blocks of ``width`` elements of slice ``number``, from its element ``begin`` on.
 
-    ``codes`` and ``scales`` are the bytes of the message at which theirs begin. Without ``coding``
-    the run is all numbers of a slice, at ``codes``. In a gather the elements begin at ``full`` in
-    the full buffer, and at ``shard`` among the rank's slices.
+    ``codes`` and ``scales`` are the offsets of the blocks' codes and scales in the message. Without
+    ``coding`` the run is all numbers of a slice, at ``codes``. In a gather the elements begin at
+    ``full`` in the full buffer, and at ``shard`` among the rank's slices.
     """
 
     number: int
@@ -89,7 +89,7 @@ class MessageSize(NamedTuple):
 
 @dataclass(frozen=True)
 class CodedMessage:
-    """The bytes that one rank sends of a segment, or is sent by each other in a reduction."""
+    """The bytes that one rank sends of a segment, or gets from each peer in a reduction."""
 
     runs: tuple[Run, ...]
     num_bytes: int
@@ -101,7 +101,7 @@ class CodedMessage:
 
     @property
     def plain(self) -> list[Run]:
-        """The slices that travel as numbers."""
+        """The slices that are sent as numbers."""
         return [run for run in self.runs if run.coding is None]
 
 
@@ -140,7 +140,7 @@ def message_of(slices: Sequence[Slice], alignment: int = _REDUCED_ALIGNMENT) -> 
 
 @dataclass(frozen=True)
 class Wire:
-    """The encoded gather of one layout; ``plain_size`` is the bytes of an element computed with."""
+    """The encoded gather of one layout; ``plain_size`` is bytes per element as computed with."""
 
     layout: Layout
     coding: Coding
@@ -165,7 +165,7 @@ class Wire:
 
     @cached_property
     def share_bytes(self) -> int:
-        """Bytes that one rank sends to each other one, padding included."""
+        """Bytes that one rank sends to each peer, padding included."""
         return sum(segment.shard_numel for segment in self.segments)
 
     @property

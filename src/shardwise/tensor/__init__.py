@@ -1,1 +1,1 @@
-"""`ShardTensor`, and what operations on sharded tensors give."""
+"""`ShardTensor`, and the operations on sharded tensors."""

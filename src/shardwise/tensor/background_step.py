@@ -1,15 +1,15 @@
-"""An optimizer's step that goes on in the background, and how what it changes is waited for.
+"""Optimizer steps that run on a background thread, and the tensors that wait for them.
 
 Note [Tensors of a step under way]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The caller goes on while a unit is stepped. Until that is done, the tensors that take part (this
-rank's slices of parameters, of gradients and of the optimizer's state) have another class, in which
-``_local_tensor`` waits for the step. Whatever asks for elements goes through that attribute:
-operations, ``full_tensor()``, ``to_local()``, checkpoints; so it waits for this step and no other,
-and shapes and dtypes are answered at once. Afterwards the class is back, and costs nothing. A unit
-does not go through its parameters, so it is told of its steps and waits before it is gathered.
+The caller continues while a unit is stepped. Until the step is done, its tensors (this rank's
+slices of parameters, gradients and optimizer state) have another class, whose ``_local_tensor``
+waits for the step. Every reader of elements uses that attribute: operations, ``full_tensor()``,
+``to_local()``, checkpoints. A reader waits for this step alone; shapes and dtypes need no wait.
+After the step the tensors have their class again, which costs nothing. A unit does not read through
+its parameters, so it keeps a list of its steps and waits for them before it is gathered.
 
-Memory that was taken out before the step (``p.to_local()``, kept) is not seen; take it again.
+A tensor taken before the step (a kept ``p.to_local()``) does not wait; take it again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ELEMENTS: Any = DTensor.__dict__["_local_tensor"]
 
 
 class BackgroundStep:
-    """One unit's step: made and waited for by the caller, run by another thread.
+    """One unit's step: created and awaited by the caller, run by another thread.
 
-    ``tensors`` are the DTensors whose elements the step reads or writes; ``phase`` is its name on
-    the tracer's lines, of which each thread has one.
+    ``tensors`` are the DTensors whose elements the step reads or writes. ``phase`` names the step
+    in the trace, where each thread has a line.
     """
 
     def __init__(
@@ -59,37 +59,37 @@ class BackgroundStep:
             tensor.__class__ = _waiting_class(type(tensor))
 
     def run(self) -> None:
-        """Do the work; keep what it raises for those who wait."""
+        """Do the work; keep its error for `wait`."""
         assert self._work is not None
         try:
             with self._tracer.span(self._phase, self._unit, line=f"{self._phase} behind"):
                 self._work()
         except BaseException as error:
             self._error = error
-        self._work = None  # with the gradients that it holds
+        self._work = None  # frees the gradients that it holds
         if self._error is None:
             self.release()
         self._done.set()
 
     @property
     def is_over(self) -> bool:
-        """Tell whether nobody would wait any more."""
+        """Tell whether the step has ended, with or without an error."""
         return self._done.is_set()
 
     def give_up(self) -> None:
-        """Wait until it is over, well or not; let a load replace what it has left."""
+        """Wait until the step has ended, also with an error, so that a load may follow."""
         self._done.wait()
         self.release()
 
     def release(self) -> None:
-        """Let the tensors be read as ever."""
+        """Restore the tensors' class, so that readers no longer wait."""
         for tensor in self._tensors:
             tensor.__class__ = type(tensor).__bases__[0]
             del vars(tensor)[_STEP]
         self._tensors = ()
 
     def wait(self) -> None:
-        """Return when the step is done. **Raises** ShardError if it has failed, every time."""
+        """Wait until the step is done. **Raises** ShardError in every call if it has failed."""
         if not self.is_over and threading.current_thread() is threading.main_thread():
             with self._tracer.span("wait_step", self._unit):
                 self._done.wait()
@@ -106,9 +106,9 @@ class BackgroundStep:
 
 
 def finish_all(steps: list[BackgroundStep]) -> None:
-    """Wait for steps, and forget them.
+    """Wait for the steps and empty the list.
 
-    **Raises** ShardError where one has failed, and forgets none.
+    **Raises** ShardError if a step has failed; the list then keeps all steps.
     """
     for step in steps:
         step.wait()
@@ -122,18 +122,18 @@ def elements_of(tensor: DTensor) -> torch.Tensor:
 
 
 def is_under_way(tensor: DTensor) -> bool:
-    """Tell whether a step that changes this rank's elements, or reads them, goes on."""
+    """Tell whether a step in progress reads or writes this rank's elements."""
     return _STEP in vars(tensor)
 
 
 def set_elements(tensor: DTensor, local: torch.Tensor) -> None:
-    """Let other memory be this rank's elements, without waiting."""
+    """Replace the memory of this rank's elements without waiting."""
     _ELEMENTS.__set__(tensor, local)
 
 
 @cache
 def _waiting_class(base: type[DTensor]) -> type[DTensor]:
-    """Return ``base`` with elements that are waited for; see Note [Tensors of a step under way]."""
+    """Return a ``base`` whose elements wait; see Note [Tensors of a step under way]."""
 
     def read(tensor: Any) -> torch.Tensor:
         step: BackgroundStep | None = vars(tensor).get(_STEP)
@@ -148,7 +148,7 @@ def _waiting_class(base: type[DTensor]) -> type[DTensor]:
         _ELEMENTS.__set__(tensor, local)
 
     def copy(tensor: Any, memo: dict[int, Any]) -> Any:
-        tensor._local_tensor  # noqa: B018 - copies of DTensors read memory in another way
+        tensor._local_tensor  # noqa: B018 - DTensor's deepcopy does not read this attribute
         return base.__deepcopy__(tensor, memo)
 
     members = {

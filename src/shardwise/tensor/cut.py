@@ -1,12 +1,11 @@
-"""How one tensor is cut: which elements each rank owns, and how DTensor describes that.
+"""The cut of one tensor: the elements that each rank owns, and DTensor's description of them.
 
 Note [A piece of a tensor]
 Tensor and expert parallelism give each rank a box of a parameter, as torch's DTensor describes it.
-Data parallelism cuts that box, not the tensor: the layers get the gathered box as a DTensor with
-the placements that it had. So the mesh of a sharded parameter is the data-parallel one with the
-DTensor's own behind it, and where both cut one dim, the outer cut lies inside the inner one
-(``_StridedShard``). Source of these conventions: ``torch/distributed/fsdp/_fully_shard/
-_fsdp_param.py`` of torch 2.13.
+Data parallelism cuts that box, not the tensor. The layers get the gathered box as a DTensor with
+its former placements. So the mesh of a sharded parameter is the data-parallel mesh followed by the
+DTensor's mesh. If both cut one dim, the outer cut lies inside the inner one (``_StridedShard``).
+Source of these conventions: ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py`` of torch 2.13.
 """
 
 from collections.abc import Iterable
@@ -32,7 +31,7 @@ GATHER_SITE = CollectiveId("gather", "(tensor)", 0)
 
 
 class Ragged(Placement):
-    """The placement of ours: this rank owns elements [lo, hi) of the flattened tensor."""
+    """A placement: this rank owns elements [lo, hi) of the flattened tensor."""
 
     def __init__(self, lo: int, hi: int) -> None:
         super().__init__()
@@ -54,13 +53,13 @@ class Ragged(Placement):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
+    """The cut of one tensor: parameter ``index`` of ``layout``; no layout means replicated.
 
-    ``outer``: the tensor was a DTensor before, placed so, and a piece of it is cut here; see
-    `PieceCut`. ``name`` is the parameter's that is cut so.
+    ``outer`` is the spec of a tensor that was a DTensor before, of which a piece is cut here; see
+    `PieceCut`. ``name`` is the parameter's.
     """
 
-    kind = "range"  # of elements of the flattened tensor; two of one kind may be alike
+    kind = "range"  # of elements of the flattened tensor; cuts of different kinds never match
 
     shape: tuple[int, ...]
     layout: Layout | None
@@ -86,7 +85,7 @@ class Cut:
 
     @property
     def own_axes(self) -> tuple[Axis, ...]:
-        """The axes of a mesh that the tensor was on before; see `PieceCut`."""
+        """The axes of the mesh that the tensor was on before; see `PieceCut`."""
         return ()
 
     @property
@@ -96,7 +95,7 @@ class Cut:
 
     @property
     def gather_site(self) -> CollectiveId:
-        """The gather of a whole tensor, by a name that other parameters' gathers do not have."""
+        """The id of a gather of the whole tensor, with the parameter's name."""
         about = f"like '{self.name}'," if self.name else ""
         return replace(GATHER_SITE, about=about)
 
@@ -132,7 +131,7 @@ class Cut:
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The elements [lo, hi) of every rank in turn."""
+        """The elements [lo, hi) of every rank, in rank order."""
         assert self.layout is not None
         pieces = [self.layout.piece(self.index, r) for r in range(self.layout.num_ranks)]
         return tuple((p.lo, p.hi) for p in pieces)
@@ -142,7 +141,7 @@ class Cut:
         return self.expand(full).reshape(-1)[self.lo : self.hi].view(self.local_shape)
 
     def expand(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a view of the tensor's shape. **Raises** ShardError for what does not fit."""
+        """Return a view of the tensor's shape. **Raises** ShardError if ``full`` does not fit."""
         try:
             return full.expand(self.shape)
         except RuntimeError as error:
@@ -152,19 +151,19 @@ class Cut:
             ) from error
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return what the shard axis cuts of a full tensor: here all."""
+        """Return the piece of a full tensor that the shard axis cuts: here all."""
         return full
 
     def slice_of_piece(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of what the shard axis cuts."""
+        """Return this rank's elements of the piece that the shard axis cuts."""
         return self.slice_of(piece)
 
     def gather_piece(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what the shard axis cuts, in full."""
+        """Gather the piece that the shard axis cuts."""
         return self.gather(local)
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor of zeros but for this rank's elements."""
+        """Return a full tensor of this rank's elements and zeros."""
         full = local.new_zeros(prod(self.shape))
         full[self.lo : self.hi] = local.reshape(-1)
         return full.view(self.shape)
@@ -172,7 +171,7 @@ class Cut:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor. **Cost** one collective; ranks x the largest slice of memory.
 
-        Of one with an owner a broadcast of it, and its memory once.
+        A tensor with an owner costs a broadcast and its memory once.
         """
         if self.layout is None or self.layout.num_ranks == 1:
             return local.detach().clone().view(self.shape)
@@ -191,7 +190,7 @@ class Cut:
 def make_cut(
     shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm, name: str = ""
 ) -> Cut:
-    """Describe parameter ``index`` of ``layout``, of this name, as this rank sees it."""
+    """Describe this rank's cut of parameter ``index`` of ``layout``."""
     if layout is None:
         numel = prod(shape)
         placements: list[Placement] = [Replicate()] * len(comm.axes.all)
@@ -208,13 +207,13 @@ def make_cut(
 
 
 def placed_inside(own: DTensorSpec, dim: int) -> Placement:
-    """Return how dim ``dim`` of a tensor that is placed as ``own`` is cut once more, inside it."""
+    """Return the placement of a further cut of dim ``dim`` inside a tensor placed as ``own``."""
     pieces = own.num_shards_map[dim]
     return _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor of ``local``, of its dtype, without a copy."""
+    """Wrap ``local`` in a DTensor of its dtype without a copy."""
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         spec = replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
@@ -222,7 +221,7 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def own_axes_of(tensors: Iterable[torch.Tensor]) -> tuple[Axis, ...]:
-    """Return the axes of the meshes that tensors are on as DTensors, each once."""
+    """Return the axes of the meshes of the DTensors among tensors, each once."""
     meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
     axes = [axis for mesh in meshes for axis in axes_of_mesh(mesh)]
     return tuple({id(axis.group): axis for axis in axes}.values())
@@ -236,7 +235,7 @@ def axes_of_mesh(mesh: DeviceMesh) -> tuple[Axis, ...]:
 
 @dataclass(frozen=True, eq=False)
 class DimCut(Cut):
-    """How a tensor is cut evenly along another dim than the first; ``layout`` has a row a rank."""
+    """An even cut along another dim than the first; ``layout`` has one row per rank."""
 
     kind = "dim"
     dim: int = field(kw_only=True)
@@ -257,7 +256,7 @@ class DimCut(Cut):
         return _box(self.expand(full), self.piece)
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor of zeros but for this rank's elements."""
+        """Return a full tensor of this rank's elements and zeros."""
         full = local.new_zeros(self.shape)
         _box(full, self.piece).copy_(local)
         return full
@@ -270,7 +269,7 @@ class DimCut(Cut):
 
 @dataclass(frozen=True, eq=False)
 class PieceCut(Cut):
-    """How a tensor is cut of which ``inner`` cuts a piece, the one that ``outer`` gives this rank.
+    """The cut of a tensor of which ``outer`` gives this rank a piece, which ``inner`` cuts.
 
     ``layout``, ``index``, ``lo``, ``hi`` and ``local_shape`` are those of the piece.
     """
@@ -281,7 +280,7 @@ class PieceCut(Cut):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh of the placements: the data-parallel one and then the tensor's own."""
+        """The mesh of the placements: the data-parallel one, then that of ``outer``."""
         return DeviceMesh._concatenate([self.inner.mesh, self.outer.mesh])
 
     @cached_property
@@ -335,11 +334,11 @@ class PieceCut(Cut):
         return _box(full, Region(self._at, self.inner.shape))
 
     def slice_of_piece(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of what the shard axis cuts."""
+        """Return this rank's elements of the piece that the shard axis cuts."""
         return self.inner.slice_of(piece)
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor of zeros but for this rank's elements."""
+        """Return a full tensor of this rank's elements and zeros."""
         full = local.new_zeros(self.shape)
         self.piece_of(full).copy_(self.inner.place(local))
         return full
@@ -350,17 +349,16 @@ class PieceCut(Cut):
         return found
 
     def gather_piece(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what the shard axis cuts, in full."""
+        """Gather the piece that the shard axis cuts."""
         return self.inner.gather(local)
 
 
 def _box(full: torch.Tensor, piece: Region) -> torch.Tensor:
-    """Return the view of a tensor that a box describes."""
     return full[full_region(tuple(full.shape)).inside(piece)]
 
 
 def cut_piece(inner: Cut, outer: DTensorSpec) -> PieceCut:
-    """Describe a tensor that was a DTensor, and whose local tensor ``inner`` cuts."""
+    """Describe the cut of a former DTensor whose local tensor ``inner`` cuts."""
     assert outer.tensor_meta is not None
     placements: list[Placement] = []
     for placed in inner.placements:

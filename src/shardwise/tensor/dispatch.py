@@ -1,9 +1,9 @@
-"""What an operation on sharded tensors gives: the cases of Note [What a ShardTensor answers].
+"""Operations on sharded tensors: the cases of Note [What a ShardTensor answers].
 
 Note [Why DTensor's dispatch is bypassed]
-DTensor derives placements for every argument of every call; for a fused AdamW on a few hundred
+DTensor derives placements for every argument of every call. For a fused AdamW on a few hundred
 parameters that costs 5 times the step on plain tensors. All ShardTensors of an elementwise call
-are cut alike, so `__torch_function__` hands the local tensors straight to the kernel.
+have the same cut, so `__torch_function__` passes the local tensors straight to the kernel.
 """
 
 import inspect
@@ -40,14 +40,14 @@ from shardwise.tensor.totals import norm, norms_of_list, reduce
 
 
 def is_in_place(name: str) -> bool:
-    """Tell by its name whether a function writes its first argument."""
+    """Tell by a function's name whether it writes its first argument."""
     if name in ("__setitem__", "module_load"):
         return True
     return name.endswith("_") and not (name.startswith("__") and not name.startswith("__i"))
 
 
 def in_full(value: Any) -> Any:
-    """Put full tensors in the place of ShardTensors: autograd's own for parameters."""
+    """Replace ShardTensors by full tensors; for parameters by autograd's leaf."""
     if isinstance(value, ShardTensorBase):
         owner = value._owner
         if owner is None:
@@ -55,14 +55,14 @@ def in_full(value: Any) -> Any:
         if not torch.is_grad_enabled() and not owner.in_use():
             return value.full_tensor()
         full = owner.use_full()
-        return full if value.requires_grad else full.detach()  # frozen: no graph of the leaf's
+        return full if value.requires_grad else full.detach()  # frozen: not in the graph
     if isinstance(value, list | tuple) and any(isinstance(v, ShardTensorBase) for v in value):
         return [in_full(v) for v in value]
     return value
 
 
 def into_leaf(value: Any) -> Any:
-    """Return what autograd knows of an input that ``backward(inputs=)`` names."""
+    """Return autograd's leaf for an input of ``backward(inputs=)``."""
     if not isinstance(value, ShardTensorBase):
         return value
     if value._owner is None or value._owner.sharded is not value:
@@ -71,7 +71,7 @@ def into_leaf(value: Any) -> Any:
 
 
 def refusal(name: str, tensors: Sequence[ShardTensorBase]) -> ShardError:
-    """Return the error of an operation that would be this rank's alone, with what to do instead."""
+    """Return the error, with the remedy, of an operation that would act on this rank's slice."""
     owner = tensors[0]._owner
     what = (
         f"parameter '{owner.name}'" if owner else f"a ShardTensor of shape {tensors[0]._cut.shape}"
@@ -110,7 +110,7 @@ def refusal(name: str, tensors: Sequence[ShardTensorBase]) -> ShardError:
 
 
 def check_conversion(param: Any, converted: Any) -> bool:
-    """Answer ``Module._apply`` (``model.to``, ``.half()``): a converted parameter has no unit."""
+    """Check a conversion by ``Module._apply`` (``model.to``, ``.half()``), which loses the unit."""
     owner = getattr(param, "_owner", None)
     if owner is not None and getattr(converted, "_owner", None) is not owner:
         raise ShardError(
@@ -143,16 +143,16 @@ def set_property(func: Any, args: tuple[Any, ...]) -> Any:
     return None
 
 
-# -- the table: what runs an operation, by its name
-# A runner takes (func, name, args, kwargs), and returns NotImplemented for what it cannot answer.
+# -- the table of runners, by the operation's name
+# A runner takes (func, name, args, kwargs), and returns NotImplemented for a call it cannot run.
 Runner = Callable[[Any, str, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a function that has sharded tensors among its arguments, or refuse to.
+    """Run or refuse a function that has sharded tensors among its arguments.
 
-    A name stands once in the table, so the order of its rows does not matter. What has no row, or
-    gets NotImplemented from it, is a function of whole tensors.
+    A name is in one row of the table only, so the order of rows does not matter. A function without
+    a row, or whose runner returns NotImplemented, is one of whole tensors.
     """
     run = _RUNNERS.get(name)
     made = NotImplemented if run is None else run(func, name, args, kwargs)
@@ -160,7 +160,7 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a function of whole tensors: on replicated ones, or on the full parameters."""
+    """Run a function of whole tensors on replicated tensors or on the full parameters."""
     shards = shards_in(args, kwargs)
     if is_replicated(shards):
         return func(*locals_of(args), **{k: locals_of(v) for k, v in kwargs.items()})
@@ -176,16 +176,16 @@ def run_in_full(
     kwargs: Mapping[str, Any],
     shards: Sequence[ShardTensorBase],
 ) -> Any:
-    """Run a function on full tensors; refuse where a write would be lost.
+    """Run a function on full tensors; refuse if a write would be lost.
 
-    That is when it wrote one itself (``inplace=True``), or, outside a forward pass, when it made a
-    view through which the caller may write.
+    A write is lost if the function writes a full tensor (``inplace=True``), or if it returns a view
+    outside a forward pass, through which the caller may write.
     """
     if "out" in kwargs:
         raise refusal(f"{name} with out=", shards)
     place = _place_of_inplace(func)
     given = args[place] if place is not None and place < len(args) else kwargs.get("inplace")
-    if given is True:  # told before it writes
+    if given is True:  # refuse before it writes
         raise refusal(f"{name}, in place,", shards)
     args, kwargs = tuple(map(in_full, args)), {k: in_full(v) for k, v in kwargs.items()}
     fulls = [t for t in values_one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
@@ -217,7 +217,7 @@ def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     own = [_locals_of_list(a, leads, name) for a in args]
     result = func(*own, **{k: _locals_of_list(v, leads, name) for k, v in kwargs.items()})
     if name.startswith("_fused_") or any(type(t) is not torch.Tensor for t in own[0]):
-        # Count a change of a fused kernel, or of a class's own operation: torch does not.
+        # torch does not count the changes of fused kernels and of tensor subclasses.
         torch.autograd.graph.increment_version(
             [t._local_tensor for t in args[0] if isinstance(t, ShardTensorBase)]
         )
@@ -227,7 +227,7 @@ def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _run_local(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an elementwise function on the local tensors; wrap what is new."""
+    """Run an elementwise function on the local tensors; wrap new results."""
     shards = shards_in(args, kwargs)
     cut = shards[0]._cut
     if name == "where" and len(args) == 1:
@@ -253,10 +253,10 @@ def _run_local(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
 def _run_into(
     func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], into: Any, cut: Cut
 ) -> Any:
-    """Run an elementwise function that writes a tensor which is not ours.
+    """Run an elementwise function that writes a tensor other than a ShardTensor.
 
-    A DTensor that is cut as ours is (torchao's state is made like that) gets this rank's elements;
-    any other is a whole tensor, so it gets whole values.
+    A DTensor with the same cut (torchao's state) gets this rank's elements. Any other tensor is
+    whole and gets whole values.
     """
     if not isinstance(into, DTensor):
         return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})
@@ -268,7 +268,7 @@ def _run_into(
 
 
 def _full(value: Any) -> Any:
-    """Return the whole of a sharded tensor: for a parameter, what autograd knows."""
+    """Return the whole of a sharded tensor; for a parameter autograd's leaf."""
     if not isinstance(value, ShardTensorBase):
         return value
     if value._cut.is_replicated and not torch.is_grad_enabled():
@@ -277,7 +277,7 @@ def _full(value: Any) -> Any:
 
 
 def _convert(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``to`` without the index of a CPU: torch would copy to ``cpu:0``, the same place."""
+    """Run ``to`` without the index of a CPU; torch would copy to ``cpu:0``, the same memory."""
 
     def plain(value: Any) -> Any:
         is_indexed = isinstance(value, str | torch.device) and str(value).startswith("cpu:")
@@ -287,13 +287,13 @@ def _convert(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _detach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return another tensor of the same elements, of the same parameter."""
+    """Return another tensor of the same elements and the same owner."""
     made = args[0]
     return made.wrap(made._local_tensor.detach(), made._cut, made._owner)
 
 
 def _view_as(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """View a tensor in a shape that it has already; a plain one in a sharded one's shape."""
+    """View a tensor in its present shape, or a plain tensor in a sharded one's shape."""
     if not isinstance(args[0], ShardTensorBase):
         return args[0].view(args[1].shape)
     is_cut = args[0]._cut.layout is not None
@@ -325,7 +325,7 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
                 "alike, so their elements do not meet on one rank; use full_tensor()"
             )
         return value._local_tensor
-    if isinstance(value, DTensor):  # one of torch's own, made "like" a parameter by a loader
+    if isinstance(value, DTensor):  # torch's own, which a loader made "like" a parameter
         is_cut_alike = value.device_mesh == cut.mesh and value.placements == cut.placements
         return value._local_tensor if is_cut_alike else cut.slice_of(value.full_tensor())
     if isinstance(value, torch.Tensor):
@@ -334,7 +334,7 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
 
 
 def _locals_of_list(value: Any, leads: Sequence[Any], name: str) -> Any:
-    """Return the local tensors of one list argument; other arguments pass."""
+    """Return the local tensors of a list argument; return other arguments unchanged."""
     if not isinstance(value, list | tuple):
         return value
     if value is leads or len(value) != len(leads):
@@ -365,7 +365,7 @@ def _wrapped(result: Any, like: Any) -> Any:
 
 
 def _unscale(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Unscale gradients; an overflow that one rank sees, every rank sees (torch.amp.GradScaler)."""
+    """Unscale gradients (torch.amp.GradScaler); share the overflow flag with every rank."""
     tensors, found_inf, inv_scale = args
     func([locals_of(t) for t in tensors], found_inf, inv_scale)
     cuts = [t._cut for t in tensors if isinstance(t, ShardTensorBase)]
@@ -375,7 +375,7 @@ def _unscale(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _make_new(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Make a new tensor: cut alike if it has the shape of the sharded one, else a plain one."""
+    """Make a new tensor: with the same cut if it has the sharded one's shape, else plain."""
     like = shards_in(args, kwargs)[0]
     size = args[1] if len(args) > 1 else kwargs.get("size")
     if isinstance(size, tuple | list) and tuple(size) == like._cut.shape:
@@ -385,7 +385,7 @@ def _make_new(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _multiply(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Multiply a column by a row, which is elementwise: the sum has one term."""
+    """Multiply a column by a row; it is elementwise, as the sum has one term."""
     shards = shards_in(args, kwargs)
     if kwargs or is_replicated(shards):
         return NotImplemented
@@ -398,7 +398,7 @@ def _multiply(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _fill_masked(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Assign one number where a mask, cut as the tensor is, is true."""
+    """Assign a number where a mask of the same cut is true."""
     tensor, mask, value = args
     if not isinstance(tensor, ShardTensorBase) or not isinstance(mask, ShardTensorBase):
         return NotImplemented
@@ -416,9 +416,9 @@ _BLOCK = 256  # elements of a block, fixed in bitsandbytes
 
 
 def _run_kernel(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a kernel of bitsandbytes on this rank's elements, in blocks of its own.
+    """Run a kernel of bitsandbytes on this rank's elements; blocks begin at its slice.
 
-    NotImplemented where it takes the norm of the whole update (LAMB, LARS, ``max_unorm``).
+    Return NotImplemented if it takes the norm of the whole update (LAMB, LARS, ``max_unorm``).
     """
     shards = shards_in(args, kwargs)
     takes_norm = name == "optimizer_update_32bit" and args[5] is not None
@@ -429,7 +429,7 @@ def _run_kernel(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str
         return None
     names = [argument.name for argument in func.default._schema.arguments]
     given = {**dict(zip(names, locals_of(args), strict=False)), **kwargs}
-    for scales in ("absmax1", "absmax2"):  # one of each block, and the slice has fewer
+    for scales in ("absmax1", "absmax2"):  # one per block; the slice has fewer blocks
         if given.get(scales) is not None:
             given[scales] = given[scales][: -(-numel // _BLOCK)]
     result = func(**{key: locals_of(value) for key, value in given.items()})

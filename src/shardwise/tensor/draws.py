@@ -1,10 +1,10 @@
-"""What is drawn for a parameter is the same on all ranks, however they were seeded.
+"""Random draws for parameters, equal on all ranks whatever their seeds.
 
 Note [One draw for all ranks]
-A replicated parameter, or one with replicas, would have other values on every rank if each drew
-from a generator of its own. So every rank draws the whole tensor from the state in which rank 0's
-generator is, and keeps its slice: the values depend neither on the number of ranks nor on their
-seeds. The generators of ranks that were in another state stay as they were.
+If each rank drew from its generator, a replicated parameter, or one with replicas, would differ
+between ranks. So every rank draws the whole tensor from the state of rank 0's generator and keeps
+its slice. The values depend neither on the number of ranks nor on their seeds. A rank whose
+generator had another state restores that state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _SITE = CollectiveId("broadcast", "(generator)", 0)
 
 @contextmanager
 def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> Iterator[None]:
-    """Draw as rank 0 draws, from the default generators or from ``own``; every rank enters it.
+    """Draw as rank 0 does, from the default generators or ``own``; every rank must enter.
 
     **Cost** one broadcast of the generator's state, 5 KB.
     """
@@ -70,5 +70,5 @@ def draw(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if name in LIKE:
         return tensor.wrap(drawn.detach().clone(), tensor._cut, None, drawn.requires_grad)
     tensor._local_tensor.copy_(drawn)
-    torch.autograd.graph.increment_version(tensor._local_tensor)  # full copies are stale now
+    torch.autograd.graph.increment_version(tensor._local_tensor)  # marks full copies stale
     return tensor

@@ -1,12 +1,12 @@
-"""Tensors of classes that define their own gather, as the plain tensors that they are made of.
+"""Tensor subclasses that define their own gather, as the plain tensors inside them.
 
 Note [What is stored of a tensor subclass]
-Float8 and quantized weights are tensors of a class with `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`. What such a tensor holds, and an optimizer updates, are the plain tensors
-inside it: those that `__tensor_flatten__` names, or else its attributes. Each is cut by rows as the
-tensor is, so that any number of ranks can read what any other wrote. The only one, of the tensor's
-own shape, goes under the tensor's name; several go under that with the attribute behind. One that
-has no row for each row of the tensor tells nobody how it would be cut, and is refused.
+Float8 and quantized weights have a class with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+Such a tensor holds plain tensors, which an optimizer updates: those that `__tensor_flatten__`
+names, or else its attributes. Each is cut by rows as the tensor is, so that any number of ranks can
+read a checkpoint of any other number. A single plain tensor of the same shape is stored under the
+tensor's name; otherwise the attribute follows the name. A plain tensor without one row per row of
+the tensor has no defined cut and is refused.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Inner:
 
 
 def has_own_gather(local: torch.Tensor) -> bool:
-    """Tell whether a tensor is of a class that defines its own gather, both methods of it."""
+    """Tell whether the tensor's class defines its gather, in both methods."""
     has = [hasattr(local, f"fsdp_{when}_all_gather") for when in ("pre", "post")]
     if has[0] != has[1]:
         raise AssertionError(
@@ -42,7 +42,7 @@ def has_own_gather(local: torch.Tensor) -> bool:
 
 
 def refuse_opaque(local: torch.Tensor, name: str) -> None:
-    """Refuse a parameter that wraps other tensors and does not say how it is gathered.
+    """Refuse a parameter that wraps other tensors and does not define its gather.
 
     **Raises** ConfigError with the parameter's name and class.
     """
@@ -56,7 +56,7 @@ def refuse_opaque(local: torch.Tensor, name: str) -> None:
 
 
 def plain_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the plain tensors that a tensor is made of, by suffix; "" is the only one, alike.
+    """Return the plain tensors inside a tensor by suffix; "" if there is one, of the same shape.
 
     See Note [What is stored of a tensor subclass].
     """
@@ -70,7 +70,7 @@ def plain_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _walk(tensor: torch.Tensor, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    tensor = waited_for(tensor)  # what DTensor has gathered
+    tensor = waited_for(tensor)  # DTensor gathers asynchronously
     if type(tensor) is torch.Tensor:
         yield path, tensor
         return
@@ -79,16 +79,16 @@ def _walk(tensor: torch.Tensor, path: str = "") -> Iterator[tuple[str, torch.Ten
         names = flatten()[0]
     else:
         names = [name for name, value in vars(tensor).items() if isinstance(value, torch.Tensor)]
-    if not names:  # a class that adds methods to a tensor with memory of its own
+    if not names:  # a class that adds only methods
         yield path, tensor.as_subclass(torch.Tensor)
     for name in names:
         yield from _walk(getattr(tensor, name), f"{path}.{name}")
 
 
 def chunk_of(values: torch.Tensor, num_ranks: int, rank: int, dim: int = 0) -> torch.Tensor:
-    """Return a rank's chunk, as ``torch.chunk`` cuts, in memory of its own.
+    """Return a copy of a rank's chunk, cut as by ``torch.chunk``.
 
-    The memory of a tensor subclass is that of the largest rank's, as its own gather may want it.
+    The memory of a tensor subclass is padded to the largest rank's, as its gather may need that.
     """
     size = values.shape[dim]
     rows = -(-size // num_ranks)
@@ -106,16 +106,16 @@ def chunk_of(values: torch.Tensor, num_ranks: int, rank: int, dim: int = 0) -> t
 
 
 def cut_by_rows(shape: tuple[int, ...], cut: Cut) -> Cut:
-    """Describe a tensor that is cut by rows over the ranks over which another one is."""
+    """Describe a tensor that is cut by rows over the ranks of another tensor's cut."""
     if cut.layout is None:
         return make_cut(shape, None, 0, cut.comm)
     return make_cut(shape, build_layout("rows", [shape], cut.layout.num_ranks), 0, cut.comm)
 
 
 def inner_of(local: torch.Tensor, cut: Cut, name: str) -> list[Inner]:
-    """Return what a sharded tensor is made of: itself, or the plain tensors inside it.
+    """Return a sharded tensor itself, or the plain tensors inside it.
 
-    **Raises** ConfigError, naming it, for one that is not cut by rows with the tensor.
+    **Raises** ConfigError with the name of a plain tensor that cannot be cut by rows with it.
     """
     if not has_own_gather(local):
         return [Inner("", local, cut)]
@@ -135,7 +135,7 @@ def inner_of(local: torch.Tensor, cut: Cut, name: str) -> list[Inner]:
 def gather_whole(local: torch.Tensor, cut: Cut, name: str = "(tensor)") -> torch.Tensor:
     """Return the whole tensor, of the class of this rank's part.
 
-    **Cost** one all-gather for each plain tensor that it is made of.
+    **Cost** one all-gather for each plain tensor inside it.
     """
     if not has_own_gather(local):
         return cut.gather(local)
@@ -146,5 +146,5 @@ def gather_whole(local: torch.Tensor, cut: Cut, name: str = "(tensor)") -> torch
 
 
 def version_of(local: torch.Tensor) -> int:
-    """Return a number that changes whenever a tensor, or one that it is made of, is modified."""
+    """Return a number that changes when the tensor, or one inside it, is modified."""
     return local._version + sum(part._version for _, part in _walk(local))

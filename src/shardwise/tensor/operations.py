@@ -1,8 +1,8 @@
-"""Which operations are right on slices, by name; everything else needs the whole tensor.
+"""Tables of the operations that may run on slices, by name; all others need the whole tensor.
 
 An elementwise operation maps element i of its inputs to element i of its output, so it may run on
-this rank's elements alone. Names are those of the Python functions and of the ATen packets, which
-agree; a trailing underscore is the in-place form.
+this rank's elements alone. Python functions and ATen packets have the same names; a trailing
+underscore is the in-place form.
 """
 
 
@@ -32,24 +32,24 @@ clone contiguous _to_copy float double half bfloat16 type_as cpu cuda
 zeros_like ones_like empty_like full_like lift_fresh
 """
 
-# One by one, elements of one tensor to elements of another of the same shape.
+# Element i of the inputs to element i of an output of the same shape.
 ELEMENTWISE = frozenset(
     name
     for word in (_UNARY + _BINARY + _FILL).split()
     for name in (word, word if word.startswith("__") else word + "_")
 ) | _names(_COPIES)
 
-# The same of lists of tensors. torch has a foreach form of some of them only.
+# The forms for lists of tensors. torch has a foreach form for some of the names only.
 ELEMENTWISE_LISTS = frozenset(f"_foreach_{name}" for name in ELEMENTWISE) | _names(
     "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 )
 
-# In-place draws: the whole tensor is drawn on every rank and each keeps its slice, so the values
-# do not depend on the number of ranks (given the same seed on all of them).
+# In-place draws. Every rank draws the whole tensor and keeps its slice, so the values do not
+# depend on the number of ranks (given the same seed on all of them).
 RANDOM = _names("normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_")
 
-# Functions whose result is drawn from a generator: outside a forward or backward pass every rank
-# draws the same, see `draws`. Those of LIKE make a tensor of their argument's shape.
+# Functions that draw from a generator. Outside a forward or backward pass all ranks draw equal
+# values, see `draws`. Those of LIKE make a tensor of their argument's shape.
 LIKE = _names("rand_like randn_like randint_like")
 DRAWS = (
     RANDOM
@@ -63,7 +63,7 @@ DRAWS = (
     )
 )
 
-# What can be answered from the global description alone.
+# Answered from the global description alone.
 METADATA = _names(
     """
     size dim ndimension numel nelement stride element_size is_floating_point is_complex is_signed
@@ -73,8 +73,7 @@ METADATA = _names(
     """
 )
 
-# What is the same of this rank's elements: answered from them, since optimizers ask it of every
-# parameter in every step.
+# Equal for the local tensor, which answers faster: optimizers ask every parameter in every step.
 LOCAL_FACTS = _names(
     """
     is_floating_point is_complex is_signed element_size get_device dtype device layout is_cuda
@@ -88,7 +87,7 @@ FULL_PROPERTIES = _names("T mT H mH real imag")
 # Methods that make a new tensor of any shape.
 FACTORIES = _names("new new_zeros new_ones new_empty new_full new_tensor")
 
-# What autograd does not record, so that a parameter's shard may answer in grad mode.
+# Not recorded by autograd, so a parameter's shard may answer in grad mode.
 GRAD_FREE = _names("detach requires_grad_ zeros_like ones_like empty_like full_like")
 
 # Reductions of a whole tensor to one number, with the reduction over ranks that completes each.
@@ -106,8 +105,8 @@ REDUCTIONS = {
 
 NORMS = _names("norm vector_norm linalg_vector_norm")
 
-# Products of matrices, elementwise where what is summed over has one element.
+# Matrix products; elementwise if the summed dim has one element.
 PRODUCTS = _names("matmul mm __matmul__")
 
-# Kernels of other libraries that treat the elements in place, one by one or in blocks.
+# Kernels of other libraries that update the elements in place, one by one or in blocks.
 KERNELS = _names("optimizer_update_32bit optimizer_update_8bit_blockwise")

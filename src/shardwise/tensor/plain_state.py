@@ -1,12 +1,12 @@
-"""What is looked at before an optimizer's first step: state that was loaded whole, dtypes.
+"""Checks before an optimizer's first step: state that was loaded whole, and dtypes.
 
 Note [Plain state is cut at the first step]
 ``optimizer.load_state_dict(torch.load(...))`` of a plain or DistributedDataParallel run puts whole
-tensors into the state of sharded parameters: torch casts them to the parameter's dtype and device
-and asks the parameter for nothing else, so it cannot answer with a slice there. But every load
-makes a new dict of the state, and torch calls the hooks of all optimizers before each step: there
-a dict that was not seen before is looked through once. What has its parameter's shape is cut, which
-is right for every optimizer whose state is elementwise; counts and other values stay.
+tensors into the state of sharded parameters. torch only casts them to the parameter's dtype and
+device, so the parameter cannot cut them there. But every load makes a new dict of the state, and
+torch calls the hooks of all optimizers before each step. The hook here scans each new dict once.
+It cuts state of its parameter's shape, which is right for every optimizer with elementwise state.
+Counts and other values stay.
 """
 
 import logging
@@ -26,9 +26,9 @@ from shardwise.tensor.shard_tensor import ShardTensor
 _LOG = logging.getLogger("shardwise")
 FULLY_SHARD = "_of_fully_shard"  # set on the DTensors that are parameters of `fully_shard`
 _SEEN = "_shardwise_state_seen"
-# One number for the whole parameter, whatever shape that has.
+# One number for the whole parameter, whatever the parameter's shape.
 PLAIN_SCALARS = ("step", "mu_product", "eta", "mu")
-# State of torch's optimizers that has its parameter's shape and no other.
+# State of torch's optimizers that always has its parameter's shape.
 _ELEMENTWISE = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
     *("acc_delta", "sum", "exp_inf", "ax", "prev", "step_size"),
@@ -36,40 +36,39 @@ _ELEMENTWISE = (
 
 
 class OfFullyShard:
-    """Says whose a parameter of `fully_shard` is; a copy of that, or a pickled one, is nobody's."""
+    """The owner of a parameter of `fully_shard`; copies and pickles of it have no owner."""
 
     def __init__(self, param: Any) -> None:
         self.param = param
 
     def __deepcopy__(self, memo: Any) -> bool:
-        """Forget the owner, and that there is a model."""
+        """Copy to True: the mark of a parameter of `fully_shard`, without the owner."""
         return True
 
     def __reduce__(self) -> Any:
-        """Forget the owner, and that there is a model."""
+        """Pickle as True, without the owner."""
         return bool, (True,)
 
 
 def owner_of(param: Any) -> Any:
-    """Return what owns a parameter of `shard` or `fully_shard`; None for others."""
+    """Return the owner of a parameter of `shard` or `fully_shard`; None for others."""
     if isinstance(param, ShardTensor):
         return param._owner
     return getattr(getattr(param, FULLY_SHARD, None), "param", None)
 
 
 def owning_rank(param: Any) -> int | None:
-    """Return the rank of the shard axis that has all of a parameter, by its layout."""
+    """Return the rank of the shard axis whose slice is the whole parameter, by its layout."""
     cut = None if owner_of(param) is None else getattr(param, "_cut", None)
     return None if cut is None else cut.owner
 
 
 def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Cut what an optimizer's state holds whole. See Note [Plain state is cut at the first step].
+    """Cut whole tensors in an optimizer's state. See Note [Plain state is cut at the first step].
 
-    **Cost** nothing for state that was seen before; else a copy of this rank's slices.
+    **Cost** nothing for a dict that was seen before; else a copy of this rank's slices.
 
-    **Raises** ConfigError naming the parameter, before anything is changed, when the state is of
-    another shape.
+    **Raises** ConfigError with the parameter's name, before any change, if state has another shape.
     """
     if torch.compiler.is_compiling() or vars(optimizer).get(_SEEN) is optimizer.state:
         return
@@ -91,7 +90,7 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Name sharded parameters in 16 bits that an optimizer is about to step, on rank 0."""
+    """Log on rank 0 the sharded 16-bit parameters that an optimizer is about to step."""
     names = [name for _, name in stepped_in_16_bits(optimizer)]
     if names and dist.is_initialized() and dist.get_rank() == 0:
         _LOG.warning(
@@ -104,8 +103,8 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def stepped_in_16_bits(optimizer: torch.optim.Optimizer) -> list[tuple[DTensor, str]]:
-    """Return the sharded parameters in 16 bits that an optimizer rounds to, with their names."""
-    if getattr(optimizer, "bf16_stochastic_round", False):  # of torchao: they go up by chance
+    """Return the sharded 16-bit parameters whose updates are rounded, with their names."""
+    if getattr(optimizer, "bf16_stochastic_round", False):  # torchao rounds at random
         return []
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     owned = [(p, owner_of(p)) for p in params if p.dtype in (torch.bfloat16, torch.float16)]
@@ -127,22 +126,22 @@ def cut_state_dict(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def cut_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, cut like a parameter, as that parameter's kind.
+    """Return this rank's part of a whole tensor, cut like a parameter and of its class.
 
-    It is the whole again for a parameter that is not sharded by us.
+    Return the whole tensor for a parameter that shardwise has not sharded.
     """
     how = _how_to_cut(param)
     return whole if how is None else how(whole)
 
 
 def _how_to_cut(param: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what makes a slice of a whole tensor; None for parameters that are not ours."""
+    """Return the function that slices a whole tensor; None for parameters that are not sharded."""
     if isinstance(param, ShardTensor):
         cut = param._cut
         return lambda whole: ShardTensor.wrap(cut.slice_of(whole).clone(), cut)
     if isinstance(param, DTensor) and vars(param).get(FULLY_SHARD):
         mesh, placements = param.device_mesh, param.placements
-        # Every rank has loaded the whole: nothing is sent.
+        # Every rank has loaded the whole tensor, so nothing is sent.
         return lambda whole: distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
     return None
 

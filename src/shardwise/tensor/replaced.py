@@ -1,10 +1,10 @@
-"""Parameters that shard() has replaced tell an optimizer that still holds them.
+"""Errors for optimizers that still hold parameters that shard() has replaced.
 
 Note [An optimizer built too early]
-An optimizer knows its parameters by identity. One that was built before shard() holds tensors that
-are in no module any more: they never get a gradient, and an optimizer passes over what has none, so
-its steps change nothing, without a word. All that optimizers ask of such a tensor is its ``grad``.
-So the tensor's class is replaced by one that answers this question with the reason.
+An optimizer knows its parameters by identity. An optimizer built before shard() holds tensors that
+are no longer in a module. They never get a gradient, and an optimizer skips parameters without one,
+so its steps would silently change nothing. An optimizer reads only ``grad`` of such a tensor. So
+the tensor gets a class whose ``grad`` raises an error with the reason.
 """
 
 import sys
@@ -23,7 +23,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 def running_optimizer() -> torch.optim.Optimizer | None:
-    """Return the optimizer whose method is being run, the innermost; for messages."""
+    """Return the innermost optimizer whose method is running; for messages."""
     for frame in _frames():
         found = frame.f_locals.get("self")
         if isinstance(found, torch.optim.Optimizer):
@@ -39,14 +39,14 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Replaced:
-    """Tells who asks for the gradient of a parameter that shard() has replaced."""
+    """A parameter that shard() has replaced; reports reads of its gradient."""
 
     _replaced_name = "?"
     _replaced_by = "shard()"
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Refuse to answer an optimizer; warn anybody else. There is no gradient."""
+        """Raise StateError for an optimizer, warn any other caller: there is no gradient."""
         name, by = self._replaced_name, self._replaced_by
         optimizer = next((o for frame in _frames() for o in _optimizers_in(frame, self)), None)
         if optimizer is not None:
@@ -68,7 +68,7 @@ class Replaced:
         _GRAD.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy it as what it was: a copy is nobody's replaced parameter."""
+        """Copy the parameter in its original class."""
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.__class__ = type(self).__mro__[2]
         return copied
@@ -88,7 +88,7 @@ def _replaced_class(of: type) -> type:
 
 
 def retire(param: nn.Parameter, name: str, by: str = "shard()") -> None:
-    """Let a parameter that is in no module any more tell so to optimizers; ``by`` replaced it."""
-    if not isinstance(param, Replaced):  # by an earlier call, which failed
+    """Make a parameter report that ``by`` has replaced it in the model."""
+    if not isinstance(param, Replaced):  # an earlier call may have failed
         param.__class__ = _replaced_class(type(param))
     vars(param).update(_replaced_name=name, _replaced_by=by)

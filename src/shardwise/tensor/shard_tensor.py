@@ -1,18 +1,18 @@
-"""ShardTensor: what ``model.parameters()`` gives between steps.
+"""ShardTensor: the tensors of ``model.parameters()`` between steps.
 
 Note [What a ShardTensor answers]
 It has the parameter's global shape and dtype, and this rank's elements. An operation on it is
 one of:
 
-- elementwise (optimizers, EMA, clipping): run on the elements at hand, nothing sent;
-- a reduction or norm of the whole tensor: completed over the ranks, so every rank has the answer;
-- a draw (``nn.init``, ``randn_like``): the same on every rank, each keeps its slice, see `draws`;
+- elementwise (optimizers, EMA, clipping): run on this rank's elements, nothing sent;
+- a reduction or norm of the whole tensor: completed over the ranks, so every rank has the result;
+- a draw (``nn.init``, ``randn_like``): equal on every rank, each keeps its slice, see `draws`;
 - a write of one into a plain tensor: a plain tensor is whole, so it gets the whole value;
-- anything else on a *parameter*: the full parameter takes its place, so a parameter used outside
+- any other on a *parameter*: the full parameter takes its place, so a parameter used outside
   its module (weight decay in the loss, tied projections) is right, in autograd too;
-- anything else on other ShardTensors (gradients, optimizer state): a ShardError with the remedy.
+- any other on other ShardTensors (gradients, optimizer state): a ShardError with the remedy.
 
-So nothing returns this rank's part as if it were the whole.
+So no operation returns this rank's part as if it were the whole tensor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,12 +51,12 @@ from shardwise.tensor.tensor_base import ShardTensorBase, shards_in
 class ShardTensor(ShardTensorBase):
     """This rank's elements of a tensor that is cut over the shard axis.
 
-    A DTensor: with the ``rows`` layout its placement is ``Shard(0)`` (``Replicate()`` at stage 0),
-    with ``flat`` a ragged one. See Note [What a ShardTensor answers].
+    It is a DTensor. Its placement is ``Shard(0)`` with the ``rows`` layout (``Replicate()`` at
+    stage 0) and `Ragged` with ``flat``. See Note [What a ShardTensor answers].
     """
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's elements, sharing memory; no autograd through this."""
+        """Return this rank's elements, sharing memory, outside the autograd graph."""
         return self._local_tensor.detach()
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -71,8 +71,7 @@ class ShardTensor(ShardTensorBase):
     ) -> DTensor:
         """Return the whole tensor as a replicated DTensor; other placements are refused.
 
-        torch's ``get_model_state_dict(full_state_dict=True)`` asks for it. **Cost** as
-        `full_tensor`.
+        torch's ``get_model_state_dict(full_state_dict=True)`` calls it. **Cost** as `full_tensor`.
         """
         if not placements or not all(p.is_replicate() for p in placements):
             raise ShardError(
@@ -83,7 +82,7 @@ class ShardTensor(ShardTensorBase):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's slice of the mean gradient; finishes reductions that are under way."""
+        """This rank's slice of the mean gradient; finishes reductions in flight."""
         owner = self._owner
         if owner is None or owner.sharded is not self:
             return self.__dict__.get("_plain_grad")
@@ -102,7 +101,7 @@ class ShardTensor(ShardTensorBase):
         self.grad = None
 
     def __tensor_flatten__(self) -> Any:
-        """Refuse to be traced: compiled code would take it for one of torch's own DTensors."""
+        """Refuse to be traced: compiled code would treat it as a plain DTensor."""
         if torch._guards.TracingContext.try_get() is None:
             return super().__tensor_flatten__()
         optimizer = running_optimizer()
@@ -113,7 +112,7 @@ class ShardTensor(ShardTensorBase):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Show what this rank has; sends nothing."""
+        """Show this rank's elements; sends nothing."""
         cut = self._cut
         name = f"'{self._owner.name}', " if self._owner is not None else ""
         return (
@@ -122,7 +121,7 @@ class ShardTensor(ShardTensorBase):
         )
 
     def __format__(self, format_spec: str) -> str:
-        """Show what this rank has, also where there is one element only; sends nothing."""
+        """Show this rank's elements, also of a tensor with one element; sends nothing."""
         return repr(self) if not format_spec else super().__format__(format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
@@ -135,7 +134,7 @@ class ShardTensor(ShardTensorBase):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: a pickled slice would come back as if it were a parameter."""
+        """Refuse: a pickled slice would load as if it were a parameter."""
         raise ShardError(
             "a ShardTensor holds this rank's slice only and cannot be pickled; pickle "
             "t.full_tensor(), or the state_dict() inside `with shardwise.gathered(model):`"
@@ -149,7 +148,7 @@ class ShardTensor(ShardTensorBase):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer as Note [What a ShardTensor answers] says."""
+        """Run an operation, as Note [What a ShardTensor answers] defines."""
         kwargs = kwargs or {}
         name = func.__name__
         if name in DRAWS:
@@ -200,7 +199,7 @@ class ShardTensor(ShardTensorBase):
                 "gradient, not the mean over ranks; call loss.backward() and read p.grad"
             )
         elif func is torch.autograd.backward and kwargs.get("inputs") is not None:
-            # torch asks the classes of inputs from 2.11 on (pytorch#171473).
+            # torch dispatches on the classes of inputs since 2.11 (pytorch#171473).
             inputs = [into_leaf(tensor) for tensor in kwargs["inputs"]]
             return func(*args, **{**kwargs, "inputs": inputs})
         if name not in GRAD_FREE and not is_in_place(name):
@@ -221,7 +220,7 @@ class ShardTensor(ShardTensorBase):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer what reaches ATen by itself (``detach``, ``.data``, copies)."""
+        """Run the calls that reach ATen directly (``detach``, ``.data``, copies)."""
         return answer(func, func.overloadpacket.__name__, args, kwargs or {})
 
 

@@ -1,4 +1,4 @@
-"""What a sharded tensor holds: this rank's elements, how the tensor is cut, and whose it is."""
+"""Data of a sharded tensor: this rank's elements, the cut, and the owner."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -10,23 +10,23 @@ from shardwise.tensor.cut import Cut
 
 
 class Owner(Protocol):
-    """What a parameter's ShardTensor asks of the unit that owns it."""
+    """The interface of the unit that owns a parameter, for the parameter's ShardTensor."""
 
     name: str
     sharded: Any
     full: Any
 
     def read_grad(self) -> torch.Tensor | None:
-        """Return the reduced gradient, finishing reductions that are under way."""
+        """Finish reductions in flight and return the reduced gradient."""
 
     def write_grad(self, value: torch.Tensor | None) -> None:
         """Replace the gradient; None drops it, reduced or not."""
 
     def use_full(self) -> torch.Tensor:
-        """Return the full parameter, the one that autograd knows."""
+        """Return the full parameter, autograd's leaf."""
 
     def in_use(self) -> bool:
-        """Tell whether a forward pass of the model is under way."""
+        """Tell whether a forward pass of the model is running."""
 
     def add_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """Call ``hook`` with the parameter once its gradient is reduced; return a handle."""
@@ -36,7 +36,7 @@ class Owner(Protocol):
 
 
 class ShardTensorBase(DTensor):
-    """The data of a `ShardTensor`; what it answers is defined there."""
+    """The data of a `ShardTensor`, which adds the operations."""
 
     _local_tensor: torch.Tensor
     _cut: Cut
@@ -46,7 +46,7 @@ class ShardTensorBase(DTensor):
     def wrap(
         cls, local: torch.Tensor, cut: Cut, owner: Owner | None = None, requires_grad: bool = False
     ) -> Self:
-        """Make a ShardTensor of ``local`` (shape ``cut.local_shape``), without a copy."""
+        """Wrap ``local`` (shape ``cut.local_shape``) in a ShardTensor without a copy."""
         spec = cut.spec(local.dtype)
         made: Self = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[assignment]
         made._cut = cut
@@ -55,12 +55,12 @@ class ShardTensorBase(DTensor):
 
 
 def is_replicated(tensors: Sequence[ShardTensorBase]) -> bool:
-    """Tell whether every rank has all of each of these tensors (stage 0)."""
+    """Tell whether every rank has all elements of each tensor (stage 0)."""
     return all(t._cut.is_replicated for t in tensors)
 
 
 def locals_of(value: Any) -> Any:
-    """Put this rank's elements in the place of sharded tensors, in lists too."""
+    """Replace sharded tensors by this rank's elements, in lists too."""
     if isinstance(value, ShardTensorBase):
         return value._local_tensor
     if isinstance(value, list | tuple):
@@ -74,7 +74,7 @@ def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[ShardTensorBase]:
 
 
 def values_one_deep(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield a call's arguments, and what lists among them hold."""
+    """Yield a call's arguments, with the members of lists in place of the lists."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple):
             yield from value

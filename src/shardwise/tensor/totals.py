@@ -1,9 +1,9 @@
 """Reductions and norms of sharded tensors; a norm is reduced over ranks when its value is read.
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of every gradient and then the norm of those
-norms. Reduced one by one that is a collective per parameter; a `LazyNorm` stays this rank's part
-until something needs its value, and survives the ``stack`` in between, so it is one collective;
-one for each mesh, where parameters lie on several.
+norms. Reducing each norm would take a collective per parameter. A `LazyNorm` stays this rank's part
+until its value is read, also through the ``stack`` in between. So all norms take one collective, or
+one per mesh if parameters are on several meshes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ _METADATA = frozenset(
 
 @dataclass(frozen=True)
 class NormKind:
-    """What has to agree for partial norms to be completed in one: the order and the ranks.
+    """The order and the ranks of partial norms; norms of one kind are completed together.
 
-    Without axes they are complete.
+    Norms of a kind without axes are complete.
     """
 
     order: float
@@ -39,7 +39,7 @@ class NormKind:
 
     @classmethod
     def of(cls, order: float, cut: Cut) -> "NormKind":
-        """Return the kind of the norms of tensors that are cut so."""
+        """Return the kind of the norms of tensors with this cut."""
         return cls(float(order), cut.comm, cut.axes)
 
     def combine(self, partial: torch.Tensor) -> torch.Tensor:
@@ -60,11 +60,11 @@ class NormKind:
 
 
 class LazyNorm(torch.Tensor):
-    """A norm (or a vector of norms) of which this rank knows only its own part.
+    """A norm (or a vector of norms) of this rank's elements, completed when a value is read.
 
-    Norms in a vector may be of several kinds, as parameters may lie on several meshes.
+    Norms in a vector may be of several kinds, as parameters may be on several meshes.
 
-    **Cost** one collective over each axis of each kind when a value is asked for.
+    **Cost** one collective over each axis of each kind when a value is read.
     """
 
     _kinds: tuple[NormKind, ...]  # of each norm
@@ -79,7 +79,7 @@ class LazyNorm(torch.Tensor):
         return lazy
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Stay lazy where nothing changes, as when ``get_total_norm`` moves every norm."""
+        """Stay lazy if nothing changes, as when ``get_total_norm`` moves every norm."""
         if not kwargs and args == (self._partial.device,):
             return self
         return self.resolve().to(*args, **kwargs)
@@ -92,9 +92,9 @@ class LazyNorm(torch.Tensor):
         return total
 
     def total(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the norm of the norms; each kind is put together before it is completed."""
+        """Return the norm of the norms; combine each kind on this rank, then over ranks."""
         flat = self._partial.reshape(-1)
-        if self._kinds[0].order == 0:  # how many are not 0, which no rank's part alone tells
+        if self._kinds[0].order == 0:  # the number of norms that are not 0 needs complete norms
             return torch.linalg.vector_norm(self.resolve().reshape(-1), *args, **kwargs)
         found = [
             kind.combine(torch.linalg.vector_norm(flat[places], *args, **kwargs))
@@ -107,7 +107,7 @@ class LazyNorm(torch.Tensor):
     def _by_kind(self) -> list[tuple[NormKind, Any]]:
         """Return the kinds in order of appearance, with the places of each one's norms."""
         first = self._kinds[0]
-        if all(kind.axes is first.axes for kind in self._kinds):  # as a rule; hashing takes longer
+        if all(kind.axes is first.axes for kind in self._kinds):  # usual; hashing takes longer
             return [(first, slice(None))]
         places: dict[NormKind, list[int]] = {}
         for place, kind in enumerate(self._kinds):
@@ -122,7 +122,7 @@ class LazyNorm(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Stay lazy through what ``get_total_norm`` does; resolve for anything else."""
+        """Stay lazy through the calls of ``get_total_norm``; resolve for any other call."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _METADATA:
@@ -138,7 +138,7 @@ class LazyNorm(torch.Tensor):
 
 
 def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
-    """Stack single norms of one order; plain ones are complete. None where there are others."""
+    """Stack single norms of one order; plain ones are complete. Return None for other values."""
     order = next(v._kinds[0].order for v in values if isinstance(v, LazyNorm))
     complete = NormKind(order, None, ())
     kinds: list[NormKind] = []
@@ -177,7 +177,7 @@ def _resolved(value: Any) -> Any:
 
 
 def norm(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a norm: lazily of all elements, at once over some dims."""
+    """Return a norm: lazy for all elements, immediate over some dims."""
     order = _order_of_total(args, kwargs)
     if order is not None:
         return _total_norms(args[:1], order)[0]
@@ -185,12 +185,12 @@ def norm(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def norms_of_list(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the norms of tensors in a list (``_foreach_norm``), lazily."""
+    """Return the lazy norms of tensors in a list (``_foreach_norm``)."""
     return _total_norms(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 
 def reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Reduce all elements to one number, or sum and average over some dims.
+    """Reduce all elements to one number, or sum or average over some dims.
 
     **Cost** one collective over each axis that the tensor is cut over.
     """
@@ -210,7 +210,7 @@ def _order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float |
 
 
 def _total_norms(tensors: Sequence[torch.Tensor], order: Any) -> list[torch.Tensor]:
-    """Return each tensor's norm of all elements, completed over ranks when its value is read."""
+    """Return each tensor's norm of all elements, lazy."""
     if not isinstance(order, int | float):
         raise ShardError(
             f"norm of order {order!r}: a sharded tensor has p-norms of its elements only; "
@@ -224,7 +224,7 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: Any) -> list[torch.Tens
     for tensor, part in zip(tensors, parts, strict=True):
         if part.numel():
             value = next(norms)
-        else:  # what changes nothing
+        else:  # the neutral element
             start = float("inf") if order == float("-inf") else 0.0
             value = torch.full((), start, dtype=part.dtype, device=part.device)
         if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
@@ -252,10 +252,10 @@ def _reduce_all(func: Any, name: str, tensor: ShardTensorBase) -> torch.Tensor:
 
 
 def _reduce_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Reduce over some dims; NotImplemented for norms that cannot be put together.
+    """Reduce over some dims; return NotImplemented for norms that cannot be combined.
 
-    Every rank reduces its elements in a tensor of zeros. Where one rank has all that a result is
-    made of, the others add zeros, so its bits stay.
+    Every rank reduces its elements in a tensor of zeros. If one rank has all elements of a result,
+    the others add zeros, so the result's bits stay.
 
     **Cost** the tensor's full size in memory; one collective of the result's size.
     """
@@ -275,7 +275,7 @@ def _reduce_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _sum(partial: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Sum over the axes that a tensor is spread over, one after the other."""
+    """Sum over the axes that a tensor is cut over, one after the other."""
     for axis in cut.axes:
         partial = cut.comm.sum_in_rank_order(partial, axis, GATHER_SITE)
     return partial

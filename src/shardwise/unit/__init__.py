@@ -1,1 +1,1 @@
-"""One unit: its ShardTensors, its storage, how it is filled, unsharded and reduced."""
+"""One unit: its parameters, storage, initial values, gathers and reductions."""

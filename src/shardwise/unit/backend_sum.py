@@ -1,10 +1,11 @@
-"""Sums by one reduce-scatter of the backend, on one packed buffer per unit, as FSDP2 makes them.
+"""Sums by one reduce-scatter of the backend on one packed buffer per unit, as in FSDP2.
 
 Note [Units of one size]
-gloo matches reductions by their order alone. So a unit's number goes with its gradients, one
-element for each bit, beside an element that is one on every rank: a bit that is set on some ranks
-only tells that they have reduced different units. A user's own reduce-scatter gets the gradients
-alone, as from FSDP2: it may send fewer bits, by the largest number. The counts are summed beside.
+gloo matches reductions by their order alone. So a unit's number is sent with its gradients, one
+element per bit, beside an element that is one on every rank. A bit that only some ranks have set
+shows that they have reduced different units. A user's reduce-scatter gets the gradients alone, as
+from FSDP2, because it may send fewer bits, scaled by the largest number. The counts are then summed
+separately.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,18 +30,18 @@ from shardwise.errors import CollectiveError
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.sums import Held, counted_anywhere
 
-_NUMBER_BITS = 12  # of a unit's number; 1 << 12 units are told apart, as in comm.collectives
-_COUNTS_ROUND_TO = 32  # so that units of equal size have equally many counts
+_NUMBER_BITS = 12  # of a unit's number; distinguishes 1 << 12 units, as in comm.collectives
+_COUNTS_ROUND_TO = 32  # so that units of equal size have the same number of counts
 
 
 @dataclass(frozen=True)
 class BackendSum:
-    """One unit's gradients, reduced alone.
+    """A reduction of one unit's gradients.
 
-    ``reduce_scatter`` is a collective of the user's own. ``divisor``: of the sum; None is the
-    number of ranks. ``sums_only``: the collective sums, and the division is apart. ``all_reduces``:
-    over the replicate axis too, in every micro-batch. ``after_reduce`` is called with the reduced
-    values before they are divided.
+    ``reduce_scatter`` is a user's collective. ``divisor`` divides the sum; None means the number of
+    ranks. ``sums_only``: the collective sums, and a separate operation divides. ``all_reduces``:
+    every micro-batch is reduced over the replicate axis too. ``after_reduce`` is called with the
+    reduced values before their division.
     """
 
     reduce_scatter: Transfer | None = None
@@ -52,7 +53,7 @@ class BackendSum:
     after_reduce: Callable[[torch.Tensor], Any] | None = None
 
     def start(self, units: Sequence[Any]) -> "_Running":
-        """Pack the gradients and hand them to the transport."""
+        """Pack the gradients and pass them to the transport."""
         (unit,) = units
         return _Running(unit, self)
 
@@ -108,7 +109,7 @@ class _Running:
             self._counted = said, pending
 
     def _pack(self, num_ranks: int, counts: list[float]) -> torch.Tensor:
-        """Return gradients and counts, chunk by chunk, in the dtype that they are reduced in."""
+        """Return gradients and counts, packed chunk by chunk in the dtype of the reduction."""
         grads = [param.take_partial() for param in self._params]
         dtypes = [
             param.reduce_dtype or (param.full if grad is None else grad).dtype
@@ -140,7 +141,7 @@ class _Running:
         return [prod(param.padded_size) for param in self._params]
 
     def _counts(self) -> list[float]:
-        """Return one, the bits of the unit's number, and for each parameter whether it was used."""
+        """Return one, the bits of the unit's number, and one or zero per parameter: used or not."""
         if not self._is_shared:
             return []
         number = [self._unit.index >> bit & 1 for bit in range(_NUMBER_BITS)]
@@ -151,7 +152,7 @@ class _Running:
         return allocate(self._how.reduce_scatter, numel, dtype, self._comm.device)
 
     def held(self, units: tuple[str, ...]) -> Held:
-        """Return the memory that it takes."""
+        """Return the sum's memory."""
         means = [] if self._out is None else [self._out]
         return Held(units, means, [], None if self._pending is None else self._pending.holds)
 
@@ -170,7 +171,7 @@ class _Running:
     def finish(self) -> dict[ShardedParam, torch.Tensor]:
         """Complete the sum and divide; return this rank's slices of the means.
 
-        **Raises** CollectiveError where ranks have reduced different units: on the CPU only, as
+        **Raises** CollectiveError if ranks have reduced different units. It checks on the CPU only;
         elsewhere the host would wait for the device.
         """
         self.wait()
@@ -198,12 +199,12 @@ class _Running:
         }
 
     def drop(self) -> None:
-        """Wait; the sum is not completed over replicas."""
+        """Wait, without completing the sum over replicas."""
         self.wait()
         self._out = None
 
     def _over_replicas(self, values: torch.Tensor) -> bool:
-        """Complete the sum over the replicate axis; False while only shards are to be summed."""
+        """Complete the sum over the replicate axis; return False if only shards are summed yet."""
         unit = self._unit
         axis = self._comm.axes.replicate
         if axis is None:
@@ -258,10 +259,10 @@ def _chunks(grad: torch.Tensor, num_ranks: int, param: ShardedParam) -> list[tor
 
 
 def _division(how: BackendSum, axes: Any, dtype: torch.dtype) -> tuple[float, float, Any]:
-    """Return what the addends and the sums are divided by, and the operation of the collective.
+    """Return the divisors of the addends and of the sums, and the operation of the collective.
 
-    In fp32 and bf16 the backend takes the mean. Half precision divides by about the root of the
-    number of ranks before and after, so that neither addends nor sums leave its range.
+    In fp32 and bf16 the backend takes the mean. In half precision the addends and the sums are each
+    divided by about the root of the number of ranks, so that neither leaves the range.
     """
     num_ranks, divisor = axes.num_ranks, how.divisor
     is_wide = dtype in (torch.float32, torch.bfloat16)

@@ -1,9 +1,9 @@
-"""The encoded gather of one storage: its bytes on the wire, from slices, and into the full copy.
+"""The encoded gather of one storage: slices to bytes on the wire, and bytes to the full copy.
 
 Note [What every rank reads]
-Every rank decodes what all ranks have sent, its own share among it, so the full copy has the same
-bits everywhere. A rank that is alone encodes and decodes too: it computes as many ranks would. The
-slices that the optimizer steps are only read.
+Every rank decodes the shares of all ranks, its own included, so the full copy has the same bits
+everywhere. A single rank encodes and decodes too, so it computes as many ranks would. The gather
+only reads the slices that the optimizer steps.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from shardwise.unit.home import Home
 
 
 class _Blocks(NamedTuple):
-    """Views of blocks: codes, scales, and the elements that they are made of, or are made to."""
+    """Views of blocks: codes, scales, and the elements to encode or decode."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -26,10 +26,10 @@ class _Blocks(NamedTuple):
 
 
 class CodedGather:
-    """The wire of one storage. Its memory is there from `start` until `finish`.
+    """The wire of one storage. Its memory is allocated from `start` until `finish`.
 
-    **Cost** a byte (half a byte: 4 bits) per element of the full copy, and the scales; while it is
-    encoded or decoded, copies of some elements in float32.
+    **Cost** a byte (half a byte: 4 bits) per element of the full copy, and the scales; while it
+    encodes or decodes, copies of some elements in float32.
     """
 
     def __init__(self, wire: Wire, rank: int, full: torch.Tensor) -> None:
@@ -49,19 +49,19 @@ class CodedGather:
         ]
         self._arriving, self._plain = self._lay_out_arriving()
         self._is_arriving = False
-        self._own: list[_Blocks] = []  # of slices that stay where they are
+        self._own: list[_Blocks] = []  # of slices that are not offloaded
         self._own_plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._staged: torch.Tensor | None = None
         self._free()
 
     @classmethod
     def of(cls, wire: Wire | None, rank: int, full: torch.Tensor) -> "CodedGather | None":
-        """Return the gather of a wire; None where there is none."""
+        """Return the gather of a wire; None without a wire."""
         return None if wire is None else cls(wire, rank, full)
 
     @torch.no_grad()
     def start(self, slices: torch.Tensor, home: Home | None) -> Pending | None:
-        """Encode this rank's slices into its shares; return the copy of what was encoded away."""
+        """Encode this rank's slices into its shares; return their copy from home, if any."""
         self._bytes.untyped_storage().resize_(self._bytes.numel())
         self._is_arriving = True
         if home is None:
@@ -76,7 +76,7 @@ class CodedGather:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Write what has arrived into the full copy; nothing where no gather was started."""
+        """Decode arrived bytes into the full copy; do nothing if no gather was started."""
         if not self._is_arriving:
             return
         self._is_arriving, self._staged = False, None
@@ -90,14 +90,14 @@ class CodedGather:
 
     @property
     def memory(self) -> torch.Tensor:
-        """What bytes arrive in; empty between gathers."""
+        """The memory of arriving bytes; empty between gathers."""
         return self._bytes
 
     def _free(self) -> None:
         self._bytes.untyped_storage().resize_(0)
 
     def _make_scratch(self) -> torch.Tensor | None:
-        """Return where numbers are float32 before they are cast; only the CPU is faster with it."""
+        """Return memory for float32 values before their cast; only the CPU is faster with it."""
         full = self._full
         if full.dtype == torch.float32 or full.device.type != "cpu" or not self._arriving:
             return None
@@ -114,7 +114,7 @@ class CodedGather:
 
     # -- views, which outlive the memory under them
     def _lay_out_shares(self, memory: torch.Tensor, rank: int, ranks: int) -> list[torch.Tensor]:
-        """Return the places of a rank's shares, of several ranks' or of its own alone."""
+        """Return views of a rank's shares in memory for ``ranks`` ranks."""
         begins = [
             segment.shard_offset * ranks + segment.shard_numel * rank
             for segment in self._wire.segments
@@ -125,7 +125,7 @@ class CodedGather:
     def _lay_out_own(
         self, slices: torch.Tensor, shares: list[torch.Tensor]
     ) -> tuple[list[_Blocks], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the blocks of this rank's slices, and (place, elements) of those sent as cast."""
+        """Return the blocks of this rank's slices, and (place, elements) of unencoded ones."""
         found, plain = [], []
         for number, place in enumerate(shares):
             share = self._wire.share(number, self._rank)
@@ -140,7 +140,7 @@ class CodedGather:
         return found, plain
 
     def _lay_out_arriving(self) -> tuple[list[_Blocks], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the blocks of all ranks, and (place, elements) of what was sent as cast."""
+        """Return the blocks of all ranks, and (elements, place) of unencoded elements."""
         found, plain = [], []
         for number, item in enumerate(self.items):
             size = item.segment.shard_numel
@@ -159,7 +159,7 @@ class CodedGather:
         return found, plain
 
     def _parts(self, run: Run, ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield (number, first) of the blocks that are worked on at a time."""
+        """Yield (number, first) of the blocks that are encoded or decoded at a time."""
         most = max(self._most // (run.width * ranks), 1)
         for begin in range(0, run.num, most):
             yield min(most, run.num - begin), begin
@@ -167,7 +167,7 @@ class CodedGather:
     def _blocks_at(
         self, place: torch.Tensor, run: Run, ranks: int, begin: int, num: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes and the scales of some blocks in ``place``, of one or several ranks."""
+        """Return the codes and scales of blocks in ``place``, of one or several ranks."""
         size, share = self._wire.coding.code_bytes(run.width), place.numel() // ranks
         origin = place.storage_offset()
         shape, stride = (ranks, num, size), (share, size, 1)

@@ -1,7 +1,7 @@
-"""How a parameter's elements are sent, and how what arrives becomes the full parameter.
+"""Encodings of a parameter for the gather: its elements as sent, and the full parameter from them.
 
-As they lie in the unit's memory (cast there, where the layers compute in another dtype), cut along
-another dim than the first, or as a tensor says itself.
+`AsItLies` sends the unit's memory (cast there to the computing dtype). `AlongDim` cuts along
+another dim than the first. `OwnGather` calls a tensor subclass's methods.
 """
 
 import inspect
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 class Encoding(Protocol):
-    """How one parameter is gathered.
+    """The gather of one parameter.
 
     ``in_storage``: its elements lie in a storage of the unit, which gathers them.
-    ``puts_together``: the full parameter has memory of its own, which is freed with the others'.
+    ``puts_together``: the full parameter has separate memory, freed with the storage's.
     """
 
     in_storage: bool
     puts_together: bool
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Take the storage's full memory of the parameter; return what the layers read."""
+        """Take the parameter's memory in a storage's full copy; return the layers' tensor."""
 
     def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor's elements as they lie in a storage, each rank's behind another."""
+        """Return a full tensor's elements in the storage's order, rank after rank."""
 
     def start(self, param: "ShardedParam") -> list[GatherItem]:
-        """List what is gathered beside the storage's items."""
+        """Return the items to gather besides the storage's."""
 
     def finish(self, param: "ShardedParam") -> torch.Tensor | None:
-        """Make the parameter whole after the gather; return it where it is a new tensor."""
+        """Make the parameter whole after the gather; return it if it is a new tensor."""
 
     def free(self) -> None:
-        """Give back the memory that is the parameter's own."""
+        """Free the parameter's separate memory."""
 
 
 class AsItLies:
-    """Cut along dim 0: every rank's rows arrive in their place."""
+    """A cut along dim 0: every rank's rows arrive in their place."""
 
     in_storage = True
     puts_together = False
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the storage's memory as it is."""
+        """Return the storage's memory unchanged."""
         return view
 
     def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return it as it is."""
+        """Return the tensor unchanged."""
         return full
 
     def start(self, param: "ShardedParam") -> list[GatherItem]:
@@ -63,7 +63,7 @@ class AsItLies:
         return []
 
     def finish(self, param: "ShardedParam") -> None:
-        """Do nothing: it is whole."""
+        """Do nothing: the parameter is whole."""
 
     def free(self) -> None:
         """Do nothing: the storage frees it."""
@@ -73,9 +73,9 @@ AS_IT_LIES = AsItLies()
 
 
 class AlongDim:
-    """Cut along another dim: gathered rank by rank, one row each, and then put together.
+    """A cut along another dim: gathered as one row per rank, then copied into the full tensor.
 
-    In memory of its own, as layers and optimizers want it contiguous.
+    The full tensor has separate memory, as layers and optimizers need it contiguous.
     """
 
     in_storage = puts_together = True
@@ -85,7 +85,7 @@ class AlongDim:
         self._shape = shape
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Take the ranks' parts; return the memory that they are put together in."""
+        """Take the ranks' parts; return the full tensor's memory."""
         self._parts = [part.view(local_shape) for part in view]
         self._full = torch.empty(self._shape, dtype=view.dtype, device=view.device)
         self.free()
@@ -100,21 +100,21 @@ class AlongDim:
         return []
 
     def finish(self, param: "ShardedParam") -> None:
-        """Put the parts together."""
+        """Copy the parts into the full tensor."""
         full = self._full
         full.untyped_storage().resize_(full.nbytes)
         places = full.chunk(len(self._parts), dim=self._dim)
         torch._foreach_copy_(list(places), self._parts)
 
     def free(self) -> None:
-        """Give back the memory that they were put together in."""
+        """Free the full tensor's memory."""
         self._full.untyped_storage().resize_(0)
 
 
 class OwnGather:
-    """The tensor's own: ``fsdp_pre_all_gather`` says what is sent, ``fsdp_post_...`` what came.
+    """The gather of a tensor subclass: ``fsdp_pre_all_gather`` encodes, ``fsdp_post_...`` decodes.
 
-    Float8 and quantized weights of torchao use this. Source: the protocol of torch's FSDP2,
+    Float8 and quantized weights of torchao use it. Source: the protocol of torch's FSDP2,
     ``torch/distributed/fsdp/_fully_shard/_fsdp_api.py`` and its tests of all-gather extensions.
     """
 
@@ -122,33 +122,33 @@ class OwnGather:
     puts_together = True
 
     def __init__(self, policy: Any, frees: bool = True) -> None:
-        self.frees = frees  # when the unit gives its full parameters up
+        self.frees = frees  # when the unit is resharded
         self._policy = policy
-        self._version: int | None = None  # of what was gathered last, while its memory stays
+        self._version: int | None = None  # of the gathered tensor, while its memory stays
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
         self._sizes: list[torch.Size] = []
         self._inner: list[torch.Tensor] = []
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Refuse: nothing of it lies in a storage."""
+        """Refuse: the parameter is in no storage."""
         raise AssertionError("a tensor with a gather of its own lies in no storage")
 
     def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a full gradient as it is: every rank's rows lie one after the other."""
+        """Return a full gradient unchanged: its rows are in rank order."""
         return full
 
     def again(self) -> "OwnGather":
-        """Return one for a copy of the parameter."""
+        """Return the encoding for a copy of the parameter."""
         return OwnGather(self._policy, self.frees)
 
     def is_fresh(self, param: "ShardedParam") -> bool:
-        """Tell whether what was gathered last is there, and not older than the sharded one."""
+        """Tell whether the gathered tensor is allocated and as new as the sharded one."""
         return self._version == version_of(param.sharded._local_tensor)
 
     @torch.no_grad()
     def start(self, param: "ShardedParam") -> list[GatherItem]:
-        """Ask the local tensor what to gather, and list it."""
+        """Return the items that the local tensor's ``fsdp_pre_all_gather`` gives."""
         self._version = version_of(param.sharded._local_tensor)
         local = param.sharded._local_tensor.to(param.unit.comm.device)
         self._local = local
@@ -188,7 +188,7 @@ class OwnGather:
         ]
 
     def finish(self, param: "ShardedParam") -> torch.Tensor | None:
-        """Make the full tensor of what came: a new one the first time, else inside the leaf."""
+        """Decode the gathered bytes: into a new tensor the first time, then into the leaf."""
         outputs = tuple(
             o.view(-1, *size[1:]) for o, size in zip(self._outputs, self._sizes, strict=True)
         )
@@ -201,13 +201,13 @@ class OwnGather:
         else:
             for tensor in self._inner:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-            with _unsafe_preserve_version_counter(param.full):  # what a graph has saved is whole
+            with _unsafe_preserve_version_counter(param.full):  # a graph's saved tensors stay valid
                 self._local.fsdp_post_all_gather(outputs, metadata, dtype, out=param.full)
         del self._local
         return made
 
     def free(self) -> None:
-        """Give back the memory of what was gathered and of what was made of it."""
+        """Free the gathered bytes and the full tensor made from them."""
         self._version = None
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)

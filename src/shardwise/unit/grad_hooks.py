@@ -1,4 +1,4 @@
-"""Hooks on a parameter that are called with its reduced gradient (optimizer in backward)."""
+"""Hooks on a parameter, called with its reduced gradient (optimizer in backward)."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -13,14 +13,14 @@ Hook = Callable[[Any], None]
 
 
 class GradHooks:
-    """The hooks of one parameter; ``is_due`` when its gradient has grown since they ran."""
+    """The hooks of one parameter; ``is_due`` if its gradient has grown since they ran."""
 
     def __init__(self) -> None:
         self.is_due = False
         self._hooks: dict[int, Hook] = OrderedDict()
 
     def __bool__(self) -> bool:
-        """Tell whether there are any."""
+        """Tell whether the parameter has hooks."""
         return bool(self._hooks)
 
     def add(self, hook: Hook, leaf: torch.Tensor) -> RemovableHandle:
@@ -33,7 +33,7 @@ class GradHooks:
         return handle
 
     def adopt(self, plain: torch.Tensor) -> None:
-        """Take over the hooks of the parameter that was sharded; their handles stay good."""
+        """Take over the hooks of the original parameter; their handles stay valid."""
         if plain._post_accumulate_grad_hooks is not None:
             self._hooks = plain._post_accumulate_grad_hooks
 
@@ -46,7 +46,7 @@ class GradHooks:
 
 
 def check_hooks(name: str, param: torch.Tensor) -> None:
-    """Refuse a parameter with hooks that sharding can't carry over. **Raises** ConfigError."""
+    """Refuse a parameter with hooks that sharding cannot keep. **Raises** ConfigError."""
     if param._backward_hooks:
         raise ConfigError(
             f"parameter '{name}' has a hook of register_hook(), which autograd calls with a "

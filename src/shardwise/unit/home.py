@@ -1,6 +1,6 @@
-"""Where slices rest if not on the device: what the core asks of a home.
+"""Protocols of the homes of offloaded slices.
 
-`offload` has the homes; the core does not import it, and a model without offload has none.
+`offload` implements them. The core does not import it; a model without offload has no homes.
 """
 
 from collections.abc import Sequence
@@ -20,48 +20,48 @@ class Folder(Protocol):
 
     @property
     def where(self) -> str:
-        """The folders, as text."""
+        """The folders' paths, as text."""
 
 
 class KindsInFiles(Protocol):
-    """The files of each kind of state; None for kinds that do not rest in files."""
+    """The files of each kind of state; None for a kind that is not in files."""
 
     @property
     def params(self) -> Folder | None:
-        """Of slices."""
+        """The files of slices."""
 
     @property
     def grads(self) -> Folder | None:
-        """Of reduced gradients."""
+        """The files of reduced gradients."""
 
     @property
     def optimizer(self) -> Folder | None:
-        """Of the optimizer's state."""
+        """The files of the optimizer's state."""
 
 
 class SlicesInFile(Protocol):
-    """The slices of one storage in a file; ``mapped`` are all of them, flat, zeros at first."""
+    """The slices of one storage in a file; ``mapped`` holds all of them, flat, zeros at first."""
 
     mapped: torch.Tensor
 
     def start_read(self, version: int) -> None:
-        """Begin to read the slices of a version, if they are not in memory and there is room."""
+        """Start reading the slices of a version if they are not in memory and a buffer is free."""
 
     def finish_read(self, version: int) -> None:
         """Wait for a read of this version. **Raises** StorageError if it has failed."""
 
     def take(self, version: int) -> torch.Tensor:
-        """Return memory with the slices: a buffer that was read into, or the file itself."""
+        """Return memory with the slices: a buffer that has been read, or the mapped file."""
 
     def release(self) -> None:
-        """Give the buffer back."""
+        """Return the buffer to its pool."""
 
 
 class Home(Protocol):
-    """Where one unit's slices rest, and how they travel to the device and back.
+    """The memory of one unit's offloaded slices, and their copies to the device and back.
 
-    ``leaves_copy``: gathers read a copy in the computing dtype that stays on the device, and that
-    is fetched once after each step.
+    ``leaves_copy``: gathers read a copy in the computing dtype that stays on the device and is
+    fetched once after each step.
     """
 
     @property
@@ -90,13 +90,13 @@ class Home(Protocol):
 
     @property
     def files(self) -> KindsInFiles:
-        """What rests in files."""
+        """The files of the unit's state."""
 
     def take_slices_in_file(self) -> SlicesInFile:
-        """Return what was reserved in files for the unit's next storage."""
+        """Return the file reserved for the slices of the unit's next storage."""
 
     def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory at home for as long as the model is there: zeros."""
+        """Return zeroed memory at home that lasts as long as the model."""
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory at home."""
@@ -109,10 +109,10 @@ class Home(Protocol):
     def start_evict(
         self, values: torch.Tensor, dtype: torch.dtype, to: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:
-        """Start copying flat values home, cast on the device; return where they will be."""
+        """Cast flat values on the device and start copying them home; return the destination."""
 
     def after_fetch(self) -> AbstractContextManager[None]:
-        """Enqueue inside what needs the slices on the device: it follows fetches under way."""
+        """Order the device's work inside after the fetches in flight."""
 
     def over(self, time: DeviceTime) -> "Home":
         """Return the home of a copy of the unit."""
@@ -120,7 +120,7 @@ class Home(Protocol):
 
 @dataclass(frozen=True)
 class Room:
-    """What one storage of a unit needs at home: elements, dtype, and whether it is trained."""
+    """The memory that one storage of a unit needs at home; ``trains`` adds gradients."""
 
     unit: str
     numel: int
@@ -129,12 +129,12 @@ class Room:
 
 
 class Homes(Protocol):
-    """Gives the units of one model their homes."""
+    """The homes of one model's units."""
 
     def reserve(self, rooms: Sequence[Room], time: DeviceTime) -> None:
-        """Take the host memory and the space in files that storages need.
+        """Reserve the host memory and the file space that storages need.
 
-        **Raises** StorageError, with nothing changed, if they are not there.
+        **Raises** StorageError, with nothing changed, if they are not available.
         """
 
     def home_of(self, unit: str, device: torch.device, time: DeviceTime, tracer: Tracer) -> Home:

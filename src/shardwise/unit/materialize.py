@@ -1,11 +1,11 @@
-"""Fill a unit's shards: from live parameters or from the meta device, one unit at a time.
+"""Construction of units: shards filled from live parameters or from meta, one unit at a time.
 
 Note [Values do not depend on the number of ranks]
-Live parameters are taken from rank 0 (as DistributedDataParallel does), those that tensor
-parallelism does not cut from the first rank of its axis, so ranks that were seeded differently
-still agree. A module on meta is initialised whole on every rank, from a generator
-seeded by rank 0's seed and the module's name; each rank keeps its slices and frees the rest before
-the next module, so the full model is never resident.
+Live parameters are taken from rank 0 (as DistributedDataParallel does). Parameters that tensor
+parallelism does not cut are taken from the first rank of its axis. So ranks with different seeds
+still agree. A module on meta is initialised whole on every rank, from a generator seeded by rank
+0's seed and the module's name. Each rank keeps its slices and frees the rest before the next
+module, so the full model is never resident.
 """
 
 import hashlib
@@ -46,11 +46,11 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 def leave_values(module: nn.Module) -> None:
-    """Leave memory unwritten and unchecked; for ``init=``, if the caller writes it afterwards."""
+    """Leave memory unwritten and unchecked; for ``init=`` if the caller writes it afterwards."""
 
 
 class Materializer:
-    """Turns unit specifications into units with filled shards."""
+    """Builds units with filled shards from unit specifications."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Materializer:
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
         self._seed = 0
-        self.unwritten: list[str] | None = None  # of what was on meta, by name; None: nothing was
+        self.unwritten: list[str] | None = None  # names of tensors from meta; None if not on meta
 
     def reserve(self, specs: Sequence[UnitSpec]) -> None:
-        """Take the host memory and the space in files that slices and reduced gradients will need.
+        """Reserve the host memory and file space for slices and reduced gradients.
 
-        Nothing is sent. **Raises** StorageError, with nothing changed, if they are not there.
+        Nothing is sent. **Raises** StorageError, with nothing changed, if they are not available.
         """
         rooms = []
         for spec in specs[self._first_away :]:
@@ -93,7 +93,7 @@ class Materializer:
             self._homes.reserve(rooms, self._comm.time)
 
     def take_seed(self, seed: int) -> None:
-        """Take the data-parallel ranks' seed; ranks of parameters' own meshes take the first's."""
+        """Take the data-parallel ranks' seed; share the first's over the meshes of DTensors."""
         self._seed = seed
         if self._own_axes:
             value = torch.tensor([seed], device=self._device)
@@ -101,7 +101,7 @@ class Materializer:
             self._seed = int(value.item())
 
     def check(self, specs: Sequence[UnitSpec]) -> None:
-        """Refuse what cannot be built, before anything is changed."""
+        """Refuse specifications that cannot be built, before any change."""
         for spec in specs:
             for param in spec.params:
                 refuse_opaque(local_of(param.param), param.name)
@@ -133,13 +133,13 @@ class Materializer:
     def build(self, spec: UnitSpec, index: int) -> Unit:
         """Build one unit and replace its parameters in the modules by ShardTensors.
 
-        **Cost** the unit's parameters once in full, freed on return; a broadcast of each.
+        **Cost** the unit's full parameters once, freed on return; a broadcast of each.
         """
         config, comm = self._config, self._comm_of(spec)
         home: Home | None = None
         if self._homes is not None and index >= self._first_away:
             home = self._homes.home_of(spec.name, self._device, comm.time, comm.tracer)
-        # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.
+        # A pipeline stage runs many micro-batches; the first one gathers for all of them.
         frees = config.stage.frees_after_forward and self._comm.axes.stages is None
         settings = UnitSettings(
             replace(config.stage, reduce_every=config.reduce_every, frees_after_forward=frees),
@@ -154,7 +154,7 @@ class Materializer:
             self._scheduler,
             settings,
             config.precision,
-            # Experts on a mesh of their own get the gradients of all batches from their layers.
+            # Experts on a separate mesh get the gradients of all batches from their layers.
             RankOrderSum(self._comm.axes.num_ranks),
             home=home,
         )
@@ -170,7 +170,7 @@ class Materializer:
         return unit
 
     def _groups(self, stored: Sequence[ParamSpec]) -> Iterator[tuple[Dtypes, list[ParamSpec]]]:
-        """Yield the parameters of each storage; those cut along another dim than 0 lie apart."""
+        """Yield the parameters of each storage; those cut along dims above 0 have separate ones."""
         precision, sharded = self._config.precision, self._config.stage.shards_state
         for along_dim in (False, True):
             params = [p for p in stored if (p.dim > 0 and sharded) is along_dim]
@@ -180,7 +180,7 @@ class Materializer:
             yield from ((dtypes, members) for (dtypes, _), members in found.items())
 
     def _build_apart(self, unit: Unit, params: list[ParamSpec]) -> RowsApart:
-        """Add parameters of one dtype that define their own gather to a unit, cut by rows."""
+        """Add to a unit parameters of one dtype that define their gather, cut by rows."""
         axis, device, precision = unit.comm.axes.shard, self._comm.device, unit.precision
         shapes = [tuple(spec.param.shape) for spec in params]
         layout = build_layout("rows", shapes, axis.size)
@@ -239,7 +239,7 @@ class Materializer:
         return storage
 
     def _layout_of(self, params: Sequence[ParamSpec], axis: Axis) -> tuple[Layout, list[int]]:
-        """Return how the parameters of one storage lie, and along which dim each is cut."""
+        """Return the layout of one storage's parameters, and the dim that each is cut along."""
         shapes = [tuple(local_of(p.param).shape) for p in params]
         dims = [p.dim if self._config.stage.shards_state else 0 for p in params]
         lying = [
@@ -252,7 +252,7 @@ class Materializer:
     def _copied_over(self, tensor: torch.Tensor, comm: Comm) -> Sequence[Axis]:
         """Return the axes of tensor parallelism whose ranks have copies of a tensor.
 
-        A plain one that lies on a mesh of its own may be another one there.
+        A plain tensor of a unit on a separate mesh may differ between such meshes.
         """
         if not isinstance(tensor, DTensor):
             return self._own_axes if comm is self._comm else ()
@@ -260,7 +260,7 @@ class Materializer:
         return [axis for axis, placement in placed if placement.is_replicate()]
 
     def _comm_of(self, spec: UnitSpec) -> Comm:
-        """Return the collectives over a unit's mesh; all of its ranks build its units in turn."""
+        """Return the collectives over a unit's mesh; its ranks build its units in one order."""
         if spec.axes is None:
             return self._comm
         if spec.axes.mesh not in self._comms:
@@ -268,7 +268,7 @@ class Materializer:
         return self._comms[spec.axes.mesh]
 
     def _initialised(self, spec: UnitSpec) -> dict[str, torch.Tensor]:
-        """Return the initial values of the unit's parameters that are on meta, by name."""
+        """Return the initial values of the unit's parameters on meta, by name."""
         values: dict[str, torch.Tensor] = {}
         by_module: dict[int, list[ParamSpec]] = {}
         for param in spec.params:
@@ -282,10 +282,10 @@ class Materializer:
         return values
 
     def _apart(self, spec: UnitSpec) -> str:
-        """Return what keeps values of other ranks' parameters, of one name with these, apart.
+        """Return a seed suffix that separates a unit's values from a namesake's on other ranks.
 
-        A unit on a mesh of its own may hold other experts on every such mesh. DTensors are pieces
-        of one tensor, which all ranks draw alike.
+        A unit on a separate mesh may hold different experts on every such mesh. DTensors are
+        pieces of one tensor, so all ranks draw the same values and need no suffix.
         """
         if spec.axes is None or any(isinstance(p.param, DTensor) for p in spec.params):
             return ""
@@ -295,11 +295,11 @@ class Materializer:
     def _fill(
         self, module: nn.Module, name: str, apart: str = "", wanted: Iterable[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Initialise a module; return the ``wanted`` ones of its parameters, whole.
+        """Initialise a module; return its ``wanted`` parameters, whole.
 
-        Its buffers on meta get memory for good. All of its parameters have some for a while: one
-        that is live or sharded already (tied, say) must not be initialised again. What is left
-        unwritten is noted.
+        Its buffers on meta keep their new memory. All of its parameters get temporary memory,
+        because a live or sharded one (such as a tied one) must not be initialised again. Tensors
+        left unwritten are recorded in ``unwritten``.
         """
         before = dict(module._parameters)
         for key, param in before.items():
@@ -322,7 +322,7 @@ class Materializer:
         return values
 
     def _unwritten_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for what is on meta, in which `is_unwritten` finds what nothing writes."""
+        """Return memory for a tensor on meta; `is_unwritten` detects its unwritten elements."""
         made = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
         if self._init is not leave_values:
             poison(made)
@@ -347,7 +347,7 @@ class Materializer:
         return found
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Initialise modules that have meta buffers only, and take live buffers from rank 0."""
+        """Initialise modules that have only meta buffers; broadcast live buffers from rank 0."""
         for name, module in model.named_modules():
             buffers = {k: b for k, b in module._buffers.items() if b is not None}
             if any(b.is_meta for b in buffers.values()):
@@ -360,7 +360,7 @@ class Materializer:
 
 
 def first_away(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
-    """Return how many units stay on the device, where others do not: the first, in whole units."""
+    """Return the number of first units that stay on the device: all without offload."""
     if config.state_offload is None:
         return len(specs)
     return config.state_offload.num_staying([sum(p.param.numel() for p in s.params) for s in specs])

@@ -1,6 +1,8 @@
-"""One parameter of a unit: what stands for it in the model, its full form, and its gradient.
+"""One parameter of a unit: its sharded form, its full form, and its gradient.
 
-How it looks in the model is its `forms.Form`, how it is gathered its `encodings.Encoding`.
+`Form` defines its sharded form in the model, `encodings.Encoding` its gather. `shard()` uses
+`AsShardTensor`; a read of its gradient asks the unit. `fully_shard` uses `AsDTensor`, as torch
+does; its gradient is an attribute, set as soon as it is reduced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,25 +31,25 @@ if TYPE_CHECKING:
 
 
 class Form(Protocol):
-    """How a parameter looks in the model; ``asks_unit``: its gradient is asked of the unit."""
+    """The sharded form of a parameter; ``asks_unit``: reads of its gradient ask the unit."""
 
     asks_unit: bool
 
     @property
     def outer(self) -> DTensorSpec | None:
-        """How the parameter is placed on axes of another mesh, if it was a DTensor before."""
+        """The placement on axes of another mesh, if the parameter was a DTensor before."""
 
     def place(self, param: "ShardedParam", storage: Storage) -> None:
-        """Let what stands in the model have its elements in a storage."""
+        """Put the elements of the parameter in the model into a storage."""
 
     def like(self, local: torch.Tensor) -> DTensor:
-        """Return a tensor that is cut as the parameter is, of which ``local`` is this rank's."""
+        """Return a tensor with the parameter's cut and the local tensor ``local``."""
 
     def is_alike(self, value: Any) -> bool:
-        """Tell whether a tensor is cut as the parameter is."""
+        """Tell whether a tensor has the parameter's cut."""
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return what the layers read, of the full parameter's memory."""
+        """Return the layers' tensor over the full parameter's memory."""
 
     def full_grad(self, grad: Any) -> torch.Tensor:
         """Return the memory of a full gradient."""
@@ -56,30 +58,30 @@ class Form(Protocol):
         """Return the reduced gradient."""
 
     def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
-        """Give the parameter a mean of gradients, or add it to what is there."""
+        """Set the parameter's gradient to a mean, or add the mean to it."""
 
 
 @dataclass(frozen=True)
 class AsShardTensor:
-    """A `ShardTensor`, cut as ``cut`` says."""
+    """A `ShardTensor` with the cut ``cut``."""
 
     cut: Cut
     asks_unit = True
 
     @property
     def outer(self) -> DTensorSpec | None:
-        """How the parameter is placed on axes of another mesh, if it was a DTensor before."""
+        """The placement on axes of another mesh, if the parameter was a DTensor before."""
         return self.cut.outer
 
     def place(self, param: "ShardedParam", storage: Storage) -> None:
-        """Make the parameter."""
+        """Make the parameter over the storage's memory."""
         local = storage.local(param.index, self.cut.local_shape)
         param.sharded = nn.Parameter(
             ShardTensor.wrap(local, self.cut, param), requires_grad=param.requires_grad
         )
 
     def place_apart(self, param: "ShardedParam", local: torch.Tensor) -> None:
-        """Make the parameter of elements that lie in no storage."""
+        """Make the parameter from elements outside any storage."""
         made = ShardTensor.wrap(local, self.cut, param)
         param.sharded = nn.Parameter(made, requires_grad=param.requires_grad)
 
@@ -88,25 +90,25 @@ class AsShardTensor:
         return ShardTensor.wrap(local, self.cut)
 
     def is_alike(self, value: Any) -> bool:
-        """Compare the elements that every rank has."""
+        """Tell whether the tensor is a ShardTensor whose cut matches."""
         return isinstance(value, ShardTensor) and value._cut.matches(self.cut)
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor where the parameter was one."""
+        """Return a DTensor if the parameter was one."""
         return view if self.cut.outer is None else as_dtensor(view, self.cut.outer)
 
     def full_grad(self, grad: Any) -> torch.Tensor:
-        """Return what this rank holds of a DTensor's gradient, placed as the parameter is."""
+        """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
         found: torch.Tensor = grad
         return found if self.cut.outer is None else _local_grad(grad, self.cut.outer)
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
-        """Return what the parameter keeps."""
+        """Return the parameter's mean."""
         found: torch.Tensor | None = param.mean
         return found
 
     def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
-        """Keep the mean in the parameter, or add it to what is there, as autograd would."""
+        """Set the parameter's mean, or add to it, as autograd would."""
         param.grad_hooks.is_due = True
         if param.mean is None:
             param.mean = ShardTensor.wrap(mean, self.cut)
@@ -119,12 +121,12 @@ class AsShardTensor:
 
 @dataclass(frozen=True)
 class AsDTensor:
-    """A DTensor of torch, as ``spec`` says.
+    """A DTensor of torch with ``spec``.
 
-    ``full_spec``: the parameter was a DTensor before (tensor parallelism), and its full form is one
-    too; gradients may be sums that are not complete over ``summed_dims`` of its mesh, which are
-    data-parallel axes; ``outer`` is ``full_spec`` without these. ``identity`` tells tied parameters
-    of two calls.
+    ``full_spec`` is set if the parameter was a DTensor before (tensor parallelism); its full form
+    is one too. Its gradients may be partial sums over ``summed_dims`` of its mesh, which are
+    data-parallel axes. ``outer`` is ``full_spec`` without these. ``identity`` identifies parameters
+    that two calls tie.
     """
 
     spec: DTensorSpec
@@ -154,23 +156,23 @@ class AsDTensor:
         return (value.device_mesh, value.placements) == (self.spec.mesh, self.spec.placements)
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor where the parameter was one."""
+        """Return a DTensor if the parameter was one."""
         return view if self.full_spec is None else as_dtensor(view, self.full_spec)
 
     def full_grad(self, grad: Any) -> torch.Tensor:
-        """Return what this rank holds of a DTensor's gradient, placed as the parameter is."""
+        """Return the local tensor of a DTensor's gradient, placed as the parameter is."""
         found: torch.Tensor = grad
         if self.full_spec is None:
             return found
         return _local_grad(grad, self.full_spec, self.summed_dims)
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
-        """Return the attribute."""
+        """Return the DTensor's ``grad``."""
         found: torch.Tensor | None = param.sharded.grad
         return found
 
     def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
-        """Set the attribute, or add to it; run the user's hooks."""
+        """Set the DTensor's ``grad``, or add to it; run the user's hooks."""
         held = param.sharded
         mean = mean.to(held.device)
         if held.grad is None:
@@ -183,9 +185,9 @@ class AsDTensor:
 
 
 def _local_grad(grad: Any, spec: DTensorSpec, summed_dims: Sequence[int] = ()) -> torch.Tensor:
-    """Return this rank's part of a DTensor's gradient, as ``spec`` places it.
+    """Return this rank's part of a DTensor's gradient, placed as in ``spec``.
 
-    A sum over ``summed_dims`` of its mesh may stay incomplete: it is ours to complete.
+    A partial sum over ``summed_dims`` of its mesh stays partial; the reduction completes it.
     """
     grad = waited_for(grad)
     wanted = list(spec.placements)
@@ -197,34 +199,34 @@ def _local_grad(grad: Any, spec: DTensorSpec, summed_dims: Sequence[int] = ()) -
     return found
 
 
-_SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they come
+_SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they arrive
 
 
 class Scheduler(Protocol):
-    """What a parameter asks of the engine: things that concern more than its own unit."""
+    """The engine's interface for parameters: operations on more than one unit."""
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Tell whether the step comes after the micro-batch under way."""
+        """Tell whether the step follows the current micro-batch."""
 
     def finish_reductions(self, unit: "Unit | None" = None) -> None:
-        """Complete the reductions under way, those up to one unit's or all."""
+        """Complete the reductions in flight up to one unit's, or all."""
 
     def use_outside(self, unit: "Unit") -> None:
-        """Unshard a unit whose parameter is used outside its module, until backward ends."""
+        """Unshard a unit until backward ends, for a use of its parameter outside its module."""
 
     def is_running(self) -> bool:
-        """Tell whether a forward pass is under way."""
+        """Tell whether a forward pass is running."""
 
     def watch_grad(self, unit: "Unit", leaf: torch.Tensor) -> None:
-        """Hear when autograd has written the gradient of a full parameter."""
+        """Install a callback for when autograd has written a full parameter's gradient."""
 
 
 class ShardedParam:
-    """A parameter in its ``sharded`` form and its ``full`` one, which is autograd's leaf.
+    """A parameter in its ``sharded`` form and its ``full`` form, which is autograd's leaf.
 
-    ``mean`` is the reduced gradient where the form asks the unit for it, ``partial`` the sum of
-    unreduced ones that autograd does not keep in the leaf. ``dim`` is the one it is cut along.
+    ``mean`` is the reduced gradient if the form asks the unit for it. ``partial`` is the sum of
+    unreduced gradients that autograd does not keep in the leaf. The cut is along ``dim``.
     """
 
     def __init__(
@@ -251,7 +253,7 @@ class ShardedParam:
         self.index = 0
         self.sharded: Any = None
         self.full: Any = None
-        self.local: Any = None  # this rank's elements, as they were last laid out
+        self.local: Any = None  # this rank's elements, as last laid out
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self.leaves_scale = False  # see PartialGrad
@@ -261,12 +263,12 @@ class ShardedParam:
 
     @property
     def has_cut(self) -> bool:
-        """Tell whether ranges of elements describe how the parameter is cut."""
+        """Tell whether the parameter's cut is a range of elements."""
         return self._cut is not None
 
     @property
     def cut(self) -> Cut:
-        """How the parameter is cut, if it `has_cut`."""
+        """The cut, if the parameter `has_cut`."""
         assert self._cut is not None, f"'{self.name}' is not cut by ranges of elements"
         return self._cut
 
@@ -296,14 +298,14 @@ class ShardedParam:
 
     # -- memory
     def lie_in(self, storage: Storage, index: int) -> None:
-        """Let the sharded parameter's elements lie in ``storage``, as its ``index``-th."""
+        """Put the sharded parameter's elements into ``storage`` as parameter ``index``."""
         self._storage, self.index = storage, index
         self.form.place(self, storage)
         self.local = self.sharded._local_tensor
         self._make_leaf(self.encoding.attach(storage.view(index), tuple(self.local.shape)))
 
     def lie_apart(self, encoding: Encoding) -> None:
-        """Let the sharded parameter stay where it is, in no storage, or in none yet."""
+        """Leave the sharded parameter in its memory, outside any storage."""
         self._storage, self.encoding, self.full = None, encoding, None
         self.local = self.sharded._local_tensor
 
@@ -314,7 +316,7 @@ class ShardedParam:
         self.watch()
 
     def watch(self) -> None:
-        """Let the engine, if there is one, hear when autograd has written the gradient."""
+        """Install the engine's callback for a written gradient, if the unit has an engine."""
         engine: Scheduler | None = self.unit.scheduler
         if engine is None or self._watched or self.full is None:
             return
@@ -323,25 +325,25 @@ class ShardedParam:
             self._watched = True
 
     def another_leaf(self) -> nn.Parameter:
-        """Return another leaf of the same memory, whose gradients are summed as they come."""
+        """Return another leaf of the same memory, whose gradients are summed as they arrive."""
         made = nn.Parameter(self.full.detach())
         vars(made)[_SUMS] = self
         self._engine.watch_grad(self.unit, made)
         return made
 
     def read_through(self, leaf: nn.Parameter) -> None:
-        """Let the layers, and those that run now, read this leaf of the same memory."""
+        """Make the layers, also those that run now, read this leaf of the same memory."""
         self.full = leaf
         if self.unit.shows_full:
             self.put(leaf)
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Make the full parameter whole after the gather, and as trainable as the sharded one."""
+        """Make the full parameter whole after the gather; copy ``requires_grad`` to it."""
         made = self.encoding.finish(self)
         if made is not None:
             stride = torch.empty(self.shape, device="meta").stride()
-            # Of its own version: what was gathered may be its memory, and is written anew.
+            # A separate version counter: gathers may write into the leaf's memory.
             self._make_leaf(torch.as_strided(made.data, self.shape, stride, 0))
         if self.full.requires_grad != self.sharded.requires_grad:
             self.full.requires_grad_(self.sharded.requires_grad)
@@ -355,7 +357,7 @@ class ShardedParam:
         return torch.Size(-(-s // num_ranks) if d == self.dim else s for d, s in sizes)
 
     def keep_notes(self, notes: Mapping[str, Any]) -> None:
-        """Take over what the user has noted on the parameter that this one stands for."""
+        """Copy the user's attributes of the original parameter."""
         ours = ("_cut", "_owner", "_is_param", "_local_tensor", "_spec")
         for name, value in notes.items():
             if name not in ours:
@@ -369,9 +371,9 @@ class ShardedParam:
             else:
                 setattr(use.module, use.attribute, param)
 
-    # -- what ShardTensor asks (sliced.Owner)
+    # -- the interface of ShardTensor's Owner
     def read_grad(self) -> torch.Tensor | None:
-        """Return the reduced gradient, finishing its reduction; see `PartialGrad`."""
+        """Finish the gradient's reduction and return the mean, or a `PartialGrad`."""
         state = self.unit.grad_state
         if state is GradState.REDUCING:
             self._finish_reduction()
@@ -412,7 +414,7 @@ class ShardedParam:
         return found
 
     def in_use(self) -> bool:
-        """Tell whether a forward pass of the model is under way."""
+        """Tell whether a forward pass of the model is running."""
         return self._engine.is_running()
 
     def set_requires_grad(self, requires_grad: bool) -> None:
@@ -425,7 +427,7 @@ class ShardedParam:
         """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
         return self.grad_hooks.add(hook, self.sharded if self.full is None else self.full)
 
-    # -- what checkpoints and contexts ask
+    # -- the interface for checkpoints and contexts
     @property
     def grad(self) -> torch.Tensor | None:
         """The reduced gradient, as far as reductions are finished."""
@@ -439,7 +441,7 @@ class ShardedParam:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype that gradients are summed in; None is that in which they come."""
+        """The dtype of sums of gradients; None means the gradients' dtype."""
         asked: torch.dtype | None = self.unit.precision.reduce_dtype
         if asked is None and self.unit.sums.in_param_dtype:
             asked = self.sharded.dtype
@@ -447,13 +449,13 @@ class ShardedParam:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which unreduced gradients are summed that came on another way."""
+        """The dtype of sums of unreduced gradients: `reduce_dtype`, or the sharded one's."""
         return self.reduce_dtype or self.sharded.dtype
 
-    # -- gradients on their way
+    # -- unreduced gradients
     @property
     def has_partial(self) -> bool:
-        """Tell whether this rank has a gradient of this parameter that is not reduced."""
+        """Tell whether this rank has an unreduced gradient of this parameter."""
         return self.partial is not None or (self.full is not None and self.full.grad is not None)
 
     @property
@@ -463,22 +465,22 @@ class ShardedParam:
 
     @property
     def is_deferred(self) -> bool:
-        """Tell whether a gradient, on whatever rank, waits for its sum over replicas."""
+        """Tell whether a gradient on any rank awaits its sum over replicas."""
         kept = None if self._storage is None else self._storage.unreduced
         return kept is not None and self in kept.params
 
     @property
     def gets_mean(self) -> bool:
-        """Tell whether a reduction gives the parameter a mean; one frozen in a window had some."""
+        """Tell whether a reduction gives a mean, also if frozen after a gradient in the window."""
         return self.full.requires_grad or self.is_deferred
 
     def drop_partial(self) -> None:
-        """Forget the unreduced gradient."""
+        """Drop the unreduced gradient and update the unit's state."""
         self.forget_partial()
         self.unit.forget_grads_if_none()
 
     def forget_partial(self) -> None:
-        """Forget the unreduced gradient; the unit's state is the caller's to change."""
+        """Drop the unreduced gradient; the caller updates the unit's state."""
         self.partial, self.leaves_scale = None, False
         if self.full is not None:
             self.full.grad = None
@@ -490,7 +492,7 @@ class ShardedParam:
                 self.storage.unreduced = None
 
     def keep_partial(self, leaf: torch.Tensor | None = None) -> None:
-        """Add the micro-batch's gradient, or what another leaf has got, to the unreduced sum."""
+        """Add the micro-batch's gradient, or another leaf's, to the unreduced sum."""
         leaf = self.full if leaf is None else leaf
         grad = None if leaf is None else leaf.grad
         dtype = self.reduce_dtype
@@ -500,7 +502,7 @@ class ShardedParam:
         self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
 
     def take_partial(self) -> torch.Tensor | None:
-        """Return the unreduced gradient, a strided tensor of this rank's memory, and forget it."""
+        """Return the unreduced gradient as a strided local tensor, and drop it."""
         if self.full is None:
             return None
         grad, self.full.grad = self.full.grad, None
@@ -518,7 +520,7 @@ class ShardedParam:
 
 
 def sum_as_they_come(leaf: torch.Tensor) -> None:
-    """Add what a leaf has got to its parameter's unreduced sum, if it is `another_leaf`."""
+    """Add a leaf's gradient to its parameter's unreduced sum, if it is `another_leaf`."""
     param: ShardedParam | None = vars(leaf).get(_SUMS)
     if param is not None:
         param.keep_partial(leaf)

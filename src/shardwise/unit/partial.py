@@ -1,4 +1,4 @@
-"""Gradients inside an accumulation window: what is not reduced yet, and what ``p.grad`` is."""
+"""Gradients inside an accumulation window: unreduced sums, and the value of ``p.grad``."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from shardwise.errors import StateError
 
 @dataclass
 class Unreduced:
-    """Sums of a window's micro-batches over shards, which wait for their sum over replicas.
+    """Sums of a window's micro-batches over shards, which await their sum over replicas.
 
-    ``params`` have a part of them, until it is dropped; ``used`` had a gradient on this rank.
+    ``params`` have a part in them until it is dropped; ``used`` had a gradient on this rank.
     """
 
     sums: torch.Tensor
@@ -21,14 +21,14 @@ class Unreduced:
     used: set[Hashable]
 
     def drop(self, param: Hashable, part: slice) -> None:
-        """Zero a parameter's part."""
+        """Zero a parameter's part and remove the parameter."""
         self.sums[part].zero_()
         self.params.discard(param)
         self.used.discard(param)
 
 
 class Holder(Protocol):
-    """What holds the unreduced gradient: a parameter of a unit."""
+    """The holder of an unreduced gradient: a parameter of a unit."""
 
     name: str
     sharded: Any
@@ -36,15 +36,15 @@ class Holder(Protocol):
     leaves_scale: bool
 
     def drop_partial(self) -> None:
-        """Forget the unreduced gradient."""
+        """Drop the unreduced gradient."""
 
 
 class PartialGrad(torch.Tensor):
-    """What ``p.grad`` gives inside an accumulation window: there is a gradient, but no mean yet.
+    """The value of ``p.grad`` inside an accumulation window: a gradient without a mean yet.
 
-    It can be asked for its metadata and be dropped (``zero_grad``); anything else raises. But a
-    pipeline's schedule inside of a window may divide it, once, and leaves it as it is: the last
-    schedule divides all of the window.
+    Its metadata can be read and it can be dropped (``zero_grad``); other operations raise. A
+    pipeline's schedule inside a window may divide it once, which changes nothing: the last schedule
+    divides the whole window.
     """
 
     _param: Holder
@@ -59,7 +59,7 @@ class PartialGrad(torch.Tensor):
 
     @classmethod
     def of(cls, param: Holder) -> "PartialGrad":
-        """Stand in for the unreduced gradient of ``param``."""
+        """Make the stand-in for the unreduced gradient of ``param``."""
         held = param.sharded
         empty = torch.empty((), dtype=held.dtype, device=held.device)
         made: PartialGrad = empty.expand(param.cut.shape).as_subclass(cls)

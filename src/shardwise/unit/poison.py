@@ -1,4 +1,4 @@
-"""A pattern in memory that nothing has written yet, by which it is found later."""
+"""A fill pattern that marks memory as unwritten."""
 
 import torch
 
@@ -12,9 +12,9 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Tell whether an element of a tensor still has the pattern, or is on meta.
+    """Tell whether a tensor has an element with the pattern, or is on meta.
 
-    Integers and codes of one or two bytes may have any value: all of them must have it.
+    Integers of up to two bytes and floats of one may have any value, so all must have the pattern.
     """
     if tensor.is_meta or not tensor.numel():
         return tensor.is_meta
@@ -26,7 +26,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 
 def _as_integers(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the bits, and the pattern: a NaN that no operation makes, or an unlikely number."""
+    """Return the bits, and the pattern: a NaN that no operation gives, or an unlikely integer."""
     bits = tensor.detach()
     bits = torch.view_as_real(bits) if bits.is_complex() else bits
     size, is_float = bits.element_size(), bits.is_floating_point()

@@ -1,18 +1,18 @@
-"""Sums in rank order, from where autograd wrote the gradients to slices of their mean.
+"""Sums in rank order, from autograd's gradients to slices of their mean.
 
 The bits depend neither on timing nor on the stage nor on the transport of the slices.
 
 Note [Sums over replicas]
-A micro-batch that is not a window's last is summed over shards alone, into what the storage keeps
-(`Unreduced`, in the masters' dtype, where ``p.grad`` would be else). The last one adds that to its
-own sum, and all of it is summed over replicas once. Where means of gradients live on the host there
-is no such memory, so every micro-batch is summed over both.
+The gradients of a micro-batch before a window's last are summed over shards only, into the
+storage's `Unreduced`, in the masters' dtype, which takes the memory of ``p.grad``. The last
+micro-batch adds these sums to its own, and the total is summed over replicas once. If means of
+gradients live on the host, that memory is missing, so every micro-batch is summed over both.
 
 Note [Dtype of a sum]
-Gradients of one micro-batch are sent in the dtype in which the layers computed them, a sum of
-several in the dtype in which it was summed, as sending it in fewer bits would round it. All ranks
-must send the same dtype. So ``has_local_sum`` says what all ranks know: that a pass has kept its
-gradients on the ranks since the last reduction, whether this rank had one to keep or not.
+Gradients of one micro-batch are sent in the dtype in which the layers computed them. A sum of
+several is sent in the dtype of the sum, because fewer bits would round it. All ranks must send the
+same dtype. So ``has_local_sum`` is equal on all ranks: it is set if a pass has kept its gradients
+on the ranks since the last reduction, even if this rank had no gradient to keep.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ from shardwise.unit.sums import Held, RowsApart, counted_anywhere
 
 @dataclass(frozen=True)
 class RankOrderSum:
-    """One reduce-scatter in place for a bucket of units; over replicas the slices come second.
+    """One reduce-scatter in place for a bucket of units, then a sum of the slices over replicas.
 
-    ``divisor`` makes means of the sums: the number of ranks whose batches are in them.
+    ``divisor`` turns the sums into means: the number of ranks whose batches they contain.
     """
 
     divisor: float
@@ -44,17 +44,17 @@ class RankOrderSum:
     in_param_dtype = True
 
     def start(self, units: Sequence[Any]) -> "_Running":
-        """Hand the gradients to the transport."""
+        """Pass the gradients to the transport."""
         return _Running(units, self.divisor)
 
 
 @dataclass
 class _Part:
-    """The sum of one storage: which parameters take part, and where their means will lie.
+    """The sum of one storage: its parameters, and the memory of their means.
 
-    ``out`` is the buffer of this rank's slices ([S]), or of everything where state is replicated
-    ([P]); ``full_segments`` are then the segments in it, each to be gathered. ``counts`` are those
-    of Note [Gradients of some ranks only].
+    ``out`` is the buffer of this rank's slices ([S]), or of all elements if state is replicated
+    ([P]); ``full_segments`` are then its segments, each to be gathered. ``counts`` are those of
+    Note [Gradients of some ranks only].
     """
 
     unit: Any
@@ -63,17 +63,17 @@ class _Part:
     out: torch.Tensor
     counts: torch.Tensor
     full_segments: list[tuple[Segment, torch.Tensor]]
-    brought: tuple[torch.Tensor, Pending] | None = None  # on their way to the slices' home
+    brought: tuple[torch.Tensor, Pending] | None = None  # the copy to the slices' home
 
     def start_evict(self) -> None:
-        """Start bringing the means to where the slices live, unless they are on their way."""
+        """Start copying the means to the slices' home, unless it has started."""
         if self.brought is None:
             self.brought = self.storage.start_evict(self.out)
             if self.brought[0] is not self.out:
                 self.out, self.counts = self.brought[0], self.counts.clone()  # a view of one buffer
 
     def evicted(self) -> torch.Tensor:
-        """Return the means where the slices live, once they are there."""
+        """Wait for the copy; return the means at the slices' home."""
         assert self.brought is not None
         self.brought[1].wait()
         return self.brought[0]
@@ -117,12 +117,12 @@ class _Running:
         replicated = not storage.shards_state
         layout = storage.layout
         num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
-        # Over replicas the counts are summed with the slices, so they lie behind them.
+        # The counts are summed over replicas with the slices, so they lie behind them.
         behind = num_counts if self._comm.axes.replicate and not replicated else 0
         buffer = storage.grad_buffer(dtype, behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if self._defers and len(params) < len(layout.params):
-            out.zero_()  # so that the window's sums are 0 for those that it trains later
+            out.zero_()  # so that the window's sums start at 0 for parameters trained later
         if num_counts != behind:
             counts = buffer.new_empty(num_counts)
         by_index = {param.index: grad for param, grad in zip(params, grads, strict=True)}
@@ -151,9 +151,9 @@ class _Running:
         return param.encoding.spread(grad).contiguous().view(-1)
 
     def _count(self, params: list[ShardedParam], counts: torch.Tensor) -> ReduceItem:
-        """Return what counts the ranks on which each parameter had a gradient.
+        """Return the item that counts the ranks with a gradient of each parameter.
 
-        Every rank is to know it, so every rank's share of the segment is the same row.
+        Every rank's share of the segment is the same row, so that every rank gets the counts.
         """
         num_ranks = self._comm.axes.shard.size
         here = counts.new_ones(num_ranks * len(params))
@@ -164,7 +164,7 @@ class _Running:
         return ReduceItem(segment, ((0, here),), counts)
 
     def held(self, units: tuple[str, ...]) -> Held:
-        """Return the memory that it takes."""
+        """Return the sum's memory."""
         means, counts = [part.out for part in self._parts], [part.counts for part in self._parts]
         gathers = [gather.holds for gather in self._gathers]
         if self._pending is None:
@@ -176,10 +176,10 @@ class _Running:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the addends and sum them; start what comes second.
+        """Wait for the addends and sum them; then sum over replicas and start gathers and copies.
 
-        Over a replicate axis the slices are summed second; at stage 0 the mean is gathered, so
-        that every rank has all of it.
+        Slices are summed over a replicate axis. At stage 0 the mean is gathered, so that every rank
+        has all of it.
         """
         if self._pending is None:
             return
@@ -195,7 +195,7 @@ class _Running:
                 self._gathers.append(self._start_gather(part))
             else:
                 part.start_evict()
-                part.evicted()  # so that the device has the means of a few buckets, not of all
+                part.evicted()  # so that the device holds the means of a few buckets only
 
     @torch.no_grad()
     def finish(self) -> dict[ShardedParam, torch.Tensor]:
@@ -212,7 +212,7 @@ class _Running:
         return found
 
     def drop(self) -> None:
-        """Wait, as the memory must outlive what is under way."""
+        """Wait: the memory must outlive the collectives in flight."""
         self.finish()
 
     def _sum_over_replicas(self, part: _Part) -> None:
@@ -235,7 +235,7 @@ class _Running:
             self._comm.all_reduce(each, axis, collective, self._divisor, codings)
 
     def _keep(self) -> None:
-        """Add the sums over shards to those of the window so far."""
+        """Add the sums over shards to the window's."""
         for part in self._parts:
             assert isinstance(part.storage, Storage)
             used, kept = self._used_here.intersection(part.params), part.storage.unreduced
@@ -293,7 +293,7 @@ def _may_defer(units: Sequence[Any]) -> bool:
 
 
 def _coding_of(unit: Any, shape: tuple[int, ...]) -> Coding | None:
-    """Return how a parameter's gradient is encoded: matrices alone are, as they are to be gathered.
+    """Return the coding of a parameter's gradient: of matrices only, as in gathers.
 
     See Note [Blocks of codes].
     """
@@ -302,9 +302,9 @@ def _coding_of(unit: Any, shape: tuple[int, ...]) -> Coding | None:
 
 
 def _codings_between(part: _Part, number: int) -> list[tuple[int, int, Coding]]:
-    """Return what replicas encode, of the slices, or of the segment with this number at stage 0.
+    """Return the ranges that replicas encode in the slices, or in segment ``number`` at stage 0.
 
-    (begin, end, how) of its elements, ascending. Behind the last segment are the counts.
+    A range is (begin, end, coding); ranges ascend. The counts follow the last segment.
     """
     layout, rank = part.storage.layout, part.storage.rank
     inside = [segment for segment, _ in part.full_segments[number : number + 1]]

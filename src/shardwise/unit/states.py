@@ -1,4 +1,4 @@
-"""The two state tables of a unit; a transition that is not in its table raises."""
+"""The two state tables of a unit; a transition outside its table raises."""
 
 from enum import Enum
 from typing import TypeVar
@@ -15,9 +15,9 @@ class State(Enum):
 
 
 class ParamState(State):
-    """Who owns the memory of a unit's full parameters.
+    """The owner of the memory of a unit's full parameters.
 
-    SHARDED: nobody may read them (freed, or kept but stale). GATHERING: the transport writes them.
+    SHARDED: not readable (freed, or kept but stale). GATHERING: the transport writes them.
     FULL: the layers and autograd read them.
     """
 
@@ -27,9 +27,9 @@ class ParamState(State):
 
 
 class GradState(State):
-    """Where a unit's gradients are.
+    """The state of a unit's gradients.
 
-    EMPTY: there are none. PARTIAL: full gradients of this rank's micro-batches, not yet reduced.
+    EMPTY: no gradients. PARTIAL: full gradients of this rank's micro-batches, not yet reduced.
     REDUCING: the transport reads them. REDUCED: this rank's slices of the mean are in ``p.grad``.
     """
 
@@ -66,9 +66,9 @@ S = TypeVar("S", bound=State)
 
 
 def check_transition(table: frozenset[tuple[S, S]], unit: str, before: S, after: S) -> S:
-    """Return ``after`` when the table allows it.
+    """Return ``after`` if the table allows it.
 
-    **Raises** IllegalTransition with unit, rank, from, to and what would be allowed.
+    **Raises** IllegalTransition with unit, rank, from, to and the allowed states.
     """
     if (before, after) not in table:
         allowed = ", ".join(sorted(to.value for frm, to in table if frm is before)) or "nothing"

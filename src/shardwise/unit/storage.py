@@ -1,16 +1,16 @@
 """The memory of one unit's parameters of one dtype: shards that persist, full copies that do not.
 
-What lies where is in `layout.memory`, Note [Where the shard lies].
+`layout.memory`, Note [Where the shard lies], defines the buffers.
 
 Note [Freed storage comes back to life]
-Freeing a full copy resizes its storage to zero bytes; the tensors that autograd saved keep
-pointing at that storage, and are whole again when backward gathers into it. The gather must not
-look like an in-place edit to autograd, so the layers' parameters are made through ``.data``, which
-gives them version counters of their own (FSDP2 does the same, by resetting the counters).
+Freeing a full copy resizes its storage to zero bytes. The tensors that autograd saved still refer
+to that storage, and are valid again when backward gathers into it. The gather must not look like an
+in-place edit to autograd. So the layers' parameters are made through ``.data``, which gives them
+separate version counters (FSDP2 resets the counters instead).
 
 Note [Spread over fewer ranks]
-A rank keeps one of as many equal parts of the unit's full memory as there are neighbours, and
-backward gathers over these only. A part is dropped when the parameters have changed. Source: FSDP2,
+The ranks of a smaller axis each keep one equal part of the unit's full memory, and backward gathers
+over that axis. A part is dropped when the parameters have changed. Source: FSDP2,
 ``fully_shard(reshard_after_forward=<int>)``; ZeRO++ (Wang et al. 2023), section 3.2, hpZ.
 """
 
@@ -34,8 +34,8 @@ from shardwise.unit.partial import Unreduced
 class Storage:
     """Master slices and full copies of the parameters that one layout describes.
 
-    ``master`` is the buffer whose elements the optimizer updates: [S] for a shard of its own, [P]
-    where the slices lie inside the full copy or (stage 0) every rank owns everything.
+    ``master`` is the buffer whose elements the optimizer updates: [S] for a separate shard, [P] if
+    the slices lie inside the full copy or (stage 0) every rank owns everything.
     """
 
     unreduced: Unreduced | None = None  # see Note [Sums over replicas]
@@ -81,7 +81,7 @@ class Storage:
                 self.master = self.home.lasting(numel, master_dtype)
         self._full_data, self._master_data = self.full.data, self.master.data
         self._coded = CodedGather.of(self._memory.wire, rank, self._full_data)
-        self._copy: torch.Tensor | None = None  # of the slices, where these are away
+        self._copy: torch.Tensor | None = None  # on the device, of offloaded slices
         self._copied_version: int | None = None
         if self._memory.copy_bytes:
             self._copy = torch.empty(self._memory.own_numel, dtype=compute_dtype, device=device)
@@ -110,7 +110,7 @@ class Storage:
 
     @property
     def is_fresh(self) -> bool:
-        """Tell whether the full copy is allocated and holds the shards' present values."""
+        """Tell whether the full copy is allocated and has the shards' present values."""
         if self.aliased and not self.needs_gather:
             return True
         return self._allocated and self._gathered_version == self.master._version
@@ -131,14 +131,14 @@ class Storage:
         return self.master._version
 
     def place_in_shards(self, index: int) -> int:
-        """Return where this rank's slice of parameter ``index`` begins among its slices.
+        """Return the offset of this rank's slice of parameter ``index`` among its slices.
 
-        That is in [S] where state is sharded and in [P] where every rank owns all of it.
+        The offset is in [S] if state is sharded, else in [P].
         """
         return self._places[index]
 
     def local(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return what this rank owns of parameter ``index``, sharing memory with ``master``."""
+        """Return this rank's slice of parameter ``index``, sharing memory with ``master``."""
         piece = self.layout.piece(index, self.rank)
         begin, numel = self._places[index], piece.numel
         if not self.shards_state:
@@ -151,7 +151,7 @@ class Storage:
         """Return `local` as a tensor that begins at the start of a storage, over the same memory.
 
         A DTensor whose local tensor begins inside its storage can be neither pickled nor copied
-        (torch 2.11 to 2.15). The version counter is its own, so `version` does not see its edits.
+        (torch 2.11 to 2.15). Its version counter is separate, so `version` does not see its edits.
         """
         local = self.local(index, local_shape)
         begin = local.storage_offset() * local.element_size()
@@ -161,7 +161,7 @@ class Storage:
 
     @torch.no_grad()
     def view(self, index: int) -> torch.Tensor:
-        """Return where the full parameter lies; see Note [Freed storage comes back to life]."""
+        """Return a view of the full parameter; see Note [Freed storage comes back to life]."""
         shape = self.layout.params[index].shape
         stride = torch.empty(shape, device="meta").stride()
         return self.full.data.as_strided(shape, stride, self.layout.full_offset(index))
@@ -174,7 +174,7 @@ class Storage:
             self._allocated = True
 
     def free(self) -> None:
-        """Take the full copy's memory away, where the stage frees it."""
+        """Free the full copy's memory if the stage does."""
         if self.frees and self._allocated:
             self.full.untyped_storage().resize_(0)
             self._ledger.free(self._nbytes)
@@ -182,7 +182,7 @@ class Storage:
             self._gathered_version = None
 
     def prepare_gather(self) -> Sequence[GatherItem]:
-        """Allocate the full copy, cast (or encode) this rank's shares; list what to gather."""
+        """Allocate the full copy and cast or encode this rank's shares; return the gather items."""
         self.allocate()
         self._gathered_version = self.master._version
         if self._coded is not None:
@@ -210,17 +210,17 @@ class Storage:
         self._fetch = self.home.start_fetch(places, slices)
 
     def finish_read(self) -> None:
-        """Wait for slices that are read ahead. **Raises** StorageError where that has failed."""
+        """Wait for slices that are read ahead. **Raises** StorageError if the read has failed."""
         if self._file is not None:
             self._file.finish_read(self.master._version)
 
     def read_ahead(self) -> None:
-        """Begin to read slices from their file, for a gather that is expected."""
+        """Start reading slices from their file, ahead of a gather."""
         if self._file is not None and not self.is_fresh:
             self._file.start_read(self.master._version)
 
     def finish_fetch(self) -> None:
-        """Wait until slices that live at a home have been read."""
+        """Wait until offloaded slices have been copied to the device."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None
@@ -228,12 +228,12 @@ class Storage:
                 self._file.release()
 
     def finish_gather(self) -> None:
-        """Make the full copy of what has arrived, where gathers are encoded."""
+        """Decode the arrived bytes into the full copy, if gathers are encoded."""
         if self._coded is not None:
             self._coded.finish()
 
     def _plan_gather(self) -> None:
-        """Make the views that every gather uses, once; they outlive the memory under them."""
+        """Make once the views that every gather uses; they outlive the memory under them."""
         self._shares: list[torch.Tensor] = []
         self._gather_items: list[GatherItem] = []
         if not self.shards_state or self._coded is not None:
@@ -257,10 +257,10 @@ class Storage:
 
         The means are [S], or [P] at stage 0.
 
-        On the CPU the buffer of the step before is used again unless something still refers to it
-        (``p.grad``, or a tensor that the user kept): fresh memory costs a page fault per 4 KiB,
-        a tenth of a training step. On other devices the allocator does this itself, and a stage
-        that frees its parameters is chosen for memory, not for speed.
+        On the CPU the previous step's buffer is reused unless something still refers to it
+        (``p.grad``, or a tensor that the user kept). Fresh memory costs a page fault per 4 KiB, a
+        tenth of a training step. On other devices the allocator reuses memory, and a stage that
+        frees its parameters is chosen for memory, not for speed.
         """
         numel = self._memory.own_numel + behind
         device = self.full.device
@@ -272,12 +272,12 @@ class Storage:
         if kept is None or _num_references(kept) > self._grad_references:
             kept = torch.empty(numel, dtype=dtype)
             self._grad_buffer, self._grad_references = kept, _num_references(kept)
-        return kept[:]  # another reference, which counts as long as a reduction holds it
+        return kept[:]  # a new reference, counted while a reduction holds it
 
     def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Start bringing the means of the gradients to where the slices live.
+        """Start copying the means of the gradients to the slices' home.
 
-        Return where they will be: a copy where the slices live at a home.
+        Return the destination: the means themselves unless the slices are offloaded.
         """
         if self.home is None:
             return means, Pending.of_copies()
@@ -287,9 +287,9 @@ class Storage:
         return self.home.start_evict(means, self.master.dtype, to)
 
     def reserve_means(self) -> None:
-        """Take the memory now that means of gradients are evicted to.
+        """Allocate now the memory to which means of gradients are evicted.
 
-        Others are made where it is in use: of a further micro-batch, or kept by the user.
+        If it is in use (by another micro-batch, or kept by the user), an eviction allocates more.
         """
         if self.home is not None and self.home.files.grads is None:
             self._means_at_home = self.home.lasting(self._memory.own_numel, self.master.dtype)
@@ -297,24 +297,23 @@ class Storage:
 
     @property
     def held_for_means(self) -> list[torch.Tensor]:
-        """The memory that is held for means of gradients, here and at home."""
+        """The memory held for means of gradients, on the device and at home."""
         return [kept for kept in (self._grad_buffer, self._means_at_home) if kept is not None]
 
     @property
     def bytes_at_home(self) -> int:
-        """Bytes that were reserved for means."""
+        """Bytes reserved at home for means."""
         return 0 if self._means_at_home is None else self._means_at_home.nbytes
 
     def has_at_home(self, grad: torch.Tensor) -> bool:
-        """Tell whether a mean lies in what was reserved."""
+        """Tell whether a mean lies in the memory of `reserve_means`."""
         kept, held = self._means_at_home, grad.untyped_storage()
         return kept is not None and held.data_ptr() == kept.untyped_storage().data_ptr()
 
     def mirror(self, index: int) -> torch.Tensor | None:
-        """Return the elements of parameter ``index``'s slice that stay on the device, flat.
+        """Return the flat copy of parameter ``index``'s slice that stays on the device.
 
-        They are in the computing dtype, beside masters that are away. None where all comes and
-        goes, or has to be gathered.
+        It is in the computing dtype, and the masters are offloaded. None if no such copy stays.
         """
         piece = self.layout.piece(index, self.rank)
         numel = piece.numel if self.shards_state else self.layout.params[index].numel
@@ -329,12 +328,12 @@ class Storage:
 
     @property
     def has_values_of_slices(self) -> bool:
-        """Tell whether the full copy stays, and is this rank's slices but for a cast."""
+        """Tell whether the full copy stays, and equals this rank's slices but for a cast."""
         return not (self.frees or self.needs_gather) and self._coded is None
 
     @property
     def gather_bytes(self) -> tuple[int, int]:
-        """Bytes that a rank sends to each other one in a gather, and what they would be as cast."""
+        """Bytes that a rank sends to each other rank in a gather, and their number unencoded."""
         segments = self._memory.gathered_segments
         if not self.needs_gather:
             return 0, 0
@@ -343,33 +342,33 @@ class Storage:
 
     @property
     def coded_memory(self) -> torch.Tensor | None:
-        """The memory that encoded bytes arrive in, empty between gathers; None without any."""
+        """The memory of arriving encoded bytes, empty between gathers; None if not encoded."""
         return None if self._coded is None else self._coded.memory
 
     @property
     def coding(self) -> Coding | None:
-        """How gathers are encoded, where they are."""
+        """The coding of gathers; None if they are not encoded."""
         return None if self._coded is None else self._memory.coding
 
     @property
     def mirrored_version(self) -> int | None:
-        """The version whose values every `mirror` has."""
+        """The version of the slices that every `mirror` holds."""
         return self._gathered_version if self._copy is None else self._copied_version
 
     def note_mirrored(self, version: int) -> None:
-        """Note that every `mirror` has the values of a version now."""
+        """Record that every `mirror` now holds a version of the slices."""
         if self._copy is None:
             self._gathered_version = version
         else:
             self._copied_version = version
 
     def forget_grad_buffer(self) -> None:
-        """Do not keep the gradient buffer for the next step."""
+        """Drop the gradient buffer, so that the next step allocates one."""
         self._grad_buffer = None
 
     @torch.no_grad()
     def fill(self, index: int, full: torch.Tensor) -> None:
-        """Set parameter ``index`` from its full value: keep this rank's slice."""
+        """Copy this rank's slice of a full value into parameter ``index``."""
         placed = self.layout.params[index]
         flat = full.detach().reshape(-1)
         begin = self.layout.full_offset(index)
@@ -383,12 +382,12 @@ class Storage:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's slices, padding included, wherever they lie."""
+        """Bytes of this rank's slices, padding included, offloaded or not."""
         return self._memory.shard_bytes
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the copy of the slices that gathers read, where the slices are away."""
+        """Bytes of the copy on the device of offloaded slices, which gathers read."""
         return self._memory.copy_bytes
 
     @property
@@ -398,7 +397,7 @@ class Storage:
 
 
 def _num_references(tensor: torch.Tensor) -> int:
-    """Count what refers to the tensor's memory: itself, its views, and theirs."""
+    """Count the tensors that share the tensor's memory, itself among them."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
 
@@ -414,7 +413,7 @@ class Nearby:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """End a forward pass: what is freed inside leaves its parts, if backward will need them."""
+        """Keep parts of storages freed inside, after a forward pass, if backward needs them."""
         self._leaves = torch.is_grad_enabled()
         try:
             yield
@@ -430,11 +429,11 @@ class Nearby:
             self._parts = [s.full.data.chunk(axis.size)[axis.rank].clone() for s in storages]
 
     def forget(self) -> None:
-        """Drop the parts, as other parameters have come in the place of these."""
+        """Drop the parts, after the parameters were replaced."""
         self._parts = []
 
     def take(self, storages: Sequence[Storage], versions: list[int]) -> list[GatherItem]:
-        """List the parts, to be gathered over the axis; none when they are stale."""
+        """Return the gather items of the parts over the axis; none if the parts are stale."""
         parts, self._parts = self._parts, []
         if not parts or self._versions != versions:
             return []

@@ -1,13 +1,13 @@
-"""What it takes to sum the gradients of a bucket of units over the ranks.
+"""Protocols for the sum of a bucket's gradients over the ranks.
 
-`rank_order` and `backend_sum` are the two ways. A unit holds one of them as a value.
+`rank_order` and `backend_sum` implement them. A unit holds one of the two as a value.
 
 Note [Gradients of some ranks only]
 A parameter may get a gradient on one rank and none on another. Every rank reduces every unit that
-ran, with zeros where it has nothing; a few numbers more in the same collective count the ranks on
-which each parameter had a gradient. A parameter that had none anywhere keeps ``grad`` None, and so
-its value and its optimizer state. The counts are read only by a rank that missed a gradient, so
-there is no synchronisation with the device in the usual case; such a rank waits for the unit's sum.
+ran, with zeros for missing gradients. A few more numbers in the same collective count the ranks on
+which each parameter had a gradient. If the count is 0, the parameter keeps ``grad`` None, and so
+its value and its optimizer state. Only a rank that misses a gradient reads the counts and waits for
+the unit's sum, so usually the host does not synchronise with the device.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from shardwise.unit.param import ShardedParam
 
 @dataclass(frozen=True, eq=False)
 class RowsApart:
-    """The part of a `Storage` that sums of gradients ask for, without memory for parameters.
+    """The part of a `Storage` that sums of gradients use, without memory for parameters.
 
-    ``params`` are of one dtype, ``layout`` has them by rows, in this order. ``compute_dtype`` is
-    that of their gradients.
+    ``params`` are of one dtype; ``layout`` has them by rows, in this order. ``compute_dtype`` is
+    the dtype of their gradients.
     """
 
     layout: Layout
@@ -44,17 +44,17 @@ class RowsApart:
         )
 
     def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Return the means as they are: the parameters live where they are computed with."""
+        """Return the means unchanged: the parameters live on the computing device."""
         return means, Pending.of_copies()
 
     def place_in_shards(self, index: int) -> int:
-        """Return where this rank's rows of a parameter begin among its rows of all."""
+        """Return the offset of this rank's rows of a parameter among its rows of all."""
         return self.layout.piece(index, self.rank).shard_offset
 
 
 @dataclass(frozen=True)
 class Held:
-    """The memory of sums under way: means, gradients that are sent as they lie, buffers."""
+    """The memory of sums in flight: means, gradients that are sent without a copy, buffers."""
 
     units: tuple[str, ...]
     means: Sequence[torch.Tensor]
@@ -63,53 +63,48 @@ class Held:
 
 
 class Running(Protocol):
-    """One sum under way."""
+    """One sum in flight."""
 
     def held(self, units: tuple[str, ...]) -> Held:
-        """Return the memory that it takes; ``units`` are theirs."""
+        """Return the sum's memory, labelled with ``units``."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the means, as long as the sum is under way."""
+        """Bytes of the means while the sum is in flight."""
 
     def wait(self) -> None:
-        """Wait for the sums over shards; start, or complete, what comes second."""
+        """Wait for the sums over shards; start or complete the sums over replicas and gathers."""
 
     def finish(self) -> dict[ShardedParam, torch.Tensor]:
-        """Return this rank's slice of the mean of every parameter that had a gradient anywhere."""
+        """Return this rank's slice of the mean of each parameter with a gradient on any rank."""
 
     def drop(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for the collectives in flight and drop the sum."""
 
 
 class Sum(Protocol):
-    """How gradients are summed.
-
-    ``in_param_dtype``: in the sharded parameter's dtype where none is asked for, else in that in
-    which they come. ``zero_fill``: a parameter without any gradient gets zeros. ``divisor``: of the
-    sum; None is the number of ranks.
-    """
+    """The method of summing gradients."""
 
     @property
     def in_param_dtype(self) -> bool:
-        """Tell in which dtype they are summed where none is asked for."""
+        """Tell if the default dtype of sums is the sharded parameter's, not the gradient's."""
 
     @property
     def zero_fill(self) -> bool:
-        """Tell what becomes of a parameter without a gradient on any rank."""
+        """Tell if a parameter without a gradient on any rank gets zeros."""
 
     @property
     def divisor(self) -> float | None:
-        """Return what the sum is divided by, if that is not the number of ranks."""
+        """The divisor of the sum; None means the number of ranks."""
 
     def start(self, units: Sequence[Any]) -> Running:
-        """Take the units' gradients and hand them to the transport."""
+        """Take the units' gradients and pass them to the transport."""
 
 
 def counted_anywhere(
     params: Sequence[ShardedParam], used_here: set[ShardedParam], counts: torch.Tensor | None
 ) -> set[ShardedParam]:
-    """Return the parameters that had a gradient on any rank, of ``params``, which were counted."""
+    """Return the ``params`` that had a gradient on any rank, as counted."""
     if counts is None or used_here.issuperset(params):
         return used_here
     found = zip(params, counts.tolist(), strict=True)

@@ -1,14 +1,14 @@
 """One unit at run time: parameters that are gathered, reduced and freed together.
 
-The only mutable object per unit, with its two states. What differs from unit to unit are values
-that it holds: its settings, how gradients are summed, how gathers are made, where slices live.
+It is the only mutable object per unit and holds its two states. Its settings, its sum of gradients,
+the transport of its gathers and the home of its slices are values.
 
 Note [When full parameters stand in the modules]
-Under `shard()` for each call of the module, so that the model shows its sharded parameters at any
-other time; the full copy is fresh as long as no slice was modified. FSDP2's contract is about what
-stands in the modules: full parameters from the gather until they are resharded, DTensors otherwise
+Under `shard()` they do during each call of the module, so the model shows its sharded parameters at
+any other time. The full copy is fresh until a slice is modified. FSDP2's contract concerns the
+modules: they hold full parameters from the gather until the reshard, and DTensors otherwise
 (``settings.stands_while_full``). There a unit is fresh while it is FULL, also between passes, and
-between them nobody else frees it.
+no other code frees it then.
 """
 
 from collections.abc import Sequence
@@ -39,10 +39,10 @@ from shardwise.unit.sums import RowsApart, Sum
 
 
 class Unit:
-    """A set of parameters that are gathered and freed together, and what state they are in.
+    """A set of parameters that are gathered and freed together, with their states.
 
-    ``modules`` are those whose forward passes need them, one as a rule. ``transport`` makes its
-    gathers; None is the one of its ``comm``.
+    ``modules`` are those whose forward passes need them, usually one. ``transport`` makes its
+    gathers; None means that of ``comm``.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class Unit:
         self.full_bytes = 0  # of the unit's full copy
         self.param_state = ParamState.SHARDED
         self.grad_state = GradState.EMPTY
-        self.num_reducing = 0  # reductions under way; a gradient that comes late begins another
+        self.num_reducing = 0  # reductions in flight; a late gradient starts another
         self.has_local_sum = False  # see Note [Dtype of a sum]
-        self.unreduced: torch.Tensor | None = None  # summed over shards, and not over replicas
-        self.steps: list[BackgroundStep] = []  # that may be under way on another thread
-        self.writes: list[BackgroundStep] = []  # of state that these have changed, to its file
-        self.is_pinned = False  # full until `unpin`, whatever the schedule says
+        self.unreduced: torch.Tensor | None = None  # summed over shards, not over replicas
+        self.steps: list[BackgroundStep] = []  # that may run on another thread
+        self.writes: list[BackgroundStep] = []  # of state changed by the steps, to its file
+        self.is_pinned = False  # full until `unpin`, against the schedule
         self._bind_depth = 0
-        self._is_shown = False  # bound once more, as it is pinned
+        self._is_shown = False  # bound once more while pinned
         self._written_while_shown: str | None = None
-        self.pending: Pending | None = None  # of the gather under way
+        self.pending: Pending | None = None  # the gather in flight
         self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
         self._versions: list[int] = []
         self._gathered_apart: list[Any] = []
-        self._arriving: list[ShardedParam] = []  # of these, in the gather under way
-        self.summed_apart: list[RowsApart] = []  # where the gradients of these are summed
-        self._put_together: list[ShardedParam] = []  # of what the storages gather
+        self._arriving: list[ShardedParam] = []  # of these, in the gather in flight
+        self.summed_apart: list[RowsApart] = []  # the layouts of their gradients' sums
+        self._put_together: list[ShardedParam] = []  # copied from gathered storages
 
     @property
     def module(self) -> nn.Module:
@@ -98,7 +98,7 @@ class Unit:
         return self.modules[0]
 
     def add(self, param: ShardedParam) -> None:
-        """Take a parameter over, and let its sharded form stand in every module that uses it."""
+        """Add a parameter, and put its sharded form into every module that uses it."""
         self.params.append(param)
         param.put(param.sharded)
         for use in param.uses:
@@ -106,7 +106,7 @@ class Unit:
 
     # -- parameters
     def lay_out(self, storages: Sequence[Storage]) -> None:
-        """Take over where the parameters lie, once they do, and again where that has changed."""
+        """Take the storages of the parameters; called again when they have changed."""
         self.storages = list(storages)
         self.full_bytes = sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
         self._gathered_apart = [param for param in self.params if not param.encoding.in_storage]
@@ -115,20 +115,20 @@ class Unit:
 
     @property
     def frees_in_backward(self) -> bool:
-        """Tell whether a backward pass leaves no memory under the full parameters."""
+        """Tell whether a backward pass frees the full parameters."""
         if not self.settings.stage.frees_after_backward or self.settings.stays_full:
             return False
         apart = any(param.encoding.puts_together for param in self.params)
         return apart or any(s.frees for s in self.storages)
 
     def read_ahead(self) -> None:
-        """Begin to read slices that rest in files, unless they are stepped just now."""
+        """Start reading slices from files, unless a step of them is running."""
         if self.param_state is ParamState.SHARDED and all(step.is_over for step in self.steps):
             for storage in self.storages:
                 storage.read_ahead()
 
     def start_unshard(self) -> None:
-        """Start gathering the full parameters, if they are not fresh already."""
+        """Start gathering the full parameters unless they are fresh."""
         self.finish_steps()
         if self.param_state is ParamState.FULL and not self.is_fresh:
             self._give_up()
@@ -163,16 +163,16 @@ class Unit:
                 self.pending = self.comm.start_all_gather(items, axis, collective, self.transport)
 
     def finish_steps(self) -> None:
-        """Wait until the slices are stepped. **Raises** ShardError where that has failed."""
+        """Wait for background steps of the slices. **Raises** ShardError if one has failed."""
         finish_all(self.steps)
 
     @property
     def _local_versions(self) -> list[int]:
-        """Numbers that change whenever a sharded parameter is modified."""
+        """Numbers that change when a sharded parameter is modified."""
         return [param.sharded._local_tensor._version for param in self.params]
 
     def finish_unshard(self) -> None:
-        """Wait until the full parameters may be read."""
+        """Make the unit FULL: start the gather if needed, and wait for it."""
         self.start_unshard()
         if self.param_state is not ParamState.GATHERING:
             return
@@ -201,10 +201,10 @@ class Unit:
         for storage in self.storages:
             apart = all(s.encoding.puts_together for s in self.params if s.rests_in(storage))
             if apart and self.nearby is None:
-                storage.free()  # what was gathered is put together elsewhere
+                storage.free()  # the parameters have separate memory
 
     def reshard(self) -> None:
-        """Give the full parameters up; their memory goes where the stage frees it."""
+        """Give up the full parameters unless pinned; free their memory if the stage does."""
         if not self.is_pinned:
             self._give_up()
 
@@ -231,8 +231,8 @@ class Unit:
 
     @property
     def is_fresh(self) -> bool:
-        """Tell whether nothing would have to be gathered."""
-        if self.steps:  # as on all ranks, whether or not they are done on this one
+        """Tell whether the full parameters need no gather."""
+        if self.steps:  # all ranks have steps, done or not, so they agree
             return False
         if self.settings.stands_while_full:
             return self.param_state is ParamState.FULL
@@ -241,7 +241,7 @@ class Unit:
 
     @property
     def is_resident(self) -> bool:
-        """Tell whether the full parameters are being gathered, or hold present values already."""
+        """Tell whether the full parameters are being gathered or hold present values."""
         return self.param_state is ParamState.GATHERING or self.is_fresh
 
     @property
@@ -251,18 +251,18 @@ class Unit:
 
     @property
     def is_deferred(self) -> bool:
-        """Tell whether gradients wait for their sum over replicas."""
+        """Tell whether gradients await their sum over replicas."""
         return any(s.unreduced is not None for s in self.storages)
 
     def read_versions(self) -> tuple[int, ...]:
-        """Return numbers that change whenever a slice is modified.
+        """Return numbers that change when a slice is modified.
 
-        There are none where the modules hold full parameters: these keep what a graph has saved,
+        Return () if the modules hold full parameters. These keep the values that a graph has saved,
         and the sharded ones may change between forward and backward, as in FSDP2.
         """
         if self.settings.stands_while_full:
             return ()
-        for step in self.steps:  # it counts up when it writes, and all ranks must see that it did
+        for step in self.steps:  # a step's writes change the version, which all ranks must see
             step.wait()
         versions = tuple(s.version for s in self.storages)
         if not self._gathered_apart:
@@ -271,7 +271,7 @@ class Unit:
         return (*versions, *apart)
 
     def bind(self) -> None:
-        """Put the full parameters into the modules, for one call."""
+        """Put the full parameters into the modules for one call."""
         self._bind_depth += 1
         if self._bind_depth > 1 or self.settings.stands_while_full:
             return
@@ -288,11 +288,11 @@ class Unit:
 
     @property
     def shows_full(self) -> bool:
-        """Tell whether the full parameters stand in the modules now."""
+        """Tell whether the full parameters are in the modules now."""
         return self.is_unsharded if self.settings.stands_while_full else self._bind_depth > 0
 
     def unbind(self) -> str | None:
-        """Put the ShardTensors back; return the name of a parameter that was written meanwhile."""
+        """Put the ShardTensors back; return the name of a full parameter that was written."""
         if self._bind_depth == 0:
             return None
         self._bind_depth -= 1
@@ -306,26 +306,26 @@ class Unit:
         return written
 
     def unbind_all(self) -> None:
-        """Put the ShardTensors back after a forward pass that was cut short."""
+        """Put the ShardTensors back after an interrupted forward pass."""
         if self._bind_depth > self._is_shown:
             self._bind_depth = 1 + self._is_shown
             self.unbind()
 
-    # -- until somebody says otherwise
+    # -- pinned until `unpin`
     def pin(self) -> None:
-        """Start gathering, and stay full between passes too, until `unpin`."""
+        """Start gathering, and stay full until `unpin`, also between passes."""
         self.start_unshard()
         self.is_pinned = True
 
     def show(self) -> None:
-        """Let the full parameters of a pinned unit stand in the modules."""
+        """Put the full parameters of a pinned unit into the modules."""
         if self.is_pinned and not self._is_shown:
             self.finish_unshard()
             self.bind()
             self._is_shown = True
 
     def hide(self) -> None:
-        """Put the sharded ones back; they take over which parameters are trained."""
+        """Put the sharded parameters back, with the full ones' ``requires_grad``."""
         if not self._is_shown:
             return
         self._is_shown = False
@@ -335,9 +335,9 @@ class Unit:
                 param.sharded.requires_grad_(param.full.requires_grad)
 
     def unpin(self) -> str | None:
-        """End `pin`, and give the full parameters up between passes.
+        """End `pin`, and give up the full parameters between passes.
 
-        Return the name of a full parameter that was written while it stood in the modules.
+        Return the name of a full parameter that was written while it was in the modules.
         """
         if not self.is_pinned:
             return None
@@ -350,23 +350,23 @@ class Unit:
 
     # -- gradients
     def enter_grad_state(self, state: GradState) -> None:
-        """Move along the gradient table; what is there already need not move."""
+        """Change to a gradient state, as the table allows; keep an equal one."""
         if state is not self.grad_state:
             self.grad_state = check_transition(GRAD_TRANSITIONS, self.name, self.grad_state, state)
 
     def forget_grads_if_none(self) -> None:
-        """Return to EMPTY when no parameter has a gradient any more."""
+        """Return to EMPTY if no parameter has a gradient."""
         if not any(param.keeps_grad for param in reversed(self.params)):
             self.enter_grad_state(GradState.EMPTY)
 
     def keep_partials(self) -> None:
-        """Keep the micro-batch's gradients on this rank, added to those of the window so far."""
+        """Add the micro-batch's gradients to this rank's sums of the window."""
         self.enter_grad_state(GradState.PARTIAL)
         for param in self.params:
             param.keep_partial()
 
     def drop_partials(self) -> None:
-        """Forget unreduced gradients, after a backward pass that was cut short."""
+        """Drop unreduced gradients after an interrupted backward pass."""
         for param in self.params:
             param.forget_partial()
         self.unreduced = None
@@ -377,7 +377,7 @@ class Unit:
             self.enter_grad_state(GradState.REDUCED if any_reduced else GradState.EMPTY)
         self.has_local_sum = False
 
-    # -- names that tools look for on torch's parameter groups, and extensions on the unit
+    # -- names that tools read on torch's parameter groups, and extensions on the unit
     @property
     def shard_mesh(self) -> Any:
         """The mesh of the shard axis alone."""
@@ -386,7 +386,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether the full parameters are there."""
+        """Tell whether the unit is FULL."""
         return self.param_state is ParamState.FULL
 
     def _enter(self, state: ParamState) -> None:
