@@ -3,11 +3,11 @@
 A unit's gradients are final as soon as its own reduction is finished; see `unit.sums`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.engine.buckets import ReduceQueue
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
 from shardwise.unit.sums import Held, Running
@@ -92,106 +92,6 @@ class Reduction:
     def nbytes(self) -> int:
         """Bytes of the means, as long as the reduction is under way."""
         return 0 if self._running is None else self._running.nbytes
-
-
-class ReducedUnit(Protocol):
-    """A unit as a bucket sees it."""
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full copy."""
-
-
-class StartedReduction(Protocol):
-    """The reduction of a bucket of units: it is started, and waited for later."""
-
-    def start(self) -> None:
-        """Hand the gradients to the transport."""
-
-    def wait(self) -> None:
-        """Wait for the sums."""
-
-
-U = TypeVar("U", bound=ReducedUnit)
-R = TypeVar("R", bound=StartedReduction)
-
-
-class ReduceQueue(Generic[U, R]):
-    """Gradients in buckets: when one is full it starts, and only a few are in flight.
-
-    ``mesh_of``: units share a bucket where it is equal. ``waits_at_close``: something comes after
-    a reduction (stage 0, a replicate axis), so it is waited for at the end of the pass, and no
-    collective is left for the first reader of ``p.grad``. ``reduces_in_flight`` may change.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[list[U]], R],
-        bucket_bytes: int,
-        reduces_in_flight: int,
-        waits_at_close: bool,
-        mesh_of: Callable[[U], Hashable] = lambda unit: None,
-    ) -> None:
-        self._make = make
-        self._bucket_bytes = bucket_bytes
-        self.reduces_in_flight = reduces_in_flight
-        self._waits_at_close = waits_at_close
-        self._mesh_of = mesh_of
-        self._buckets: dict[Hashable, list[U]] = {}
-        self._in_flight: list[R] = []
-        self._waited_for: list[R] = []
-
-    @property
-    def all(self) -> list[R]:
-        """Reductions that were started and not taken, oldest first."""
-        return self._waited_for + self._in_flight
-
-    def holds(self, unit: U) -> bool:
-        """Tell whether a unit is in a bucket that is not full yet."""
-        return any(unit in bucket for bucket in self._buckets.values())
-
-    def add(self, unit: U) -> None:
-        """Take a unit's gradients; a full bucket starts, which may wait for the oldest reduction.
-
-        **Cost** small units share one reduction of ``bucket_bytes``.
-        """
-        mesh = self._mesh_of(unit)
-        bucket = self._buckets.setdefault(mesh, [])
-        if unit in bucket:
-            return
-        bucket.append(unit)
-        if sum(u.full_bytes for u in bucket) >= self._bucket_bytes:
-            self._start_bucket(mesh)
-
-    def _start_bucket(self, mesh: Hashable) -> None:
-        reduction = self._make(self._buckets.pop(mesh))
-        reduction.start()
-        self._in_flight.append(reduction)
-        self._wait(self.reduces_in_flight)
-
-    def _wait(self, num_left: int = 0) -> None:
-        """Wait for the oldest reductions until ``num_left`` are in flight."""
-        while len(self._in_flight) > num_left:
-            self._in_flight[0].wait()
-            self._waited_for.append(self._in_flight.pop(0))
-
-    def close(self) -> None:
-        """Start what is left, at the end of a backward pass."""
-        for mesh in list(self._buckets):
-            self._start_bucket(mesh)
-        if self._waits_at_close:
-            self._wait()
-
-    def take(self, last: R | None = None) -> list[R]:
-        """Wait for the reductions up to ``last``, or for all; hand them over, oldest first."""
-        num_taken = len(self.all) if last is None else self.all.index(last) + 1
-        self._wait(len(self.all) - max(num_taken, len(self._waited_for)))
-        taken, self._waited_for = self._waited_for[:num_taken], self._waited_for[num_taken:]
-        return taken
-
-    def forget_buckets(self) -> None:
-        """Forget the units whose reduction is not started, after a pass that was cut short."""
-        self._buckets = {}
 
 
 class Reductions:

@@ -7,7 +7,7 @@ allocate, in the same order.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.engine.reductions import ReduceQueue
+from shardwise.engine.buckets import ReduceQueue
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.sizes import DtypeName
