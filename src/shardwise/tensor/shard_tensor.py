@@ -32,9 +32,9 @@ from shardwise.tensor.dispatch import (
     into_leaf,
     is_in_place,
     run_in_full,
+    same_draws,
     set_property,
 )
-from shardwise.tensor.draws import same_draws
 from shardwise.tensor.inner import gather_whole
 from shardwise.tensor.operations import (
     DRAWS,

@@ -9,7 +9,7 @@ import torch
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.layout.placements import local_of
 from shardwise.tensor.inner import plain_parts
-from shardwise.unit.poison import poison
+from shardwise.unit.materialize import poison
 
 
 def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:

@@ -33,7 +33,7 @@ from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
 from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
-from shardwise.unit.poison import is_unwritten
+from shardwise.unit.materialize import is_unwritten
 from shardwise.unit.unit import Unit
 
 _ACTIVATIONS = Offload(activations="cpu")
