@@ -151,9 +151,8 @@ def _option(value: Any) -> str:
 
 def _note_step(optimizer: Any, *_: Any) -> None:
     """Count a step of an optimizer in the checks of each model whose parameters it has."""
-    if torch.compiler.is_compiling() or hasattr(
-        optimizer, "optimizers"
-    ):  # each inner optimizer is counted by itself
+    # A wrapper of several optimizers is not counted; each inner optimizer is.
+    if torch.compiler.is_compiling() or hasattr(optimizer, "optimizers"):
         return
     steps: _Steps | None = vars(optimizer).get(_STEPS)
     if steps is None:
