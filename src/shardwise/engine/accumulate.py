@@ -288,7 +288,7 @@ class _Rounds(Alone):
         return self._backward_is_next
 
     def check_backward(self) -> None:
-        """Refuse a backward pass inside ``forward``."""
+        """Raise StateError: a backward pass inside ``forward`` is not supported."""
         raise StateError(
             f"backward() inside of the forward() of {_HERE}: return the loss there, and call "
             "backward() on what layer_by_layer returns"

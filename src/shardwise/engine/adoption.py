@@ -32,7 +32,7 @@ class Adoption:
     """The optimizers of one ``shard()`` call, and each parameter's places in their groups."""
 
     def __init__(self, optimizers: Optimizers, specs: Sequence[UnitSpec]) -> None:
-        """Check that the optimizers are the model's. **Raises** ConfigError before any change."""
+        """Check that the model has all their parameters. **Raises** ConfigError before changes."""
         self._optimizers = _as_list(optimizers)
         params = {id(param.param): param for unit in specs for param in unit.params}
         self._places: dict[int, list[tuple[list[Any], int]]] = {}

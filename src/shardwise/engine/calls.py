@@ -50,9 +50,9 @@ CALL_TRANSITIONS = frozenset(
         (CallState.FORWARD, CallState.SPENT),  # not recorded, or no output has a gradient
         (CallState.AWAITING, CallState.BACKWARD),
         (CallState.AWAITING, CallState.PASSED),  # autograd has reached only its inputs
-        (CallState.AWAITING, CallState.SPENT),  # the pass of its graph is over
+        (CallState.AWAITING, CallState.SPENT),  # the pass of its graph has ended
         (CallState.BACKWARD, CallState.PASSED),
-        (CallState.BACKWARD, CallState.SPENT),  # the pass is over, or was cut short
+        (CallState.BACKWARD, CallState.SPENT),  # the pass ended or raised
         (CallState.PASSED, CallState.SPENT),
         (CallState.SPENT, CallState.BACKWARD),
         (CallState.SPENT, CallState.PASSED),

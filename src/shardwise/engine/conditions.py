@@ -18,7 +18,7 @@ class Alone:
     others_follow = False  # other micro-batches still have to run this unit
 
     def arrive(self, unit: Any) -> None:
-        """Wait until the other micro-batches reach ``unit``; there are none here."""
+        """Wait until the other micro-batches reach ``unit``; do nothing here."""
 
     def visit(self, schedule: Any, call: Any) -> bool:
         """Gather the unit of a call; tell whether its backward comes next."""

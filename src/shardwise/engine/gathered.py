@@ -207,7 +207,7 @@ def _standing(param: ShardedParam, in_model: bool, device: torch.device) -> nn.P
 
 
 def _check(engine: Engine, params: list[ShardedParam], source: int | None) -> None:
-    """Refuse an invalid context before the first gather."""
+    """Raise for an invalid context, before the first gather."""
     size = min((p.unit.comm.axes.shard.size for p in params), default=1)
     if source is not None and source not in range(size):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The only place where hooks are registered on modules.
+"""Registration of hooks on modules; no other file registers any.
 
 Note [Ways past the root]
 Some libraries wrap a model and then call the wrapped module: PEFT's ``generate()`` is that of the
@@ -44,7 +44,7 @@ class Watcher(Protocol):
 class _Hooks:
     """The two hooks of one unit, opaque to torch.compile.
 
-    A compiled module breaks its graph there and compiles what lies between.
+    A compiled module breaks its graph at the hooks and compiles the code between them.
     """
 
     def __init__(self, watcher: Watcher, unit: HasModule) -> None:

@@ -235,7 +235,7 @@ class ShardState(ModuleState):
         return bool(stage.frees_after_backward)
 
     def start_unshard(self) -> Sequence[Unit]:
-        """Pin the units and return them; return none inside `gathered`, where all is full."""
+        """Pin and return the units; inside `gathered` return an empty list, as all is full."""
         units = [] if self.suspended else self.units
         for unit in units:
             unit.pin()

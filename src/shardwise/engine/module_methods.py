@@ -196,7 +196,7 @@ class FSDPModule(TorchFSDPModule):
         return Handle(()) if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Raise NotImplementedError if True: freed memory is not kept for CUDA graphs."""
+        """Raise NotImplementedError if True and parameters are freed: their memory is not kept."""
         if keep and any(state.frees for state in _states_of(self, recurse)):
             raise NotImplementedError(
                 "set_keep_unsharded_storage(True): full parameters get new memory at each gather; "

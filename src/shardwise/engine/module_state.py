@@ -90,7 +90,7 @@ def _keep(engine: Engine) -> None:
                 param.leaves_scale = True
 
 
-# torch's pipelining asks torch's own function for a module's state
+# torch's pipelining reads a module's state through torch's fully_shard
 _FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 

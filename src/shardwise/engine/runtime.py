@@ -48,7 +48,7 @@ class Engine:
     """Runs the units of one model. `hooks` calls it in forward, `passes` in backward."""
 
     where_full = where_stays = "inside `with shardwise.gathered(model):`"
-    each_unit_alone = False  # True: its collectives start when it runs, whatever others run
+    each_unit_alone = False  # True: its collectives start when it runs, in no shared order
 
     def __init__(self, config: ShardConfig, comm: Comm, ledger: FullParamLedger) -> None:
         self.config = config

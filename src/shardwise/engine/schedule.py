@@ -354,7 +354,7 @@ class Schedule(Generic[U]):
         self._ahead.clear()
 
     def _gather_ahead(self, named: Sequence[U] | None, upcoming: Sequence[int] | None) -> None:
-        """Prefetch the units named in settings, or with a shared order those expected next."""
+        """Prefetch the units named in settings, or with a shared order the expected next units."""
         if named is None or self._gathers_in_turn:
             self._prefetch(upcoming)
             return
