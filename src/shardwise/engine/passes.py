@@ -5,7 +5,7 @@ receive the same few events from it, so a plan cannot differ from the run.
 
 Note [One backward pass]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Hooks on a call's outputs mark the begin of its backward, hooks on its inputs the end. An input's
+Hooks on a call's outputs mark the start of its backward, hooks on its inputs the end. An input's
 hook fires when autograd reaches the node that made the input. Autograd runs later nodes first, so
 every node of the call has run by then. A call without such an input ends when another call's
 backward begins, or at the end of the pass. A unit closes with its last open call.

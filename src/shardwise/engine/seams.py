@@ -23,7 +23,7 @@ class Activations(Protocol):
         """The bytes of host memory in use now."""
 
     def open(self) -> None:
-        """Begin to take inputs; called at the begin of the outermost forward call."""
+        """Begin to take inputs; called at the start of the outermost forward call."""
 
     def close(self) -> None:
         """Stop taking inputs; called at the end of the outermost forward call."""
