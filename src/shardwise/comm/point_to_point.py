@@ -217,7 +217,9 @@ def start_reduce_scatter(
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             buffers += _send_shares(exchange, items, to)
-            unpacks.append(_receive_shares(exchange, sums, frm))
+            staging, unpack = _receive_shares(exchange, sums, frm)
+            buffers.append(staging)
+            unpacks.append(unpack)
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
 
     def finish() -> None:
@@ -226,7 +228,7 @@ def start_reduce_scatter(
         for each in sums:
             each.run(axis.rank, axis.size, divisor)
 
-    return Pending(key, exchange.works, finish, (items, sums, buffers, unpacks), exchange.peers)
+    return Pending(key, exchange.works, finish, (items, sums, buffers), exchange.peers)
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -256,8 +258,10 @@ def _send_shares(exchange: _Messages, items: Sequence[ReduceItem], peer: int) ->
     return together
 
 
-def _receive_shares(exchange: _Messages, sums: Sequence[_Sum], peer: int) -> Callable[[], None]:
-    """Post the receives of a peer's addends; return a function that unpacks the small ones."""
+def _receive_shares(
+    exchange: _Messages, sums: Sequence[_Sum], peer: int
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Post the receives of a peer's addends; return the buffer of small ones and its unpacking."""
     small = [each for each in sums if is_small(each.own.nbytes)]
     for each in sums:
         own, out = each.own, each.out
@@ -276,4 +280,4 @@ def _receive_shares(exchange: _Messages, sums: Sequence[_Sum], peer: int) -> Cal
                 piece = piece.clone()
             each.peers[peer] = piece.view(each.own.dtype)
 
-    return unpack
+    return staging, unpack

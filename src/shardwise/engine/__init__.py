@@ -1,1 +1,1 @@
-"""When: in which order units are gathered, used, reduced and freed."""
+"""The engine: the order in which units are gathered, used, reduced and freed."""

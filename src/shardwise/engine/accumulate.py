@@ -1,19 +1,18 @@
-"""Accumulation of gradients: micro-batch by micro-batch, or unit by unit.
+"""Gradient accumulation: micro-batch by micro-batch, or unit by unit.
 
 Note [Micro-batches in rounds]
-The forward pass of each micro-batch is the caller's own code, in a thread of its own, and one of
-them runs at a time. Before a unit's forward it waits until all others have come to the same unit.
-So they go through a unit one after the other, a *round*, and the schedule sees one visit of it: the
-first gathers it, the last one frees it. All their calls are recorded as one forward pass, so a
-backward pass through the sum of the losses reduces a unit when the last micro-batch is through it.
+Each micro-batch's forward pass runs in a separate thread, and one thread runs at a time. Before a
+unit's forward, a micro-batch waits until all others have reached the same unit. Then they run the
+unit one after the other: a *round*. The schedule sees a round as one visit: the first micro-batch
+gathers the unit and the last one frees it. All calls are recorded as one forward pass, so backward
+through the sum of the losses reduces a unit once, after its last micro-batch.
 
 Note [Backward goes by rounds too]
-Of the nodes that are ready autograd takes the one with the highest number, and a thread counts the
-nodes that it makes. Each micro-batch goes on counting where the one before it has stopped, so a
-single backward pass takes the rounds in the reverse order, and in a round one micro-batch after the
-other: the recomputed activations of one block are there at a time. A round goes from the last
-micro-batch to the first, so that backward goes from the first to the last and sums gradients in the
-order in which an accumulation window does.
+Among ready nodes, autograd runs the one with the highest sequence number. Each thread numbers its
+own nodes. Each micro-batch continues the numbering of the one before it. So one backward pass takes
+the rounds in reverse order, and the micro-batches of a round one after the other. Only one block's
+recomputed activations are in memory at a time. A round runs from the last micro-batch to the first,
+so backward runs from the first to the last and sums gradients in an accumulation window's order.
 """
 
 import contextvars
@@ -64,19 +63,19 @@ def accumulate(
 ) -> AbstractContextManager[None] | torch.Tensor:
     """Accumulate gradients over micro-batches, one after the other or unit by unit.
 
-    ``with accumulate(model, last=...):`` runs one micro-batch of an accumulation window; ``last``
-    says that the step comes next. ``accumulate(model, forward, micro_batches,
-    order="breadth_first")`` runs all of them through each unit in turn and returns the sum of their
-    losses: see `layer_by_layer`.
+    ``with accumulate(model, last=...):`` runs one micro-batch of an accumulation window. Pass
+    ``last=True`` if the optimizer's step comes next. ``accumulate(model, forward, micro_batches,
+    order="breadth_first")`` runs all micro-batches through each unit in turn and returns the sum of
+    their losses: see `layer_by_layer`.
 
-    For a pipeline, one step of its schedule, with the stages of this rank: gradients of all but the
-    last then stay on the rank at any stage of ZeRO.
+    For a pipeline, pass this rank's stages and run one ``schedule.step()`` in the context. Then
+    gradients of all steps but the last stay on the rank, at any ZeRO stage.
 
-    Where the stage (or ``reduce_every="step"``) reduces once per step, gradients of the other
-    micro-batches stay on this rank, unreduced, summed in the reduce dtype; ``p.grad`` cannot be
-    read until the last one is through. Where every micro-batch is reduced, ``p.grad`` grows by
-    the mean of each; over replicas (HSDP) `shard`'s gradients are summed once, with the last one,
-    and cannot be read before. As without Shardwise, dividing the loss is up to you.
+    If the stage (or ``reduce_every="step"``) reduces once per step, gradients of earlier
+    micro-batches stay on this rank, unreduced, summed in the reduce dtype. ``p.grad`` cannot be
+    read until the last one has ended. If every micro-batch is reduced, ``p.grad`` grows by the mean
+    of each. Over replicas (HSDP), `shard`'s gradients are summed once, with the last micro-batch,
+    and cannot be read before. The loss is not divided, as without Shardwise.
     """
     if order == "breadth_first":
         if forward is None or not isinstance(model, nn.Module):
@@ -101,26 +100,25 @@ def _window(model: Model, last: bool) -> Iterator[None]:
 def layer_by_layer(
     model: nn.Module, forward: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any]
 ) -> torch.Tensor:
-    """Run all micro-batches through each unit of the model before the next; return their loss.
+    """Run all micro-batches through each unit before the next unit; return the sum of the losses.
 
-    ``forward(micro_batch)`` is the forward pass of one micro-batch, the sharded model inside it,
-    and returns its loss, a scalar. The result is the sum of the losses, so divide inside of
-    ``forward`` where the mean is wanted; its ``backward()`` goes through the units in the same way.
-    Full parameters are gathered, and fetched from the host or from files, once in forward and once
-    in backward for all micro-batches, and gradients are reduced once. The literature calls this
-    vertical or breadth-first gradient accumulation.
+    ``forward(micro_batch)`` runs the sharded model and returns a scalar loss. Divide inside
+    ``forward`` for a mean. ``backward()`` on the result takes the units in the same way. Full
+    parameters are gathered, and fetched from the host or from files, once in forward and once in
+    backward for all micro-batches. Gradients are reduced once. The literature calls this vertical
+    or breadth-first gradient accumulation.
 
-    Every micro-batch must run the same units in the same order. They are called from the last to
-    the first. The first draws from the caller's random generators, the others from generators of
-    their own that follow from these. **State** as after one forward pass of one batch.
+    Every micro-batch must run the same units in the same order. ``forward`` is called from the last
+    micro-batch to the first. The first micro-batch draws from the caller's random generators, the
+    others from generators derived from these. **State** as after one forward pass of one batch.
 
-    **Cost** the activations of all micro-batches at a time, with activation checkpointing the
-    inputs of its blocks; a thread for each micro-batch, of which one runs at a time.
+    **Cost** the activations of all micro-batches at once (with activation checkpointing, the inputs
+    of its blocks). A thread for each micro-batch, of which one runs at a time.
 
-    **Raises** ConfigError for a model that is not sharded, for no micro-batch, and for a loss that
-    is no scalar; StateError where micro-batches run different units, inside of a forward or
-    backward pass or of a transform of torch.func, for stages of a pipeline and for optional units.
-    What ``forward`` raises comes with the number of its micro-batch.
+    **Raises** ConfigError for a model that is not sharded, an empty list, or a loss that is not a
+    scalar. StateError for micro-batches that run different units, for pipeline stages, for optional
+    units, and inside a forward or backward pass or a torch.func transform. An error of ``forward``
+    carries the number of its micro-batch.
     """
     engine = engine_of(model)
     batches = list(micro_batches)
@@ -158,11 +156,11 @@ def _check(engine: Engine, batches: list[Any]) -> None:
 
 
 class _Ended(BaseException):
-    """Ends a micro-batch's thread, as another one has failed."""
+    """End a micro-batch's thread after another micro-batch has failed."""
 
 
 class _Lane:
-    """One micro-batch on its way, in a thread of its own."""
+    """One micro-batch and the state of its thread."""
 
     def __init__(self, number: int, generators: Generators) -> None:
         self.number = number
@@ -198,7 +196,7 @@ class _Rounds(Alone):
         self._surroundings = Surroundings(device)
 
     def run(self) -> list[Any]:
-        """Run all of them; return their losses, that of the first one first."""
+        """Run all micro-batches; return their losses in the order of the micro-batches."""
         passes, stack = self._engine.passes, self._engine.passes.stack
         self._pass = passes.begin_forward() if self._records else None
         threads = [
@@ -216,7 +214,7 @@ class _Rounds(Alone):
             try:
                 self._lanes[0].turn.release()
                 self._over.acquire()
-            except BaseException:  # an interrupt: the one that runs stops at its next unit
+            except BaseException:  # an interrupt: the running lane stops at its next unit
                 self._stops = True
                 self._over.acquire()
                 raise
@@ -231,7 +229,7 @@ class _Rounds(Alone):
                 self._lanes[-1].generators.put()  # of the first micro-batch: the caller's
         if self._error is not None:
             raise self._error
-        _count_to(self._node)  # the sum of the losses comes after all of them
+        _count_to(self._node)  # the sum of the losses must be the latest node
         return [lane.loss for lane in reversed(self._lanes)]
 
     def _run_lane(self, place: int) -> None:
@@ -260,14 +258,14 @@ class _Rounds(Alone):
         self._running = self._lanes[place % len(self._lanes)]
         self._running.turn.release()
 
-    # -- what the engine asks
+    # -- called by the engine
     @property
     def others_follow(self) -> bool:  # type: ignore[override]
-        """Tell whether other micro-batches are yet to run what this one runs."""
+        """Tell whether other micro-batches still have to run this unit."""
         return not self._stops and self._running is not self._lanes[-1]
 
     def arrive(self, unit: Unit) -> None:
-        """Let the others come to the unit that this micro-batch is about to run."""
+        """Wait until the other micro-batches reach the unit that this one is about to run."""
         lane = self._running
         self._meet(lane, unit)
         self._suspend(lane)
@@ -279,26 +277,26 @@ class _Rounds(Alone):
         self._resume(lane, unit)
 
     def visit(self, schedule: Any, call: Call) -> bool:
-        """Gather the unit, if this is the first to run it; tell whether its backward is next."""
+        """Gather the unit for the round's first micro-batch; tell whether its backward is next."""
         if self._running is self._lanes[0]:
             self._backward_is_next = super().visit(schedule, call)
             self._mates = weakref.WeakSet[Call]()
         else:
-            call.unit.finish_unshard()  # it is there, but where a module's output is None
+            call.unit.finish_unshard()  # gathered already, unless a module returned None
         self._mates.add(call)
         call.mates = self._mates
         return self._backward_is_next
 
     def check_backward(self) -> None:
-        """Refuse a backward pass, as no micro-batch is through yet."""
+        """Raise StateError: a backward pass inside ``forward`` is not supported."""
         raise StateError(
             f"backward() inside of the forward() of {_HERE}: return the loss there, and call "
             "backward() on what layer_by_layer returns"
         )
 
-    # -- from one to the next
+    # -- switching between micro-batches
     def _meet(self, lane: _Lane, unit: Unit | None) -> None:
-        """Refuse micro-batches that do not run the same units."""
+        """Raise StateError if the micro-batches do not run the same units."""
         name = None if unit is None else unit.name or "(root)"
         if lane is self._lanes[0]:
             self._visited = name
@@ -316,7 +314,7 @@ class _Rounds(Alone):
     def _suspend(self, lane: _Lane) -> None:
         lane.generators = Generators.of_caller(self._engine.comm.device)
         self._node = max(self._node, _next_node())
-        if self._pass is not None:  # a round is one visit of a unit
+        if self._pass is not None:  # count a round as one visit
             if lane is self._lanes[0]:
                 self._num_recorded = len(self._pass.order)
             del self._pass.order[self._num_recorded :]
@@ -332,23 +330,22 @@ class _Rounds(Alone):
 
 
 def _next_node() -> int:
-    """Return the number of the next node of a graph that this thread makes."""
+    """Return the sequence number of this thread's next autograd node."""
     found: int = torch.autograd._get_sequence_nr()
     return found
 
 
 def _count_to(node: int) -> None:
-    """Let this thread number the next node of a graph so, or higher."""
+    """Advance this thread's sequence number to ``node``, or leave it if it is higher."""
     for _ in repeat(None, node - _next_node()):
-        torch._C._functions.UndefinedGrad()  # a node of no graph counts too
+        torch._C._functions.UndefinedGrad()  # a node outside any graph counts too
 
 
 class _Leaves:
-    """A leaf of its own for each micro-batch in each unit, where gradients are summed in fp32.
+    """A separate leaf per micro-batch and parameter, if the reduce dtype is not the compute dtype.
 
-    Autograd adds up what comes to one leaf in one backward pass in the dtype that the layers
-    compute in. Gradients of a leaf of its own arrive alone, and are summed as those of the
-    micro-batches of an accumulation window are.
+    Within one backward pass autograd sums a leaf's gradients in the compute dtype. With separate
+    leaves each micro-batch's gradient arrives alone and is summed as in an accumulation window.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -366,13 +363,13 @@ class _Leaves:
             unit.has_local_sum |= bool(self._params[unit.index])
 
     def change(self, units: Sequence[Unit]) -> None:
-        """Let the units' layers read other leaves."""
+        """Give the units' layers new leaves."""
         for unit in units:
             for param, _ in self._params[unit.index]:
                 param.read_through(param.another_leaf())
 
     def put_back(self) -> None:
-        """Let all layers read the leaves that they have read before."""
+        """Restore the original leaves in all layers."""
         for params in self._params.values():
             for param, leaf in params:
                 if param.full is not leaf:

@@ -1,10 +1,10 @@
-"""Optimizers that were built before ``shard()`` get the sharded parameters in place of theirs.
+"""Replacement of parameters in optimizers that were built before ``shard()``.
 
 Note [What an optimizer knows]
-It holds parameters in the lists of its groups and keys its state by them. Both are edited in place,
-since others may hold the lists (L-BFGS does, and wrappers of optimizers). State of a parameter's
-shape is cut as the parameter is, with rank 0's values, like the parameter's; all else (step counts,
-row and column statistics) stays whole, which is what a plain tensor means beside a ShardTensor.
+An optimizer holds parameters in the lists of its groups and keys its state by them. Both are edited
+in place, because other objects may hold the lists (L-BFGS and wrappers of optimizers do). State of
+a parameter's shape is cut as the parameter is, with rank 0's values. All other state (step counts,
+row and column statistics) stays whole: a plain tensor beside a ShardTensor means a whole value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +24,15 @@ from shardwise.unit.unit import Unit
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
-# State with one element for the whole parameter, which a scalar parameter's shape would not tell.
+# State with one element per parameter. For a scalar parameter the shape does not show this.
 _COUNTS = ("step", "eta", "mu", "mu_product")
 
 
 class Adoption:
-    """The optimizers of one ``shard()`` call, and where in their groups each parameter stands."""
+    """The optimizers of one ``shard()`` call, and each parameter's places in their groups."""
 
     def __init__(self, optimizers: Optimizers, specs: Sequence[UnitSpec]) -> None:
-        """Check that they are the model's. **Raises** ConfigError, before anything is changed."""
+        """Check that the model has all their parameters. **Raises** ConfigError before changes."""
         self._optimizers = _as_list(optimizers)
         params = {id(param.param): param for unit in specs for param in unit.params}
         self._places: dict[int, list[tuple[list[Any], int]]] = {}
@@ -52,11 +52,11 @@ class Adoption:
                     self._facts += _state_facts(param, state)
 
     def facts(self) -> list[str]:
-        """Return what must be alike on all ranks, as lines of text."""
+        """Return the facts that must be equal on all ranks, as lines of text."""
         return self._facts
 
     def take(self, spec: UnitSpec, unit: Unit) -> None:
-        """Put the parameters of a unit, just built, in the place of those it was built from."""
+        """Replace a new unit's original parameters, and their state, in the optimizers."""
         params = {param.name: param for param in unit.params}
         for before in spec.params:
             param = params[before.name]
@@ -74,14 +74,14 @@ class Adoption:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that others wrap, as accelerate does."""
+    """Return the optimizer inside wrappers such as accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
 
 
 def state_to_save(optimizer: Any, param: torch.Tensor) -> Mapping[str, Any]:
-    """Return a parameter's state as others may have it: values, where the optimizer has codes."""
+    """Return a parameter's state as values, decoded if the optimizer keeps codes."""
     if param not in optimizer.state:
         return {}
     decoded = getattr(innermost(optimizer), "saved_state", None)
@@ -113,7 +113,7 @@ def _stranger(
 
 
 def _state_facts(param: ParamSpec, state: Mapping[str, Any]) -> Iterator[str]:
-    """Describe the state of one parameter. **Raises** ConfigError where it cannot be cut."""
+    """Describe the state of one parameter. **Raises** ConfigError if it cannot be cut."""
     for key, value in state.items():
         what = f"state '{key}' of '{param.name}'"
         if not isinstance(value, torch.Tensor):
@@ -141,7 +141,7 @@ def _is_cut(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _adopted(key: str, value: Any, spec: ParamSpec, param: ShardedParam, comm: Comm) -> Any:
-    """Return one value of a parameter's state: rank 0's, and cut where the parameter is."""
+    """Return rank 0's value of one entry of a parameter's state, cut as the parameter is."""
     if not isinstance(value, torch.Tensor):
         return value
     first = local_of(value).detach().to(comm.device, copy=True).contiguous()

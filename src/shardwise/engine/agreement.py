@@ -1,7 +1,7 @@
-"""Ranks that were not started alike are told so at the start, with the first difference.
+"""Comparison of ranks at the start: an error names the first difference.
 
-Whatever the ranks must have in common is written as lines of text (facts). As a rule only a digest
-of them is exchanged.
+Values that all ranks must share are written as lines of text (facts). Ranks exchange a digest of
+the facts, and the text only if digests differ.
 """
 
 import hashlib
@@ -41,10 +41,10 @@ def agree(
 ) -> list[bytes]:
     """Check that all ranks have the same facts (lines of text); return every rank's ``row``.
 
-    ``what`` begins the message of an error. Rows have one length on all ranks.
+    ``what`` begins an error's message. Rows must have the same length on all ranks.
 
-    **Cost** one exchange of 16 bytes and the row per rank. Ranks that differ also exchange rank 0's
-    text and 1 KiB each. One rank sends nothing.
+    **Cost** one exchange of 16 bytes and the row per rank. If ranks differ, also rank 0's text and
+    1 KiB per rank. A single rank sends nothing.
 
     **Raises** ConfigError, the same on all ranks, naming the ranks and the first fact that differs.
     """
@@ -58,7 +58,7 @@ def agree(
 def find_difference(control: Control, facts: Sequence[str], about: str) -> str | None:
     """Return the first facts in which ranks differ from rank 0, the same text on all ranks.
 
-    ``about`` describes the exchange in the error of a rank that waits here alone.
+    ``about`` describes the exchange in the timeout error of a rank that waits for the others.
     """
     return _compare(control, facts, about, b"")[0]
 
@@ -98,26 +98,26 @@ def _describe_difference(control: Control, text: bytes) -> str:
 
 
 def _show(fact: bytes) -> str:
-    """Return a fact as text; a character that was cut in the middle is left out."""
+    """Return a fact as text, without a character that was cut in the middle."""
     cut = fact[: _ROW_BYTES - _INDEX.size]
     return f"[{cut.decode(errors='ignore')}]" if fact else "nothing more"
 
 
 def refusal_facts(refusal: Exception | None) -> list[str]:
-    """Return whether this rank can go on, as the fact that is compared first."""
+    """Return this rank's error, or its absence, as the fact that is compared first."""
     if refusal is None:
         return ["no error"]
     return [f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"]
 
 
 def make_room(control: Control, work: Callable[[], None]) -> None:
-    """Take space or memory, which one rank may not have: on all ranks, or it fails on all.
+    """Reserve space or memory with ``work`` on all ranks; fail on all if it fails on one.
 
-    ``work`` changes nothing where it raises, and may take long.
+    ``work`` must change nothing if it raises. It may take long.
 
-    **Cost** an exchange of a byte; where a rank fails, one of 1 KiB.
+    **Cost** an exchange of one byte. If a rank fails, also one of 1 KiB.
 
-    **Raises** what ``work`` does, and on the other ranks StorageError with the first one's text.
+    **Raises** the error of ``work``; on the other ranks StorageError with the first error's text.
     """
     failure: Exception | None = None
 
@@ -125,7 +125,7 @@ def make_room(control: Control, work: Callable[[], None]) -> None:
         nonlocal failure
         try:
             work()
-        except Exception as error:  # told to the others, and raised below
+        except Exception as error:  # sent to the other ranks, and raised below
             failure = error
         return bytes([failure is not None])
 
@@ -146,7 +146,7 @@ def _told(control: Control, failure: Exception) -> str:
 
 
 def any_rank(control: Control, is_so: bool) -> bool:
-    """Tell whether something is so on any rank. **Cost** an exchange of a byte."""
+    """Tell whether ``is_so`` is true on any rank. **Cost** an exchange of one byte."""
     return any(row[0] for row in control.exchange(bytes([is_so])))
 
 
@@ -158,12 +158,12 @@ def start_facts(
     init: Init | None,
     adoption: Adoption,
 ) -> list[str]:
-    """Return what must be the same on all ranks when a model is sharded: code, settings, model."""
+    """Return the facts that `shard` compares between ranks: code, settings and model."""
     facts = refusal_facts(None)
     facts += [f"shardwise {__version__}", f"torch {torch.__version__}"]
     for setting in fields(config):
         value = getattr(config, setting.name)
-        if isinstance(value, Offload):  # each rank may have a disk of its own
+        if isinstance(value, Offload):  # ranks may have different disks
             value = value.tiers
         facts.append(f"{setting.name}={value.number if isinstance(value, Stage) else value}")
     facts.append(f"init={getattr(init, '__qualname__', type(init).__name__)}")

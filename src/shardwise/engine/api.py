@@ -1,4 +1,4 @@
-"""``shard()``: from a module to a sharded module, in place."""
+"""``shard()``, which shards a module in place."""
 
 import struct
 import sys
@@ -74,8 +74,8 @@ def shard(
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, which are `ShardTensor`s then, or pass those built before as
-    ``optimizer``, which get the new parameters.
+    ``model.parameters()``, which are then `ShardTensor`s. Or pass optimizers built before as
+    ``optimizer``: their parameters are replaced.
 
     ``stage`` is the ZeRO stage: 0 replicates, 1 shards the optimizer's state, 2 gradients too, 3
     parameters too. ``mesh`` is `Axes`, or a DeviceMesh of one axis (shard) or two (replicate,
@@ -86,13 +86,13 @@ def shard(
     is a `Schedule`. ``renamed`` takes names of earlier versions, with a warning.
 
     A model on the meta device is filled by its modules' ``reset_parameters()``, or by
-    `Units.init`; what they leave unwritten is refused, afterwards. DTensors keep their placements.
+    `Units.init`. Elements left unwritten are an error afterwards. DTensors keep their placements.
 
-    **Cost** one exchange of 72 bytes; one broadcast of the model from the first rank; one unit in
-    full; one gloo group.
+    **Cost** one exchange of 72 bytes; one broadcast of the model from the first rank; memory for
+    one full unit; one gloo group.
 
-    **Raises** ConfigError, before anything is changed, naming setting and remedy; on all ranks when
-    they differ in version, setting or model, or when one refuses or lacks room (StorageError).
+    **Raises** ConfigError, before any change, with the setting and its remedy. All ranks raise if
+    they differ in version, setting or model, or if one raises or lacks room (StorageError).
     """
     settings: dict[str, Any] = {"mesh": mesh, "units": units, "schedule": schedule}
     try:
@@ -110,7 +110,7 @@ def shard(
 
 @dataclass
 class _Asked:
-    """What one call of `shard` asks for. Nothing was sent or changed yet."""
+    """The resolved arguments of one `shard` call, before any exchange or change."""
 
     config: ShardConfig
     axes: DataAxes
@@ -132,7 +132,7 @@ def _ask(
     units: UnitsLike,
     schedule: Schedule | None,
 ) -> _Asked:
-    """Check the settings, and resolve them to units, parameters and axes."""
+    """Check the settings; resolve them to units, parameters and axes."""
     config = resolve_config(stage, layout_name(layout), precision, schedule, offload)
     _check_model(model)
     chosen = units if isinstance(units, Units) else Units(units)
@@ -151,10 +151,10 @@ _START = struct.Struct("<qQ")  # this rank's number for the model, its seed
 
 
 def _agree(model: nn.Module, asked: _Asked) -> tuple[Comm, int]:
-    """Return the collectives and the first rank's seed, once all ranks ask for the same.
+    """Compare the arguments of all ranks; return the collectives and the first rank's seed.
 
-    One exchange has all that ranks must know of each other: a digest of the facts, the number of
-    the model, the seed, and the room on their hosts.
+    One exchange carries a digest of the facts, the model's number, the seed, and the free memory of
+    the hosts.
     """
     axes, config = asked.axes, asked.config
     comm = Comm(axes, asked.device, lambda: control_over(axes))
@@ -168,7 +168,7 @@ def _agree(model: nn.Module, asked: _Asked) -> tuple[Comm, int]:
 
 
 def _build(model: nn.Module, asked: _Asked, engine: Engine, seed: int) -> list[Unit]:
-    """Build the units one by one, and drop each one's specification with the values it had."""
+    """Build the units one by one; drop each specification, with its original values."""
     specs, control = asked.specs, engine.comm.control
     materializer = Materializer(
         asked.config, engine.comm, engine.ledger, engine, asked.init, specs, asked.homes
@@ -191,7 +191,7 @@ def _build(model: nn.Module, asked: _Asked, engine: Engine, seed: int) -> list[U
 
 
 def _refuse_unwritten(control: Control, names: Sequence[str]) -> None:
-    """Refuse a model on meta of which parameters or buffers have no values, on all ranks."""
+    """Raise ConfigError on all ranks for parameters or buffers on meta without values."""
     refusal = None
     if names:
         refusal = ConfigError(
@@ -205,10 +205,10 @@ def _refuse_unwritten(control: Control, names: Sequence[str]) -> None:
 
 
 def _run_all_layers(model: nn.Module, engine: Engine) -> None:
-    """Set the switch by which layers of transformers run on all ranks, even if one drops them.
+    """Make transformers run a layer on all ranks, even if layerdrop skips it on one.
 
-    On every module whose code looks at it (transformers.integrations.is_fsdp_managed_module), so
-    that layerdrop does not make ranks wait for each other. Who names ``optional`` units needs none.
+    Set its flag on every module whose file has ``is_fsdp_managed_module``. Otherwise ranks would
+    wait for each other. A model with ``optional`` units does not need it.
     """
     frees = engine.config.stage.frees_after_forward and engine.comm.axes.num_ranks > 1
     if not frees or any(unit.settings.optional for unit in engine.units):
@@ -222,9 +222,9 @@ def _run_all_layers(model: nn.Module, engine: Engine) -> None:
 def _tell_other_ranks(
     refusal: ConfigError | StorageError, model: object, mesh: DeviceMesh | Axes | None
 ) -> None:
-    """Meet the other ranks in their `agree`; return if all of them refuse for the same reason."""
+    """Join the other ranks' `agree`; return if all ranks have the same error."""
     axes = None
-    with suppress(Exception):  # without axes they cannot be told; the refusal is what counts
+    with suppress(Exception):  # without axes no exchange is possible
         params = model.parameters() if isinstance(model, nn.Module) else ()
         axes = _axes_for(next((p.device for p in params if not p.is_meta), None), mesh)
     if axes is not None:
@@ -233,7 +233,7 @@ def _tell_other_ranks(
 
 
 def _axes_for(device: torch.device | None, mesh: DeviceMesh | Axes | None) -> DataAxes:
-    """Return the axes; without a device, those of the mesh's, else on the accelerator there is."""
+    """Return the axes; without a device, use the mesh's device type or the accelerator."""
     if device is None and mesh is None:
         device = torch.accelerator.current_accelerator(check_available=True)
     mesh = mesh.mesh if isinstance(mesh, Axes) else mesh
@@ -268,7 +268,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def check_is_module(model: object) -> None:
-    """Raise ConfigError where a model is none, saying what came."""
+    """Raise ConfigError if ``model`` is not a module."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, type):
@@ -286,7 +286,7 @@ def _shown(value: object) -> str:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """Return the engine of a sharded model. **Raises** ConfigError for any other."""
+    """Return the engine of a sharded model. **Raises** ConfigError for other models."""
     check_is_module(model)
     engine = find_engine(model)
     if engine is None:
@@ -305,15 +305,15 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def find_engine(model: nn.Module) -> Engine | None:
-    """Return the engine of a model, or None where it is not one of ours."""
+    """Return the engine of a model, or None if the model is not sharded."""
     engine: Engine | None = vars(model).get(ATTRIBUTE) or _engine_of_calls(model)
     return engine
 
 
 def is_sharded(model: object) -> bool:
-    """Tell whether a model was given to `shard`, or is one that `fully_shard` has sharded.
+    """Tell whether a model was given to `shard`, or is the root of a `fully_shard` model.
 
-    Not so a part of one, as far as is known: the last call of `fully_shard` may be yet to come.
+    Before the engine exists, any module given to `fully_shard` counts as a root.
     """
     if not isinstance(model, nn.Module):
         return False
@@ -337,7 +337,7 @@ def _is_root(state: ModuleState) -> bool:
 
 
 def _engine_of_calls(model: nn.Module) -> Engine | None:
-    """Return the engine of a model of `fully_shard`, whose state makes it when it is needed."""
+    """Return the engine of a `fully_shard` model; make it at the first call."""
     state = _state_of_calls(model)
     if state is None:
         return None

@@ -1,4 +1,4 @@
-"""One forward call of a unit, and the states that it goes through until backward has passed it."""
+"""One forward call of a unit, and its states until its backward has ended."""
 
 import weakref
 from collections import Counter
@@ -11,11 +11,11 @@ from shardwise.unit.states import State, check_transition
 
 
 class CallState(State):
-    """Where a call is, from its forward to the end of its backward.
+    """The state of a call, from its forward to the end of its backward.
 
     FORWARD: it runs. AWAITING: autograd has recorded it, and its backward is expected. BACKWARD:
-    autograd has reached an output of it. PASSED: the pass under way is through with it. SPENT: no
-    pass is expected any more; its graph may run again all the same (``retain_graph``).
+    autograd has reached one of its outputs. PASSED: its backward has ended in the current pass.
+    SPENT: no pass is expected. Its graph may still run again (``retain_graph``).
     """
 
     FORWARD = "forward"
@@ -26,11 +26,11 @@ class CallState(State):
 
 
 class PassUnit(Protocol):
-    """A unit, for all that its calls depend on."""
+    """The part of a unit that its calls use."""
 
     @property
     def index(self) -> int:
-        """Its place among the units, the root being 0."""
+        """Its index among the units; the root has 0."""
 
     @property
     def name(self) -> str:
@@ -49,10 +49,10 @@ CALL_TRANSITIONS = frozenset(
         (CallState.FORWARD, CallState.AWAITING),
         (CallState.FORWARD, CallState.SPENT),  # not recorded, or no output has a gradient
         (CallState.AWAITING, CallState.BACKWARD),
-        (CallState.AWAITING, CallState.PASSED),  # autograd has reached its inputs another way
-        (CallState.AWAITING, CallState.SPENT),  # the pass of its graph is over
+        (CallState.AWAITING, CallState.PASSED),  # autograd has reached only its inputs
+        (CallState.AWAITING, CallState.SPENT),  # the pass of its graph has ended
         (CallState.BACKWARD, CallState.PASSED),
-        (CallState.BACKWARD, CallState.SPENT),  # the pass is over, or was cut short
+        (CallState.BACKWARD, CallState.SPENT),  # the pass ended or raised
         (CallState.PASSED, CallState.SPENT),
         (CallState.SPENT, CallState.BACKWARD),
         (CallState.SPENT, CallState.PASSED),
@@ -64,10 +64,10 @@ _OPEN = frozenset({CallState.AWAITING, CallState.BACKWARD})
 
 
 class ForwardPass:
-    """One forward pass of the model, from its entrance to its exit: its calls share a graph.
+    """One forward pass of the model, whose calls share a graph.
 
-    ``order`` are the units in the order of their calls, and ``open`` counts the calls of each unit
-    whose backward goes on or is expected. It holds no tensor, and is kept when its graph is not.
+    ``order`` lists the units in the order of their calls. ``open`` counts, for each unit, the calls
+    whose backward runs or is expected. It holds no tensor and may outlive its graph.
     """
 
     __slots__ = ("open", "order")
@@ -78,12 +78,12 @@ class ForwardPass:
 
 
 class Call:
-    """One forward call of a unit; one that autograd has recorded dies with its graph.
+    """One forward call of a unit. A recorded call lives as long as its graph.
 
-    ``enclosing`` are the units whose calls it was made in. Where units may be skipped, ``inside``
-    are the calls made in this one, in order, ``num_passed`` counts the units in it that have run or
-    were passed over, and a call may be none: ``was_skipped``. ``mates`` are those of all micro-
-    batches that go through the unit together (`layer_by_layer`).
+    ``enclosing`` are the units whose calls contain this one. ``mates`` are the calls of all
+    micro-batches of a round (`layer_by_layer`). If units may be skipped: ``inside`` are the calls
+    made in this one, in order; ``num_passed`` counts the units in it that have run or were skipped;
+    ``was_skipped`` marks a call that stands for a skipped unit.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class Call:
         self.in_backward = in_backward
         self.recomputes = recomputes
         self.state = CallState.FORWARD
-        self.forward_pass: ForwardPass | None = None  # where autograd records it
+        self.forward_pass: ForwardPass | None = None  # set if autograd records it
         self.versions: tuple[int, ...] = ()
         self.has_input_hook = False
         self.backward_is_next = False
@@ -124,22 +124,22 @@ class Call:
 
     @property
     def is_recorded(self) -> bool:
-        """Tell whether autograd records it."""
+        """Tell whether autograd records the call."""
         return self.forward_pass is not None
 
     @property
     def has_begun(self) -> bool:
-        """Tell whether the pass under way has begun with it."""
+        """Tell whether the current backward pass has reached the call."""
         return self.state in (CallState.BACKWARD, CallState.PASSED)
 
     def enter(self, state: CallState) -> None:
-        """Move along the table of calls; its forward pass counts the open ones."""
+        """Move to ``state``; update the forward pass's count of open calls."""
         was_open = self.state in _OPEN
         self.state = check_transition(CALL_TRANSITIONS, self.unit.name, self.state, state)
         if self.forward_pass is not None:
             self.forward_pass.open[self.unit.index] += (state in _OPEN) - was_open
 
     def end_pass(self) -> None:
-        """Note that the backward pass of its graph has ended, with or without this call."""
+        """End the call's backward pass, even if the pass did not reach the call."""
         if self.state not in (CallState.FORWARD, CallState.SPENT):
             self.enter(CallState.SPENT)

@@ -1,6 +1,6 @@
-"""What holds for a sharded model for a while: gathered, inside a window, not to be used.
+"""Temporary conditions of a sharded model: gathered, inside a window, unusable.
 
-Each begins and ends in a context or by a call here; everybody else only asks.
+A condition begins and ends in a context or by a method here. Other code only reads it.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -13,12 +13,12 @@ from shardwise.errors import StateError
 
 
 class Alone:
-    """One micro-batch at a time, by default; `layer_by_layer` replaces it."""
+    """One micro-batch at a time, the default. `layer_by_layer` replaces it."""
 
-    others_follow = False  # other micro-batches are yet to run what this one runs
+    others_follow = False  # other micro-batches still have to run this unit
 
     def arrive(self, unit: Any) -> None:
-        """Let others come to the unit that this micro-batch is about to run."""
+        """Wait until the other micro-batches reach ``unit``; do nothing here."""
 
     def visit(self, schedule: Any, call: Any) -> bool:
         """Gather the unit of a call; tell whether its backward comes next."""
@@ -26,14 +26,14 @@ class Alone:
         return is_next
 
     def check_backward(self) -> None:
-        """Refuse a backward pass where it would be wrong. **Raises** StateError."""
+        """Raise StateError if a backward pass would be wrong now."""
 
 
 @dataclass(frozen=True)
 class Origin:
     """The checkpoint that a model was last loaded from, or last saved as (``is_saved``).
 
-    ``has_skipped``: newer ones in its folder were passed over as damaged.
+    ``has_skipped``: the load skipped newer, damaged checkpoints in its folder.
     """
 
     path: Path
@@ -51,20 +51,20 @@ class Conditions:
         self._is_last: bool | None = None
         self._unusable: str | None = None
         self._half_loaded: set[str] = set()
-        self.num_loads = 0  # begun, on all ranks alike
-        self.origin: Origin | None = None  # on all ranks alike
+        self.num_loads = 0  # loads begun; equal on all ranks
+        self.origin: Origin | None = None  # equal on all ranks
         self._checks: list[Callable[[], None]] = []
         self.rounds = Alone()
 
     # -- full parameters in the modules
     @property
     def is_suspended(self) -> bool:
-        """Tell whether forward passes go unnoticed now."""
+        """Tell whether the engine ignores forward passes now."""
         return self._is_suspended
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let forward passes go unnoticed: full ordinary parameters stand in the modules."""
+        """Ignore forward passes while the modules hold full ordinary parameters."""
         before, self._is_suspended = self._is_suspended, True
         try:
             yield
@@ -74,7 +74,7 @@ class Conditions:
     # -- the accumulation window
     @property
     def is_last_micro_batch(self) -> bool | None:
-        """Tell whether the step comes after the micro-batch under way; None where nobody says."""
+        """Tell whether the step follows the current micro-batch; None outside a window."""
         return self._is_last
 
     @contextmanager
@@ -99,21 +99,21 @@ class Conditions:
     # -- parameters of two origins
     @property
     def unusable(self) -> str | None:
-        """Why the parameters are not to be used, if they are not."""
+        """The reason why the parameters must not be used, or None."""
         return self._unusable
 
     def check_usable(self, what: str) -> None:
-        """Refuse ``what`` while the parameters are not to be used. **Raises** StateError."""
+        """Raise StateError for ``what`` if the parameters must not be used."""
         if self._unusable is not None:
             raise StateError(f"{what}the model's parameters are not to be used: {self._unusable}")
 
     def refuse(self, why: str) -> None:
-        """Let nobody use the parameters, until a load of all of them ends well."""
+        """Mark the parameters unusable until a load of all of them succeeds."""
         self._unusable = why
 
     @contextmanager
     def writing(self, why: str) -> Iterator[None]:
-        """Replace all parameters; ``why`` they are not to be used, if that does not end well."""
+        """Replace all parameters; they stay unusable, for the reason ``why``, if that raises."""
         self._unusable = why
         yield
         self._unusable = None
@@ -125,15 +125,15 @@ class Conditions:
         self._unusable = why
 
     def end_load(self, names: Collection[str]) -> str | None:
-        """End a load that went well; return a name that an earlier one has left half loaded."""
+        """End a successful load; return a name that an earlier load has left half loaded."""
         self._half_loaded.difference_update(names)
         if not self._half_loaded:
             self._unusable = None
         return min(self._half_loaded, default=None)
 
-    # -- news from the background
+    # -- errors from the background
     def before_each_pass(self, check: Callable[[], None]) -> Callable[[], None]:
-        """Call ``check``, which may raise, before each recorded pass; return what ends that."""
+        """Call ``check``, which may raise, before each recorded pass; return its removal."""
 
         def end() -> None:
             if check in self._checks:
@@ -143,6 +143,6 @@ class Conditions:
         return end
 
     def check_before_pass(self) -> None:
-        """Call what has asked to be called."""
+        """Call the checks that `before_each_pass` has registered."""
         for check in list(self._checks):
             check()

@@ -1,6 +1,4 @@
-"""What a sharded model looks like: its units as a tree, with bytes and padding; how each
-parameter is cut.
-"""
+"""Description of a sharded model: its units as a tree, their bytes and the cuts of parameters."""
 
 from dataclasses import dataclass
 from math import prod
@@ -21,12 +19,12 @@ _PADDING_TO_MENTION = 0.03
 
 @dataclass(frozen=True)
 class ParamDescription:
-    """One parameter: what it is cut over, and where this rank's elements are.
+    """One parameter: the axes that cut it, and the place of this rank's elements.
 
-    ``cuts`` are pairs of an axis and the dim that it cuts, -1 for elements one after the other
-    (layout "flat"), outermost first. This rank has elements [``lo``, ``hi``) of the box of
-    ``piece_shape`` that begins ``at``. ``owner`` is the rank of the shard axis that has all of it
-    (layout "matrices"); None for what is cut.
+    ``cuts`` are pairs of an axis and the dim that it cuts, outermost first; dim -1 means flat
+    elements (layout "flat"). This rank has elements [``lo``, ``hi``) of the box of ``piece_shape``
+    that begins ``at``. ``owner`` is the rank of the shard axis that has the whole parameter (layout
+    "matrices"), or None if it is cut.
     """
 
     name: str
@@ -39,7 +37,7 @@ class ParamDescription:
     owner: int | None = None
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Format the parameter as one line."""
         if self.owner is not None:
             here = "" if self.hi > self.lo else ", so not here"
             return f"{self.name} {list(self.shape)}: whole on shard rank {self.owner}{here}"
@@ -55,10 +53,10 @@ class ParamDescription:
 
 @dataclass(frozen=True)
 class UnitDescription(UnitFacts):
-    """One unit: its facts, its parameters, and how these travel.
+    """One unit: its facts, its parameters, and the encodings of its collectives.
 
-    ``gather`` is the encoding of gathered parameters and ``reduce`` that of sent gradients, "" if
-    they are sent as they are computed with.
+    ``gather`` is the encoding of gathered parameters and ``reduce`` that of sent gradients. Each is
+    "" if values are sent in the dtype of computation.
     """
 
     params: tuple[ParamDescription, ...] = ()
@@ -67,12 +65,12 @@ class UnitDescription(UnitFacts):
 
     @property
     def resting(self) -> str:
-        """Say where state rests, if not on the device."""
+        """The place of offloaded state, or "" if it is on the device."""
         return f"; {self.home}" if self.home else ""
 
     @property
     def travelling(self) -> str:
-        """Say how parameters travel, if not as they are computed with; and gradients."""
+        """The encodings of gathered parameters and of sent gradients, or ""."""
         gather = f"; gathered as {self.gather}" if self.gather else ""
         return gather + (f"; gradients sent as {self.reduce}" if self.reduce else "")
 
@@ -85,7 +83,7 @@ class Description:
     num_shards: int
     num_replicas: int
     units: tuple[UnitDescription, ...]
-    activation_bytes: int | None = None  # on the host; None where activations stay on the device
+    activation_bytes: int | None = None  # on the host; None if activations stay on the device
 
     @property
     def full_bytes(self) -> int:
@@ -94,11 +92,11 @@ class Description:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes of one rank's slices of them, padding included."""
+        """Bytes of one rank's slices of all parameters, padding included."""
         return sum(u.rank_bytes for u in self.units)
 
     def __str__(self) -> str:
-        """Draw the units as a tree."""
+        """Format the units as a tree."""
         replicas = f" x {self.num_replicas} replicas" if self.num_replicas > 1 else ""
         lines = [
             f"stage {self.stage} over {self.num_shards} ranks{replicas}: "
@@ -134,9 +132,9 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Describe a sharded model's units; ``print`` it for a tree.
+    """Describe a sharded model's units; ``print`` the result for a tree.
 
-    ``units[i].params`` say how each parameter is cut, and which of its elements are here.
+    ``units[i].params`` describe each parameter's cut and this rank's elements.
     """
     engine = engine_of(model)
     axes = engine.comm.axes
@@ -188,7 +186,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
 
 
 def _describe_gather(unit: Unit) -> str:
-    """Say how parameters are encoded, and what part of the bytes is sent so; "" where none is."""
+    """Return the encoding of parameters with its ratio of bytes, or "" without one."""
     coding = next((s.coding for s in unit.storages if s.coding is not None), None)
     if coding is None:
         return ""
@@ -207,7 +205,7 @@ def _describe_param(param: ShardedParam) -> ParamDescription:
         is_flat = cut.layout.kind != "rows" and param.dim == 0
         names = axes.mesh.mesh_dim_names or ("replicate", "shard")
         cuts.append((names[-1], -1 if is_flat else param.dim))
-    if param.dim > 0:  # the box is this rank's
+    if param.dim > 0:  # the box holds this rank's elements only
         lo, hi = 0, prod(piece.shape)
     elif piece.shape and (row := prod(piece.shape[1:])) and not (lo % row or hi % row):
         begin, end = lo // row, hi // row

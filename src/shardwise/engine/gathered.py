@@ -1,11 +1,11 @@
 """Contexts in which parameters are full, ordinary tensors.
 
 Note [Gradients of gathered parameters]
-A graph that is recorded inside `gathered(model)` ends in full ordinary parameters, which are nobody
-else's. Inside the context a backward pass, of any order, leaves this rank's own gradients in them;
-when the context ends, the ranks tell each other which parameters have one, and these are reduced
-like those of a backward pass. A backward pass after the context hands its gradients on to the
-shards' own way as they come.
+A graph recorded inside `gathered(model)` ends in full ordinary parameters, which only this context
+uses. Inside the context a backward pass, of any order, leaves this rank's gradients in them. When
+the context ends, the ranks exchange which parameters have a gradient, and these gradients are
+reduced like those of a backward pass. A backward pass after the context adds each gradient to the
+shards' gradients when it arrives.
 """
 
 from collections.abc import Iterator
@@ -32,27 +32,27 @@ _SITE = CollectiveId("gather", "(gathered)", 0)
 def gathered(
     *targets: nn.Module | torch.Tensor, writeback: bool = False, source: int | None = None
 ) -> Iterator[Any]:
-    """Give a model's parameters, or the named ones, in full, in their master dtype.
+    """Gather a model's parameters, or the named ones, in full, in their master dtype.
 
-    ``gathered(model)`` puts full ordinary parameters into the model: inside, its forward, its
-    ``state_dict()`` and ``generate()`` run as if it had never been sharded. ``gathered(p, q)``
-    yields a list of full tensors. With ``writeback`` the changes go back into the shards: every
-    rank must have made the same, or ``source`` names the rank (along the shard axis) whose values
-    all take. Gradients and optimizer state need no context: ``p.grad.full_tensor()`` reads,
+    ``gathered(model)`` puts full ordinary parameters into the model. Inside, its forward, its
+    ``state_dict()`` and ``generate()`` run as in an unsharded model. ``gathered(p, q)`` yields a
+    list of full tensors. With ``writeback`` changes are copied into the shards: every rank must
+    make the same change, or ``source`` names the rank (along the shard axis) whose values are
+    taken. Gradients and optimizer state need no context: ``p.grad.full_tensor()`` reads,
     ``p.grad.copy_(full)`` writes, and ``optimizer.state[p]["exp_avg"]`` likewise.
 
-    Without ``writeback`` the model's full parameters require gradients as the shards do, so that
-    gradient penalties (``create_graph=True``) may be computed inside: what a backward pass leaves
-    in them is reduced and added to the shards' ``p.grad`` when the context ends, and by a backward
-    pass after it at once; then, at stage 3, all ranks must have used the same units. With
-    ``writeback``, and for named parameters, they require none, nor do those of a class that defines
-    its own gather, which stand in the model as this class.
+    Without ``writeback`` the model's full parameters require gradients as the shards do, so
+    gradient penalties (``create_graph=True``) can be computed inside. When the context ends, their
+    gradients are reduced and added to the shards' ``p.grad``. A backward pass after the context
+    reduces its gradients at once; at stage 3 all ranks must then have used the same units. With
+    ``writeback``, and for named parameters, full parameters do not require gradients. Neither do
+    those of a class with its own gather, which keep their class in the model.
 
     **Cost** one all-gather per parameter; the full parameters in memory until the end, or until a
     graph recorded inside is dropped.
 
-    **Raises** StateError on all ranks when a tensor was changed without ``writeback``; ConfigError
-    at once for a ``source`` that is no rank.
+    **Raises** StateError on all ranks if a tensor was changed without ``writeback``; ConfigError
+    at once if ``source`` is not a rank.
     """
     engine, params = _params_of(targets)
     in_model = isinstance(targets[0], nn.Module)
@@ -93,7 +93,7 @@ def gathered(
 
 
 class _Way:
-    """Where a full parameter's gradient goes: see Note [Gradients of gathered parameters]."""
+    """The route of a full parameter's gradient: see Note [Gradients of gathered parameters]."""
 
     def __init__(self, param: ShardedParam, full: nn.Parameter) -> None:
         self.is_inside = True
@@ -112,7 +112,7 @@ class _Way:
 
 
 def _add_partial(param: ShardedParam, grad: torch.Tensor) -> None:
-    """Add a gradient that did not come through the layers' own parameter."""
+    """Add a gradient that did not arrive through the layers' parameter."""
     grad = grad.detach()
     if param.partial is None:
         param.partial = grad.to(param.sum_dtype, copy=True)
@@ -123,7 +123,7 @@ def _add_partial(param: ShardedParam, grad: torch.Tensor) -> None:
 def _reduce(
     engine: Engine, params: list[ShardedParam], fulls: list[nn.Parameter], anywhere: list[bool]
 ) -> None:
-    """Reduce the gradients of the units that have one on any rank, as a backward pass does."""
+    """Reduce the gradients of units that have one on any rank, as a backward pass does."""
     engine.finish_reductions()
     for param, full, somewhere in zip(params, fulls, anywhere, strict=True):
         if somewhere:
@@ -137,7 +137,7 @@ def _reduce(
 
 
 def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
-    """Tell whether this rank's elements differ: what ``.data`` writes has no version."""
+    """Tell whether this rank's elements changed: writes to ``.data`` do not change the version."""
     if full.shape != param.cut.shape or full.dtype != param.sharded.dtype:
         return True
     return not all(
@@ -149,9 +149,9 @@ def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
 def _compared(
     param: ShardedParam, full: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield this rank's elements of a parameter, with those of it full or as it stood in the model.
+    """Yield this rank's elements, each with the same elements of the full parameter.
 
-    Several pairs for one that is made of several tensors.
+    A parameter made of several tensors yields several pairs.
     """
     local, cut = param.sharded._local_tensor.detach(), param.cut
     if isinstance(full, DTensor):
@@ -194,9 +194,9 @@ def _engine_of(param: ShardedParam) -> Engine:
 
 
 def _standing(param: ShardedParam, in_model: bool, device: torch.device) -> nn.Parameter:
-    """Return the full parameter in memory of its own, on one rank too.
+    """Return the full parameter in separate memory, even on a single rank.
 
-    In the model it is what it was before it was sharded, with tensor parallelism a DTensor.
+    In the model it has its form from before sharding: a DTensor with tensor parallelism.
     """
     local = param.sharded._local_tensor
     if has_own_gather(local):
@@ -207,7 +207,7 @@ def _standing(param: ShardedParam, in_model: bool, device: torch.device) -> nn.P
 
 
 def _check(engine: Engine, params: list[ShardedParam], source: int | None) -> None:
-    """Refuse a context that would be wrong, before anything is gathered."""
+    """Raise for an invalid context, before the first gather."""
     size = min((p.unit.comm.axes.shard.size for p in params), default=1)
     if source is not None and source not in range(size):
         raise ConfigError(

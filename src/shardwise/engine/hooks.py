@@ -1,11 +1,11 @@
-"""The only place where hooks are registered on modules.
+"""Registration of hooks on modules; no other file registers any.
 
 Note [Ways past the root]
-Some libraries wrap a model and then call what they wrapped: PEFT's ``generate()`` is that of the
-base model. The hooks of the root unit, which has the parameters that are in no other unit, stand on
-the wrapper and would see nothing. So the modules that the root merely wraps are entrances too. An
-entrance does nothing while a pass of the model is under way, where the root has been entered
-already; a call that comes through the wrapper is therefore handled as if there were no entrance.
+Some libraries wrap a model and then call the wrapped module: PEFT's ``generate()`` is that of the
+base model. The hooks of the root unit, which has the parameters that are in no other unit, are on
+the wrapper and would not run. So the modules that the root merely wraps are entrances too. While a
+pass of the model runs, the root has been entered already, and an entrance does nothing. A call
+through the wrapper is therefore handled as without entrances.
 """
 
 from collections.abc import Callable, Collection
@@ -20,31 +20,31 @@ from shardwise.unit.unit import Unit
 
 
 class HasModule(Protocol):
-    """A unit, for all that hooks need to know."""
+    """The part of a unit that hooks use."""
 
     @property
     def module(self) -> nn.Module:
-        """The module whose forward passes are watched."""
+        """The module with the forward hooks."""
 
 
 class Watcher(Protocol):
-    """Who is called: the engine, or the planner that records when the engine would be."""
+    """The receiver of hook calls: the engine, or the planner's recorder."""
 
     @property
     def suspended(self) -> bool:
-        """Tell whether forward passes go unnoticed now."""
+        """Tell whether the receiver ignores forward passes now."""
 
     def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments that the module gets."""
+        """Return the arguments to call the module with."""
 
     def after_forward(self, unit: Any, output: Any) -> Any:
-        """See the output (None after a forward pass that raised); return another one, or None."""
+        """Take the output (None if forward raised); return a replacement, or None."""
 
 
 class _Hooks:
     """The two hooks of one unit, opaque to torch.compile.
 
-    A compiled module breaks its graph there and compiles what lies between.
+    A compiled module breaks its graph at the hooks and compiles the code between them.
     """
 
     def __init__(self, watcher: Watcher, unit: HasModule) -> None:
@@ -64,16 +64,16 @@ class _Hooks:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Hooks":
-        """Stay one, as functions do; the engine says what becomes of a copied model."""
+        """Return self, as functions do; the engine decides how a model is copied."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Answer ``torch.save(model)``, which meets the hooks first, as the engine does."""
+        """Raise the engine's error for ``torch.save(model)``, which pickles the hooks first."""
         return self._watcher.__reduce_ex__(protocol)
 
 
 def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, ...]:
-    """Make the engine see the forward passes of the unit's module; return what removes hooks."""
+    """Register the hooks of the unit's module; return their handles."""
     hooks = _Hooks(watcher, unit)
     return (
         unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True),
@@ -82,7 +82,7 @@ def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, 
 
 
 def forget_hooks(module: nn.Module) -> None:
-    """Take our hooks from a module that was copied with them; those of others stay."""
+    """Remove our hooks from a copied module; hooks of other libraries stay."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     for hooks in (before, after):
         ours = [n for n, h in hooks.items() if isinstance(getattr(h, "__self__", None), _Hooks)]
@@ -98,21 +98,21 @@ def forget_hooks(module: nn.Module) -> None:
 def register_state_dict_hooks(
     module: nn.Module, before: Callable[[], None], after_load: Callable[[], None]
 ) -> None:
-    """Call ``before`` when the module's state is asked for or loaded, ``after_load`` afterwards."""
+    """Call ``before`` before the module saves or loads its state, ``after_load`` after a load."""
     module.register_state_dict_pre_hook(lambda *_: before())
     module.register_load_state_dict_pre_hook(lambda *_: before())
     module.register_load_state_dict_post_hook(lambda *_: after_load())
 
 
 def register_load_check(model: nn.Module, check: Callable[..., None]) -> None:
-    """Call ``check`` before a module of the model loads its state; once, if called again."""
+    """Call ``check`` before a module of the model loads its state; register it only once."""
     for module in model.modules():
         if not _numbers_of(module, check):
             module.register_load_state_dict_pre_hook(check)
 
 
 def forget_load_check(module: nn.Module, check: Callable[..., None]) -> None:
-    """Take from a copied module what `register_load_check` has added."""
+    """Remove from a copied module the hook of `register_load_check`."""
     for number in _numbers_of(module, check):
         del module._load_state_dict_pre_hooks[number]
 
@@ -130,20 +130,20 @@ class Entrance:
         self._engine = engine
         self._watcher = watcher
         self._root = root
-        self._enters: list[bool] = []  # of the module's calls under way, outermost first
+        self._enters: list[bool] = []  # for each running call, outermost first
 
     @property
     def suspended(self) -> bool:
-        """Tell whether forward passes go unnoticed now."""
+        """Tell whether the engine ignores forward passes now."""
         return self._engine.suspended
 
     def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enter the root, unless a pass is under way."""
+        """Enter the root unless a pass runs."""
         self._enters.append(not self._engine.is_running())
         return self._watcher.before_forward(self._root, args, kwargs) if self._enters[-1] else None
 
     def after_forward(self, unit: Any, output: Any) -> Any:
-        """Leave the root where this call entered it."""
+        """Leave the root if this call entered it."""
         if self._enters and self._enters.pop():
             return self._watcher.after_forward(self._root, output)
         return None
@@ -152,9 +152,9 @@ class Entrance:
 def register_wrappers(
     engine: Engine, units: list[Unit], watcher: Watcher | None = None, root: Any = None
 ) -> list[nn.Module]:
-    """Make the engine see calls of what the root merely wraps; return these modules.
+    """Register hooks on the modules that the root merely wraps; return these modules.
 
-    ``watcher`` and ``root``: who is told of them instead, and of what.
+    ``watcher`` and ``root`` replace the engine and the root unit as receiver and argument of calls.
     """
     first = units[0]
     found = wrapped_by(first.module, {id(module) for u in units for module in u.modules})

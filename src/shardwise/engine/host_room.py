@@ -1,4 +1,4 @@
-"""A check that hosts have room for offloaded state, before anything is moved."""
+"""Check of host memory for offloaded state, before any state is moved."""
 
 import hashlib
 import logging
@@ -26,7 +26,7 @@ HOST_ROW_BYTES = _ROW.size
 
 
 def host_row(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> bytes:
-    """Return which host this rank is on, what it needs there and what is free, as 32 bytes."""
+    """Return this rank's host, the memory that it needs there and the free memory, in 32 bytes."""
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
     away = config.state_offload is not None
     free = available_host_bytes() if away else 0
@@ -34,13 +34,12 @@ def host_row(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> byte
 
 
 def check_host_room(control: Control, config: ShardConfig, packed: Sequence[bytes]) -> None:
-    """Check that all ranks of each host can keep there what they are to, from their `host_row`.
+    """Check that each host has memory for its ranks' offloaded state, from all `host_row` values.
 
-    That is slices and reduced gradients; the optimizer's state is not known yet. Warns on rank 0 if
-    the step would have one thread of several.
+    Counts slices and reduced gradients; the optimizer's state is not known yet. Warns on rank 0 if
+    the step would use one thread although each rank has several cores.
 
-    **Raises** ConfigError, the same on all ranks, with what is needed, what is free and what would
-    do.
+    **Raises** ConfigError, the same on all ranks, with the needed and free bytes and the remedies.
     """
     if config.state_offload is None:
         return
@@ -68,7 +67,7 @@ def check_host_room(control: Control, config: ShardConfig, packed: Sequence[byte
 
 
 def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> int:
-    """Return what slices and reduced gradients take of host memory here, without padding."""
+    """Return the bytes of this rank's slices and reduced gradients on the host, without padding."""
     offload = config.state_offload
     if offload is None:
         return 0

@@ -1,4 +1,4 @@
-"""Calls that would be wrong without a word: what is said instead."""
+"""Errors for calls that would be silently wrong."""
 
 import warnings
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from shardwise.tensor.shard_tensor import ShardTensor
 
 
 def refuse_transform(allows: Callable[[Any], bool], frees: bool, where_full: str) -> None:
-    """Refuse a forward pass inside a transform of torch.func that cannot be right.
+    """Raise StateError for a forward pass inside an unsupported transform of torch.func.
 
-    ``frees``: the pass is recorded, and its parameters are freed before backward. ``where_full``
-    says where the transform would be right. **Raises** StateError.
+    ``frees``: the pass is recorded and frees its parameters before backward. ``where_full`` names
+    the place where the transform works.
     """
     transform: Any = torch._C._functorch.peek_interpreter_stack()
     if transform is None:
@@ -34,7 +34,7 @@ def refuse_transform(allows: Callable[[Any], bool], frees: bool, where_full: str
 
 
 def refuse_strangers(unit: str, module: nn.Module) -> None:
-    """Refuse trainable parameters below a unit's module that no unit owns."""
+    """Raise StateError for trainable parameters below a unit's module that no unit owns."""
     for name, param in module.named_parameters():
         if param.requires_grad and not isinstance(param, ShardTensor):
             where = f"{unit}.{name}" if unit else name
@@ -45,7 +45,7 @@ def refuse_strangers(unit: str, module: nn.Module) -> None:
 
 
 def written_in_forward(name: str) -> ShardError:
-    """Return the error of a full parameter that a forward pass has written."""
+    """Return the error for a forward pass that wrote a full parameter."""
     return ShardError(
         f"parameter '{name}' was written inside the forward pass (max_norm=, or in place under "
         "no_grad); it is a copy there and the change would be lost. Change it between steps, on "
@@ -54,7 +54,7 @@ def written_in_forward(name: str) -> ShardError:
 
 
 def written_while_full(what: str, name: str) -> ShardError:
-    """Return the error of ``what``, where a parameter was written that `unshard()` holds."""
+    """Return the error of ``what`` for a parameter written while `unshard()` held it."""
     return ShardError(
         f"{what}: parameter '{name}' was written while unshard() held it in full; it is a copy "
         "there and the change is lost. Change it after reshard()"
@@ -62,7 +62,7 @@ def written_while_full(what: str, name: str) -> ShardError:
 
 
 def changed_since_forward(unit: str) -> StateError:
-    """Return the error of a backward pass over parameters that have changed meanwhile."""
+    """Return the error for a backward pass after its parameters have changed."""
     return StateError(
         f"unit '{unit or '(root)'}': its parameters were changed between forward and backward "
         "(an optimizer step or a load in between); run backward first"
@@ -70,7 +70,7 @@ def changed_since_forward(unit: str) -> StateError:
 
 
 def graph_of_freed(unit: str, where_stays: str) -> StateError:
-    """Return the error of create_graph=True where the second pass would read freed parameters."""
+    """Return the error for create_graph=True if the second pass would read freed parameters."""
     return StateError(
         f"create_graph=True through unit '{unit or '(root)'}' of a sharded model: its full "
         "parameters are freed during the pass, and the second pass would read them. Run forward "
@@ -79,7 +79,7 @@ def graph_of_freed(unit: str, where_stays: str) -> StateError:
 
 
 def graph_of_means(where_full: str) -> StateError:
-    """Return the error of create_graph=True where gradients of parameters come of it."""
+    """Return the error for create_graph=True in a pass that gives parameters gradients."""
     return StateError(
         "loss.backward(create_graph=True) on a sharded model: p.grad, the mean over ranks, has no "
         "graph. Use torch.autograd.grad(loss, inputs, create_graph=True) and call backward() on "
@@ -88,7 +88,7 @@ def graph_of_means(where_full: str) -> StateError:
 
 
 def warn_of_dropped_window() -> None:
-    """Say that a backward pass that raised has cost its accumulation window."""
+    """Warn that a backward pass that raised drops the gradients of its accumulation window."""
     warnings.warn(
         "a backward pass raised inside an accumulation window: the gradients of the window's "
         "earlier micro-batches are dropped too; run the window again from its first micro-batch",

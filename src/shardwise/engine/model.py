@@ -1,16 +1,16 @@
-"""What `shard()` adds to the model and to the modules of its units: a class, with a few methods.
+"""The class and methods that `shard()` adds to the model and to the modules of its units.
 
 Note [The model's class]
-They become instances of a subclass of their class, with the same name, as `fully_shard` does it
-too: ``isinstance`` holds, and the user's class stays as it is. Among its bases are FSDPModule, ours
-and torch's. ``type(model)(...)`` makes an instance of the user's class, and so do copies; what is
-sharded gets its class again.
+The modules become instances of a subclass of their class, with the same name, as with
+`fully_shard`: ``isinstance`` holds, and the user's class does not change. The subclass has
+FSDPModule, ours and torch's, among its bases. ``type(model)(...)`` makes an instance of the user's
+class. So do copies, and a sharded copy then gets the subclass again.
 
 Note [Copies]
-The modules are copied as ever, by `copy.deepcopy`. Before that every parameter gets its copy, in a
-unit that watches nothing yet, and is put into ``memo``, so whatever refers to a parameter refers to
-the copy afterwards. When the modules are there, the units take their places in them. Gradients,
-hooks on parameters and an open accumulation window are not copied, as torch does not.
+`copy.deepcopy` copies the modules. Before that, every parameter is copied, in a unit without hooks,
+and put into ``memo``, so references to a parameter become references to its copy. After the modules
+are copied, the units are attached to them. Gradients, hooks on parameters and an open accumulation
+window are not copied, as in torch.
 """
 
 import copy
@@ -56,12 +56,12 @@ from shardwise.unit.unit import Unit
 def compare_load(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any
 ) -> None:
-    """Compare what ranks are about to load into a sharded model, or into a part of one.
+    """Compare the state that ranks are about to load into a sharded model, or into a part of one.
 
-    It is torch's hook before ``load_state_dict``, of all modules; the outermost one compares.
+    torch calls it before ``load_state_dict`` of each module; only the outermost module compares.
 
     **Cost** a digest of whole tensors, at the speed of memory, and an exchange of 16 bytes. Sharded
-    values are each rank's own, so only their names are compared.
+    values differ between ranks, so only their names are compared.
 
     **Raises** ConfigError on all ranks, before anything is written, naming the first difference.
     """
@@ -90,7 +90,7 @@ def compare_load(
 
 
 def _units_of(module: nn.Module) -> list[Unit]:
-    """Return the units of a module and of those inside of it; else the one that it is a part of."""
+    """Return the units of a module and of its submodules, else those that own its parameters."""
     states = (noted_state(inner) for inner in module.modules())
     units = {id(unit): unit for state in states if state is not None for unit in state.units}
     if not units:
@@ -100,7 +100,7 @@ def _units_of(module: nn.Module) -> list[Unit]:
 
 
 def _describe_value(value: Any) -> str:
-    """Return a whole tensor's shape, dtype and digest; of others only the class."""
+    """Return a whole tensor's shape, dtype and digest; for other values only the class."""
     if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta:
         return "missing" if value is None else type(value).__name__
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -114,7 +114,7 @@ Memo = dict[int, Any]
 def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
     """Copy the units with their slices; every rank calls it.
 
-    **Cost** the memory of the slices again; one small broadcast, one gloo group.
+    **Cost** the slices' memory a second time; one small broadcast, one gloo group.
     """
     if engine.is_running():
         raise StateError(
@@ -165,14 +165,14 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         of_copies = tuple(known[id(param)] for param in rows.params)
         made.summed_apart.append(replace(rows, params=of_copies))
     made.lay_out(list(storages.values()))
-    for storage in made.storages:  # only now: the full parameters are views
+    for storage in made.storages:  # last, because the full parameters are views of it
         storage.free()
     return made
 
 
 @torch.no_grad()
 def _copy_chunk(param: ShardedParam) -> torch.Tensor:
-    """Copy this rank's part of a parameter that lies in no storage, with its padding."""
+    """Copy this rank's part, with its padding, of a parameter outside the storages."""
     local = param.sharded._local_tensor
     copied: torch.Tensor = local.new_zeros(param.padded_size).narrow(0, 0, local.shape[0])
     return copied.copy_(local)
@@ -189,7 +189,7 @@ def _copy_storage(storage: Storage, unit: Unit, ledger: FullParamLedger) -> Stor
 
 
 def place_units(units: list[Unit], memo: Memo) -> None:
-    """Let copied units take their places in the copied modules."""
+    """Attach copied units to the copied modules."""
     for unit in units:
         unit.modules = tuple(memo[id(module)] for module in unit.modules)
         params, unit.params = unit.params, []
@@ -199,7 +199,7 @@ def place_units(units: list[Unit], memo: Memo) -> None:
 
 
 def forget_engine(model: nn.Module) -> None:
-    """Take from a copied model what watches it."""
+    """Remove our hooks from a copied model."""
     for module in model.modules():
         forget_hooks(module)
 
@@ -234,14 +234,14 @@ class ShardState(ModuleState):
         return bool(stage.frees_after_backward)
 
     def start_unshard(self) -> Sequence[Unit]:
-        """Pin the units; return what to wait for. Inside `gathered` all is full already."""
+        """Pin and return the units; inside `gathered` return an empty list, as all is full."""
         units = [] if self.suspended else self.units
         for unit in units:
             unit.pin()
         return units
 
     def reshard(self) -> None:
-        """Free the full parameters, but not those of a pass that is under way."""
+        """Unpin the units; free the full parameters unless a pass runs."""
         self.engine.unpin("reshard()", self.units)
         if not self.engine.is_running():
             super().reshard()
@@ -262,20 +262,18 @@ class ShardedModule(FSDPModule):
     _orig_cls_mro_index = 4  # <Cls>, this class, ours, torch's, Cls
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Do not tell the user's class of a subclass that nobody wrote."""
+        """Hide the generated subclass from the user's ``__init_subclass__``."""
 
     def __copy__(self) -> Any:
-        """Copy as the module's own class does."""
         _hide(self)
         return _copy_by_class(self, copy.copy)
 
     def __deepcopy__(self, memo: Memo) -> Any:
-        """Copy as the module's own class does."""
         _hide(self)
         return _copy_by_class(self, lambda module: copy.deepcopy(module, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, as the engine does."""
+        """Raise the engine's error for pickling."""
         return self._get_fsdp_state().engine.__reduce_ex__(protocol)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -294,7 +292,7 @@ class ShardedModel(ShardedModule):
     __copy__ = None  # type: ignore[assignment]  # refused, as pickling is
 
     def __getattr__(self, name: str) -> Any:
-        """Look further as the model's class does; say what to do where nothing is found."""
+        """Look up as the model's class does; add a hint to the AttributeError of known names."""
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError as error:
@@ -303,10 +301,10 @@ class ShardedModel(ShardedModule):
             raise AttributeError(f"{error}: {_HINTS[name]}", name=name, obj=self) from None
 
     def __deepcopy__(self, memo: Memo) -> Any:
-        """Copy the sharded model; every rank does. Inside `gathered` the copy is a plain model."""
+        """Copy the sharded model, on every rank; inside `gathered` the copy is a plain model."""
         engine: Engine = self.__dict__[ATTRIBUTE]
         if engine.suspended:
-            memo[id(engine)] = "gathered"  # goes with its name, below
+            memo[id(engine)] = "gathered"  # removed with its attribute, below
             return _made_plain(super().__deepcopy__(memo))
         made, units = copy_engine(engine, memo)
         copied = super().__deepcopy__(memo)
@@ -328,7 +326,7 @@ def no_sync(self: Any) -> Iterator[None]:
 def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
     """Return the class of sharded models of ``cls``, or of its units' modules.
 
-    What the class has of its own stays, even under the name of one of FSDPModule's methods.
+    Members of ``cls`` take precedence over FSDPModule's methods of the same name.
     """
     names = ("__module__", "__qualname__", "__doc__")
     members = {name: getattr(cls, name) for name in names}
@@ -340,19 +338,19 @@ def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
 
 
 def attach_engine(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
-    """Let the engine watch the model whose units these are, and note on the model whose it is."""
+    """Attach the engine and its hooks to the model of ``units``."""
     engine.take_units(units)
     attach_steppers(units)
     _mark((model, *register_wrappers(engine, units)), engine)
     _note_states(engine, units)
     register_load_check(model, compare_load)
     for state in engine.all_states:
-        # Several units of a module lie on a mesh each; the state calls the engine for all of them.
+        # Units of one module are on a mesh each; the state calls the engine for all of them.
         register_hooks(engine if len(state.units) == 1 else state, state.units[0])
 
 
 def _note_states(engine: Engine, units: Sequence[Unit]) -> None:
-    """Make an FSDPModule of every module that has units, and leave these on it."""
+    """Make every module with units an FSDPModule, and store its units on it."""
     states: dict[int, ShardState] = {}
     for unit in units:
         for module in unit.modules:
@@ -366,7 +364,7 @@ def _note_states(engine: Engine, units: Sequence[Unit]) -> None:
 
 
 def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
-    """Note on the model whose it is, and on it and what it merely wraps how to generate."""
+    """Store the engine on the model; flag it and its wrapped modules for ``generate()``."""
     model = ways_in[0]
     vars(model)[ATTRIBUTE] = engine
     if not isinstance(model, ShardedModel):
@@ -374,17 +372,17 @@ def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
         model.__class__ = sharded_class(cls)
     for module in ways_in:
         if callable(getattr(module, "generate", None)):
-            note_managed(module)  # ranks then generate until all are through
+            note_managed(module)  # each rank then generates until all ranks have ended
 
 
 def _hide(module: ShardedModule) -> None:
-    """Let the shards stand in the modules, as they do where nothing is pinned."""
+    """Put the shards into the module, as if no unit were pinned."""
     for unit in module._get_fsdp_state().units:
         unit.hide()
 
 
 def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:
-    """Copy a module as one of its own class, which may have its own way."""
+    """Copy a module as an instance of the user's class, which may define how it is copied."""
     cls = type(module)
     module.__class__ = cls.__mro__[cls._orig_cls_mro_index]
     try:
@@ -394,7 +392,7 @@ def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:
 
 
 def _made_plain(model: Any) -> Any:
-    """Take from a copy, whose parameters are plain, all that sharding has added."""
+    """Remove everything that sharding has added from a copy with plain parameters."""
     forget_engine(model)
     for name, value in list(vars(model).items()):
         home = getattr(getattr(value, "func", value), "__module__", None) or ""

@@ -1,8 +1,8 @@
 """FSDPModule: the methods of a module that `shard()` or `fully_shard` made a unit for.
 
-torch's own class stands below, so that whatever asks for it finds it. The setters live here alone:
-each replaces the frozen settings of units, between passes, and all ranks call it. What a unit of
-`shard()` cannot do raises ConfigError (`model.ShardState`).
+torch's class is a base, so ``isinstance`` checks against it hold. All setters are here. A setter
+replaces the frozen settings of units; all ranks call it, between passes. A setting that a unit of
+`shard()` does not support raises ConfigError (`model.ShardState`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from shardwise.unit.unit import Unit
 
 
 class Handle(UnshardHandle):
-    """What ``unshard(async_op=True)`` returns."""
+    """The result of ``unshard(async_op=True)``."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -32,7 +32,7 @@ class Handle(UnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """A module that units were made for; see torch's documentation of the methods."""
+    """A module with units; see torch's documentation of the methods."""
 
     _orig_cls_mro_index = 3  # FSDP<Cls>, this class, torch's, Cls
 
@@ -75,9 +75,9 @@ class FSDPModule(TorchFSDPModule):
 
     # -- when gradients are reduced, and parameters freed
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say that more passes follow; with gradients that stay on this rank, no window ends them.
+        """Pass False if more passes follow: kept gradients then stay even at a window's end.
 
-        Otherwise every backward pass completes its reductions.
+        Without kept gradients every backward pass still completes its reductions.
         """
         for state in _states_of(self, True):
             state.change(awaits_end=not is_last_backward)
@@ -110,17 +110,17 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Free full parameters after backward, or keep them for the next forward of a window.
 
-        True means what the stage does: at stages 0 to 2 they stay.
+        True keeps the stage's behavior: at stages 0 to 2 full parameters stay.
         """
         for state in _states_of(self, recurse):
             state.change_stage(frees_after_backward=reshard_after_backward and state.frees)
             state.change(stays_full=not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather full parameters for backward, or not, as for embeddings."""
+        """Gather full parameters for backward, or not (embeddings do not need them)."""
         self._get_fsdp_state().change(reads_in_backward=unshard_in_backward)
 
-    # -- what is gathered ahead
+    # -- prefetch
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Gather these modules' parameters while this one runs forward."""
         self._get_fsdp_state().change(forward_prefetch=_units_of(modules))
@@ -141,13 +141,13 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().change_sums("set_gradient_divide_factor", divisor=factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let collectives only sum, and divide apart."""
+        """Let collectives only sum; divide in a separate operation."""
         self._get_fsdp_state().change_sums("set_force_sum_reduction_for_comms", sums_only=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce parameters without a gradient as zeros, as ranks may differ in which they are."""
+        """Reduce missing gradients as zeros, for ranks that use different parameters."""
         for state in _states_of(self, recurse):
             state.change_sums(
                 "set_reduce_scatter_unused_params", zero_fill=reduce_scatter_unused_params
@@ -156,7 +156,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Let so many reductions be in flight: the largest number that any module asks for."""
+        """Limit the reductions in flight; the largest limit of any module counts."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
                 f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
@@ -185,18 +185,18 @@ class FSDPModule(TorchFSDPModule):
 
     # -- torch 2.15 and later
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Say that `finalize_backward` ends the passes; they leave what they were told to keep."""
+        """Let passes keep gradients as set, until `finalize_backward` reduces them."""
         self.set_is_last_backward(not enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Reduce what backward passes have kept on this rank; call it on the root."""
+        """Reduce the gradients that backward passes have kept on this rank; call it on the root."""
         state: ModuleState = self._get_fsdp_state()
         if state.engine is not None:
             end_passes(state.engine)
         return Handle(()) if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Refuse to keep freed memory in place, as CUDA graphs would need it."""
+        """Raise NotImplementedError if True and parameters are freed: their memory is not kept."""
         if keep and any(state.frees for state in _states_of(self, recurse)):
             raise NotImplementedError(
                 "set_keep_unsharded_storage(True): full parameters get new memory at each gather; "
@@ -204,14 +204,14 @@ class FSDPModule(TorchFSDPModule):
                 "set_reshard_after_backward(False)"
             )
 
-    # -- accepted: nothing here depends on them
+    # -- accepted without effect
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Accept it: reductions and gathers share a process group."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept it, but not beside the caller's own collectives."""
+        """Accept it, except together with the caller's own collectives."""
         for unit in self._get_fsdp_state().units:
             own = (
                 getattr(unit.transport, "all_gather", None),
@@ -230,7 +230,7 @@ class FSDPModule(TorchFSDPModule):
         """Accept it: every gather runs in the background."""
 
 
-# No methods: a name of the user's class must not be taken from it.
+# Functions, not methods: a method could shadow a name of the user's class.
 def _states_of(module: Any, recurse: bool) -> Iterator[ModuleState]:
     for each in module.modules() if recurse else [module]:
         if isinstance(each, FSDPModule):
@@ -257,7 +257,7 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
 
 
 def _on_stream(hook: Callable[[torch.Tensor], Any], stream: Any) -> Callable[[torch.Tensor], None]:
-    """Return the hook as work of ``stream``: after what computed the values, before who reads."""
+    """Return the hook wrapped to run on ``stream``, in order with the current stream."""
 
     def run(values: torch.Tensor) -> None:
         streams = torch.get_device_module(values.device)

@@ -1,16 +1,15 @@
-"""What sharding leaves on a module: its units, and the engine that runs them.
+"""The state on a sharded module: its units, and the engine that runs them.
 
-`module_methods` changes their settings through it. Names with an underscore are those of FSDP2's
-own state, with its meaning: torch's pipelining, ``register_fsdp_forward_method``,
-``share_comm_ctx`` and other tools read them. Those that need the engine are None before there is
-one.
+`module_methods` changes the units' settings through it. Names with an underscore are FSDP2's, with
+the same meaning: torch's pipelining, ``register_fsdp_forward_method``, ``share_comm_ctx`` and other
+tools read them. Names that need the engine return None until the engine exists.
 
 Note [Schedules divide what they find]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-After its backward passes a schedule divides every ``p.grad`` by its number of micro-batches. Over
-several schedules before one step that is wrong: what the first has left is divided again by the
-second (pytorch#196641). So inside of ``accumulate(..., last=False)`` gradients stay on the rank as
-they are, at any stage, and the division of the last schedule is that of all of them.
+After its backward passes a schedule divides every ``p.grad`` by its number of micro-batches. With
+several schedules before one step, the second one divides the gradients of the first again
+(pytorch#196641). So inside ``accumulate(..., last=False)`` gradients stay on the rank, undivided,
+at any stage. The last schedule divides them all once.
 """
 
 from collections.abc import Sequence
@@ -34,9 +33,9 @@ from shardwise.unit.unit import Unit
 
 
 def end_schedule(engine: Engine) -> None:
-    """Reduce what the micro-batches of a schedule have left, or keep it inside of a window.
+    """Reduce the gradients of a schedule's micro-batches, or keep them inside a window.
 
-    **Raises** StateError where ``p.grad`` has gradients of an earlier schedule already.
+    **Raises** StateError if ``p.grad`` already has gradients of an earlier schedule.
     """
     params = [param for unit in engine.units for param in unit.params]
     if engine.conditions.is_last_micro_batch is not False and any(p.has_partial for p in params):
@@ -54,7 +53,7 @@ def end_schedule(engine: Engine) -> None:
 
 
 def end_passes(engine: Engine) -> None:
-    """Reduce what backward passes have kept; inside of a window that is not over, keep it."""
+    """Reduce the gradients that backward passes have kept; keep them if the window continues."""
     if engine.conditions.is_last_micro_batch is False:
         _keep(engine)
     else:
@@ -62,24 +61,24 @@ def end_passes(engine: Engine) -> None:
 
 
 def _reduce(engine: Engine, *, last: bool) -> None:
-    """Reduce the gradients that are there, wherever they came from; free what is full."""
+    """Reduce all gradients on this rank; free full parameters."""
     for unit in engine.units:
         if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
             unit.enter_grad_state(GradState.PARTIAL)
         if not unit.settings.stays_full:
             unit.unpin()
     with engine.conditions.micro_batch(last=last):
-        engine.on_pass([])  # those that another rank may have take part, as in any pass
+        engine.on_pass([])  # units with gradients on another rank take part, as in any pass
         engine.on_pass_end()
 
 
 def _has_grad(param: ShardedParam) -> bool:
-    """Tell whether a mean is there that ``zero_grad(set_to_none=False)`` has not zeroed."""
+    """Tell whether ``p.grad`` is set and not all zeros (``zero_grad(set_to_none=False)``)."""
     return param.grad is not None and bool(local_of(param.grad).count_nonzero())
 
 
 def _keep(engine: Engine) -> None:
-    """Keep the sums on this rank, and free what is full."""
+    """Keep the sums on this rank; free full parameters."""
     for unit in engine.units:
         unit.settings = replace(unit.settings, keeps_grads=True)
     _reduce(engine, last=False)
@@ -91,7 +90,7 @@ def _keep(engine: Engine) -> None:
                 param.leaves_scale = True
 
 
-# torch's pipelining asks torch's own function for a module's state
+# torch's pipelining reads a module's state through torch's fully_shard
 _FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -104,7 +103,7 @@ _NOT_SUMMED_SO = {
 
 
 class ModuleState(_State):
-    """The units that were made for some modules: one, or one per mesh of their parameters."""
+    """The units of some modules: one unit, or one per mesh of their parameters."""
 
     _comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
 
@@ -116,7 +115,7 @@ class ModuleState(_State):
         self.max_in_flight = 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleState":
-        """Stay one; who copies a sharded model gives the copy states of its own."""
+        """Return self; a copied sharded model gets new states afterwards."""
         return self
 
     @property
@@ -126,25 +125,25 @@ class ModuleState(_State):
 
     @property
     def frees(self) -> bool:
-        """Tell whether full parameters are freed, if nobody asks otherwise."""
+        """Tell whether full parameters are freed by default."""
         return True
 
     @property
     def suspended(self) -> bool:
-        """Tell whether forward passes go unnoticed now."""
+        """Tell whether the engine ignores forward passes now."""
         return self.engine is not None and self.engine.suspended
 
     def lazy_init(self) -> Engine:
-        """Return the engine, which may be made only now."""
+        """Return the engine; a subclass may make it at the first call."""
         engine: Engine = self.engine
         return engine
 
     def adopt(self) -> None:
-        """Take over what stands in the modules."""
+        """Take over the parameters that the modules hold now; does nothing here."""
 
     # -- full parameters
     def start_unshard(self) -> Sequence[Unit]:
-        """Start gathering; return what to wait for."""
+        """Start gathering; return the units to wait for."""
         for unit in self.units:
             unit.start_unshard()
         return self.units
@@ -161,15 +160,15 @@ class ModuleState(_State):
             unit.settings = replace(unit.settings, **changes)
 
     def change_stage(self, **changes: Any) -> None:
-        """Replace fields of the row of the stage table in the units' settings."""
+        """Replace fields of the stage in the units' settings."""
         for unit in self.units:
             stage = replace(unit.settings.stage, **changes)
             unit.settings = replace(unit.settings, stage=stage)
 
     def change_sums(self, method: str, **changes: Any) -> None:
-        """Replace fields of the way in which the units' gradients are summed, for ``method``.
+        """Replace fields of the units' `sums`, on behalf of ``method``.
 
-        **Raises** ConfigError for what sums in rank order cannot do.
+        **Raises** ConfigError for a change that sums in rank order do not support.
         """
         if any(isinstance(unit.sums, RankOrderSum) for unit in self.units):
             has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
@@ -192,7 +191,7 @@ class ModuleState(_State):
             unit.nearby = None
 
     def allow_in_flight(self, num: int) -> None:
-        """Let so many reductions be in flight."""
+        """Limit the reductions in flight; the largest limit of any module counts."""
         self.max_in_flight = num
         if self.engine is not None:
             most = max(state.max_in_flight for state in self.engine.all_states)
@@ -200,17 +199,17 @@ class ModuleState(_State):
 
     # -- a forward pass (hooks.Watcher)
     def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enter the units in turn."""
+        """Enter the units in order."""
         for unit in self.units:
             args, kwargs = self.engine.before_forward(unit, args, kwargs)
         return args, kwargs
 
     def after_forward(self, _: Any, output: Any) -> Any:
-        """Leave them, the last one first."""
+        """Leave the units in reverse order."""
         for unit in reversed(self.units):
             self.engine.after_forward(unit, output)
 
-    # -- names that torch's own code looks for
+    # -- names that torch reads
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return (args, kwargs) if self.suspended else self.before_forward(module, args, kwargs)
 
@@ -243,7 +242,7 @@ class ModuleState(_State):
 
 
 class GroupView:
-    """What torch's ``FSDPParamGroup`` tells, of one unit."""
+    """A unit with the attributes of torch's ``FSDPParamGroup``."""
 
     comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
 
@@ -261,21 +260,21 @@ class GroupView:
 
     @property
     def is_unsharded(self) -> bool:
-        """Tell whether the full parameters are there."""
+        """Tell whether the full parameters are gathered."""
         found: bool = self._unit.is_unsharded
         return found
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether the sharded ones alone are."""
+        """Tell whether only the sharded parameters exist."""
         return not self.is_unsharded
 
     def post_backward(self, *_: Any) -> None:
-        """Do nothing: what ends a pipeline's step for all units reduces them."""
+        """Do nothing: the end of a pipeline's step reduces all units."""
 
 
 class ParamView:
-    """What torch's ``FSDPParam`` tells, of one parameter."""
+    """A parameter with the attributes of torch's ``FSDPParam``."""
 
     def __init__(self, param: Any, unit: Any) -> None:
         self._param = param
@@ -287,37 +286,37 @@ class ParamView:
 
     @property
     def sharded_state(self) -> ShardedState:
-        """Torch's name of the unit's state."""
+        """The unit's state as torch's enum."""
         return ShardedState.UNSHARDED if self._unit.is_unsharded else ShardedState.SHARDED
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """The parameter that optimizers know."""
+        """The sharded parameter, which optimizers hold."""
         found: nn.Parameter = self._param.sharded
         return found
 
 
 def note_managed(module: nn.Module) -> None:
-    """Note on a module that its forward may need all ranks, as FSDP's modules say it.
+    """Flag a module as FSDP does, because its forward may need all ranks.
 
-    transformers asks for it before it generates or drops layers. dynamo then asks whether
-    parameters stay as they are (``use_orig_params``), and else does not compile the module.
+    transformers reads the flag before it generates or drops layers. dynamo compiles a flagged
+    module only if ``use_orig_params`` is set too.
     """
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 def note_state(module: nn.Module, state: ModuleState) -> None:
-    """Note on a module what sharding leaves on it."""
+    """Store the sharding state on a module."""
     vars(module).setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
 
 
 def forget_notes(module: nn.Module) -> None:
-    """Take from a copied module what was noted on it."""
+    """Remove the state and flags from a copied module."""
     for name in (STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
         vars(module).pop(name, None)
 
 
 def noted_state(module: Any) -> Any:
-    """Return what sharding has left on a module, or None."""
+    """Return the sharding state of a module, or None."""
     return vars(module).get(STATE_KEY, {}).get(_FULLY_SHARD)

@@ -1,17 +1,17 @@
-"""Units that some ranks may skip while others run them, where parameters are freed (stage 3).
+"""Units that some ranks may skip while others run them, if parameters are freed (stage 3).
 
 Note [Visits of skipped units]
-A gather needs all ranks. So a rank that skips an optional unit visits it all the same: it gathers
-and frees it where the others run it, and in backward it gathers it once more and reduces zeros.
-Forward, that moment has come when another unit inside the same parent runs that is registered
-later, or when the parent is through; backward, when a unit runs that the forward pass had before
-it, or when the parent's backward is over. The order of collectives is then the same on all ranks,
-as long as a parent calls its units in the order in which they are registered.
+A gather needs all ranks. So a rank that skips an optional unit still visits it: it gathers and
+frees the unit when the others run it, and in backward it gathers the unit again and reduces zeros.
+In forward, the visit comes when a later registered unit of the same parent runs, or when the parent
+ends. In backward, it comes when a unit runs that preceded it in forward, or when the parent's
+backward ends. The order of collectives is then the same on all ranks, if each parent calls its
+units in registration order.
 
-A module whose parameters lie on several meshes has a unit for each, whose calls are made one inside
-the other. Backward begins with the outermost, as with any call that hands on the output of one
-inside it, so that all ranks are in the same place when they visit what comes next; it ends with the
-innermost, whichever of them autograd is through with first.
+A module with parameters on several meshes has a unit for each mesh. Their calls are nested.
+Backward begins with the outermost call, as for any call that returns the output of a call inside
+it, so all ranks are at the same point when they visit the next unit. Backward ends with the
+innermost call, in whatever order autograd finishes them.
 """
 
 import weakref
@@ -32,15 +32,14 @@ class OptionalUnits:
         self._any = any(u.settings.optional and u.settings.stage.frees_after_forward for u in units)
         self._inside: dict[int, list[Unit]] = {unit.index: [] for unit in units}
         for place, unit in enumerate(units if self._any else ()):
-            # The innermost is the last one before it, as units are in module order, those of one
-            # module one inside the other. A module that stands in several places is visited in the
-            # first of them.
+            # Units are in module order, and those of one module are nested, so the innermost is the
+            # last one before it. A module used in several places is visited in the first.
             around = [u for u in units[:place] if passes.contains(u, unit)]
             if around:
                 self._inside[around[-1].index].append(unit)
 
     def record(self, call: Call) -> None:
-        """Note the innermost call, which autograd records."""
+        """Record the innermost call, which autograd records too."""
         self._passes.record(call)
         parent = self._passes.stack[-2] if len(self._passes.stack) > 1 else None
         if self._any and parent is not None and parent.is_recorded:
@@ -48,7 +47,7 @@ class OptionalUnits:
             parent.inside.append(call)
 
     def visit_forward(self, unit: Unit | None) -> None:
-        """Visit what the innermost call skips by running ``unit`` next, or nothing more (None)."""
+        """Visit the units that the innermost call skips before ``unit``, or to its end (None)."""
         if self._any and self._passes.stack:
             for skipped in self._skipped(self._passes.stack[-1], unit):
                 self._visit(skipped)
@@ -84,7 +83,7 @@ class OptionalUnits:
         )
 
     def visit_backward(self, parent: Call | None, call: Call | None = None) -> None:
-        """Visit what was skipped inside ``parent``, after ``call`` if given, the latest first."""
+        """Visit the units skipped inside ``parent``, after ``call`` if given, the latest first."""
         if not self._any or parent is None:
             return
         begin = parent.inside.index(call) + 1 if call in parent.inside else 0
@@ -99,20 +98,20 @@ class OptionalUnits:
                     self._passes.end_call(each)
 
     def after_backward(self, call: Call) -> None:
-        """Visit what was skipped inside a call; end the calls of its module that it encloses."""
+        """Visit the units skipped inside a call; end the calls of the same module inside it."""
         self.visit_backward(call)
         for inner in list(_of_one_module(call))[:0:-1] if self._any else ():
             self._passes.end_call(inner)
 
     def end_backward(self, units: Sequence[Unit]) -> None:
-        """Visit what is left where a backward pass has begun and not closed its unit."""
+        """Visit the skipped units of calls whose backward has begun and not ended."""
         for unit in units if self._any else ():
             for call in self._passes.begun_calls(unit):
                 self.visit_backward(call)
 
 
 def _of_one_module(call: Call) -> Iterator[Call]:
-    """Yield a call and those of the same module's units inside it, outermost first."""
+    """Yield a call and the calls of the same module's units inside it, outermost first."""
     yield call
     for inner in call.inside:
         if inner.unit.module is call.unit.module:

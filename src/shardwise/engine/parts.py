@@ -1,8 +1,8 @@
-"""The stages of a pipeline that one rank has, and their optimizers, as one model and one optimizer.
+"""One rank's pipeline stages as one model, and their optimizers as one optimizer.
 
-Interleaved and V-shaped schedules give a rank several stages, each a model of its own with an
-engine of its own. What is said of a whole model (checkpoints, replicas, windows) takes one model or
-a list of them; here the two become one.
+Interleaved and V-shaped schedules give a rank several stages. Each stage is a separate model with a
+separate engine. Functions for whole models (checkpoints, replicas, windows) take one model or a
+list of stages; this file gives both the same interface.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ Optimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def modules_of(model: Model) -> tuple[nn.Module, ...]:
-    """Return the stages that a model is given as. **Raises** ConfigError where there is none."""
+    """Return the stages of a model as a tuple. **Raises** ConfigError for an empty list."""
     found = tuple(model) if isinstance(model, list | tuple) else (model,)
     if not found:
         raise ConfigError(
@@ -37,13 +37,13 @@ def modules_of(model: Model) -> tuple[nn.Module, ...]:
 
 
 def named_modules_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of all stages; their names are those of the whole model."""
+    """Yield the modules of all stages, with their names in the whole model."""
     for each in modules_of(model):
         yield from each.named_modules()
 
 
 class Parts:
-    """The engines of one rank's stages; one engine as a rule. What is told is told to each."""
+    """The engines of one rank's stages (usually one engine). Calls go to every engine."""
 
     def __init__(self, model: Model) -> None:
         self.engines: list[Engine] = [engine_of(each) for each in modules_of(model)]
@@ -75,12 +75,12 @@ class Parts:
 
     @property
     def comms(self) -> list[Comm]:
-        """Those of every mesh, for each stage."""
+        """The collectives of every mesh of every stage."""
         return list({id(c): c for engine in self.engines for c in engine.comms}.values())
 
     @property
     def dense_comms(self) -> list[Comm]:
-        """Those over the data-parallel ranks, of each stage."""
+        """The collectives over the data-parallel ranks, one for each stage."""
         return [engine.comm for engine in self.engines]
 
     @property
@@ -90,35 +90,35 @@ class Parts:
 
     @property
     def everyone(self) -> Control:
-        """The exchanges between all ranks that hold a part of the model."""
+        """The control group of all ranks that hold a part of the model."""
         return self.first.everyone
 
     @property
     def suspended(self) -> bool:
-        """Tell whether any of them is gathered."""
+        """Tell whether any stage is gathered."""
         return any(engine.suspended for engine in self.engines)
 
     @property
     def is_in_window(self) -> bool:
-        """Tell whether any of them is inside an accumulation window."""
+        """Tell whether any stage is inside an accumulation window."""
         return any(engine.is_in_window for engine in self.engines)
 
     def rest(self, what: str) -> None:
-        """Let shards alone stand in the modules, for ``what``."""
+        """Finish background work and unpin all units, for ``what``."""
         for engine in self.engines:
             engine.rest(what)
 
     @property
     def disk(self) -> Folder | None:
-        """Where state rests in files, if any does."""
+        """The folder of state that is offloaded to files, or None."""
         homes = [unit.home for engine in self.engines for unit in engine.units if unit.home]
         disks = (disk for home in homes for disk in (home.files.optimizer, home.files.params))
         return next((disk for disk in disks if disk is not None), None)
 
     def give_up_steps(self) -> None:
-        """Wait for steps in the background; one that failed leaves the model unusable till a load.
+        """Wait for background steps; after a failed step the model is unusable until a load.
 
-        A load asks for it, which replaces what the step has left.
+        A load calls it first, because the load replaces the state of a failed step.
         """
         for engine in self.engines:
             for unit in engine.units:
@@ -132,12 +132,12 @@ class Parts:
                     engine.conditions.refuse(str(failure))
 
     def check_usable(self, what: str) -> None:
-        """Refuse ``what`` while parameters are not to be used. **Raises** StateError."""
+        """Raise StateError for ``what`` if the parameters must not be used."""
         for engine in self.engines:
             engine.conditions.check_usable(what)
 
     def finish_reductions(self) -> None:
-        """Complete the reductions under way."""
+        """Complete the reductions in flight."""
         for engine in self.engines:
             engine.finish_reductions()
 
@@ -147,7 +147,7 @@ class Parts:
             engine.conditions.begin_load(names, why)
 
     def end_load(self, names: Collection[str]) -> str | None:
-        """End a load that went well; return a name that an earlier one has left half loaded."""
+        """End a successful load; return a name that an earlier load has left half loaded."""
         left = [engine.conditions.end_load(names) for engine in self.engines]
         return next(filter(None, left), None)
 
@@ -162,19 +162,19 @@ class Parts:
             engine.conditions.origin = origin
 
     def refuse(self, why: str) -> None:
-        """Let nobody use the parameters, until a load of all of them ends well."""
+        """Mark the parameters unusable until a load of all of them succeeds."""
         for engine in self.engines:
             engine.conditions.refuse(why)
 
     def before_each_pass(self, check: Callable[[], None]) -> Callable[[], None]:
-        """Call ``check`` before each recorded pass of the first stage; return what ends that."""
+        """Call ``check`` before each recorded pass of the first stage; return its removal."""
         return self.first.conditions.before_each_pass(check)
 
 
 class Joined:
-    """Several optimizers of one kind, one for each stage, as a checkpoint sees one.
+    """Several optimizers of one class, one for each stage, with the interface of one.
 
-    Group n has the parameters of all groups n.
+    Group n has the parameters of every optimizer's group n.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -201,7 +201,7 @@ class Joined:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, with the settings of the first optimizer's."""
+        """The groups, with the first optimizer's settings."""
         groups = []
         for alike in zip(*(each.param_groups for each in self.optimizers), strict=True):
             params = [param for group in alike for param in group["params"]]
@@ -209,12 +209,12 @@ class Joined:
         return groups
 
     def saved_state(self, param: Any) -> Mapping[str, Any]:
-        """Return the state of a parameter as it is saved."""
+        """Return a parameter's state as a checkpoint saves it."""
         found = (state_to_save(each, param) for each in self.optimizers if param in each.state)
         return next(found, {})
 
     def check_settings(self) -> None:
-        """Refuse groups of other settings: a checkpoint has one. **Raises** ConfigError."""
+        """Raise ConfigError if settings differ: a checkpoint stores one per group."""
         for number, (first, *others) in enumerate(
             zip(*(each.param_groups for each in self.optimizers), strict=True)
         ):
@@ -240,7 +240,7 @@ class _States:
         return next(found, default)
 
     def pop(self, param: Any, default: Any) -> Any:
-        """Forget the state of a parameter."""
+        """Remove the state of a parameter."""
         for each in self._optimizers:
             default = each.state.pop(param, default)
         return default

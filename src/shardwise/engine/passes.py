@@ -1,33 +1,33 @@
-"""Forward and backward passes of a model's units: which calls are open, and when each is over.
+"""Forward and backward passes of a model's units: the open calls and their ends.
 
-The only place that registers hooks on tensors and on nodes of a graph. The engine and the planner's
-recorder hear the same few events from it, so a plan cannot differ from the run.
+Only this file registers hooks on tensors and on graph nodes. The engine and the planner's recorder
+receive the same few events from it, so a plan cannot differ from the run.
 
 Note [One backward pass]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-The hooks on a call's outputs say that its backward begins, those on its inputs that it is over. The
-input's hook fires when autograd reaches the node that made the input: by autograd's order (later
-nodes first) every node of the call has run by then. A call without such an input is over when
-another one's backward begins, or at the end of the pass. A unit is over with its last open call.
-`Listener.on_pass_end` is queued once per pass. A `Call` lives in the graph through the hooks, so a
-graph that is dropped without a backward pass leaves nothing behind.
+Hooks on a call's outputs mark the start of its backward, hooks on its inputs the end. An input's
+hook fires when autograd reaches the node that made the input. Autograd runs later nodes first, so
+every node of the call has run by then. A call without such an input ends when another call's
+backward begins, or at the end of the pass. A unit closes with its last open call.
+`Listener.on_pass_end` is queued once per pass. The hooks keep a `Call` alive in the graph, so a
+graph dropped without a backward pass leaves nothing behind.
 
 Note [Several forward passes before a backward pass]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Some programs run several forward passes and one backward pass through all of them (a sum of
-losses), others one backward pass through each (pipelines), in any order. Which it is shows when a
-pass is over that came after several forward passes. Until then, and if one pass has ever gone
-through several, the open calls of all forward passes since the last backward pass are waited for: a
-unit is reduced once, at the cost of closing late. Otherwise only the calls of forward passes that
-this pass has reached are. What is waited for decides when units are reduced, so it must be the same
-on all ranks: forward passes count that were made, not graphs that are alive, which may differ.
+losses). Others run one backward pass through each (pipelines), in any order. The first backward
+pass to end after several forward passes shows the kind. Until then, and if any pass has gone
+through several, a unit waits for the open calls of all forward passes since the last backward pass:
+it is reduced once, but closes late. Otherwise it waits only for calls of forward passes that this
+pass has reached. The calls waited for decide when units are reduced, so they must be the same on
+all ranks. So forward passes made are counted, not live graphs, which may differ between ranks.
 
 Note [Double backward]
 ~~~~~~~~~~~~~~~~~~~~~~
-A pass with create_graph=True only makes the graph of a second one (for a gradient penalty): no
+A pass with create_graph=True only makes the graph of a second pass (for a gradient penalty). No
 parameter gets a gradient, so nothing is reduced, and no full parameter may be freed. The second
-pass mixes nodes of forward with those that the first made, and on some devices these are numbered
-apart, so no hook tells when a unit is through: all units are closed at its end.
+pass mixes forward's nodes with nodes of the first pass, and some devices number these separately.
+So no hook marks the end of a unit: all units close at the end of the second pass.
 """
 
 import weakref
@@ -45,7 +45,7 @@ from shardwise.engine.misuse import changed_since_forward
 from shardwise.engine.seams import Activations
 from shardwise.engine.tree import tensors_in
 
-_MAX_FORWARD_PASSES = 256  # micro-batches in flight; others were made and dropped
+_MAX_FORWARD_PASSES = 256  # micro-batches in flight; older ones count as dropped
 
 
 def in_backward() -> bool:
@@ -54,43 +54,43 @@ def in_backward() -> bool:
 
 
 class Listener(Protocol):
-    """Who hears what happens: the engine, or the planner's recorder."""
+    """The receiver of events: the engine, or the planner's recorder."""
 
     def on_pass(self, order: list[int]) -> None:
-        """A backward pass begins; ``order`` is that of the forward pass before it."""
+        """A backward pass begins; ``order`` is the unit order of its forward passes."""
 
     def on_grad(self, unit: Any, leaf: torch.Tensor) -> None:
         """Autograd has written the gradient of a full parameter."""
 
     def on_reached(self, call: Call) -> None:
-        """The backward of a call is about to begin, and may be refused."""
+        """The backward of a call is about to begin; the listener may raise."""
 
     def on_backward(self, unit: Any, is_first: bool) -> None:
-        """The backward of a unit's call begins; ``is_first``: of this unit, in this pass."""
+        """The backward of a unit's call begins; ``is_first``: the unit's first in this pass."""
 
     def on_call_over(self, call: Call) -> None:
-        """The backward of a call is over."""
+        """The backward of a call has ended."""
 
     def on_unit_over(self, unit: Any) -> None:
-        """The backward of all of a unit's calls is over."""
+        """The backward of all calls of a unit has ended."""
 
     def on_pass_end(self) -> None:
-        """The backward pass is over but for what is still open; `Passes.reset` must follow."""
+        """The backward pass has ended; units may still be open. `Passes.reset` must follow."""
 
     def on_cut(self) -> None:
-        """The pass before was cut short, and another one begins; `Passes.reset` must follow."""
+        """A pass begins after one that raised; `Passes.reset` must follow."""
 
     def on_double(self) -> None:
-        """A pass that only makes the graph of a second one is over; `Passes.reset` must follow."""
+        """A pass with create_graph=True has ended; `Passes.reset` must follow."""
 
 
 class _Life:
-    """Dies with a backward pass: what is queued for its end is dropped where it raises."""
+    """An object that dies with its backward pass: autograd drops its queued callback on errors."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """One unit's open calls, and what the pass under way has brought it."""
+    """One unit's calls, and its progress in the current backward pass."""
 
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
     in_backward: bool = False
@@ -100,33 +100,33 @@ class _Progress:
 
 
 class Passes:
-    """The calls of a model's units under way, forward and backward."""
+    """The running calls of a model's units, forward and backward."""
 
     def __init__(self, listener: Listener, activations: Activations | None = None) -> None:
         self._listener = listener
         self._activations = activations
         self._root: Any = None
-        self._inside: dict[int, frozenset[int]] = {}  # the modules inside each unit, when asked for
+        self._inside: dict[int, frozenset[int]] = {}  # modules inside each unit, made on demand
         self._progress: list[_Progress] = []
         self._stack: list[Call] = []
         self._forward_pass: ForwardPass | None = None
-        self._forward_passes: list[ForwardPass] = []  # made, and no backward pass was theirs yet
-        self._reached: list[ForwardPass] = []  # by the backward pass under way
-        self._goes_through_one = False  # though several were made
+        self._forward_passes: list[ForwardPass] = []  # made, without a backward pass yet
+        self._reached: list[ForwardPass] = []  # by the current backward pass
+        self._goes_through_one = False  # although several were made
         self._goes_through_several = False
         self._unhooked: list[tuple[Call, int]] = []
-        self._life: weakref.ref[_Life] | None = None  # of the backward pass under way
-        self._creates_graph = False  # the backward pass under way has create_graph=True
-        self._second_is_due = False  # the one before had
+        self._life: weakref.ref[_Life] | None = None  # of the current backward pass
+        self._creates_graph = False  # the current backward pass has create_graph=True
+        self._second_is_due = False  # the previous backward pass had create_graph=True
 
     def take_units(self, units: Sequence[PassUnit]) -> None:
-        """Take the units over, the root first, in the order of their indices."""
+        """Take over the units in the order of their indices, the root first."""
         self._root = units[0] if units else None
         self._progress = [_Progress() for _ in units]
         self._inside = {}
 
     def contains(self, unit: PassUnit, other: PassUnit) -> bool:
-        """Tell whether the other unit's module lies inside one of this one's."""
+        """Tell whether ``other``'s module is inside a module of ``unit``."""
         if unit.index not in self._inside:
             modules = (inner for module in unit.modules for inner in module.modules())
             self._inside[unit.index] = frozenset(map(id, modules))
@@ -135,7 +135,7 @@ class Passes:
     # -- forward
     @property
     def stack(self) -> Sequence[Call]:
-        """The calls under way, outermost first."""
+        """The running forward calls, outermost first."""
         return self._stack
 
     def enter(self, unit: PassUnit) -> Call:
@@ -149,7 +149,7 @@ class Passes:
         return call
 
     def record(self, call: Call) -> None:
-        """Note that autograd records the innermost call."""
+        """Record the innermost call, which autograd records too."""
         if self._forward_pass is None and call.in_backward:
             self._forward_pass = ForwardPass()
             self._reached.append(self._forward_pass)
@@ -162,18 +162,18 @@ class Passes:
         self._progress[call.unit.index].calls.add(call)
 
     def begin_forward(self) -> ForwardPass:
-        """Return a forward pass that calls may be recorded in."""
+        """Return a new forward pass to record calls in."""
         made = ForwardPass()
         self._forward_passes.append(made)
         del self._forward_passes[:-_MAX_FORWARD_PASSES]
         return made
 
     def go_on(self, stack: list[Call], forward_pass: ForwardPass | None) -> None:
-        """Go on inside of other calls under way, and record those that follow in this pass."""
+        """Continue inside the calls of ``stack``; record later calls in ``forward_pass``."""
         self._stack, self._forward_pass = stack, forward_pass
 
     def watch_inputs(self, call: Call, inputs: Any) -> None:
-        """Hear when autograd is through with a call, from the tensors that it is given."""
+        """Register hooks on a call's inputs, which fire when its backward has ended."""
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._end_calls(call))
@@ -189,19 +189,19 @@ class Passes:
         return call
 
     def _is_outermost(self, unit: PassUnit) -> bool:
-        """Tell whether a call is in no other; a pass that was interrupted may have left some."""
+        """Tell whether a call is outermost; the root is, even if an interrupted pass left calls."""
         return not self._stack or unit is self._root
 
     def watch_outputs(self, call: Call, output: Any) -> bool:
-        """Hear when autograd reaches a recorded call; tell whether it can."""
+        """Register hooks on a recorded call's outputs; tell whether autograd can reach any."""
         found = False
         for tensor in tensors_in(output):
             if not tensor.requires_grad or tensor.grad_fn is None:
                 continue
             found = True
             # On the node, not on the tensor: a node's hooks run after those of its tensors, so the
-            # unit that follows is freed before this one is gathered. A view that is changed in
-            # place later gets a new node; its base keeps the old one (pytorch#181832).
+            # following unit is freed before this one is gathered. A view that is changed in place
+            # later gets a new node; its base keeps the old node (pytorch#181832).
             for made in (tensor, tensor._base):
                 if made is not None and made.grad_fn is not None:
                     node = made.grad_fn._sequence_nr()
@@ -210,15 +210,15 @@ class Passes:
         return found
 
     def watch_grad(self, unit: Any, leaf: torch.Tensor) -> RemovableHandle:
-        """Hear when autograd has written the gradient of a full parameter."""
+        """Register a hook that runs when autograd has written a full parameter's gradient."""
         passes, of = weakref.proxy(self), weakref.proxy(unit)
         return leaf.register_post_accumulate_grad_hook(lambda grown: passes.note_grad(of, grown))
 
     def use_outside(self, unit: PassUnit) -> bool:
-        """Keep a unit open until the pass ends, as its parameter is used outside its module.
+        """Keep a unit open until the pass ends, because its parameter is used outside its module.
 
-        False where it stays open anyway until this use is over: it is recomputed in its backward,
-        and one without an input hook may be closed before the gradient of this use is there.
+        Return False if the unit stays open until this use ends anyway, because it is recomputed in
+        its backward. A unit without an input hook may close before this use's gradient arrives.
         """
         progress = self._progress[unit.index]
         waits = any(call.unit is unit for call, _ in self._unhooked)
@@ -232,21 +232,21 @@ class Passes:
     # -- backward
     @property
     def is_under_way(self) -> bool:
-        """Tell whether a backward pass has begun and was not closed."""
+        """Tell whether a backward pass has begun and was not reset."""
         return self._life is not None
 
     @property
     def creates_graph(self) -> bool:
-        """Tell whether the pass under way only makes the graph of a second one."""
+        """Tell whether the current pass has create_graph=True."""
         return self._creates_graph
 
     def is_open(self, unit: PassUnit) -> bool:
-        """Tell whether the pass has begun with a unit, or brought it a gradient since it closed."""
+        """Tell whether the pass has reached a unit, or a gradient came after the unit closed."""
         progress = self._progress[unit.index]
         return progress.in_backward or progress.num_grads > 0
 
     def note_grad(self, unit: Any, leaf: torch.Tensor) -> None:
-        """Take note of a gradient that is there."""
+        """Count a gradient that was written; begin the pass if needed."""
         self._listener.on_grad(unit, leaf)
         self._begin_pass()
         progress = self._progress[unit.index]
@@ -255,7 +255,7 @@ class Passes:
             raise changed_since_forward(unit.name)
 
     def expect_reduction(self, unit: PassUnit) -> None:
-        """Take note that some rank has a gradient of the unit that came on another way."""
+        """Count a gradient of the unit on some rank, so that the end of the pass closes it."""
         self._progress[unit.index].num_grads += 1
 
     def _begin_pass(self, call: Call | None = None) -> None:
@@ -271,20 +271,20 @@ class Passes:
             Variable._execution_engine.queue_callback(partial(self._end_pass, life))
 
     def _order(self) -> list[int]:
-        """Return the units in the order of the forward passes that this pass goes through."""
+        """Return the unit indices in the order of the forward passes that this pass covers."""
         made = self._forward_passes
         if self._goes_through_one:
             made = [each for each in made if each in self._reached] or made[-1:]
         return [index for each in made for index in each.order]
 
     def _reach(self, call: Call, node: int) -> None:
-        """Begin the backward of a call, at a node of the graph."""
+        """Begin the backward of a call at the node with this sequence number."""
         self._begin_pass(call)
         if call.has_begun:
             return
         around = None if call.parent is None else call.parent()
         if around is not None and around.state is CallState.AWAITING:
-            self._reach(around, node)  # a call begins after those that it was made in
+            self._reach(around, node)  # the enclosing call begins first
         if torch.is_grad_enabled():
             self._creates_graph = True
         self._listener.on_reached(call)
@@ -296,7 +296,7 @@ class Passes:
         self._listener.on_backward(call.unit, is_first)
 
     def begin_call(self, call: Call, node: int = -1) -> bool:
-        """Note that the backward of a call begins; tell whether it is the unit's first."""
+        """Begin the backward of a call; tell whether it is the unit's first in this pass."""
         progress = self._progress[call.unit.index]
         is_first, progress.in_backward = not progress.in_backward, True
         call.enter(CallState.BACKWARD)
@@ -304,12 +304,12 @@ class Passes:
         return is_first
 
     def _close_unhooked(self, begun: Call, node: int) -> None:
-        """Close the calls without an input hook whose backward must be over by now.
+        """Close the calls without an input hook whose backward must have ended by now.
 
-        Backward takes nodes in the reverse order of forward, so a call is over when one that is not
-        inside it begins. Never close one because its gradients are all there: which are there may
-        differ from rank to rank, and the order of reductions must not. Two calls begin at one node
-        where the later one hands the earlier one's output on as it came: neither is over then.
+        Backward runs nodes in the reverse order of forward, so a call has ended when a call outside
+        it begins. Complete gradients are no reason to close: they may differ between ranks, and the
+        order of reductions must not. If a call returns an earlier call's output unchanged, both
+        begin at one node, and neither has ended then.
         """
         waiting, self._unhooked = self._unhooked, []
         for call, at in waiting:
@@ -320,13 +320,13 @@ class Passes:
                 self.end_call(call)
 
     def _end_calls(self, call: Call) -> None:
-        """Close a call and its mates: their nodes are later than the one that made its input."""
+        """Close a call and its mates, whose nodes are later than the node of the call's input."""
         begun = [mate for mate in call.mates if mate.state is CallState.BACKWARD]
         for each in dict.fromkeys((call, *begun)):
             self.end_call(each)
 
     def end_call(self, call: Call) -> None:
-        """Close one call; the last open one closes the unit."""
+        """Close one call, and its unit after the last open call."""
         if call.state in (CallState.FORWARD, CallState.PASSED) or self._life is None:
             return
         if self._creates_graph or self._second_is_due:
@@ -349,7 +349,7 @@ class Passes:
         self._listener.on_unit_over(unit)
 
     def begun_calls(self, unit: PassUnit) -> Iterator[Call]:
-        """Iterate over the unit's calls that the pass has begun with."""
+        """Yield the unit's calls that the backward pass has reached."""
         for call in list(self._progress[unit.index].calls):
             if call.has_begun:
                 yield call
@@ -361,7 +361,7 @@ class Passes:
             self._listener.on_pass_end()
 
     def reset(self) -> None:
-        """Forget the pass, after it has ended or was cut short."""
+        """Forget the pass after it has ended or raised."""
         reached = [each for each in self._forward_passes if each in self._reached]
         if reached and len(self._forward_passes) > 1 and not self._goes_through_several:
             self._goes_through_one = len(reached) == 1
@@ -381,6 +381,6 @@ class Passes:
         self._second_is_due, self._creates_graph = self._creates_graph, False
 
     def forget_forward(self) -> None:
-        """Forget the calls whose forward is under way, after one that was cut short."""
+        """Forget the running forward calls after a pass that raised."""
         self._stack.clear()
         self._forward_pass = None

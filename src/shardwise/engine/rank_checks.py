@@ -1,22 +1,22 @@
-"""Checks that ranks stay alike after the start: what they train, and how they step.
+"""Comparison of ranks during training: their trained parameters and their optimizer steps.
 
 Note [When ranks are compared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that trains other parameters than the others would send other bytes in the next reduction. A
-rank that skips a step, or steps with another optimizer or learning rate, makes the slices of one
-model come from two, without an error. So before the first reduction of a pass a rank compares
-itself with the others over the control group:
+If ranks train different parameters, they send different bytes in the next reduction. If a rank
+skips a step, or steps with another optimizer or learning rate, the slices silently belong to two
+different models. So before the first reduction of a pass, a rank compares itself with the others
+over the control group:
 
-- where a parameter was frozen or thawed since the last time. If the others have not changed, they
-  are in the reduction while this rank waits, and the watch ends both waits with both names;
+- if a parameter was frozen or thawed since the last comparison. If the other ranks have no change,
+  they are in the reduction while this rank waits, and the watch aborts both waits with both names;
 - in passes 2, 4, 8 and so on: the number of steps so far, and the optimizers' classes and options
-  as they were in each optimizer's steps 1, 2, 4, 8 and so on.
+  in each optimizer's steps 1, 2, 4, 8 and so on.
 
-All ranks of the model's mesh come to that reduction, also one that has skipped the step. In every
-other pass nothing is sent. Ranks that may skip layers come to their first reductions in different
-ones, between which others may wait for them in a collective of the layers' own: they compare before
-the backward pass. Stages of a pipeline have a mesh each and may have different optimizers.
-What a loss scaler skips is no step, on any rank.
+All ranks of the model's mesh reach that reduction, including a rank that has skipped the step. In
+all other passes nothing is sent. If ranks may skip layers, their first reductions are in different
+layers, and other ranks may wait for them in a collective of a layer between: such models compare
+before the backward pass. Each stage of a pipeline has its mesh and may have different optimizers.
+A step that a loss scaler skips does not count, on any rank.
 """
 
 import weakref
@@ -38,9 +38,9 @@ _SHOWN = 3
 
 
 class RankChecks:
-    """The checks of one model, over the ranks of its own mesh.
+    """The checks of one model, over the ranks of its mesh.
 
-    ``refuse`` lets nobody use parameters that were stepped differently.
+    ``refuse`` marks the parameters unusable if the ranks' steps differ.
     """
 
     def __init__(self, comm: Comm, units: Sequence[Unit], refuse: Callable[[str], None]) -> None:
@@ -60,13 +60,13 @@ class RankChecks:
         return [param.is_trained for param in self._params]
 
     def begin_pass(self, compares: bool) -> None:
-        """Compare now or before the next reduction, if there is something to compare."""
+        """Schedule the comparison before the next reduction; if ``compares``, run it now."""
         self._is_due = True
         if compares:
             self.before_reduction()
 
     def before_reduction(self) -> None:
-        """Compare with the other ranks. See Note [When ranks are compared].
+        """Compare this rank with the others, once per pass. See Note [When ranks are compared].
 
         **Raises** StateError on all ranks, naming the ranks and the first difference.
         """
@@ -109,7 +109,7 @@ class RankChecks:
 
 @dataclass
 class _Steps:
-    """The steps of one optimizer, and where its facts stand in each model's checks."""
+    """The steps of one optimizer, and the place of its facts in each model's checks."""
 
     places: list[tuple[weakref.ref[RankChecks], int]]
     state: Any
@@ -117,9 +117,9 @@ class _Steps:
     num_loads: int = 0
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step; note class and options in some of them."""
+        """Count a step; record class and options in steps 1, 2, 4, 8 ... and after a load."""
         self.num += 1
-        is_loaded = self.state is not optimizer.state  # every load makes another one
+        is_loaded = self.state is not optimizer.state  # every load replaces it
         self.num_loads, self.state = self.num_loads + is_loaded, optimizer.state
         notes = is_loaded or not self.num & (self.num - 1)
         for ref, place in self.places:
@@ -139,7 +139,7 @@ class _Steps:
 
 
 def _option(value: Any) -> str:
-    """Return an option as text; of numbers 6 digits, as other hosts may round the rest."""
+    """Return an option as text, floats with 6 digits because hosts may round differently."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
         value = value.item()
     if isinstance(value, float):
@@ -150,8 +150,9 @@ def _option(value: Any) -> str:
 
 
 def _note_step(optimizer: Any, *_: Any) -> None:
-    """Tell the models whose parameters an optimizer has that it takes a step."""
-    if torch.compiler.is_compiling() or hasattr(optimizer, "optimizers"):  # each tells by itself
+    """Count a step of an optimizer in the checks of each model whose parameters it has."""
+    # A wrapper of several optimizers is not counted; each inner optimizer is.
+    if torch.compiler.is_compiling() or hasattr(optimizer, "optimizers"):
         return
     steps: _Steps | None = vars(optimizer).get(_STEPS)
     if steps is None:
@@ -166,7 +167,7 @@ def _note_step(optimizer: Any, *_: Any) -> None:
         for checks in found.values():
             places.append((weakref.ref(checks), len(checks.optimizers)))
             checks.optimizers.append([])
-        # State of a matrix that lies whole on one rank is nowhere else.
+        # A matrix that is whole on one rank has state on that rank only.
         is_loaded = any(optimizer.state.get(p) for p in params if owning_rank(p) is None)
         steps = _Steps(places, None if is_loaded else optimizer.state)
         vars(optimizer)[_STEPS] = steps

@@ -1,6 +1,6 @@
-"""The reductions of a backward pass: collected in buckets, a few in flight, then ``p.grad``.
+"""Gradient reductions of a backward pass: buckets, a few in flight, then ``p.grad``.
 
-A unit's gradients are final as soon as its own reduction is finished; see `unit.sums`.
+A unit's gradients are final when its reduction is finished; see `unit.sums`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +15,18 @@ from shardwise.unit.unit import Unit
 
 
 class Reduction:
-    """Gradients of one or several units, which share a mesh and a way to be summed."""
+    """The reduction of one or several units, which share a mesh and `sums`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self._names = [unit.name for unit in units]
         self._tracer = units[0].comm.tracer
-        # A parameter that asks its unit gets its gradient when it asks: a pass that raises after
-        # all must leave what was there. An attribute, and hooks that step in backward, cannot wait.
+        # If a parameter asks its unit, ``p.grad`` is set at the read: a pass that raises must leave
+        # the old one. A plain attribute, and hooks that step in backward, need it at once.
         self.is_asked = any(param.form.asks_unit for unit in units for param in unit.params)
-        self.is_dropped = False  # its result is not wanted any more
+        self.is_dropped = False  # the result is discarded
         self._running: Running | None = None
-        self._first: list[ShardedParam] = []  # got a gradient from it and had none before
+        self._first: list[ShardedParam] = []  # got their first gradient from it
 
     @torch.no_grad()
     def start(self) -> None:
@@ -41,7 +41,7 @@ class Reduction:
                 unit.has_local_sum = False
 
     def wait(self) -> None:
-        """Wait for the sums; set ``p.grad`` where nobody asks for it."""
+        """Wait for the sums; set ``p.grad`` at once unless parameters ask for it."""
         if self._running is None:
             return
         with self._tracer.span("wait_reduce", *self._names):
@@ -63,7 +63,7 @@ class Reduction:
         self._forget_grads_if_none()
 
     def drop(self) -> None:
-        """Wait and forget the result, after a pass that was cut short."""
+        """Wait and discard the result, after a pass that raised."""
         if self._running is not None:
             self._running.drop()
             self._end()
@@ -85,17 +85,17 @@ class Reduction:
 
     @property
     def held(self) -> Held | None:
-        """The memory that it takes as long as it is under way."""
+        """The memory that the reduction holds while in flight, else None."""
         return None if self._running is None else self._running.held(tuple(self._names))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the means, as long as the reduction is under way."""
+        """Bytes of the means while the reduction is in flight, else 0."""
         return 0 if self._running is None else self._running.nbytes
 
 
 class Reductions:
-    """Gradients on their way from the units to ``p.grad``.
+    """The reductions of a model's units.
 
     ``compare`` is called before a reduction that other ranks take part in.
     """
@@ -123,7 +123,7 @@ class Reductions:
         )
 
     def allow_in_flight(self, num: int) -> None:
-        """Let so many reductions be in flight from now on."""
+        """Set the limit of reductions in flight."""
         self._queue.reduces_in_flight = num
 
     @property
@@ -133,15 +133,15 @@ class Reductions:
 
     @property
     def held(self) -> list[Held]:
-        """The memory of the reductions under way."""
+        """The memory of the reductions in flight."""
         return [held for reduction in self._queue.all if (held := reduction.held) is not None]
 
     def is_waiting(self, unit: Unit) -> bool:
-        """Tell whether a unit is in a bucket, its reduction not started yet."""
+        """Tell whether a unit is in a bucket that has not started."""
         return self._queue.holds(unit)
 
     def add(self, unit: Unit) -> None:
-        """Take a unit's gradients to reduce them, which may wait for the oldest reduction."""
+        """Reduce a unit's gradients; this may wait for the oldest reduction."""
         is_shared = unit.comm.axes.num_ranks > 1  # another rank may have a gradient
         if is_shared:
             self._compare()
@@ -153,13 +153,13 @@ class Reductions:
         unit.keep_partials()
 
     def close(self) -> None:
-        """Start what is left, at the end of a backward pass."""
+        """Start the remaining reductions at the end of a backward pass."""
         self._queue.close()
         if not any(reduction.is_asked for reduction in self._queue.all):
             self._queue.take()
 
     def finish(self, unit: Unit | None = None) -> None:
-        """Complete reductions and set ``p.grad``: those up to one unit's, or all."""
+        """Complete reductions, up to one unit's or all, and set ``p.grad``."""
         last = None
         if unit is not None:
             last = next((r for r in reversed(self._queue.all) if unit in r.units), None)
@@ -169,7 +169,7 @@ class Reductions:
             reduction.finish()
 
     def drop(self) -> None:
-        """Complete every reduction and forget the results, after a backward pass that raised."""
+        """Complete every reduction and discard the results, after a backward pass that raised."""
         self._queue.forget_buckets()
         for reduction in self._queue.all:
             reduction.is_dropped = True

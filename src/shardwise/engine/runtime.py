@@ -1,6 +1,6 @@
-"""The engine of one sharded model: what happens before and after each unit's forward and backward.
+"""The engine of one sharded model: its actions before and after each unit's forward and backward.
 
-When that is, `passes` finds out; what is gathered, freed and reduced then, `schedule` decides.
+`passes` detects these moments. `schedule` decides which units are gathered, freed and reduced.
 """
 
 import sys
@@ -45,21 +45,21 @@ _RANKS = CollectiveId("gather", "(ranks)", 0)
 
 
 class Engine:
-    """Runs the units of one model; `hooks` calls it, nobody else."""
+    """Runs the units of one model. `hooks` calls it in forward, `passes` in backward."""
 
     where_full = where_stays = "inside `with shardwise.gathered(model):`"
-    each_unit_alone = False  # its collectives come when it runs, whatever the other ranks run
+    each_unit_alone = False  # True: its collectives start when it runs, in no shared order
 
     def __init__(self, config: ShardConfig, comm: Comm, ledger: FullParamLedger) -> None:
         self.config = config
         self.comm = comm
         self.ledger = ledger
         self.conditions = Conditions()
-        self.all_states: Sequence[Any] = ()  # of the modules that the units were made for
-        self.mates: Sequence[Engine] = (self,)  # of the stages that this rank has
-        self.num_begun = 0  # backward passes, or windows, that found no gradients
-        self.num_reduced = 0  # backward passes, or windows, whose gradients were all reduced
-        self.window_open = False  # a micro-batch that is not the last one went through backward
+        self.all_states: Sequence[Any] = ()  # of the modules with units
+        self.mates: Sequence[Engine] = (self,)  # of all stages of this rank
+        self.num_begun = 0  # backward passes, or windows, that began without gradients
+        self.num_reduced = 0  # backward passes, or windows, with all gradients reduced
+        self.window_open = False  # a micro-batch before the last one went through backward
         self.activations = activations_of(config.offload, comm, self._full_memory)
         self._passes = Passes(self, self.activations)
         self._runs_grad_hooks = False
@@ -70,7 +70,7 @@ class Engine:
         return (storage.full for unit in self.units for storage in unit.storages)
 
     def take_units(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
-        """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
+        """Take over all units, the root first; ``order`` as in `Schedule.take_units`."""
         config = self.config
         self.units = units
         self.comms = list({id(c): c for c in (self.comm, *(u.comm for u in units))}.values())
@@ -86,14 +86,14 @@ class Engine:
         self._optional = OptionalUnits(units, self._schedule, self._passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse: the copy would share process groups and hooks with the original."""
+        """Raise StateError: a copy would share process groups and hooks with the original."""
         raise StateError(
             "copy.deepcopy of what belongs to a sharded model: copy the model itself, the one that "
             "was given to shard()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: a pickled model would hold one rank's slices."""
+        """Raise StateError: a pickled model would hold one rank's slices."""
         raise StateError(
             "pickling a sharded model: each rank holds only slices. Pickle model.state_dict() "
             "inside `with shardwise.gathered(model):`"
@@ -101,29 +101,29 @@ class Engine:
 
     @property
     def passes(self) -> Passes:
-        """The calls that are under way."""
+        """The running calls."""
         return self._passes
 
     @property
     def suspended(self) -> bool:
-        """Tell whether forward passes go unnoticed now."""
+        """Tell whether the engine ignores forward passes now."""
         return self.conditions.is_suspended
 
     @cached_property
     def everyone(self) -> Control:
-        """The exchanges between all ranks that hold a part of the model."""
+        """The control group of all ranks that hold a part of the model."""
         return self.comm.control if self._all_ranks is None else self.open_control()
 
     def open_control(self) -> Control:
-        """Open a group for the same exchanges, for another thread; all ranks call it together."""
+        """Open such a control group for another thread; all ranks call it together."""
         return control_over(self.comm.axes, self._all_ranks)
 
     @cached_property
     def _all_ranks(self) -> list[int] | None:
-        """All ranks that hold a part of the model, where they are more than the mesh has.
+        """All ranks that hold a part of the model, or None if the mesh has them all.
 
-        A rank knows those along its own axes, and hears of theirs; twice, as another stage may have
-        tensor parallelism where this one has none. **Cost** a collective for each.
+        Ranks exchange the ranks that they know, along each axis, twice: another stage may have
+        tensor parallelism even if this one does not. **Cost** two collectives per axis.
         """
         units = [unit for mate in self.mates for unit in mate.units]
         cuts = [p.cut for unit in units for p in unit.params if p.has_cut]
@@ -142,21 +142,21 @@ class Engine:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Tell whether the step comes after the micro-batch under way."""
+        """Tell whether the optimizer's step follows the current micro-batch."""
         is_last = self.conditions.is_last_micro_batch
         return not self.each_unit_alone if is_last is None else is_last
 
     @property
     def is_in_window(self) -> bool:
-        """Tell whether an accumulation window has begun whose last micro-batch is not through."""
+        """Tell whether an accumulation window is open, before the end of its last micro-batch."""
         has_grads = any(unit.grad_state is not GradState.EMPTY for unit in self.units)
         return not self.is_last_micro_batch or (self.window_open and has_grads)
 
     def rest(self, what: str) -> None:
-        """Let shards alone stand in the modules, for ``what``, and nothing be under way on them.
+        """Finish background steps and writes, and unpin all units, for ``what``.
 
-        Here they do, but for pinned units. **Raises** ShardError, as `unpin` does, and where a step
-        in the background has failed.
+        The modules then hold only shards. **Raises** ShardError if a background step has failed or
+        if `unpin` finds a written full parameter.
         """
         self.finish_steps()
         for unit in self.units:
@@ -164,14 +164,14 @@ class Engine:
         self.unpin(what, self.units)
 
     def unpin(self, what: str, units: Sequence[Unit]) -> None:
-        """End what `unshard()` has begun. **Raises** ShardError for a full parameter written."""
+        """End `unshard()` for the units. **Raises** ShardError if a full parameter was written."""
         written = [name for unit in units if (name := unit.unpin())]
         if written:
             raise written_while_full(what, written[0])
 
     # -- forward
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Unshard the unit, start gathering the next ones, bind the full parameters."""
+        """Gather the unit, start gathering the next ones, bind the full parameters."""
         self.conditions.rounds.arrive(unit)
         self.forget_cut_pass()
         records = torch.is_grad_enabled()
@@ -190,7 +190,7 @@ class Engine:
         return args, kwargs
 
     def _check_call(self, unit: Unit, records: bool) -> None:
-        """Refuse what would be wrong without a word, before anything is gathered."""
+        """Raise for a call that would be silently wrong, before the first gather."""
         frees = any(unit.settings.stage.frees_after_forward for unit in self.units)
         refuse_transform(self.allows_transform, frees and records, self.where_full)
         for comm in self.comms:
@@ -201,15 +201,15 @@ class Engine:
         self.conditions.check_before_pass()
         self._num_calls += 1
         if not self._num_calls & (self._num_calls - 1):
-            # in the 1st, 2nd, 4th, 8th ... call only: it costs a millisecond
+            # only in calls 1, 2, 4, 8 ...: it costs a millisecond
             self.check_parameters(unit)
 
     def allows_transform(self, kind: Any) -> bool:
-        """Tell whether a forward pass may run inside this transform of torch.func."""
+        """Tell whether a forward pass may run inside this torch.func transform."""
         return bool(kind == torch._C._functorch.TransformType.Vmap)
 
     def check_parameters(self, unit: Unit) -> None:
-        """Refuse trainable parameters below a unit that no unit owns."""
+        """Raise StateError for trainable parameters below ``unit`` that no unit owns."""
         if not any(each.is_pinned or each.shows_full for each in self.units):
             refuse_strangers(unit.name, unit.module)
 
@@ -220,10 +220,10 @@ class Engine:
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     def after_forward(self, unit: Unit, output: Any, *, goes_on: bool = False) -> None:
-        """Unbind the full parameters, watch the outputs for backward, free what may be freed.
+        """Unbind the full parameters, register backward hooks on the outputs, free the unit.
 
-        Also runs, with ``output`` None, after a forward pass that raised. ``goes_on``: another
-        module of the same unit is expected to run, so nothing is freed before the root is through.
+        It also runs after a forward pass that raised, with ``output`` None. ``goes_on``: another
+        module of the same unit is expected to run, so the unit stays full until the root ends.
         """
         stack = self._passes.stack
         if not stack or stack[-1].unit is not unit:
@@ -236,7 +236,7 @@ class Engine:
         if output is not None and written:
             raise written_in_forward(written)
         if output is None and isinstance(sys.exc_info()[1], CollectiveError):
-            return  # other gathers may never end: whoever sends them may have stopped as this rank
+            return  # other gathers may never end: their senders may have stopped too
         others_follow = output is not None and self.conditions.rounds.others_follow
         if goes_on and unit.settings.stage.frees_after_forward:
             self._schedule.note_ahead(unit)
@@ -249,16 +249,16 @@ class Engine:
             at_root=not stack and not others_follow,
         )
 
-    # -- what parameters ask (unit.Scheduler)
+    # -- called by parameters (unit.Scheduler)
     def is_running(self) -> bool:
-        """Tell whether a forward pass is under way, or a backward pass, which may recompute one."""
+        """Tell whether a forward pass runs, or a backward pass, which may recompute one."""
         return bool(self._passes.stack) or (in_backward() and not self._runs_grad_hooks)
 
     def use_outside(self, unit: Unit) -> None:
-        """Unshard a unit whose parameter is used outside its module, until backward ends.
+        """Gather a unit whose parameter is used outside its module; keep it until backward ends.
 
-        A checkpoint *inside* a unit's forward (transformers wraps each layer so) runs it again in
-        backward, where no hook sees it; the unit is full then, and freed when its backward is over.
+        A checkpoint *inside* a unit's forward (as in transformers' layers) recomputes the forward
+        in backward without hooks. The unit is full then, and is freed after its backward.
         """
         self._schedule.start_unshard(unit)
         unit.finish_unshard()
@@ -270,20 +270,20 @@ class Engine:
             self._schedule.note_ahead(unit)
 
     def watch_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
-        """Hear when autograd has written the gradient of one of the unit's full parameters."""
+        """Register a hook that runs when autograd has written a full parameter's gradient."""
         self._passes.watch_grad(unit, leaf)
 
     def note_grad(self, unit: Unit, full: torch.Tensor) -> None:
-        """Take note of a gradient that came on another way than the layers' own parameter."""
+        """Count a gradient that did not arrive through the layers' parameter."""
         self._passes.note_grad(unit, full)
 
     def expect_reduction(self, unit: Unit) -> None:
-        """Take note that some rank has a gradient that the end of a pass will reduce."""
+        """Count a gradient of the unit on some rank, to reduce it at the end of the pass."""
         self._passes.expect_reduction(unit)
 
-    # -- what happens in a backward pass (passes.Listener)
+    # -- events of a backward pass (passes.Listener)
     def on_pass(self, order: list[int]) -> None:
-        """Begin: nothing of the pass before is under way."""
+        """Begin a backward pass, after completing the reductions of the pass before."""
         self.conditions.rounds.check_backward()
         self.finish_reductions()
         in_turn = self._schedule.will_reduce_in_turn(self.conditions.is_last_micro_batch)
@@ -292,35 +292,35 @@ class Engine:
         self._schedule.begin_backward(order)
 
     def on_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
-        """Refuse gradients of parameters that have a graph."""
+        """Raise StateError for a parameter's gradient with a graph."""
         if torch.is_grad_enabled():
             raise graph_of_means(self.where_full)
         sum_as_they_come(leaf)
 
     def on_reached(self, call: Call) -> None:
-        """Refuse a second pass over freed parameters; visit what was skipped after the call."""
+        """Raise StateError if create_graph=True needs freed parameters; visit skipped units."""
         if self._passes.creates_graph and call.unit.frees_in_backward:
             raise graph_of_freed(call.unit.name, self.where_stays)
         if call.parent is not None:
             self._optional.visit_backward(call.parent(), call)
 
     def on_backward(self, unit: Unit, is_first: bool) -> None:
-        """Unshard the unit for its backward; gather those that follow."""
+        """Gather the unit for its backward; start gathering the next ones."""
         self._schedule.before_backward(unit)
         if is_first:
             unit.comm.tracer.mark_begin("backward", unit.name)
 
     def on_call_over(self, call: Call) -> None:
-        """Visit what was skipped inside the call and not visited yet."""
+        """Visit the units that were skipped inside the call and not visited yet."""
         self._optional.after_backward(call)
 
     def on_unit_over(self, unit: Unit) -> None:
-        """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
+        """Reduce the unit's gradients, or keep them until the window's end; free its parameters."""
         unit.comm.tracer.mark_end("backward", unit.name)
         self._schedule.after_backward(unit, is_last=self.conditions.is_last_micro_batch)
 
     def on_pass_end(self) -> None:
-        """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
+        """End the backward pass: start the last reductions, free parameters, run grad hooks."""
         is_last = self.conditions.is_last_micro_batch
         keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
         self.window_open = is_last is False or keeps
@@ -339,7 +339,7 @@ class Engine:
         self._reset_pass()
         for unit in self.units:
             if not unit.settings.stays_full:
-                unit.hide()  # what steps, clips and zeroes gradients needs the sharded ones
+                unit.hide()  # optimizers and clipping need the sharded parameters
         self.num_reduced += not self.window_open
         if self.is_last_micro_batch and any_grad_hooks(self.units):
             self.finish_reductions()
@@ -350,11 +350,11 @@ class Engine:
                 self._runs_grad_hooks = False
 
     def on_double(self) -> None:
-        """Free nothing and reduce nothing: the graph that was made is of a second pass."""
+        """Forget a pass with create_graph=True; the second pass needs its parameters."""
         self._reset_pass()
 
     def on_cut(self) -> None:
-        """Clean up after a backward pass that raised: its unreduced gradients are dropped."""
+        """Clean up after a backward pass that raised; drop its unreduced gradients."""
         if self.window_open and any(u.has_local_sum or u.is_deferred for u in self.units):
             warn_of_dropped_window()
         self.window_open = False
@@ -364,7 +364,7 @@ class Engine:
             unit.drop_partials()
 
     def _reset_pass(self) -> None:
-        running = {call.unit.index for call in self._passes.stack}  # around a pass inside a forward
+        running = {call.unit.index for call in self._passes.stack}  # a forward around this pass
         for unit in self.units:
             if unit.index not in running:
                 unit.unbind_all()
@@ -373,17 +373,17 @@ class Engine:
 
     # -- gradients
     def reset(self) -> None:
-        """Forget a pass that was cut short, with its gradients."""
+        """Forget a pass that raised, with its gradients."""
         self._passes.forget_forward()
         self.on_cut()
 
     def finish_steps(self) -> None:
-        """Wait until the slices of all units are stepped. **Raises** ShardError as `Unit`'s do."""
+        """Wait until background steps of all units end. **Raises** ShardError if one failed."""
         for unit in self.units:
             unit.finish_steps()
 
     def finish_reductions(self, unit: Unit | None = None) -> None:
-        """Complete the reductions under way and set ``p.grad``: those up to one unit's, or all."""
+        """Complete the reductions in flight, up to one unit's or all, and set ``p.grad``."""
         self.reductions.finish(unit)
 
     def forget_cut_pass(self) -> None:

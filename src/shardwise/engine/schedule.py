@@ -1,15 +1,15 @@
-"""What is gathered, freed and reduced, and when: every decision of a step, without torch.
+"""The schedule of gathers, frees and reductions: every decision of a step, without torch.
 
-The engine asks with real units; the planner asks the same code with units that only count bytes,
-so a plan cannot differ from the run. What autograd needs (calls, hooks, versions) is in `passes`.
+The engine calls it with real units. The planner calls it with units that only count bytes, so a
+plan cannot differ from the run. `passes` holds autograd's part (calls, hooks, versions).
 
 Note [Ranks that skip layers]
-Ranks need not run the same units (layerdrop, stochastic depth, a head per task, experts), and a
-collective that one rank starts must be started by all, on NCCL in one order. Where full parameters
-stay (stages 0 to 2), gathers and reductions therefore follow an order that all ranks share, not the
-order in which a rank runs: a unit whose turn has not come waits, and one that does not run takes
-part with zeros. The order is that of registration until the first backward pass is over, then the
-one that rank 0 has seen in it. Where all ranks run all units in one order, nothing waits.
+Ranks may run different units (layerdrop, stochastic depth, a head per task, experts). But all ranks
+must start every collective, on NCCL in one order. So if full parameters stay (stages 0 to 2),
+gathers and reductions follow an order that all ranks share, not the order in which a rank runs. A
+unit waits for its turn, and a unit that does not run takes part with zeros. The shared order is
+registration order during the first backward pass, and then the order that rank 0 has seen in that
+pass. If all ranks run all units in one order, nothing waits.
 """
 
 import json
@@ -20,10 +20,10 @@ from shardwise.stages import UnitSettings
 
 
 class Order:
-    """Predicts which units come next in either direction, from the order of the step before.
+    """Predicts the next units, forward and backward, from the order of the step before.
 
-    ``forward`` is the order in which a forward pass is expected to need the units; ``seen`` that of
-    the backward pass under way, or empty.
+    ``forward`` is the expected order of a forward pass. ``seen`` is the forward order that belongs
+    to the current backward pass, or empty.
     """
 
     def __init__(self, registration_order: Sequence[int]) -> None:
@@ -34,26 +34,26 @@ class Order:
         self._backward_at = -1
 
     def visit_forward(self, unit: int) -> list[int] | None:
-        """Note that a unit runs forward; return the units expected after it, nearest first.
+        """Record that a unit runs forward; return the units expected after it, nearest first.
 
-        None when the unit was not expected at all.
+        Return None if the unit was not expected.
         """
         self._forward_at = _find(self.forward, unit, self._forward_at + 1)
         return None if self._forward_at < 0 else self.forward[self._forward_at + 1 :]
 
     def begin_backward(self, forward: Sequence[int]) -> None:
-        """Fix the backward prediction: the order of the forward pass before it, reversed."""
+        """Set the backward prediction: the reverse of the ``forward`` order."""
         self.seen = list(forward)
         self._backward = self.seen[::-1]
         self._backward_at = -1
 
     def visit_backward(self, unit: int) -> list[int] | None:
-        """Note that a unit's backward begins; return the units expected after it."""
+        """Record that a unit's backward begins; return the units expected after it."""
         self._backward_at = _find(self._backward, unit, self._backward_at + 1)
         return None if self._backward_at < 0 else self._backward[self._backward_at + 1 :]
 
     def end_step(self) -> None:
-        """Make what was seen the prediction for the next step."""
+        """Use the order seen in this step as the prediction for the next step."""
         if self.seen:
             self.forward, self.seen = self.seen, []
         self._forward_at = self._backward_at = -1
@@ -74,7 +74,7 @@ def in_forward_order(units: Iterable[Any]) -> list[Any]:
     places: dict[int, tuple[int, dict[int, int]]] = {}
     for unit in units:
         if id(unit.scheduler) not in places:
-            known = [] if unit.scheduler is None else unit.scheduler.order.forward  # it has not run
+            known = [] if unit.scheduler is None else unit.scheduler.order.forward  # not run yet
             order = {index: place for place, index in enumerate(known)}
             places[id(unit.scheduler)] = len(places), order
 
@@ -92,11 +92,11 @@ def units_to_prefetch(
     is_resident: Callable[[int], bool],
     budget_bytes: int,
 ) -> list[int]:
-    """Return the units to start gathering now, in order.
+    """Return the units to prefetch now, in order.
 
-    ``upcoming`` are the units expected next, nearest first. ``ahead`` were gathered ahead and not
-    used yet, and count against the budget; resident units hold present values and cost nothing.
-    Gathering stops at the first unit that does not fit: no later unit overtakes a nearer one.
+    ``upcoming`` are the expected next units, nearest first. Units in ``ahead`` are prefetched and
+    not used yet; they count against the budget. Resident units hold current values and cost
+    nothing. The first unit that does not fit ends the list: no later unit overtakes it.
     """
     left = budget_bytes - sum(full_bytes(unit) for unit in ahead)
     chosen: list[int] = []
@@ -111,7 +111,7 @@ def units_to_prefetch(
 
 
 class Turns:
-    """Hands units on in one order, whatever order they come in; once per pass."""
+    """Releases units in one fixed order, whatever their order of arrival; once per pass."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = list(order)
@@ -120,14 +120,14 @@ class Turns:
         self._here: set[int] = set()
 
     def begin(self) -> None:
-        """Begin a pass: every unit is waited for, as a gradient may come late for any of them."""
+        """Begin a pass; wait for every unit, because any unit's gradient may come late."""
         self._next = 0
         self._here.clear()
 
     def arrive(self, index: int) -> list[int]:
-        """Note that a unit has come; return those whose turn it is now, in order.
+        """Record a unit's arrival; return the units whose turn has come, in order.
 
-        A unit that has had its turn, and comes again, is handed on at once.
+        A unit that arrives after its turn is returned at once.
         """
         if self._places[index] < self._next:
             return [index]
@@ -138,36 +138,36 @@ class Turns:
         return self._order[begin : self._next]
 
     def waits(self, index: int) -> bool:
-        """Tell whether the unit has come, and its turn has not."""
+        """Tell whether the unit has arrived before its turn."""
         return index in self._here and self._places[index] >= self._next
 
     def end(self) -> list[int]:
-        """Return all whose turn has not come, in order, and end the pass."""
+        """End the pass; return all units that have not had their turn, in order."""
         rest = self._order[self._next :]
         self._next = len(self._order)
         return rest
 
 
 def complete(order: Iterable[int], indices: Sequence[int]) -> list[int]:
-    """Return ``order`` without repetitions, then those of ``indices`` that it does not hold."""
+    """Return ``order`` without repetitions, then the missing ``indices``."""
     return list(dict.fromkeys([*order, *indices]))
 
 
 _LOOKAHEAD_UNITS = 16
-_READ_AHEAD_UNITS = 3  # a disk has buffers for as many, and reads no more than these hold
+_READ_AHEAD_UNITS = 3  # a disk reads no more than its buffers hold, which are for 3 units
 
 
 class ScheduledUnit(Protocol):
-    """A unit as the schedule sees it.
+    """The part of a unit that the schedule uses.
 
-    ``is_resident``: its full parameters are being gathered, or hold present values already.
+    ``is_resident``: its full parameters are being gathered, or hold current values.
     """
 
     index: int
 
     @property
     def settings(self) -> UnitSettings:
-        """What was asked for this unit; never changes during a pass."""
+        """The unit's settings, which never change during a pass."""
 
     @property
     def full_bytes(self) -> int:
@@ -175,23 +175,23 @@ class ScheduledUnit(Protocol):
 
     @property
     def is_resident(self) -> bool:
-        """Tell whether to gather it would send nothing."""
+        """Tell whether a gather of the unit would send nothing."""
 
     @property
     def is_trained(self) -> bool:
-        """Tell whether any of its parameters has a gradient."""
+        """Tell whether any of its parameters requires a gradient."""
 
     def read_ahead(self) -> None:
-        """Start bringing from files what a gather will need, if it rests there."""
+        """Start reading slices that are offloaded to files, for a later gather."""
 
     def start_unshard(self) -> None:
-        """Start gathering the full parameters, if they are not fresh already."""
+        """Start gathering the full parameters unless they are current."""
 
     def finish_unshard(self) -> None:
         """Wait until the full parameters may be read."""
 
     def reshard(self) -> None:
-        """Give the full parameters up."""
+        """Free the full parameters."""
 
 
 U = TypeVar("U", bound=ScheduledUnit)
@@ -199,24 +199,24 @@ V = TypeVar("V", bound=ScheduledUnit, contravariant=True)
 
 
 class GradReducer(Protocol[V]):
-    """What becomes of a unit's gradients when its backward has passed."""
+    """The handling of a unit's gradients after its backward."""
 
     def add(self, unit: V) -> None:
-        """Reduce them."""
+        """Reduce the unit's gradients."""
 
     def keep(self, unit: V) -> None:
-        """Keep them on this rank, for the last micro-batch of the window."""
+        """Keep the unit's gradients on this rank until the window's last micro-batch."""
 
     def is_waiting(self, unit: V) -> bool:
-        """Tell whether its reduction is yet to be started."""
+        """Tell whether the unit's reduction waits in a bucket."""
 
 
 class Schedule(Generic[U]):
-    """Gathers ahead and frees, by the units' settings, their order and the prefetch budget.
+    """Prefetches and frees units, by their settings, their order and the prefetch budget.
 
-    ``has_peers``: other ranks run the same units, or some of them. Where parameters stay, gathers
-    and reductions then follow one order on all ranks; where they are freed and units may be
-    skipped, reductions do. See turns.py, Note [Ranks that skip layers].
+    ``has_peers``: other ranks run the same units, or some of them. Then, if parameters stay,
+    gathers and reductions follow one order on all ranks. If parameters are freed and units may be
+    skipped, only reductions do. See Note [Ranks that skip layers].
     """
 
     def __init__(
@@ -234,8 +234,8 @@ class Schedule(Generic[U]):
         self._held: set[int] = set()  # used outside their modules: full until backward ends
         self._in_backward: set[int] = set()
         self._gathers: list[int] = []
-        self._places: dict[int, int] = {}  # of each unit in these
-        self._num_reached = 0  # of these, in the pass under way
+        self._places: dict[int, int] = {}  # of each unit in _gathers
+        self._num_reached = 0  # of _gathers, in the current pass
         self._turns = Turns(())
         self._closed: list[int] = []
 
@@ -245,10 +245,10 @@ class Schedule(Generic[U]):
         order: Sequence[int] | None = None,
         closes: Sequence[int] | None = None,
     ) -> None:
-        """Take the units over, the root first; unless asked, the largest other is the budget.
+        """Take over the units, the root first; the default budget is the largest other unit.
 
-        ``order`` is the one that the first step is expected in, else that of registration, and
-        ``closes`` the one in which its backward passes end, else the reverse of registration.
+        ``order`` is the expected order of the first step, by default registration order. ``closes``
+        is the expected order in which backward closes units, by default the reverse.
         """
         self.units = units
         frees = any(u.settings.stage.frees_after_backward for u in units)
@@ -263,7 +263,7 @@ class Schedule(Generic[U]):
     def share_seen(self, broadcast: Callable[[bytes], bytes]) -> bool:
         """Take over the order that rank 0 has seen in this pass; tell whether it has seen one.
 
-        None is there in a pass that did not come through the hooks (`gathered` ends such).
+        A pass outside the hooks has no order (`gathered` ends such passes).
         """
         seen = json.dumps([self.order.seen, self._closed]).encode()
         gathers, closes = json.loads(broadcast(seen))
@@ -272,7 +272,7 @@ class Schedule(Generic[U]):
         return bool(gathers)
 
     def share_order(self, gathers: Sequence[int], closes: Sequence[int]) -> None:
-        """Take over the orders that all ranks share from now on."""
+        """Set the orders of gathers and closes that all ranks share from now on."""
         indices = [u.index for u in self.units]
         self._gathers = complete(gathers, indices)
         self._places = {index: place for place, index in enumerate(self._gathers)}
@@ -281,13 +281,13 @@ class Schedule(Generic[U]):
 
     # -- forward
     def before_forward(self, unit: U, *, in_backward: bool) -> bool:
-        """Unshard the unit, start gathering the next ones; tell whether its backward comes next.
+        """Gather the unit, start gathering the next ones; tell whether its backward comes next.
 
         ``in_backward``: this forward runs inside the backward pass (activation checkpointing).
         """
         following = self._reach(unit) if self._gathers_in_turn and not in_backward else None
         unit.start_unshard()
-        self._ahead.discard(unit.index)  # used now: the budget is for the next ones
+        self._ahead.discard(unit.index)  # the budget is for units not used yet
         upcoming = None if in_backward else self.order.visit_forward(unit.index)
         ahead = upcoming if following is None else following
         self._gather_ahead(unit.settings.forward_prefetch, ahead)
@@ -295,20 +295,20 @@ class Schedule(Generic[U]):
         return in_backward or upcoming == []
 
     def start_unshard(self, unit: U) -> None:
-        """Start gathering a unit; in turns, whoever comes before it first."""
+        """Start gathering a unit; with a shared order, gather the units before it first."""
         if self._gathers_in_turn:
             self._gather_in_turn(0, self._places[unit.index])
         unit.start_unshard()
 
     def _gather_in_turn(self, begin: int, end: int) -> None:
-        """Take part in the gathers of a part of the order, which other ranks may have asked for."""
+        """Take part in the gathers of [begin, end) of the order, which other ranks may start."""
         for index in self._gathers[begin:end]:
             if not self.units[index].is_resident:
                 self.units[index].start_unshard()
                 self._ahead.add(index)
 
     def _reach(self, unit: U) -> list[int]:
-        """Take part in all gathers before a unit that runs now; return those that come after it."""
+        """Take part in all gathers before a unit that runs now; return the units after it."""
         place = self._places[unit.index]
         self._gather_in_turn(self._num_reached, place)
         self._num_reached = max(self._num_reached, place)
@@ -324,10 +324,9 @@ class Schedule(Generic[U]):
         still_runs: bool,
         at_root: bool,
     ) -> None:
-        """Free what may be freed; the root and the last unit stay for their backward.
+        """Free the unit if possible; the root and the last unit stay for their backward.
 
-        ``still_runs``: the unit is inside another forward of its own. ``at_root``: no forward is
-        left.
+        ``still_runs``: another forward of the unit is running. ``at_root``: no forward is left.
         """
         settings = unit.settings
         is_last = settings.keeps_last and (backward_is_next or unit is self.units[0])
@@ -342,7 +341,7 @@ class Schedule(Generic[U]):
             self._drop_prefetched()
 
     def note_ahead(self, unit: U) -> None:
-        """Count a unit as gathered ahead, so that it is freed at the end of the forward pass."""
+        """Count a unit as prefetched, so that the end of the forward pass frees it."""
         self._ahead.add(unit.index)
 
     def hold(self, unit: U) -> None:
@@ -355,7 +354,7 @@ class Schedule(Generic[U]):
         self._ahead.clear()
 
     def _gather_ahead(self, named: Sequence[U] | None, upcoming: Sequence[int] | None) -> None:
-        """Gather the units that the settings name, but in turns always those expected next."""
+        """Prefetch the units named in settings, or with a shared order the expected next units."""
         if named is None or self._gathers_in_turn:
             self._prefetch(upcoming)
             return
@@ -367,7 +366,7 @@ class Schedule(Generic[U]):
     def _prefetch(self, upcoming: Sequence[int] | None) -> None:
         if not self._prefetch_bytes or not upcoming:
             return
-        # In turns, what was passed over is not ahead any more.
+        # With a shared order, skipped units do not count as prefetched any more.
         ahead = self._ahead.intersection(upcoming) if self._gathers_in_turn else self._ahead
         chosen = units_to_prefetch(
             upcoming[:_LOOKAHEAD_UNITS],
@@ -384,14 +383,14 @@ class Schedule(Generic[U]):
 
     # -- backward
     def begin_backward(self, order: Sequence[int]) -> None:
-        """Expect the units in the reverse of ``order``, that of the forward pass before it."""
+        """Begin a pass that is expected to take the units in the reverse of ``order``."""
         self.order.begin_backward(order)
         self._closed = []
         if self.reduces_in_turn:
             self._turns.begin()
 
     def before_backward(self, unit: U) -> None:
-        """Unshard the unit for its backward, start gathering those that follow."""
+        """Gather the unit for its backward; start gathering the next ones."""
         self._in_backward.add(unit.index)
         if unit.settings.reads_in_backward:
             unit.start_unshard()
@@ -405,7 +404,7 @@ class Schedule(Generic[U]):
     def reduces(self, unit: U, is_last: bool | None) -> bool:
         """Tell whether the unit's gradients are reduced in this micro-batch of the window.
 
-        None: no window is open, and each micro-batch is the last one but for ``keeps_grads``.
+        ``is_last`` is None outside a window. Then all units reduce, except with ``keeps_grads``.
         """
         keeps = unit.settings.keeps_grads
         if is_last or keeps:
@@ -413,7 +412,7 @@ class Schedule(Generic[U]):
         return is_last is None or unit.settings.stage.reduce_every == "micro_batch"
 
     def after_backward(self, unit: U, *, is_last: bool | None) -> None:
-        """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
+        """Reduce the unit's gradients, or keep them until the window's end; free its parameters."""
         self._closed.append(unit.index)
         self._in_backward.discard(unit.index)
         if not self.reduces(unit, is_last):
@@ -427,7 +426,7 @@ class Schedule(Generic[U]):
             unit.reshard()
 
     def will_reduce_in_turn(self, is_last: bool | None) -> bool:
-        """Tell whether this pass reduces, and ranks may come to it in different layers."""
+        """Tell whether this pass reduces, and ranks may begin to reduce in different layers."""
         return self.reduces_in_turn and any(self.reduces(unit, is_last) for unit in self.units)
 
     def _reduce(self, indices: Sequence[int], is_last: bool | None) -> None:
@@ -436,20 +435,20 @@ class Schedule(Generic[U]):
                 self._reducer.add(unit)
 
     def is_waiting(self, unit: U) -> bool:
-        """Tell whether a unit that is closed has its reduction still before it."""
+        """Tell whether the reduction of a closed unit has not started."""
         return self._reducer.is_waiting(unit) or (
             self.reduces_in_turn and self._turns.waits(unit.index)
         )
 
     def close_turns(self, is_last: bool | None) -> None:
-        """Reduce what other ranks may have run, at the end of a backward pass: here it is zeros."""
+        """Reduce zeros, at the end of a backward pass, for units that only other ranks ran."""
         if self.will_reduce_in_turn(is_last):
             self._reduce(self._turns.end(), is_last)
 
     def end_pass(self, running: Collection[int] = ()) -> None:
-        """Free what is full; what was recorded is the order that the next step is expected in.
+        """Free full parameters; predict the next step from the recorded order.
 
-        ``running`` are units whose forward is under way, around a backward pass inside of it.
+        ``running`` are units whose forward runs around this backward pass; they stay full.
         """
         for unit in self.units:
             if not unit.settings.stays_full and unit.index not in running:

@@ -1,6 +1,6 @@
-"""Rooms below the core that a model may need: homes of offloaded state, other kinds of steps.
+"""Loading of optional packages: offloaded state and special optimizer steps.
 
-The core does not import these rooms. They are loaded by name here, if a model needs them.
+The core does not import these packages. A function here imports one if a model needs it.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,17 +20,17 @@ class Activations(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """What they take of host memory now."""
+        """The bytes of host memory in use now."""
 
     def open(self) -> None:
-        """Begin to take inputs, at the outermost forward call."""
+        """Begin to take inputs; called at the start of the outermost forward call."""
 
     def close(self) -> None:
-        """End it."""
+        """Stop taking inputs; called at the end of the outermost forward call."""
 
 
 def open_homes(offload: Offload | None, device: torch.device) -> Homes | None:
-    """Open what has offloaded state; None without offload. **Raises** ConfigError for folders."""
+    """Open the homes of offloaded state, or None. **Raises** ConfigError for unusable folders."""
     if offload is None:
         return None
     homes: Homes = import_module("shardwise.offload.home").OffloadHomes(offload, device)
@@ -40,7 +40,7 @@ def open_homes(offload: Offload | None, device: torch.device) -> Homes | None:
 def activations_of(
     offload: Offload | None, comm: Comm, full: Callable[[], Iterable[torch.Tensor]]
 ) -> Activations | None:
-    """Return what keeps inputs of checkpointed blocks; None if they stay on the device.
+    """Return the keeper of checkpointed blocks' inputs, or None if they stay on the device.
 
     ``full`` returns the memory of full parameters, which is never moved.
     """
@@ -52,7 +52,7 @@ def activations_of(
 
 
 def attach_steppers(units: Iterable[Unit]) -> None:
-    """Let optimizers step offloaded units, and matrices that have an owner, as these need it."""
+    """Load the special steps for offloaded units and for matrices that have an owner."""
     units = list(units)
     if any(unit.home is not None for unit in units):
         import_module("shardwise.step.overlap").overlap_offloaded()

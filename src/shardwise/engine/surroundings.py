@@ -1,4 +1,4 @@
-"""What torch keeps for each thread, to hold in other threads too; the states of its generators."""
+"""torch's thread-local state, copied to other threads, and states of random generators."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from shardwise.device import accelerator_generator, set_accelerator_generator, t
 class Generators:
     """The states of torch's random generators, of the CPU and of the model's device.
 
-    Each micro-batch goes on from its own, as activation checkpointing sets back, in backward, what
-    a block has drawn from: that was noted before the others have drawn.
+    Each micro-batch continues from separate states. Activation checkpointing restores, in backward,
+    the state from before a block's draws, which other micro-batches' draws must not have changed.
     """
 
     def __init__(self, device: torch.device, of_cpu: Any, of_device: Any) -> None:
@@ -28,11 +28,11 @@ class Generators:
 
     @classmethod
     def of_caller(cls, device: torch.device) -> "Generators":
-        """Read where the generators are."""
+        """Read the current states."""
         return cls(device, torch.get_rng_state(), accelerator_generator(device))
 
     def derive(self, number: int) -> "Generators":
-        """Return others that follow from these and a number; the same ones from the same state."""
+        """Return states derived from these and ``number``; equal inputs give equal states."""
         states = [state for state in (self._of_cpu, self._of_device) if state is not None]
         digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8)
         for state in states:
@@ -43,14 +43,14 @@ class Generators:
         return Generators(self._device, made[0].get_state(), of_device)
 
     def put(self) -> None:
-        """Let what draws next draw from these."""
+        """Set torch's generators to these states."""
         torch.set_rng_state(self._of_cpu)
         if self._of_device is not None:
             set_accelerator_generator(self._device, self._of_device)
 
 
 class Surroundings:
-    """What torch keeps for each thread, of the caller's, to hold in others too."""
+    """The caller's thread-local state of torch, to enter in other threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Let it hold in this thread."""
+        """Apply the state in this thread."""
         with ExitStack() as stack:
             if self._device.index is not None:
                 torch.accelerator.set_device_index(self._device.index)
@@ -91,7 +91,7 @@ class Surroundings:
 
 
 def _saved_tensors_hooks() -> list[tuple[Any, Any]]:
-    """List the caller's `saved_tensors_hooks`, outermost first."""
+    """Return the caller's `saved_tensors_hooks`, outermost first."""
     found: list[tuple[Any, Any]] = []
     hooks = torch._C._autograd
     while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:

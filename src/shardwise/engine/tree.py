@@ -1,4 +1,4 @@
-"""Find and replace tensors in whatever modules take and return."""
+"""Search and replacement of tensors in the arguments and outputs of modules."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return ``value`` with ``change`` applied to the tensors in tuples, lists and dicts.
 
-    The very same object comes back where nothing changed.
+    Return the same object if nothing changed.
     """
     if isinstance(value, torch.Tensor):
         return change(value)

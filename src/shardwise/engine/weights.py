@@ -1,11 +1,11 @@
 """Full weights of a sharded model, a few tensors at a time, on the ranks that take them.
 
 Note [The way of a full weight]
-A tensor is gathered along the shard axis first: every rank sends its slice to the ranks that need
-the whole piece, straight into place. Tensor and expert parallelism give a rank a piece, which their
-own axes then complete. Last, the ranks of a pipeline stage send what they have along the axis of
-the stages. A rank needs a tensor if it takes it, or if a rank takes it that it sends to later, so
-each step asks the axis of the step after it. Ranks that need nothing only send.
+First, a tensor is gathered along the shard axis: every rank sends its slice to the ranks that need
+the whole piece, directly into place. With tensor or expert parallelism a rank then has a piece, and
+a gather along their axes completes the tensor. Last, the ranks of a pipeline stage send the tensor
+along the axis of the stages. A rank needs a tensor if it takes it, or if it sends it later to a
+rank that does. So each step asks the axis of the next step. Ranks that need nothing only send.
 """
 
 import json
@@ -36,7 +36,7 @@ _SITE = CollectiveId("gather", "(stream)", 0)
 
 
 def named_weights(model: nn.Module) -> State:
-    """Return what ``state_dict()`` names, still sharded; of tied names the one that is no alias."""
+    """Return the entries of ``state_dict()``, still sharded, without aliases of tied weights."""
     state: State = model.state_dict(keep_vars=True)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -49,26 +49,26 @@ def named_weights(model: nn.Module) -> State:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """A tensor that is to be gathered: this rank's slice, and how the shard axis cuts its piece."""
+    """A tensor to gather: this rank's slice, and its cut along the shard axis."""
 
     local: torch.Tensor
     cut: Cut
 
     @property
     def inner(self) -> Cut:
-        """How the shard axis cuts this rank's piece."""
+        """The cut of this rank's piece along the shard axis."""
         return self.cut.inner if isinstance(self.cut, PieceCut) else self.cut
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's elements, flat, in the order in which they lie in the gathered piece."""
+        """This rank's elements, flat, in their order in the gathered piece."""
         inner = self.inner
         moved = self.local.movedim(inner.dim, 0) if isinstance(inner, DimCut) else self.local
         return moved.reshape(-1)
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The elements [lo, hi) of each rank in the gathered piece; one range if it is not cut."""
+        """Each rank's elements [lo, hi) in the gathered piece; one range if it is not cut."""
         inner = self.inner
         if inner.layout is None:
             return ((0, prod(inner.shape)),)
@@ -78,7 +78,7 @@ class _Sharded:
         return tuple((r * numel, (r + 1) * numel) for r in range(inner.layout.num_ranks))
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the gathered piece in its shape, without a copy."""
+        """Return a view of the gathered piece in its shape."""
         inner = self.inner
         if not isinstance(inner, DimCut):
             return flat.view(inner.shape)
@@ -89,11 +89,11 @@ class _Sharded:
 class FullWeights:
     """Gathers the tensors of one model; every rank makes one and asks for the same tensors.
 
-    ``ranks`` of the world take the tensors; None is all. ``dtype``: floating-point tensors are cast
-    to it before they are sent.
+    ``ranks`` of the world take the tensors; None means all. Floating-point tensors are cast to
+    ``dtype`` before they are sent.
 
-    **Raises** ConfigError on all ranks for a rank that there is not, and where ranks differ in what
-    they ask; StateError inside `gathered`, and while parameters are not to be used.
+    **Raises** ConfigError on all ranks for a rank outside the world, or if ranks differ in their
+    arguments. StateError inside `gathered`, or if the parameters must not be used.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class FullWeights:
         self._needs: dict[tuple[int, ...], tuple[list[int], bool]] = {}
 
     def _needed_along(self, cut: Cut) -> tuple[list[int], bool]:
-        """Return the ranks of the shard axis that need the piece, and whether this one does."""
+        """Return the ranks of the shard axis that need the piece, and if this rank needs it."""
         axis, own_axes = cut.comm.axes.shard, cut.own_axes
         if self._ranks is None:
             return list(range(axis.size)), True
@@ -142,10 +142,10 @@ class FullWeights:
 
     @torch.no_grad()
     def gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole tensors, on ranks that need none of them empty ones.
+        """Return whole tensors, or empty tensors on ranks that do not need them.
 
-        **Cost** sends each slice to each rank that needs the piece. One tensor is received in
-        place; of several, which are to be small, what is received is copied.
+        **Cost** each slice is sent to each rank that needs the piece. A single tensor is received
+        in place. Several tensors are received together and copied, so they should be small.
         """
         found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         sharded: dict[int, _Sharded] = {}
@@ -181,7 +181,7 @@ class FullWeights:
         return _Sharded(parts[0].local.detach(), parts[0].cut)
 
     def num_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a whole tensor as it is sent."""
+        """Return the bytes of a whole tensor in the dtype in which it is sent."""
         dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
         return tensor.numel() * dtype.itemsize
 
@@ -190,7 +190,7 @@ class FullWeights:
         return tensor.to(device=self._device, dtype=dtype)
 
     def _pieces(self, wanted: Sequence[_Sharded]) -> list[torch.Tensor]:
-        """Gather tensors along one shard axis; all of them are on the same axes."""
+        """Gather tensors along the shard axis; all must be on the same axes."""
         takers, is_needed = self._needed_along(wanted[0].cut)
         comm, axis = wanted[0].cut.comm, wanted[0].cut.comm.axes.shard
         flats: list[torch.Tensor] = []
@@ -222,7 +222,7 @@ class FullWeights:
 
 @dataclass(frozen=True)
 class _Slices:
-    """What this rank has of a tensor, and where each rank's elements lie in it."""
+    """One tensor's elements on this rank, its gathered memory, and each rank's range in it."""
 
     own: torch.Tensor
     flat: torch.Tensor
@@ -244,12 +244,12 @@ def stream_weights(
     convert: Convert,
     bucket_bytes: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole tensors under their names, on ranks that take them; every rank iterates.
+    """Yield names and whole tensors on ranks that take them; every rank iterates.
 
     ``groups`` are names that ``convert`` takes together. Small groups are gathered together, up to
     half a bucket.
 
-    **Raises** StateError where a weight was changed since the first was asked for.
+    **Raises** StateError if a weight was changed after the first one was requested.
     """
     stages = weights.parts.comm.axes.stages
     versions = {name: _version(tensor) for name, tensor in tensors.items()}
@@ -294,7 +294,7 @@ def _batches(
     weights: FullWeights,
     max_bytes: int,
 ) -> Iterator[list[Sequence[str]]]:
-    """Yield groups that are gathered together: one, or several that are small."""
+    """Yield lists of groups to gather together: one group, or several small ones."""
     batch: list[Sequence[str]] = []
     total = 0
     for group in groups:
@@ -320,7 +320,7 @@ def _send(weights: FullWeights, stages: Axis, name: str, tensor: torch.Tensor) -
 
 
 def _received(weights: FullWeights, stages: Axis, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that another pipeline stage sends, on ranks that need them."""
+    """Yield the tensors that another pipeline stage sends; yield none if not needed here."""
     comm = weights.parts.comm
     while weights.is_needed:
         size = int(comm.from_owner(torch.zeros(1, dtype=torch.int64), stages, stage, _SITE))
