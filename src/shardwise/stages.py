@@ -45,7 +45,7 @@ class UnitSettings:
     ``reads_in_backward``: backward needs the full parameters; an embedding's needs only the ids.
     ``stays_full``: full parameters stay after backward, for the next forward of a window.
     ``keeps_grads``: gradients stay on this rank at any stage, as long as it is True.
-    ``awaits_end``: a pipeline's schedule ends that, and not a window's last micro-batch.
+    ``awaits_end``: a pipeline's schedule ends ``keeps_grads``, not a window's last micro-batch.
     ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: the next
     units of the recorded order).
     """
