@@ -3,43 +3,43 @@
 Reading order, which is also the import order (a file imports only from what stands above it)::
 
     lazy                      names of a package, imported on first use
-    errors, quantities        what is raised; how bytes are written
-    names                     what units and lines of work are called
-    spelling                  which known word an unknown one may have been
-    terminal                  the way to the terminal, which nothing commands
-    progress                  how far long work is: a bar, or lines
+    errors, quantities        exceptions; formats of bytes and durations
+    names                     names of units and lines of work
+    spelling                  suggestions for misspelt words
+    terminal                  output with control characters escaped
+    progress                  progress of long work: a bar, or lines
     svg                       three kinds of chart
     trace_events              Chrome traces
     unit_facts                the facts of one unit
-    versions                  which versions of other libraries were tested
+    versions                  tested versions of other libraries
     strict_json               JSON read strictly and within limits
-    keys                      keys of files and flags, checked, with errors for people
-    host                      what the host has: memory, cores
-    processes                 which process this is, and whether one lives
-    device                    what differs between devices
+    keys                      keys of files and flags, checked
+    host                      memory and cores of the host
+    processes                 identity and life of processes
+    device                    differences between devices
     stages, precisions        the table of stages; names of precisions
-    homes                     where state may rest
-    axes                      degrees of parallelism, and meshes that follow
-    config                    what the user asks for
-    trace                     what goes on, told to a profiler or a recorder; counts
+    homes                     places of state: device, host, files
+    axes                      degrees of parallelism, and their meshes
+    config                    settings of `shard()`
+    trace                     events for a profiler or a recorder; counts
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
-    tensor/                   ShardTensor: what an optimizer sees, and what operations give
+    tensor/                   ShardTensor: the optimizer's view, and its operations
     unit/                     one unit: storage, materialize, unit, reduce
-    engine/                   when: order, prefetch, runtime, hooks, shard()
-    offload/                  state away from the device: files, and buffers that it passes
-    step/                     an optimizer's step: in the background, through the device
+    engine/                   order, prefetch, runtime, hooks, shard()
+    offload/                  state on the host and in files; device buffers for its steps
+    step/                     optimizer steps: in the background, on the device
     optim/                    optimizers: AdamW with small moments
-    parallel/                 sequences, experts, pipelines: models over other axes
-    check/                    a sharded model against one process; ranks against each other
+    parallel/                 parallelism over sequences, experts and pipelines
+    check/                    comparison with one process, and between ranks
     hangs/                    hangs and deaths of ranks: heartbeats, diagnosis, verdicts
-    debug                     what a model holds and sends on this rank
+    debug                     memory and traffic of a model on this rank
     plan/                     before the run: bytes, time, search, simulation
-    bench/                    what this machine does, measured
-    checkpoint/               state on disk: written, committed, found, checked, read
-    convert/                  other people's checkpoints, in and out
-    monitor/                  what a run does: spans, figures, memory, kept and told
+    bench/                    measurements of this machine
+    checkpoint/               checkpoints: write, commit, find, verify, read
+    convert/                  import and export of other checkpoint formats
+    monitor/                  records of a run: spans, figures, memory
     train/                    the recipe behind `shardwise train`
     interop/                  other libraries: fully_shard, DeepSpeed, Hugging Face, Lightning ...
     cli/                      parse, call, print

@@ -1,14 +1,14 @@
-"""The degrees of parallelism of a job, and the meshes that follow from them.
+"""The degrees of parallelism of a job, and their meshes.
 
 Note [The algebra of axes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Names and algebra are torchtitan's (distributed/parallel_dims.py), so that what is written for one
-fits the other. All ranks are ``pp x dp_replicate x dp_shard x cp x tp``, the last axis being
-neighbours. Parameters are sharded over ``fsdp = dp_shard x cp``, as ranks that hold parts of a
-sequence have gradients to sum too. Experts lie on other axes of the same ranks: ``ep`` groups of
-neighbours are cut out of ``dp_shard x cp x tp``, and what is left, ``efsdp = dp_shard x cp x tp /
-ep``, shards each expert. A loss is summed over ``dp_replicate x dp_shard x cp``, the ranks that
-have different tokens.
+Names and algebra are torchtitan's (distributed/parallel_dims.py), so that configurations for one
+fit the other. All ranks are ``pp x dp_replicate x dp_shard x cp x tp``; ranks along the last axis
+are neighbours. Parameters are sharded over ``fsdp = dp_shard x cp``, since gradients are also
+summed over ranks with parts of a sequence. Experts use other axes of the same ranks. ``ep`` groups
+of neighbours are cut out of ``dp_shard x cp x tp``; the rest, ``efsdp = dp_shard x cp x tp / ep``,
+shards each expert. A loss is summed over ``dp_replicate x dp_shard x cp``, the ranks with different
+tokens.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _MESHES: WeakKeyDictionary[Any, dict[Hashable, DeviceMesh]] = WeakKeyDictionary(
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks each kind of parallelism has; one of ``dp_shard`` = -1 takes those left.
+    """Number of ranks of each kind of parallelism; ``dp_shard`` = -1 takes the remaining ranks.
 
     ``dp_replicate`` copies of ``dp_shard`` shards (HSDP); ``cp`` parts of each sequence, ``tp`` of
     each layer, ``pp`` of the model's depth; experts are spread over ``ep`` ranks. ``axes["tp"]`` is
-    the mesh of an axis, by these names, "fsdp", "efsdp" or "loss"; see Note [The algebra of axes].
-    `mesh` has all of them. Meshes are made when first asked for, by all ranks together.
+    the mesh of one axis, by these names, "fsdp", "efsdp" or "loss"; see Note [The algebra of axes].
+    `mesh` has all axes. Meshes are made on first use, by all ranks together.
 
-    **Raises** ConfigError that says which number to change.
+    **Raises** ConfigError with the number to change.
     """
 
     dp_replicate: int = 1
@@ -55,7 +55,7 @@ class Axes:
     device_type: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse degrees that fit no number of ranks."""
+        """Refuse invalid degrees."""
         for name, degree in self._degrees.items():
             least = -1 if name == "dp_shard" else 1
             if type(degree) is not int or degree < least or degree == 0:
@@ -69,9 +69,9 @@ class Axes:
         return {name: getattr(self, name) for name in names}
 
     def over(self, num_ranks: int) -> Axes:
-        """Return the same with ``dp_shard`` told, for so many ranks.
+        """Return these axes with ``dp_shard`` resolved for ``num_ranks``.
 
-        **Raises** ConfigError where they do not fit.
+        **Raises** ConfigError if the degrees do not fit.
         """
         others = {name: degree for name, degree in self._dense.items() if name != "dp_shard"}
         shards, left = divmod(num_ranks, prod(others.values()))
@@ -85,9 +85,9 @@ class Axes:
         return found
 
     def part_of_batch(self, rank: int) -> tuple[int, int]:
-        """Return which part of a batch a rank has, and how many there are; `over` comes before.
+        """Return a rank's part of the batch, and the number of parts; call `over` before.
 
-        Ranks that share a layer, a sequence or the model's depth have the same.
+        Ranks that share a layer, a sequence or the model's depth have the same part.
         """
         copies = self.dp_replicate * self.dp_shard
         return rank // (self.cp * self.tp) % copies, copies
@@ -127,11 +127,11 @@ class Axes:
     # -- meshes
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """All ranks, by the axes `DENSE`; those of one rank too.
+        """The mesh of all ranks, with the axes `DENSE`, also axes of one rank.
 
-        **Cost** a group for each axis, which equal axes share.
+        **Cost** one group per axis; equal `Axes` share them.
         """
-        import torch  # only here, so that commands can ask for degrees without it
+        import torch  # here, so that commands can read degrees without torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -179,12 +179,12 @@ class Axes:
 
     @property
     def data(self) -> DeviceMesh:
-        """What `shard()` shards over: (fsdp), or (dp_replicate, fsdp) where there are copies."""
+        """The mesh that `shard()` uses: (fsdp), or (dp_replicate, fsdp) with copies."""
         return data_of(self.mesh)
 
     @property
     def experts(self) -> DeviceMesh:
-        """What `shard()` shards each expert over: (efsdp), or (dp_replicate, efsdp)."""
+        """The mesh that `shard()` uses for experts: (efsdp), or (dp_replicate, efsdp)."""
         if self.dp_replicate == 1:
             return self["efsdp"]
         copies = self["dp_replicate"]
@@ -196,16 +196,16 @@ class Axes:
 
 
 def shared_mesh(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    """Return the mesh that an earlier call has made for this key, or make it, on all ranks alike.
+    """Return the mesh of an earlier call with this key, or make it; all ranks call it.
 
-    Torch closes the groups of a mesh with the process group, and not with the models on them: each
-    model would leave several gloo groups, of three threads each.
+    torch closes a mesh's groups with the process group, not with the models on them, so each model
+    would leave several gloo groups of three threads each.
     """
     import torch.distributed as dist
 
     made = _MESHES.setdefault(dist.group.WORLD, {})
     if key in made:
-        with suppress(RuntimeError, ValueError, KeyError):  # of a group that was destroyed since
+        with suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed since
             made[key].get_all_groups()
             return made[key]
     made[key] = make()
@@ -213,9 +213,9 @@ def shared_mesh(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
 
 
 def data_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the data-parallel part of a mesh whose axes have names of `DENSE`.
+    """Return the data-parallel part of a mesh with axis names of `DENSE`.
 
-    Copies on one rank are no axis: they would cost a collective.
+    A replicate axis of one rank is left out, since it would cost a collective.
     """
     names = mesh.mesh_dim_names or ()
     sharding = tuple(name for name in names if name in _SHARDING)
@@ -229,7 +229,7 @@ def data_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def joined(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:
-    """Return several axes of a mesh as one, without those of one rank."""
+    """Return several axes of a mesh as one, without axes of one rank."""
     longer = tuple(each for each in names if mesh[each].size() > 1)
     if len(longer) <= 1:
         return mesh[longer[0] if longer else names[0]]

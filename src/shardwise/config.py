@@ -42,11 +42,11 @@ class Precision:
     the trainable shards which the optimizer updates (frozen parameters keep their own), ``reduce``
     that in which gradients are summed over ranks and micro-batches. With ``cast_inputs``,
     floating-point inputs of a unit's forward are cast to ``param``. With ``gather``, matrices (and
-    tensors of more dims) travel in that format, each ``block`` elements with a scale of their own,
-    and the layers compute with what arrives; what is stored and stepped stays as it is. With
-    ``reduce="int8-a2a"`` (or fp8, int4, bf16) gradients of matrices travel in that format, encoded
-    once, and every rank sums what it gets in float32, in rank order. Muon enlarges the error of
-    these codes: give it a dtype.
+    tensors of more dims) are sent in that format, with a scale per ``block`` elements, and the
+    layers compute with the decoded values; stored and stepped values are unchanged. With
+    ``reduce="int8-a2a"`` (or fp8, int4, bf16), gradients of matrices are encoded once and sent in
+    that format, and each rank sums them in float32, in rank order. Muon enlarges the error of
+    these codes: give ``reduce`` a dtype.
 
     **Raises** ConfigError for a value that a field does not take.
     """
@@ -95,12 +95,12 @@ class Precision:
 
     @property
     def coding(self) -> Coding | None:
-        """How gathers are encoded; None where parameters travel as they are computed with."""
+        """The encoding of gathers; None if parameters are sent in the computing dtype."""
         return None if self.gather is None else Coding(self.gather, self.block)
 
     @property
     def reduce_coding(self) -> Coding | None:
-        """How gradients are encoded; None where they travel in the dtype that they come in."""
+        """The encoding of gradients; None if they are sent in their dtype."""
         name = self.reduce_name
         return None if name is None else Coding(REDUCE_FORMATS[name], self.block)
 
@@ -138,9 +138,9 @@ class Units:
 
     ``modules`` are module classes, class names or modules; None finds them (`layout.units`).
     ``optional`` modules may be skipped by some ranks at stage 3. ``experts`` names the parameters
-    that lie on the expert mesh of `Axes`, with ``*`` as a wildcard. ``placements`` gives parameters
-    a mesh or a dim of their own (`layout.placements`). ``init(module)`` fills a module of a model
-    on the meta device; None calls ``reset_parameters()``.
+    on the expert mesh of `Axes`, with ``*`` as a wildcard. ``placements`` gives single parameters
+    another mesh or dim (`layout.placements`). ``init(module)`` fills a module of a model on the
+    meta device; None calls ``reset_parameters()``.
 
     **Raises** ConfigError for an ``init`` that cannot be called.
     """
@@ -206,10 +206,10 @@ _RENAMED = {
 
 
 def take_renamed(settings: dict[str, Any], old: dict[str, Any], caller: str) -> dict[str, Any]:
-    """Return the settings of ``shard()`` with those of earlier names in their new places.
+    """Return the settings of ``shard()`` with old names moved to their new places.
 
-    ``settings`` has ``mesh``, ``units`` and ``schedule``. Warns of each old name. The names go
-    with the next version.
+    ``settings`` has ``mesh``, ``units`` and ``schedule``. It warns of each old name. The next
+    version removes the old names.
 
     **Raises** TypeError for any other name, with the nearest one.
     """
@@ -249,7 +249,7 @@ def _warn_of_name(caller: str, old: str, new: str) -> None:
 
 
 def _sliced(mesh: DeviceMesh | Axes | None, axes: Sequence[tuple[str, str]]) -> DeviceMesh:
-    """Return the part of a mesh that has the named axes. **Raises** ConfigError if it has not."""
+    """Return a mesh's slice of the named axes. **Raises** ConfigError for unknown names."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"{axes[0][0]}={axes[0][1]!r}: name axes only together with mesh=")
     names = tuple(mesh.mesh_dim_names or ())
@@ -264,7 +264,7 @@ def _sliced(mesh: DeviceMesh | Axes | None, axes: Sequence[tuple[str, str]]) -> 
 class ShardConfig:
     """The settings of one ``shard()`` call, checked and resolved; see `Schedule`, `Offload`.
 
-    ``reduces_in_flight`` bounds reductions that run behind the backward pass.
+    ``reduces_in_flight`` bounds the reductions that overlap the backward pass.
     """
 
     stage: Stage
@@ -278,7 +278,7 @@ class ShardConfig:
 
     @property
     def state_offload(self) -> Offload | None:
-        """Where state rests that is away; None where all of it is on the device."""
+        """The places of offloaded state; None if all state is on the device."""
         return self.offload if self.offload is not None and self.offload.moves_state else None
 
 
@@ -291,7 +291,7 @@ def resolve_config(
 ) -> ShardConfig:
     """Check the settings and resolve their defaults.
 
-    **Raises** ConfigError, naming the setting, what came and what would do.
+    **Raises** ConfigError with the setting, its value and the allowed values.
     """
     if stage not in range(len(STAGES)) or isinstance(stage, bool):
         raise ConfigError(f"stage={stage!r}: expected 0, 1, 2 or 3 (ZeRO stages; 0 is replicated)")
@@ -319,9 +319,9 @@ def resolve_config(
 
 
 def resolve_precision(precision: PrecisionLike) -> Precision:
-    """Return what a name, or the dtype to compute in, stands for; None keeps all dtypes.
+    """Return the `Precision` of a name or a computing dtype; None keeps all dtypes.
 
-    **Raises** ConfigError, naming what came and what would do.
+    **Raises** ConfigError with the value and the allowed values.
     """
     if precision is None:
         return Precision()

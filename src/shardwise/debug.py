@@ -1,4 +1,4 @@
-"""What a sharded model holds and sends on this rank, in bytes, for those who look into a run."""
+"""Memory and traffic of a sharded model on this rank, in bytes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,10 +27,10 @@ from shardwise.unit.unit import Unit
 
 
 def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stats:
-    """Return what this rank holds and has sent, in bytes, right now.
+    """Return the bytes that this rank holds now and has sent.
 
-    ``optimizer``: its state counts in ``bytes_by_place``. What torch itself sends (tensor
-    parallelism, stages of a pipeline) is in it where it was sent inside of `counting`.
+    ``optimizer``: its state counts in ``bytes_by_place``. torch's collectives (tensor parallelism,
+    stages of a pipeline) are included if they ran inside `counting`.
     """
     engine = engine_of(model)
     storages = [s for u in engine.units for s in u.storages]
@@ -55,7 +55,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
 
 
 def traffic_of(model: nn.Module) -> Traffic:
-    """Return what this rank has sent for a sharded model, over all meshes."""
+    """Return this rank's traffic of a sharded model, over all meshes."""
     engine, total = engine_of(model), Traffic()
     here = [engine.comm.traffic, *(u.comm.traffic for u in engine.units)]
     here += [exchange.traffic for exchange in exchanges_of(model)]
@@ -66,24 +66,24 @@ def traffic_of(model: nn.Module) -> Traffic:
 
 
 def exchanges_of(model: nn.Module) -> list[Exchange]:
-    """Return what modules of a model keep to exchange activations by."""
+    """Return the exchanges of activations in a model's modules."""
     attributes = (each for module in model.modules() for each in vars(module).values())
     return [each for each in attributes if isinstance(each, Exchange)]
 
 
 @contextmanager
 def counting(model: Model) -> Iterator[Traffic]:
-    """Count what torch sends inside over the axes of a model, too; of a pipeline, give all stages.
+    """Count torch's collectives over a model's axes too; for a pipeline, pass all stages.
 
-    Gives counts that are filled at the end: ``sent_bytes`` and ``num_collectives`` by
-    ``axis.kind``, of all that this rank has sent inside, Shardwise's collectives and torch's
-    ("tp.all_gather", "pp.send"). From then on `stats` of the (first) model has torch's as well. A
-    collective of ranks that are no axis of the model's mesh or of its DTensors is not counted.
+    Yields counts that are filled at the end: ``sent_bytes`` and ``num_collectives`` by
+    ``axis.kind``, of all that this rank has sent inside, by Shardwise and by torch
+    ("tp.all_gather", "pp.send"). From then on `stats` of the (first) model has torch's too. A
+    collective over other ranks than an axis of the model's mesh or DTensors is not counted.
 
-    **Cost** none outside; inside, some microseconds of the host for each operation of torch, and
-    modules that torch.compile has compiled run as they were written.
+    **Cost** none outside; inside, some microseconds of the host per torch operation, and compiled
+    modules run uncompiled.
 
-    **Raises** ConfigError where the model is not sharded.
+    **Raises** ConfigError if the model is not sharded.
     """
     parts, modules = Parts(model), modules_of(model)
     total = Traffic()
@@ -98,7 +98,7 @@ def counting(model: Model) -> Iterator[Traffic]:
 
 
 def _axes_of(parts: Parts, model: Model) -> list[Axis]:
-    """Return the axes that a model is on, those of the user's meshes under the user's names."""
+    """Return a model's axes; axes of the user's meshes keep the user's names."""
     found: list[Axis] = []
     for engine in parts.engines:
         mesh = engine.comm.axes.mesh
@@ -117,8 +117,8 @@ def bytes_by_place(
 ) -> dict[str, int]:
     """Return bytes by "device", "host" and "files": slices, their copies, means, full parameters.
 
-    With the ``optimizer`` its state too, with the ``activations`` what they take of the host. Of a
-    model without offload all is on the device.
+    ``optimizer`` adds its state, ``activations`` their host memory. Without offload, all state is
+    on the device.
     """
     found: Counter[str] = Counter()
     if activations is not None:
@@ -146,7 +146,7 @@ def bytes_by_place(
 
 
 def place_of(unit: Unit, kind: Literal["params", "grads", "optimizer"] | None = None) -> str:
-    """Return where a kind of a unit's state rests; None is what never rests in files."""
+    """Return the place of a kind of a unit's state; None is state that is never in files."""
     if unit.home is None:
         return "device"
     return "host" if kind is None or getattr(unit.home.files, kind) is None else "files"
@@ -155,7 +155,7 @@ def place_of(unit: Unit, kind: Literal["params", "grads", "optimizer"] | None = 
 def place_of_state(
     optimizer: torch.optim.Optimizer | None, owner: ShardedParam | None, value: torch.Tensor
 ) -> str:
-    """Return where a tensor of an optimizer's state rests, of the parameter that ``owner`` is."""
+    """Return the place of a tensor of the optimizer's state of the parameter ``owner``."""
     if owner is None:
         return "device"
     is_count = not value.ndim  # of steps, which stays in memory
@@ -165,7 +165,7 @@ def place_of_state(
 
 
 def _stepper(optimizer: Any, param: Any) -> torch.optim.Optimizer | None:
-    """Return which of several optimizers, where it is made of such, steps a parameter."""
+    """Return the optimizer that steps a parameter, of several in one."""
     for each in (parts := getattr(optimizer, "optimizers", (optimizer,))):
         if len(parts) == 1 or any(param is p for g in each.param_groups for p in g["params"]):
             found: torch.optim.Optimizer | None = each

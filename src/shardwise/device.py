@@ -1,10 +1,10 @@
-"""What differs between devices; the only file that says ``torch.cuda``.
+"""Differences between devices; the only file that uses ``torch.cuda``.
 
 Note [Time on a device]
-An accelerator runs what is enqueued on a stream in order, streams beside each other, and the host
-goes on meanwhile. `DeviceTime` is what the engine asks about that: streams, events on them, and
-host memory that copies need not block for. On the CPU everything is done when a call returns, so
-all of it is empty there. `Comm` has one; tests put one in its place that finds what is not ordered
+An accelerator runs each stream in order and several streams concurrently, while the host continues.
+`DeviceTime` has the parts that the engine needs: streams, events on them, and host memory for
+copies that do not block. On the CPU all work is done when a call returns, so these do nothing
+there. `Comm` has one; tests replace it by one that finds missing ordering
 (``tests/checking_device.py``).
 """
 
@@ -25,7 +25,7 @@ from shardwise.host import cores_of, resident_bytes, total_host_bytes
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of a local rank: its CUDA device where there is one, else the CPU."""
+    """Return the device of a local rank: a CUDA device if available, else the CPU."""
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -48,7 +48,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Let `peak_memory_bytes` begin anew, where the system can; return the bytes in use now."""
+    """Reset `peak_memory_bytes`, if the system can; return the bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -60,7 +60,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def memory_in_use_bytes(device: torch.device) -> int:
-    """Return what is in use now: the allocator's on CUDA, resident memory of the process on CPU."""
+    """Return the bytes in use: the allocator's on CUDA, resident memory of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return resident_bytes() or peak_memory_bytes(device)
@@ -70,9 +70,9 @@ def memory_in_use_bytes(device: torch.device) -> int:
 class MemoryFigures:
     """A device's memory since its peak was last reset, in bytes; of the CPU, of this process.
 
-    ``reserved_bytes`` is what the allocator holds at its peak. ``capacity_bytes`` is the device's,
-    or the host's. ``num_retries`` counts how often the allocator had to give back what it held
-    before it found room, ``num_ooms`` how often it found none.
+    ``reserved_bytes`` is the peak that the allocator holds. ``capacity_bytes`` is the device's, or
+    the host's. ``num_retries`` counts allocations that were retried after the allocator freed its
+    cache, ``num_ooms`` allocations that failed.
     """
 
     peak_bytes: int
@@ -83,7 +83,7 @@ class MemoryFigures:
 
 
 def memory_figures(device: torch.device) -> MemoryFigures:
-    """Return what the device's allocator tells. **Cost** on CUDA about 0.1 ms."""
+    """Return the allocator's figures of a device. **Cost** on CUDA about 0.1 ms."""
     if device.type == "cuda":
         told = torch.cuda.memory_stats(device)
         return MemoryFigures(
@@ -146,11 +146,11 @@ def _locked_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def run_near(device: torch.device) -> int | None:
-    """Let this thread work for a device: on the cores next to it, of which the number is returned.
+    """Run this thread on the cores next to a device; return their number.
 
-    With it goes the memory that it writes first: Linux gives a page from the node of that core
-    (numa(7)). Without what the system tells of the device's place (sysfs, ``local_cpulist``) the
-    cores stay as they are, and None is returned.
+    Memory that the thread touches first is near too: Linux takes a page from that core's node
+    (numa(7)). If the device's place is unknown (sysfs, ``local_cpulist``), the cores stay
+    unchanged, and the result is None.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # another thread begins with device 0
@@ -161,7 +161,7 @@ def run_near(device: torch.device) -> int | None:
 
 
 def cores_near(device: torch.device) -> set[int]:
-    """Return the cores on the device's node of memory; none where that is not known."""
+    """Return the cores on the device's NUMA node; empty if unknown."""
     if device.type != "cuda":
         return set()
     facts = torch.cuda.get_device_properties(device)
@@ -171,30 +171,30 @@ def cores_near(device: torch.device) -> set[int]:
 
 
 class Event(Protocol):
-    """A moment of a stream: what was enqueued on it until then."""
+    """A point in a stream, after all work enqueued until then."""
 
     def wait(self) -> None:
-        """Block the host until the device is there."""
+        """Block the host until the device reaches the event."""
 
 
 class Stream(Protocol):
-    """A queue of a device: it runs in order, and beside other streams."""
+    """A queue of a device: it runs in order, concurrently with other streams."""
 
     def record(self) -> Event:
-        """Return the moment at which all that is enqueued now is done."""
+        """Return an event after all work enqueued until now."""
 
     def wait(self, event: Any) -> None:
-        """Let what is enqueued from now on follow an event; the host does not wait."""
+        """Make later work wait for an event; the host does not wait."""
 
     def use(self) -> AbstractContextManager[Any]:
-        """Enqueue on this stream what is called inside."""
+        """Return a context that enqueues work on this stream."""
 
 
 class DeviceTime(Protocol):
     """The streams of a device, and its copies from and to the host; see Note [Time on a device].
 
-    Slices that live on the host are fetched on one stream of their own, and what goes back is
-    evicted on another: a link carries both ways at once.
+    Slices on the host are fetched on one stream and evicted on another, because a link carries
+    both directions at once.
     """
 
     @property
@@ -206,7 +206,7 @@ class DeviceTime(Protocol):
         """The stream of copies to the host."""
 
     def current_stream(self) -> Stream:
-        """Return the stream that what is called now is enqueued on."""
+        """Return the stream on which work is enqueued now."""
 
     def new_stream(self) -> Stream:
         """Return another stream."""
@@ -218,14 +218,14 @@ class DeviceTime(Protocol):
         """Return zeros on the host, uint8: page-locked, of this size and no more, and near."""
 
     def is_page_locked(self, tensor: torch.Tensor) -> bool:
-        """Tell whether copies of this host memory need not block."""
+        """Return True if copies of this host memory need not block."""
 
     def clock(self) -> "DeviceClock | None":
-        """Return what times the device's work; None where the host's clock does."""
+        """Return a clock of the device's work; None if the host's clock suffices."""
 
 
 class DeviceMoment(Protocol):
-    """A moment of a device, which is known once the device is there."""
+    """A time of a device, known when the device has reached it."""
 
     def seconds_since(self, earlier: Any) -> float:
         """Return the seconds from another moment to this one; waits for both."""
@@ -235,22 +235,22 @@ class DeviceClock(Protocol):
     """Times a device's work without making the host wait."""
 
     def now(self) -> DeviceMoment:
-        """Return the moment at which the current stream is through with what it holds now."""
+        """Return the time at which the current stream finishes its present work."""
 
     def when_over(self, works: Iterable[Any]) -> DeviceMoment:
-        """Return the moment at which collectives of torch's are over."""
+        """Return the time at which torch's collectives end."""
 
 
 @contextmanager
 def follow_current(time: DeviceTime, stream: Stream) -> Iterator[None]:
-    """Enqueue on ``stream`` what is called inside, after what the current stream holds now."""
+    """Enqueue work inside on ``stream``, after the current stream's present work."""
     stream.wait(time.current_stream().record())
     with stream.use():
         yield
 
 
 class HostTime:
-    """The time of the CPU, its only stream and every event: all is done when a call returns."""
+    """The CPU's time, only stream and event: all work is done when a call returns."""
 
     @property
     def fetch_stream(self) -> "HostTime":
@@ -281,11 +281,11 @@ class HostTime:
         return host_buffer(num_bytes, torch.device("cpu"))
 
     def is_page_locked(self, tensor: torch.Tensor) -> bool:
-        """Nothing need be: copies block, and are not needed."""
+        """Return True: nothing is copied, so no lock is needed."""
         return True
 
     def clock(self) -> None:
-        """The host's clock times all work."""
+        """Return None: the host's clock times all work."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class _TimedEvent:
 
 
 class _AcceleratorClock:
-    """Events with the time, on the current stream, or on one that waits for collectives."""
+    """Timed events on the current stream, or on one that waits for collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -379,12 +379,12 @@ class _AcceleratorTime:
 
 @cache
 def time_of(device: torch.device) -> DeviceTime:
-    """Return the time of a device; one for each, as streams are few."""
+    """Return the time of a device; cached, as streams are few."""
     return HostTime() if device.type == "cpu" else _AcceleratorTime(device)
 
 
 def wait_for_copies(devices: set[torch.device]) -> None:
-    """Return when what was copied from these devices without waiting has arrived."""
+    """Wait for non-blocking copies from these devices."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -1,6 +1,6 @@
 """The exceptions that Shardwise raises on purpose.
 
-A message says which rank, unit or setting is meant, what was expected, what came, and the remedy.
+A message has the rank, unit or setting, the expected and the actual value, and the remedy.
 """
 
 

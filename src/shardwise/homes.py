@@ -1,4 +1,4 @@
-"""Where training state may rest: on the device, in host memory, or in files; what is asked for."""
+"""Places of training state: the device, host memory or files; the `Offload` setting."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,9 +8,9 @@ from typing import Any, Literal
 from shardwise.errors import ConfigError
 from shardwise.stages import Stage
 
-LOAD_BYTES = 128 << 20  # of what passes the device at once: long copies, and little memory there
-NUM_BUFFERS = 3  # of a disk: one is read into, one stepped, one written
-LOADS = 3  # at once: one comes, one is worked on, one goes back
+LOAD_BYTES = 128 << 20  # of one load: long copies, and little memory on the device
+NUM_BUFFERS = 3  # of a disk: one is read, one stepped, one written
+LOADS = 3  # at once: one is fetched, one stepped, one evicted
 _EXPECTED = "'device', 'cpu' (host memory) or 'nvme:FOLDER' (files in a folder of this machine)"
 
 
@@ -18,16 +18,16 @@ _EXPECTED = "'device', 'cpu' (host memory) or 'nvme:FOLDER' (files in a folder o
 class Offload:
     """Where each kind of state rests: "device", "cpu" (host memory) or "nvme:FOLDER".
 
-    ``params`` are what each rank owns, as gathers read it: on the "device" in the dtype that layers
-    compute with, beside the masters in host memory; at stages 0 to 2, whose full parameters stay on
-    the device, "device" and "cpu" are the same. ``grads`` are the reduced ones; None is where the
-    step runs. ``optimizer`` is its state. Several folders, with commas between them, share the
-    bytes. ``fraction`` of the bytes are away, rounded up to whole units; the first units stay on
-    the device, as the next forward pass waits for their step. ``step_on`` is where the optimizer
-    steps; None is "host". On the "device", what a unit's step takes passes it in loads of a fixed
-    size, for optimizers that work element by element. ``activations`` are the inputs of
-    checkpointed blocks: in "cpu" they are between their forward and their recomputation, the last
-    block's apart.
+    ``params`` are each rank's slices, as gathers read them: on the "device" in the dtype that
+    layers compute with, while the masters are in host memory. At stages 0 to 2, whose full
+    parameters stay on the device, "device" and "cpu" are the same. ``grads`` are the reduced
+    gradients; None is where the step runs. ``optimizer`` is the optimizer's state. Several folders,
+    separated by commas, share the bytes. ``fraction`` is the offloaded share of the bytes, rounded
+    up to whole units; the first units stay on the device, as the next forward pass waits for their
+    step. ``step_on`` is where the optimizer steps; None is "host". On the "device", a unit is
+    stepped in loads of a fixed size, for elementwise optimizers. ``activations`` are the inputs of
+    checkpointed blocks: with "cpu" they are in host memory between forward and recomputation,
+    except those of the last block.
 
     **Raises** ConfigError for a value that a field does not take, and for fields that contradict
     each other.
@@ -60,18 +60,18 @@ class Offload:
 
     @property
     def moves_state(self) -> bool:
-        """Tell whether anything but activations is away."""
+        """Return True if more than activations is offloaded."""
         return self.optimizer != "device" and self.fraction > 0
 
     @property
     def tiers(self) -> tuple[str, str, str, float, str, str]:
-        """What must be alike on all ranks: everything but the folders."""
+        """The settings that must agree on all ranks: all except the folders."""
         places = (self.params, self.grads or "", self.optimizer)
         params, grads, optimizer = (place.partition(":")[0] for place in places)
         return params, grads, optimizer, self.fraction, self.step_on or "host", self.activations
 
     def num_staying(self, numels: Sequence[int]) -> int:
-        """Return how many units stay on the device, of units of so many elements: the first."""
+        """Return how many units, from the first, stay on the device, by numbers of elements."""
         if not self.moves_state:
             return len(numels)
         stay = (1 - self.fraction) * sum(numels)
@@ -79,12 +79,12 @@ class Offload:
 
 
 def tier_of(place: str | None) -> str:
-    """Return "device", "cpu" or "nvme", of a place that was checked; None is "cpu"."""
+    """Return the tier of a checked place: "device", "cpu" or "nvme"; None is "cpu"."""
     return (place or "cpu").partition(":")[0]
 
 
 def folders_of(place: str | None) -> tuple[str, ...]:
-    """Return the folders that a place names; none where it is no place in files."""
+    """Return the folders of a place in files; () for other places."""
     tier, _, rest = (place or "").partition(":")
     return tuple(rest.split(",")) if tier == "nvme" else ()
 
@@ -93,9 +93,9 @@ OffloadLike = str | Offload | None
 
 
 def offload_of(value: str | Mapping[str, Any] | OffloadLike) -> OffloadLike:
-    """Return an offload that a file or a flag writes as fields; leave all else be.
+    """Return an `Offload` from the fields in a file or a flag; return other values unchanged.
 
-    **Raises** ConfigError for a field that there is none of.
+    **Raises** ConfigError for an unknown field.
     """
     if not isinstance(value, Mapping):
         return value
@@ -107,12 +107,12 @@ def offload_of(value: str | Mapping[str, Any] | OffloadLike) -> OffloadLike:
 
 
 def resolve_offload(asked: OffloadLike, *, names_folders: bool = True) -> Offload | None:
-    """Check what is asked for, and complete it; None where all stays on the device.
+    """Check and complete an offload; return None if all state stays on the device.
 
-    "cpu" is everything in host memory; "nvme:FOLDER" is that with the optimizer's state in files.
-    A plan, which opens none, takes "nvme" as well: ``names_folders`` is False.
+    "cpu" is everything in host memory; "nvme:FOLDER" also puts the optimizer's state in files.
+    With ``names_folders`` False, "nvme" is allowed too, for plans, which open no files.
 
-    **Raises** ConfigError, naming the field, what came and what would do.
+    **Raises** ConfigError with the field, its value and the allowed values.
     """
     if asked is None:
         return None
@@ -136,9 +136,9 @@ def resolve_offload(asked: OffloadLike, *, names_folders: bool = True) -> Offloa
 
 
 def check_coded(gather: str, stage: Stage, offload: Offload | None, layout: str) -> None:
-    """Check that gathers can be encoded: that there are some, from slices and no cast copy of them.
+    """Check that gathers can be encoded: parameters are gathered, from slices and not a cast copy.
 
-    **Raises** ConfigError, naming what would do.
+    **Raises** ConfigError with the remedy.
     """
     if not stage.shards_state:
         raise ConfigError(
@@ -160,7 +160,7 @@ def check_coded(gather: str, stage: Stage, offload: Offload | None, layout: str)
 
 
 def _tier(place: object, names_folders: bool) -> str | None:
-    """Return "device", "cpu" or "nvme"; None for what is no place."""
+    """Return the tier of a place: "device", "cpu" or "nvme"; None if invalid."""
     if place in ("device", "cpu") or (place == "nvme" and not names_folders):
         return str(place)
     tier, _, folders = place.partition(":") if isinstance(place, str) else ("", "", "")

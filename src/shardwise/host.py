@@ -1,4 +1,4 @@
-"""What the host has: its memory, and what this process may still take of it; its cores."""
+"""Memory and cores of the host, and the memory still available to this process."""
 
 import os
 import resource
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def resident_bytes() -> int | None:
-    """Return the resident memory of this process; None where the system does not tell."""
+    """Return the resident memory of this process; None if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:  # no /proc outside Linux
@@ -22,11 +22,11 @@ def total_host_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    """Return how much memory this process may still take on its host, without swapping.
+    """Return the memory that this process can still take on its host without swapping.
 
-    What the system has (proc(5), MemAvailable) or, if less, what the limit of the process's control
-    group leaves: memory.max and memory.current (version 2), or their names of version 1; or what
-    its own limit of address space does (ulimit -v).
+    It is the least of: the system's available memory (proc(5), MemAvailable); the rest of the
+    control group's limit (memory.max and memory.current, or their names in version 1); the rest of
+    the process's limit of address space (ulimit -v).
     """
     found = []
     if (most := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
@@ -48,14 +48,14 @@ def available_host_bytes() -> int:
 
 
 def _cached_bytes(limit: Path) -> int:
-    """Return what a control group's use has of pages that the system can drop."""
+    """Return the bytes of a control group's cached pages, which the system can drop."""
     lines = (limit.parent / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines)
     return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 
 
 def cores_of(cpulist: Path) -> set[int]:
-    """Read a list of cores as the system writes it: ``0-3,8``."""
+    """Read a list of cores in the system's format: ``0-3,8``."""
     with suppress(OSError, ValueError):
         ranges = (part.split("-") for part in cpulist.read_text().strip().split(",") if part)
         return {core for r in ranges for core in range(int(r[0]), int(r[-1]) + 1)}
@@ -63,9 +63,9 @@ def cores_of(cpulist: Path) -> set[int]:
 
 
 def core_wait_s(thread: int) -> float:
-    """Return how long a thread of this process has waited for a core; 0 if nobody tells.
+    """Return how long a thread of this process has waited for a core; 0 if unknown.
 
-    ``thread`` is its `threading.get_native_id`. Counts from its begin.
+    ``thread`` is its `threading.get_native_id`. The time counts from the thread's start.
 
     **Source** Linux, Documentation/scheduler/sched-stats.rst: time on the run queue, in ns.
     """

@@ -1,10 +1,10 @@
-"""Keys that a file or flags give, checked against a pydantic model, with errors for people.
+"""Keys of files and flags, checked against a pydantic model, with readable errors.
 
 Note [Files of others]
 ~~~~~~~~~~~~~~~~~~~~~~
-Whoever wrote a file may have meant harm, so that it is refused, in a second and a few MiB, for its
-size, its nesting, the number of its keys, or the nodes that its aliases stand for. An error shows a
-value by `shown`, which looks at no more of it than it prints.
+A file may be hostile. It is refused, within a second and a few MiB, for its size, its nesting, the
+number of its keys, or the nodes that its aliases expand to. An error shows a value by `shown`,
+which reads only as much of it as it prints.
 """
 
 import json
@@ -24,7 +24,7 @@ from shardwise.spelling import did_you_mean
 M = TypeVar("M", bound=BaseModel)
 MAX_JSON_BYTES, MAX_YAML_BYTES = 1 << 22, 1 << 15  # YAML is read a hundred times slower
 _MAX_KEYS = 2000  # in a file of keys, at all levels
-_MAX_NODES = 8000  # of YAML, with what aliases stand for
+_MAX_NODES = 8000  # of YAML, with aliases expanded
 _MAX_DIGITS = 100
 _MAX_ERRORS = 10  # that are shown of one file
 _MAX_SHOWN = 100  # characters of a value
@@ -47,7 +47,7 @@ def flag_of(name: str) -> str:
 def read_options(value: Any) -> dict[str, Any] | None:
     """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text.
 
-    **Raises** ValueError where it is none of both.
+    **Raises** ValueError for other text and types.
     """
     if isinstance(value, str):
         try:
@@ -99,9 +99,9 @@ def check_keys(
 
 
 def checked_value(kind: Any, value: Any, where: str) -> Any:
-    """Return what a JSON file says, as ``kind``, strictly; a class passes over keys it has not.
+    """Return a value of a JSON file as ``kind``, strictly; a class ignores unknown keys.
 
-    **Raises** ConfigError: ``where``, which key, what was expected, what came.
+    **Raises** ConfigError with ``where``, the key, the expected and the actual value.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(value), strict=True)
@@ -127,7 +127,7 @@ def _expected(item: Any) -> str:
 def _explain(
     model: type[BaseModel], item: Any, path: Path | None, flags: Mapping[str, Any], command: str
 ) -> str:
-    """Turn one pydantic error into: where, which key, what was expected, what came."""
+    """Describe one pydantic error: the place, the key, the expected and the actual value."""
     name = str(item["loc"][0]) if item["loc"] else ""
     where = f"flag {flag_of(name)}" if name in flags else f"{path or 'config'}"
     if item["type"] == "extra_forbidden":
@@ -147,15 +147,15 @@ def _choices(model: type[BaseModel], name: str) -> list[Any]:
 
 
 def near_miss(word: str, words: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of an error about a word that is none of these: the nearest, if one is."""
+    """Return the end of an error about an unknown word: the nearest known word, if any."""
     is_word = len(word) <= _MAX_SHOWN
     return (did_you_mean(word.replace("-", "_"), words) if is_word else "") or otherwise
 
 
 def check_names(given: Iterable[str], known: Collection[str], where: str, what: str) -> None:
-    """Raise ConfigError where a name is not known, with the nearest, or all that are.
+    """Raise ConfigError for an unknown name, with the nearest known name, or all.
 
-    ``what`` is what it names and of what, such as ``"option {!r} of StepLR"``.
+    ``what`` is a format of the name with its kind, such as ``"option {!r} of StepLR"``.
     """
     for name in given:
         if name not in known:
@@ -247,12 +247,12 @@ def _parse_yaml(data: bytes) -> Any:
     try:
         return yaml.load(data.decode(), _Loader)
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
-        # PyYAML's own, of tags over what they do not fit, such as `!!int ""`
+        # PyYAML raises these for tags on unsuitable values, such as `!!int ""`
         raise ValueError(f"a value that its tag does not fit ({error})") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values; refuses what stands for too much, and keys that stand twice."""
+    """Reads plain values; refuses excessive aliases and duplicate keys."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

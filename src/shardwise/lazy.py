@@ -11,11 +11,11 @@ def lazily(
     before: Callable[[str], object] = lambda name: None,
     renamed: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package, whose names live in modules.
+    """Return ``__getattr__`` and ``__dir__`` of a package with names in modules.
 
-    ``homes`` has the module of each name; a module of the package has itself, and a name that is
-    another one there is written "module:name". ``renamed`` has the path below the package of names
-    that are not listed any more. ``before`` is called with a name before it is imported.
+    ``homes`` maps each name to its module. A submodule maps to itself; a name that differs in its
+    module is "module:name". ``renamed`` maps old names, which are not listed, to their path below
+    the package. ``before`` is called with a name before its import.
     """
     old = renamed or {}
 

@@ -1,4 +1,4 @@
-"""The shard axis and the replicate axis, taken from a DeviceMesh."""
+"""The shard axis and the replicate axis of a DeviceMesh."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,9 +23,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """Where state is sharded, and over what the shards are replicated (HSDP).
+    """The axes that state is sharded and replicated over (HSDP).
 
-    ``stages``: the model is a stage of a pipeline over this axis; other ranks have other stages.
+    ``stages``: the pipeline's axis if the model is one of its stages.
     """
 
     mesh: DeviceMesh
@@ -39,7 +39,7 @@ class DataAxes:
         return self.shard.size * (self.replicate.size if self.replicate else 1)
 
     def __str__(self) -> str:
-        """Say how many ranks there are; which ones differs from rank to rank."""
+        """Describe the numbers of ranks, which are the same on every rank."""
         replicas = self.replicate.size if self.replicate else 1
         return f"{replicas} replicas x {self.shard.size} shards"
 
@@ -98,14 +98,14 @@ def axes_of(mesh: DeviceMesh) -> DataAxes:
 
 
 def stages_of(mesh: DeviceMesh) -> Axis | None:
-    """Return the axis of a mesh that carries a pipeline's stages, where there are several."""
+    """Return the pipeline's axis of a mesh; None for one stage."""
     if "pp" not in (mesh.mesh_dim_names or ()) or mesh["pp"].size() == 1:
         return None
     return axis_of(mesh["pp"], 0, "stages")
 
 
 def axis_of(mesh: DeviceMesh, mesh_dim: int, role: str) -> Axis:
-    """Return one axis of a mesh, named by what it is for."""
+    """Return one axis of a mesh, with its role as name."""
     group = mesh.get_group(mesh_dim)
     return Axis(
         name=role,

@@ -1,12 +1,12 @@
-"""What units and lines of work are called, for those who tell of them and those who read it."""
+"""Names of units and lines of work."""
 
 from collections.abc import Sequence
 
-MAIN = "main"  # the line of the thread that trains, and of autograd's, which works in its place
+MAIN = "main"  # the line of the training thread, and of autograd's, which runs in its place
 
 
 def name_of_unit(name: str) -> str:
-    """Return a unit's name for people: the root unit has none."""
+    """Return a unit's name for display; the root unit's name is empty."""
     return name or "(root)"
 
 
@@ -17,5 +17,5 @@ def list_names(names: Sequence[str], most: int = 5) -> str:
 
 
 def join_units(names: Sequence[str]) -> str:
-    """Return one name for several units; that of one is its own."""
+    """Return one name for several units; a single unit's name is unchanged."""
     return names[0] if len(names) == 1 else ", ".join(map(name_of_unit, names))

@@ -1,6 +1,6 @@
-"""The table of precisions by names of dtypes, for the engine and for plans; torch's names for them.
+"""The table of precisions by dtype names, for the engine and for plans.
 
-Without torch: a plan starts without it.
+It imports no torch, because plans start without it.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from shardwise.spelling import did_you_mean
 FloatName = Literal["float32", "bfloat16", "float16"]
 GatherName = Literal["int8", "fp8", "int4"]
 ReduceName = Literal["int8-a2a", "fp8-a2a", "int4-a2a", "bf16-a2a"]
-GATHER_BITS: dict[str, int] = {"int8": 8, "fp8": 8, "int4": 4}  # of an element on the wire
-REDUCE_FORMATS: dict[str, str] = {  # what gradients are encoded as, to be summed in float32
+GATHER_BITS: dict[str, int] = {"int8": 8, "fp8": 8, "int4": 4}  # bits per element sent
+REDUCE_FORMATS: dict[str, str] = {  # formats of encoded gradients, which are summed in float32
     **{f"{name}-a2a": name for name in GATHER_BITS},
     "bf16-a2a": "bf16",
 }
@@ -34,7 +34,7 @@ _NAMES = {name: ours for ours, others in _OURS.items() for name in (ours, *other
 
 @dataclass(frozen=True)
 class Coding:
-    """How matrices are encoded to be sent: the format, and the elements that share a scale."""
+    """The encoding of matrices that are sent: the format, and the elements that share a scale."""
 
     format: str
     block: int
@@ -44,7 +44,7 @@ class Coding:
 
     @property
     def has_scales(self) -> bool:
-        """Tell whether elements are codes; bfloat16 are numbers by themselves."""
+        """Return True if elements are codes with scales, and not bfloat16."""
         return self.format in GATHER_BITS
 
     def code_bytes(self, numel: int) -> int:
@@ -55,7 +55,7 @@ class Coding:
 def plain_precision(value: object) -> object:
     """Return our name for a precision: "bf16" for `torch.bfloat16` or "bfloat16".
 
-    What is none of them comes back as it is, for whoever checks it.
+    Other values are returned unchanged; the caller checks them.
     """
     is_name = isinstance(value, str) or type(value).__name__ == "dtype"
     text = str(value).strip().lower().removeprefix("torch.")
@@ -63,5 +63,5 @@ def plain_precision(value: object) -> object:
 
 
 def nearest_precision(value: object) -> str:
-    """Return "; did you mean 'bf16'?" for what is spelt like one of our names, else nothing."""
+    """Return "; did you mean 'bf16'?" for a word spelt like one of our names, else ""."""
     return did_you_mean(value.lower(), _OURS, cutoff=0.8) if isinstance(value, str) else ""

@@ -1,6 +1,6 @@
-"""Processes by number and time of start: which one this is, and whether one lives.
+"""Identity of processes, by number and start time, and their state.
 
-A number alone is not enough, as it may have been given to another process since.
+The start time is needed because the system reuses numbers.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Literal
 
 Life = Literal["alive", "stopped", "dead", "silent"]
 _PROCESSES = Path("/proc")
-_STATE, _BORN, _EXIT_CODE = 0, 19, 49  # of what stands after a process's name in its stat file
+_STATE, _BORN, _EXIT_CODE = 0, 19, 49  # fields after a process's name in its stat file
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Process:
     born: str
 
     def __str__(self) -> str:
-        """Say it for people."""
+        """Return the process's number and host."""
         return f"process {self.pid} on {self.host}"
 
 
@@ -41,9 +41,9 @@ def own_process() -> Process:
 
 
 def fate(process: Process, mine: Process) -> tuple[Life, str]:
-    """Return whether a process lives, and what it died of if that can still be known.
+    """Return the state of a process, and the cause of its death if known.
 
-    "silent" stands for a process that cannot be looked up from here.
+    "silent" is a process that cannot be looked up from here.
     """
     if not process.machine or process.machine != mine.machine:
         return "silent", ""

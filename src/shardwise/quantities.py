@@ -1,4 +1,4 @@
-"""Bytes, counts and durations, as people write and read them: the one formatter of the project."""
+"""Formatting and parsing of bytes, counts and durations."""
 
 import re
 from typing import Any
@@ -67,7 +67,7 @@ def parse_count(value: int | float | str, name: str = "params") -> int:
 
     Exact: no floating point for text. Suffixes are k, M, B (or G) and T, in either case.
 
-    **Raises** ConfigError, naming the field, for all that is no whole number.
+    **Raises** ConfigError, with the field, for other values than whole numbers.
     """
     number = None
     if isinstance(value, str):

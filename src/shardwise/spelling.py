@@ -1,4 +1,4 @@
-"""The ends of errors about a word that nobody knows: which known one it may have been."""
+"""Suggestions for unknown words, at the end of error messages."""
 
 from collections.abc import Iterable
 

@@ -1,6 +1,6 @@
-"""The table of stages: how long full parameters and gradients live; what one unit adds. No torch.
+"""The table of stages (lifetimes of full parameters and gradients), and unit settings; no torch.
 
-A stage is a row of data, and nothing else in the package branches on the stage's number.
+A stage is a row of data; no other code branches on the stage's number.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ReduceEvery = Literal["step", "micro_batch"]
-DEFAULT_BUCKET_BYTES = 1 << 20  # of gradients that are reduced together, where nobody says else
+DEFAULT_BUCKET_BYTES = 1 << 20  # of gradients that are reduced together, by default
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ STAGES = (
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What may differ from unit to unit: its row of the table, and what is gathered ahead of it.
+    """Settings of one unit: its row of the table, and its prefetches.
 
     ``keeps_last``: the root, and the unit whose backward comes next, stay full after forward.
     ``optional``: some ranks may skip it while others run it.
     ``stands_while_full``: the modules hold the full parameters from the gather until they are freed
     (FSDP2's contract), else for each call.
-    ``reads_in_backward``: backward needs the full parameters; an embedding's needs the ids alone.
-    ``stays_full``: backward's end leaves the full parameters, for the next forward of a window.
-    ``keeps_grads``: gradients stay on this rank, whatever the stage does, until that is over.
-    ``awaits_end``: a pipeline's schedule says when it is over, and no window's last micro-batch.
-    ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: those that
-    the recorded order expects).
+    ``reads_in_backward``: backward needs the full parameters; an embedding's needs only the ids.
+    ``stays_full``: full parameters stay after backward, for the next forward of a window.
+    ``keeps_grads``: gradients stay on this rank at any stage, as long as it is True.
+    ``awaits_end``: a pipeline's schedule ends ``keeps_grads``, not a window's last micro-batch.
+    ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: the next
+    units of the recorded order).
     """
 
     stage: Stage

@@ -37,11 +37,11 @@ def loads(data: bytes, where: str) -> Any:
 
 
 def parse(data: bytes, *, has_constants: bool = False) -> Any:
-    """Read JSON strictly: what two readers could understand in two ways is refused.
+    """Read JSON strictly: refuse text that two readers could understand differently.
 
     With ``has_constants`` NaN and infinities are numbers, as Python writes them.
 
-    **Raises** ValueError for what is no JSON in UTF-8, keys that come twice, numbers that are not
+    **Raises** ValueError for text other than JSON in UTF-8, duplicate keys, numbers that are not
     finite or have more than 4300 digits, nesting beyond 64 levels and halves of characters.
     """
     check_containers(data)

@@ -15,7 +15,7 @@ _PIPE_WIDTH = 160
 
 
 def escaped(text: str) -> str:
-    """Return a text in which only new lines and tabs are no visible characters."""
+    """Return a text with all control characters but new lines and tabs escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Which versions of other libraries were tested, and a warning that names any other."""
+"""Tested versions of other libraries, and a warning for other versions."""
 
 import re
 import warnings
@@ -21,9 +21,9 @@ TESTED = {
 
 
 def load_neighbour(package: str, wanted_by: str) -> ModuleType:
-    """Import another library, and warn where its version was not tested.
+    """Import another library, and warn if its version was not tested.
 
-    **Raises** ConfigError where it is not installed, with the command that installs it.
+    **Raises** ConfigError if it is not installed, with the command that installs it.
     """
     try:
         module = import_module(package)
@@ -59,7 +59,7 @@ def warn_if_untested(package: str) -> None:
 
 @cache
 def installed_version(package: str) -> str:
-    """Return what the package's metadata say: a file that takes milliseconds to parse."""
+    """Return the version in the package's metadata; cached, as parsing takes milliseconds."""
     return metadata.version(package)
 
 

@@ -1,10 +1,10 @@
-"""Find silent corruption: state that several ranks hold must have the same bits on all of them.
+"""Detection of silent corruption: replicated state must be bit-identical on all its ranks.
 
 Note [Which ranks hold the same]
-Shards and their optimizer state have copies along the replicate axis, at stage 0 on every rank;
-of what tensor parallelism does not cut, also on the ranks along its axis.
-Optimizer scalars (``step``) and fresh full parameters are alike on every rank. Buffers are left
-out: batch statistics may differ by rank, and are each rank's own.
+Shards and their optimizer state have copies along the replicate axis, and at stage 0 on every rank.
+Tensors that tensor parallelism does not cut also have copies along its axis. Optimizer scalars
+(``step``) and fresh full parameters are the same on every rank. Buffers are not compared, because
+batch statistics may differ by rank.
 """
 
 import json
@@ -35,7 +35,7 @@ _MAX_SHOWN = 3
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor that has copies: its name, and whether every rank has it or only replicas."""
+    """One tensor with copies: its name, and True if every rank has it, not only replicas."""
 
     label: str
     everywhere: bool
@@ -43,19 +43,19 @@ class _Entry:
 
 
 def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
-    """Check that state which several ranks hold has the same bits on all; every rank calls it.
+    """Check that replicated state is bit-identical on all its ranks; every rank calls it.
 
-    Compared are parameters and optimizer state with the ranks that hold the same slices (all ranks
-    at stage 0, the other replicas with a replicate axis), optimizer scalars, and full parameters
-    that are in memory and not stale. Call it between steps, every so many. Without copies (one
-    rank, or stages 1 to 3 without a replicate axis, between steps) there is little to compare. Of a
-    pipeline, give all stages of the rank, and their optimizers; tied copies are compared as well.
+    It compares parameters and optimizer state between ranks with the same slices (all ranks at
+    stage 0, the other replicas with a replicate axis), optimizer scalars, and full parameters that
+    are in memory and current. Call it between steps, at intervals. Without copies (one rank, or
+    stages 1 to 3 without a replicate axis, between steps) it compares little. For a pipeline, pass
+    all stages of the rank, and their optimizers; tied copies are compared too.
 
-    **Cost** one pass of xxh3-128 over what has copies (read through the CPU), one exchange of 32
-    bytes per rank. Ranks that differ also exchange 16 bytes per tensor.
+    **Cost** one pass of xxh3-128 over all copies (read through the CPU), one exchange of 32 bytes
+    per rank. Ranks that differ also exchange 16 bytes per tensor.
 
-    **Raises** ReplicaError, the same on all ranks, naming the parameter, which tensor of it, and
-    the rank that differs from the majority (with two copies, both).
+    **Raises** ReplicaError, the same on all ranks, with the parameter, its tensor, and the rank
+    that differs from the majority (with two copies, both).
     """
     engine = Parts(model)
     engine.rest("check_replicas()")
@@ -63,7 +63,7 @@ def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
     found = list(_found_over(engine, joined))
     if engine.everyone is not engine.comm.control:
         rows = exchange_any(engine.everyone, "".join(found[:1]).encode())
-        found = [row.decode() for row in rows if row]  # all ranks raise, or none does
+        found = [row.decode() for row in rows if row]  # so that all ranks raise together
     if found:
         raise ReplicaError(found[0])
     if engine.everyone is not engine.comm.control:
@@ -73,7 +73,7 @@ def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
 
 
 def _found_over(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
-    """Yield what is wrong on each mesh; every rank of a mesh finds the same."""
+    """Yield the error of each mesh, the same on every rank of the mesh."""
     for comm in engine.comms:
         try:
             _check_over(comm, engine, optimizer)
@@ -82,7 +82,7 @@ def _found_over(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
 
 
 def _check_uncut(engine: Parts, optimizer: Joined | None) -> None:
-    """Check what tensor parallelism does not cut, over the ranks with one place in the mesh."""
+    """Check tensors that tensor parallelism does not cut, over ranks with one place in the mesh."""
     control, stages = engine.everyone, engine.comm.axes.stages
     place = engine.comm.control.rank.to_bytes(4) + (stages.rank if stages else 0).to_bytes(4)
     entries = list(_uncut_entries(engine, optimizer))
@@ -109,7 +109,7 @@ def _check_uncut(engine: Parts, optimizer: Joined | None) -> None:
 
 
 def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_Entry]:
-    """Yield the slices of this rank that others have too, along axes of tensor parallelism."""
+    """Yield this rank's slices that other ranks along axes of tensor parallelism have too."""
     for param in (
         p for unit in engine.units if unit.comm in engine.dense_comms for p in unit.params
     ):
@@ -123,7 +123,7 @@ def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_Entry]:
 
 
 def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
-    """Check the copies of one parameter on several stages, with the ranks that have its slice."""
+    """Check a tied parameter's copies on several stages, between ranks with the same slice."""
     control, stages = engine.everyone, engine.comm.axes.stages
     assert stages is not None
     mine: dict[str, list[str]] = {}
@@ -166,7 +166,7 @@ def _digest_of(entries: list[_Entry], everywhere: bool) -> bytes:
 
 
 def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterator[_Entry]:
-    """Yield every tensor of this rank that has a copy on another one, digested."""
+    """Yield the digest of every tensor of this rank with a copy on another rank."""
     replicate = comm.axes.replicate
     for unit in units:
         sharded = unit.settings.stage.shards_state
@@ -182,7 +182,7 @@ def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterato
             state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
             items = sorted(state.items(), key=lambda item: str(item[0]))
             tensors = [(key, value) for key, value in items if isinstance(value, torch.Tensor)]
-            if param.cut.owner is not None:  # one entry, as other ranks may have no state of it
+            if param.cut.owner is not None:  # one entry, as other ranks may lack its state
                 found = xxhash.xxh3_128_digest(b"".join(_digest(value) for _, value in tensors))
                 if has_copies:
                     yield _Entry(f"{label}, state", False, found)
@@ -194,11 +194,11 @@ def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterato
 
 
 def _has_fresh_copy(unit: Unit, storage: Storage | None) -> bool:
-    """Tell whether the full copy stays, is whole, and is other memory than this rank's slices.
+    """Return True if the full copy is persistent, complete, and separate from the slices.
 
-    One that comes and goes must not be lent to numpy: its storage could not be freed any more.
+    A temporary copy must not be passed to numpy: its storage could then not be freed.
     """
-    if storage is None:  # of a class that defines its own gather
+    if storage is None:  # a tensor class with a custom gather
         return False
     is_value = storage.aliased and not storage.needs_gather
     is_complete = storage.is_fresh and unit.param_state is not ParamState.GATHERING
@@ -215,7 +215,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def _refuse(control: Control, entries: list[_Entry], num_shards: int) -> NoReturn:
-    """Compare tensor by tensor, and raise the same error on every rank."""
+    """Compare each tensor, and raise the same error on every rank."""
     _check_labels(control, entries)
     rows = control.exchange(b"".join(e.digest for e in entries))
     raise _corrupted(list(_differences(control, rows, entries, num_shards)))
@@ -258,7 +258,7 @@ def _differences(
 
 
 def _blame(control: Control, ranks: Sequence[int], digests: list[bytes]) -> str:
-    """Say which of the ranks differ from most of them; nothing where all are alike."""
+    """Describe the ranks that differ from the majority; "" if all agree."""
 
     def named(numbers: Sequence[int]) -> str:
         return name_ranks([control.members[number] for number in numbers])

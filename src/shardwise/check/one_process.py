@@ -1,17 +1,17 @@
-"""Check that a composed model has the gradients of one process that saw the whole batch.
+"""Comparison of a composed model's gradients with those of one process on the whole batch.
 
 Note [How gradients are compared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A gradient g of the composed model is taken apart into s q + r, where q is that of one process and s
-makes r as short as possible. Rounding leaves s near 1 and r short: both within the square root of
-the dtype's eps, which is half of its digits, far above what sums in another order lose and far
-below the smallest factor that a wrong divisor makes. If r is short and s is not 1, the gradient is
-right but for its scale, and s is looked for among the degrees of parallelism, their products and
-powers of two. If r is long, terms are missing or counted twice.
+A gradient g of the composed model is written as s q + r, where q is that of one process and s makes
+r as short as possible. Rounding leaves s near 1 and r short: both within the square root of the
+dtype's eps (half of its digits). This is far above the error of sums in another order, and far
+below the smallest factor of a wrong divisor. If r is short and s is not 1, only the scale is wrong,
+and s is searched among the degrees of parallelism, their products and powers of two. If r is long,
+terms are missing or counted twice.
 
-A gradient may be zero but for rounding (the bias of attention's keys is), and what is left of it is
-noise. So what lies closer together than four roundings of the largest gradient (root mean square
-over its elements) is alike, whatever s says. In bf16 that is 3 % of it: check small models in fp32.
+A gradient may be zero except for rounding (such as the bias of attention's keys), and then it is
+noise. So gradients closer than four roundings of the largest gradient (root mean square over its
+elements) count as equal for any s. In bf16 that is 3 % of it: check small models in fp32.
 """
 
 import json
@@ -49,9 +49,9 @@ _MAX_SHOWN = 12
 class GradientCheck:
     """One parameter: ``scale`` and ``rest`` are s and |r| / |g| of Note [How ... compared].
 
-    ``missing`` says on which side there is no gradient: "composed" or "one process".
-    ``is_rounding``: no further from the right one than roundings of the largest gradient of all, to
-    which ``rest`` is relative then.
+    ``missing`` is the side without a gradient: "composed" or "one process". ``is_rounding``: the
+    difference is within roundings of the largest gradient, and ``rest`` is relative to that
+    gradient.
     """
 
     name: str
@@ -61,7 +61,7 @@ class GradientCheck:
     is_rounding: bool = False
 
     def is_right(self, tolerance: float) -> bool:
-        """Tell whether there is nothing but rounding between the two."""
+        """Return True if the two differ by rounding only."""
         if self.is_rounding:
             return True
         return self.missing is None and abs(self.scale - 1) <= tolerance >= self.rest
@@ -69,7 +69,7 @@ class GradientCheck:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What was compared; ``tolerance`` is relative, ``degrees`` are those of the composition."""
+    """All comparisons; ``tolerance`` is relative, ``degrees`` are those of parallelism."""
 
     checks: tuple[GradientCheck, ...]
     tolerance: float
@@ -77,11 +77,11 @@ class GradientReport:
 
     @property
     def wrong(self) -> tuple[GradientCheck, ...]:
-        """The parameters whose gradients are not those of one process."""
+        """The parameters whose gradients differ from those of one process."""
         return tuple(c for c in self.checks if not c.is_right(self.tolerance))
 
     def __str__(self) -> str:
-        """Say what is wrong, alike parameters in one line, and what may be the reason."""
+        """Describe each error and possible reasons, with similar parameters in one line."""
         if not self.wrong:
             most = max((max(abs(c.scale - 1), c.rest) for c in self.checks), default=0.0)
             return (
@@ -167,24 +167,24 @@ def check_gradients(
 ) -> GradientReport:
     """Compare one pass of a composed model with one process that sees the whole batch.
 
-    Every rank calls it with the same arguments. ``compose`` makes of a plain model what is to be
-    trained (tensor parallelism, `shard`, `fully_shard`, torch's own too); the default is
-    ``shard(model, mesh=mesh)``. ``batch`` are tensors whose rows the data-parallel ranks of
-    ``mesh`` share, in a row of ``micro_batches``; ``local_batch`` takes this rank's part instead.
-    ``loss(model, batch)`` must be a mean over what it is given; the default is the output's
-    ``.loss``, or the mean square of the output. What is drawn at random (dropout) must be off. Both
-    models have the weights of the composed one; but for `shard`, which takes one rank's for all,
-    ``make_model`` must make the same ones on every rank (seed it).
+    Every rank calls it with the same arguments. ``compose`` turns a plain model into the model to
+    train (tensor parallelism, `shard`, `fully_shard`, torch's too); the default is
+    ``shard(model, mesh=mesh)``. ``batch`` has tensors whose rows are divided over the data-parallel
+    ranks of ``mesh``, and then into ``micro_batches``; ``local_batch`` takes this rank's part
+    instead. ``loss(model, batch)`` must be a mean over its batch; the default is the output's
+    ``.loss``, or the mean square of the output. Turn randomness (dropout) off. Both models get the
+    composed model's weights. `shard` takes one rank's weights for all; with any other composition
+    ``make_model`` must make the same weights on every rank (seed it).
 
-    For a pipeline ``compose`` returns this rank's stage, or a list of its stages, with their layers
-    under the names of the whole model, and ``run(stages, batch)`` takes one step of the schedule
-    over this rank's part of the batch; ``micro_batches`` says in how many, for the explanations.
-    The schedule's ``loss_fn`` must mean what ``loss`` does.
+    For a pipeline ``compose`` returns this rank's stage, or a list of its stages, with layer names
+    of the whole model. ``run(stages, batch)`` runs one step of the schedule over this rank's part
+    of the batch; ``micro_batches`` is its number of micro-batches, for the explanations. The
+    schedule's ``loss_fn`` must compute the same as ``loss``.
 
-    **Cost** a plain model and its gradients on every rank, and one gradient in full at a time.
+    **Cost** a plain model and its gradients on every rank, and one full gradient at a time.
 
-    **Raises** GradientError on all ranks where any gradient is wrong, with which, by how much, and
-    what the factor may be; ConfigError for batches that cannot be shared, for encoded messages.
+    **Raises** GradientError on all ranks if any gradient is wrong, with its name, error and
+    possible factor; ConfigError for batches that cannot be divided, and for encoded messages.
     """
     plain = make_model()
     composed = shard(make_model(), mesh=mesh) if compose is None else compose(make_model())
@@ -225,7 +225,7 @@ def _run(
     micro_batches: int,
     loss: Callable[[nn.Module, Any], torch.Tensor],
 ) -> None:
-    """Run the micro-batches of a model that is no pipeline."""
+    """Run the micro-batches of a model without a pipeline."""
     if len(stages) > 1:
         raise ConfigError("run: compose= returned several stages; say how a schedule runs them")
     composed = stages[0]
@@ -238,7 +238,7 @@ def _run(
 
 
 def _places(mesh: Axes | DeviceMesh | None, micro_batches: int) -> tuple[int, int, dict[str, int]]:
-    """Return this rank's place in the batch, of how many, and the degrees by name."""
+    """Return this rank's place in the batch, the number of places, and the degrees by name."""
     if mesh is None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         return rank, num_ranks, {"data-parallel ranks": num_ranks, "micro-batches": micro_batches}
@@ -271,7 +271,7 @@ def _rows(batch: Any, rank: int, num: int) -> Any:
 
 
 def _micro_batches(mine: Any, num: int) -> list[Any]:
-    """Cut this rank's part, on all ranks or on none. **Raises** ConfigError."""
+    """Cut this rank's part. **Raises** ConfigError on all ranks if one cannot."""
     parts, refusal = [], None
     try:
         parts = [_rows(mine, number, num) for number in range(num)]
@@ -299,7 +299,7 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _plain_name(name: str) -> str:
-    """Leave wrappers out, on both sides: a model may have a module of such a name itself."""
+    """Remove wrappers' names, for both models: a plain model may have such a module too."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -310,7 +310,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _take_weights(plain: nn.Module, stages: Sequence[nn.Module], control: Control | None) -> None:
-    """Give one process the weights and buffers of the composed model; all ranks take part."""
+    """Copy weights and buffers of the composed model to the plain one; all ranks take part."""
     params = (param for each in stages for param in each.parameters())
     device = next((p.device for p in params), torch.device("cpu"))
     if any(p.is_meta for p in plain.parameters()):
@@ -334,7 +334,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _to_empty(plain: nn.Module, device: torch.device) -> None:
-    """Give a model on meta its memory; tied weights stay tied, which torch's call alone forgets."""
+    """Allocate a meta model's memory; tie tied weights again, which torch does not."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in plain.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -354,7 +354,7 @@ def _compare(plain: nn.Module, composed: nn.Module, tolerance: float) -> Iterato
         name = _plain_name(wrapped)
         wanted, grad = theirs[name].grad, param.grad
         if grad is None or wanted is None:
-            # Whether there is a gradient is alike on all ranks of a parameter.
+            # All ranks of a parameter agree on the presence of its gradient.
             if (grad is None) != (wanted is None):
                 zero = wanted is None and grad is not None and not _full(grad).count_nonzero()
                 if not zero:
@@ -392,7 +392,7 @@ Stages = TypeVar("Stages", bound=Sequence[torch.nn.Module])
 
 
 def _check_exact(stages: Stages) -> Stages:
-    """Return stages whose weights and gradients travel as they are. **Raises** ConfigError."""
+    """Return the stages. **Raises** ConfigError for encoded weights or gradients."""
     engines = (find_engine(each) for each in stages)
     asked = [u.precision for engine in engines if engine is not None for u in engine.units]
     if any(each.reduce_coding for each in asked):
@@ -412,12 +412,12 @@ def _check_exact(stages: Stages) -> Stages:
 def _share_weights(
     control: Control, mine: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
 ) -> None:
-    """Copy what the stages hold, in full, to the tensors of a plain model, by name.
+    """Copy the stages' full tensors to a plain model, by name.
 
-    **Cost** every rank hears all stages: a check is for small models.
+    **Cost** every rank receives all stages, so use small models.
 
-    **Raises** ConfigError, on all ranks, for names and shapes that are not the plain model's, and
-    for parameters that no stage has.
+    **Raises** ConfigError, on all ranks, for names and shapes that differ from the plain model's,
+    and for parameters that no stage has.
     """
     shapes = {name: list(tensor.shape) for name, tensor in mine.items()}
     rows = exchange_any(control, json.dumps(shapes).encode())
@@ -444,7 +444,7 @@ def _share_weights(
 
 
 def _check_shape(name: str, shape: Sequence[int], place: torch.Tensor | None) -> None:
-    """Refuse a tensor of the composed model that the plain one has not. **Raises** ConfigError."""
+    """Check that the plain model has a composed model's tensor. **Raises** ConfigError."""
     if place is None or tuple(place.shape) != tuple(shape):
         found = "has no such tensor" if place is None else f"has {tuple(place.shape)}"
         raise ConfigError(
@@ -456,7 +456,7 @@ def _check_shape(name: str, shape: Sequence[int], place: torch.Tensor | None) ->
 def _of_all_stages(
     control: Control, checks: Sequence[Mapping[str, Any]], order: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return what all ranks say of their parameters, each once, in the plain model's order."""
+    """Return all ranks' checks, each parameter once, in the plain model's order."""
     found: dict[str, dict[str, Any]] = {}
     for row in exchange_any(control, json.dumps(list(checks)).encode()):
         for check in json.loads(row):

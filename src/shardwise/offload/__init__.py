@@ -1,1 +1,1 @@
-"""State in host memory and in files, and the buffers through which it passes the device."""
+"""State in host memory and in files, and device buffers for its steps."""

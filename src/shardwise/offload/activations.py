@@ -1,25 +1,26 @@
-"""Inputs of checkpointed blocks: in host memory between their forward and their recomputation.
+"""Offload of inputs of checkpointed blocks to host memory, from forward to recomputation.
 
 Note [Which inputs go]
 ~~~~~~~~~~~~~~~~~~~~~~
-While a forward pass of the model runs, everything that autograd saves passes `Activations`, but for
-what a checkpoint saves inside: torch's own hooks take that. Of what passes, a tensor goes if
-``torch.utils.checkpoint`` has saved it, as the input of a region that it will run again, and it was
-computed (it has a graph), is a plain dense tensor on the device, and is no view of a parameter.
-Memory that is saved a second time stays, as moving it would free nothing: what several blocks take,
-and what another layer needs for its gradient too. All else that passes is kept as it is.
+During a forward pass of the model, `Activations` sees every tensor that autograd saves, except
+those saved inside a checkpoint, which torch's own hooks take. A tensor is moved if
+``torch.utils.checkpoint`` saved it as the input of a region to recompute, and if it was computed
+(it has a graph), is a plain dense tensor on the device, and is no view of a parameter. Memory that
+is saved twice stays, because moving it would free nothing: an input of several blocks, or one that
+another layer needs for its gradient. All other tensors stay unchanged.
 
 Note [The way of an input]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-The inputs of one checkpoint are a group. A group is evicted when the next one is saved, behind the
-block that runs then, and given up when the one after that is: the compute stream waits for the copy
-first, so two groups are on the device at most. The last one of a forward pass stays, as backward
-begins with it. When backward asks for a group, the one before it is fetched, behind the block that
-is computed again. Each stream waits for events of the others, and the host for none.
+The inputs of one checkpoint are a group. The eviction of a group starts when the next group is
+saved, and overlaps the block that runs then. Its device memory is freed when the group after that
+is saved: the compute stream first waits for the copy, so at most two groups are on the device. The
+last group of a forward pass stays, as backward begins with it. When backward unpacks a group, the
+previous group is fetched, overlapped with recomputation. Streams wait for each other's events; the
+host does not wait.
 
-Host memory is taken in slots, each for one input, page-locked once and used again when the graph of
-the input is gone. Steps whose inputs are as large as before take no more; where one needs a larger
-slot than is free, a smaller free one is given back for it.
+Host memory comes in slots, one per input. A slot is page-locked once, and reused when the graph of
+its input is freed. Steps with inputs of the same sizes take no more memory. If a larger slot is
+needed than is free, a smaller free slot is freed for it.
 """
 
 import logging
@@ -46,7 +47,7 @@ _autograd: Any = torch._C._autograd
 
 @dataclass(eq=False)
 class _Slot:
-    """Host memory for one input, and who has used it last."""
+    """Host memory for one input, and the events of its last write and read."""
 
     memory: torch.Tensor  # uint8
     written: Event | None = None
@@ -77,28 +78,28 @@ class _Slots:
         return _Slot(self._time.host_memory(num_bytes, torch.uint8))
 
     def give_back(self, slot: _Slot) -> None:
-        """Let a slot be used again; who writes it waits for who has read it."""
+        """Return a slot for reuse; its next write waits for its last read."""
         self._free.append(slot)
 
 
 class _Kept:
-    """What autograd keeps in place of a saved tensor, which stays where it is."""
+    """A saved tensor that stays on the device, as autograd keeps it."""
 
     __slots__ = ("__weakref__", "_version", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached where it has a graph: that of an operation's own output would hold itself.
+        # Detached if it has a graph: an operation's saved output would be a reference cycle.
         has_graph = tensor.grad_fn is not None
         self.tensor: torch.Tensor | None = tensor.detach() if has_graph else tensor
         self._version = tensor._version
 
     @property
     def is_changed(self) -> bool:
-        """Tell whether the tensor was changed in place since it was saved."""
+        """Return True if the tensor was changed in place since it was saved."""
         return self.tensor is not None and self.tensor._version != self._version
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor. **Raises** StateError where it was changed, as torch does."""
+        """Return the tensor. **Raises** StateError if it was changed, as torch does."""
         assert self.tensor is not None
         if self.is_changed:
             raise _changed(self.tensor, self._version)
@@ -107,16 +108,16 @@ class _Kept:
 
 @dataclass(eq=False)
 class _Group:
-    """The inputs of one checkpoint, and those of the one before it in the same forward pass."""
+    """The inputs of one checkpoint, and the previous group of the same forward pass."""
 
-    number: int  # of operations that autograd had recorded
+    number: int  # autograd's sequence number at the checkpoint
     ready: Event
     before: "_Group | None"
     inputs: "list[weakref.ref[_Input]]" = field(default_factory=list)
 
     @property
     def alive(self) -> "list[_Input]":
-        """Those whose graph is still there."""
+        """The inputs whose graph still exists."""
         return [each for found in self.inputs if (each := found()) is not None]
 
 
@@ -134,7 +135,7 @@ class _Input(_Kept):
         self._fetched: tuple[torch.Tensor, Event] | None = None
 
     def start_evict(self) -> bool:
-        """Start the copy to host memory; tell whether there is one. What was changed stays."""
+        """Start the copy to host memory; return True if it started. A changed tensor stays."""
         if self.tensor is None or self._slot is not None or self.is_changed:
             return False
         time = self._owner.time
@@ -150,21 +151,21 @@ class _Input(_Kept):
         return True
 
     def give_up(self) -> None:
-        """Free the memory on the device, in the order of the current stream."""
+        """Free the device memory, after the current stream has waited for the copy."""
         assert self._slot is not None and self._slot.written is not None
         self._owner.time.current_stream().wait(self._slot.written)
-        if not self.is_changed:  # else the copy may be of either, and `unpack` says so
+        if not self.is_changed:  # else the copy may be of either value, and `unpack` raises
             self.tensor = None
 
     def stay(self) -> None:
-        """Stay on the device: its memory was saved by somebody else too."""
+        """Cancel the eviction, because another operation saved the same memory."""
         if self.tensor is not None and self._slot is not None:
             self._owner.time.current_stream().wait(self._slot.written)
             self._owner.slots.give_back(self._slot)
             self._slot = None
 
     def start_fetch(self) -> None:
-        """Start the copy back to the device, unless it is there or under way."""
+        """Start the copy to the device, unless it is there or in flight."""
         if self.tensor is not None or self._fetched is not None:
             return
         assert self._slot is not None
@@ -182,19 +183,19 @@ class _Input(_Kept):
         self._fetched = made, self._slot.read
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor for its recomputation, and fetch those that are asked for next."""
+        """Return the tensor for its recomputation, and prefetch the previous group."""
         self.start_fetch()
         if self.group.before is not None:
             for each in self.group.before.alive:
                 each.start_fetch()
         if self._fetched is None:
             return super().unpack()
-        (made, event), self._fetched = self._fetched, None  # a graph that is kept fetches again
+        (made, event), self._fetched = self._fetched, None  # a retained graph fetches again
         self._owner.time.current_stream().wait(event)
         return made
 
     def __del__(self) -> None:
-        if self._fetched is not None:  # and nobody has asked for it
+        if self._fetched is not None:  # fetched and not used
             self._fetched[1].wait()
         if self._slot is not None:
             self._owner.slots.give_back(self._slot)
@@ -203,7 +204,7 @@ class _Input(_Kept):
 class Activations:
     """Moves the inputs of checkpointed blocks of one model; see both Notes.
 
-    ``parameters`` returns the memory of full parameters, which is the engine's alone.
+    ``parameters`` returns the memory of full parameters, which the engine manages.
     """
 
     def __init__(
@@ -222,20 +223,20 @@ class Activations:
         self._told: set[str] = set()
         self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[_Kept]]] = {}
         self._group: _Group | None = None
-        self._under_way: list[_Input] = []  # being evicted: their memory must outlive that
+        self._under_way: list[_Input] = []  # being evicted; their memory must outlive the copy
         self._of_parameters: set[int] | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that inputs have, whether or not one is there now."""
+        """Bytes of host memory in slots, used or free."""
         return self.slots.num_bytes
 
     # -- around a forward pass of the model
     def open(self) -> None:
-        """Begin a forward pass: what autograd saves passes here from now on.
+        """Begin a forward pass: install hooks on the tensors that autograd saves.
 
-        Not without gradients, nor in a transform of torch.func, nor where somebody else's hooks on
-        saved tensors are around the pass, which would not get theirs any more.
+        Do nothing without gradients, inside a transform of torch.func, or inside other hooks on
+        saved tensors, since those would no longer be called.
         """
         self.close()
         if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -250,12 +251,12 @@ class Activations:
         self._is_open = True
 
     def close(self) -> None:
-        """End the forward pass, also one that raised; the inputs of the last block stay."""
+        """End the forward pass, also after an error; the inputs of the last block stay."""
         if not self._is_open:
             return
         self._is_open = False
         hooks = _autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0] == self._pack:  # else a pass that was interrupted left it
+        if hooks is not None and hooks[0] == self._pack:  # else the pass was interrupted
             _autograd._pop_saved_tensors_default_hooks()
         self._give_up()
         if self._group is None:
@@ -268,7 +269,7 @@ class Activations:
             self._told.add(why)
             _LOG.warning("offload: activations='cpu' moves inputs of checkpointed blocks; %s", why)
 
-    # -- what autograd calls
+    # -- called by autograd
     def _pack(self, tensor: torch.Tensor) -> _Kept:
         saved = _Kept(tensor)
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -287,7 +288,7 @@ class Activations:
         return saved
 
     def _current_group(self) -> _Group:
-        """Return the group of the checkpoint that saves now; send the one before on its way."""
+        """Return the group of the current checkpoint; start evicting the previous group."""
         number = torch.autograd._get_sequence_nr()
         before = self._group
         if before is not None and before.number == number:
@@ -305,7 +306,7 @@ class Activations:
             each.give_up()
 
     def _may_go(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is one that may be moved; see Note [Which inputs go]."""
+        """Return True if a tensor may be moved; see Note [Which inputs go]."""
         if tensor.grad_fn is None or tensor.device != self._device or not tensor.numel():
             return False
         if tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
@@ -315,7 +316,7 @@ class Activations:
         return tensor.untyped_storage()._cdata not in self._of_parameters
 
     def _let_stay(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether memory was saved before; what holds it stays where it is."""
+        """Return True if the memory was saved before; its holder then stays on the device."""
         _, found = self._seen.get(storage._cdata, (None, None))
         if found is None:
             return False
@@ -328,7 +329,7 @@ class Activations:
 
 
 def _is_of_checkpoint(frame: Any) -> bool:
-    """Tell whether torch.utils.checkpoint saves, itself or by an autograd function of its own."""
+    """Return True if torch.utils.checkpoint saves, itself or in its autograd function."""
     if frame.f_globals is _FUNCTION:
         frame = frame.f_back
     return frame is not None and frame.f_globals is _CHECKPOINT
@@ -340,7 +341,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor, flat."""
+    """Return the flat bytes of a dense tensor."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

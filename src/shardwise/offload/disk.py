@@ -1,7 +1,7 @@
-"""`Disk`: state of the units of one rank in files, read and written by threads of its own.
+"""`Disk`: state of the units of one rank in files, read and written by background threads.
 
-One for each model and rank. Each folder has a few threads, so that its disk always has several
-requests to work on; Python lets go of its lock while a thread reads or writes.
+Each model and rank has its own. Each folder has a few threads, to keep several requests in flight
+on its disk; Python releases its lock while a thread reads or writes.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Told = Callable[[int, Callable[[], None]], None]
 
 _LOG = logging.getLogger("shardwise")
 _THREADS = 4  # of each folder
-_REQUEST_BYTES = 8 << 20  # after each a thread needs Python's lock, so not too few
+_REQUEST_BYTES = 8 << 20  # large, as a thread needs Python's lock after each request
 _TRIAL_BYTES = 32 << 20
 
 
 class Disk:
-    """Files for the units of one rank in ``folders``, and a ring of buffers that they pass.
+    """Files for the units of one rank in ``folders``, and a ring of buffers for their transfers.
 
-    ``make_memory(num_bytes)`` gives host memory, uint8, page-locked where an accelerator copies
-    from it. Several folders share the bytes of each unit by their speeds, which are tried at once.
+    ``make_memory(num_bytes)`` returns host memory, uint8, page-locked if an accelerator copies from
+    it. Several folders share each unit's bytes by their speeds, measured when the disk is made.
 
-    **Cost** ``num_buffers`` x ``buffer_bytes`` of host memory; where a tensor is not aligned, up
-    to 32 MiB a folder more while it is on its way.
+    **Cost** ``num_buffers`` x ``buffer_bytes`` of host memory. A tensor that is not aligned takes
+    up to 32 MiB more per folder while it is in flight.
 
-    **Raises** ConfigError for a folder that is missing or may not be written to. What fails in the
-    background raises StorageError, with rank, unit and path, in the transfer's ``wait()``; and,
-    before anybody has waited for it, in the next call of any method.
+    **Raises** ConfigError for a folder that is missing or not writable. A failed transfer raises
+    StorageError, with rank, unit and path, in its ``wait()``; before that has raised, in the next
+    call of any method too.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Disk:
     ) -> None:
         if not folders:
             raise ConfigError("offload to disk: expected at least one folder, got none")
-        self.tracer = Tracer()  # told of reads and writes; a model's own takes its place
+        self.tracer = Tracer()  # receives reads and writes; replaced by a model's tracer
         self._rank = rank
         self._make_memory = make_memory
         self._system = system or System()
@@ -72,14 +72,14 @@ class Disk:
         self._lock = threading.RLock()  # `then` may start a transfer
         self._is_closed = False
         self._files: WeakSet[DiskFile] = WeakSet()
-        self._started: list[Transfer] = []  # those not over, or not well and nobody was told
+        self._started: list[Transfer] = []  # in flight, or failed and not yet raised
         self._threads = [_threads(f"shardwise-disk-{number}") for number in range(len(folders))]
         self._stripes = Stripes(self._speeds() if len(folders) > 1 else [1])
         self._ring = Ring(num_buffers, buffer_bytes, make_memory)
 
     @property
     def where(self) -> str:
-        """The folders, for people."""
+        """The folders, as text."""
         return ", ".join(str(folder.path) for folder in self._folders)
 
     @property
@@ -89,9 +89,9 @@ class Disk:
         return [(f.path, n / sum(counts)) for f, n in zip(self._folders, counts, strict=True)]
 
     def file(self, unit: str, num_bytes: int) -> DiskFile:
-        """Return a new file for a unit, all its space reserved.
+        """Return a new file for a unit, with all its space reserved.
 
-        **Raises** StorageError with what is needed and what is free, if the space is not there.
+        **Raises** StorageError with the needed and free bytes, if the space is not there.
         """
         with self._lock:
             self._check()
@@ -100,27 +100,27 @@ class Disk:
         return made
 
     def reserve(self, buffer_bytes: int) -> None:
-        """Let the buffers that are taken from now on have at least so many bytes.
+        """Make the ring's buffers at least ``buffer_bytes`` large, from the next `take` on.
 
-        **Cost** as many new buffers, if they had fewer.
+        **Cost** a new ring, if they were smaller.
         """
         if buffer_bytes > self._ring.buffer_bytes:
             self._ring = Ring(self._ring.num_buffers, buffer_bytes, self._make_memory)
 
     @property
     def has_free(self) -> bool:
-        """Tell whether `take` would not wait."""
+        """Return True if `take` would not wait."""
         return self._ring.num_free > 0
 
     def take(self) -> Buffer:
-        """Return a buffer of the ring as soon as one is free; ``release()`` gives it back.
+        """Wait for a free buffer of the ring and return it; ``release()`` gives it back.
 
-        **State** who holds all buffers and takes another waits for ever.
+        **State** a caller that holds all buffers and takes another deadlocks.
         """
         buffer = self._ring.take()
         try:
             with self._lock:
-                self._check()  # after the wait: a write that failed may have been what it was for
+                self._check()  # after the wait, as the write that held the buffer may have failed
         except BaseException:
             buffer.release()
             raise
@@ -133,12 +133,12 @@ class Disk:
         into: torch.Tensor,
         then: Callable[[], None] | None = None,
     ) -> Transfer:
-        """Begin to fill a tensor from byte ``begin`` of a file; it is not to be used before.
+        """Start reading a tensor from byte ``begin`` of a file; do not use it until then.
 
-        ``into`` is contiguous host memory of any dtype. Memory of the ring, and a place that is a
-        multiple of 4096, go to the disk as they are, all else through a copy. It waits for writes
-        of the same bytes that were started before. ``then``, as a rule ``buffer.release``, is
-        called when it is over, well or not, in another thread; or here, if this call raises.
+        ``into`` is contiguous host memory of any dtype. Memory of the ring is read directly if
+        ``begin`` is a multiple of 4096, all else through a copy. The read waits for earlier writes
+        of the same bytes. ``then``, usually ``buffer.release``, is called when the read ends, even
+        in failure, in another thread; or here, if this call raises.
         """
         return self._start(file, begin, into, False, then)
 
@@ -149,15 +149,15 @@ class Disk:
         data: torch.Tensor,
         then: Callable[[], None] | None = None,
     ) -> Transfer:
-        """Begin to write a tensor to byte ``begin`` of a file; it is not to be changed before.
+        """Start writing a tensor to byte ``begin`` of a file; do not change it until the end.
 
-        As `start_read`; it waits for reads of the same bytes too. Whoever gives ``then`` need not
-        wait: what goes wrong is raised in the next call.
+        As `start_read`, and it waits for earlier reads of the same bytes too. With ``then`` the
+        caller need not wait: a failure is raised in the next call.
         """
         return self._start(file, begin, data, True, then)
 
     def close(self) -> None:
-        """Wait for what is under way, end the threads, give back memory and space."""
+        """Wait for transfers in flight, end the threads, and free memory and space."""
         with self._lock:
             self._is_closed = True
             files = list(self._files)
@@ -194,7 +194,7 @@ class Disk:
         return transfer
 
     def _told(self, unit: str, writes: bool) -> Told | None:
-        """Return what runs a request and tells a recorder of it; None where nobody listens."""
+        """Return a function that runs and records a request; None without a recorder."""
         recorder = self.tracer.recorder
         if recorder is None:
             return None
@@ -208,7 +208,7 @@ class Disk:
         return run
 
     def _check(self) -> None:
-        """Raise what went wrong and nobody was told yet."""
+        """Raise a failure that was not raised yet. **Raises** StateError after `close`."""
         if self._is_closed:
             raise StateError("the disk was closed; no state can be read or written any more")
         self._started = [t for t in self._started if not t.is_over or (t.failed and not t.was_told)]
@@ -217,7 +217,7 @@ class Disk:
                 transfer.wait()
 
     def _speeds(self) -> list[float]:
-        """Return how fast each folder writes over old bytes and reads them, in bytes per second."""
+        """Return each folder's speed of overwriting and reading, in bytes per second."""
         memory = aligned(_TRIAL_BYTES)
         memory[:] = 0
         speeds = []
@@ -233,12 +233,12 @@ class Disk:
                 transfer.wait()
                 times_s.append(time.perf_counter() - begin_s)
             trial.close()
-            speeds.append(2 * _TRIAL_BYTES / sum(times_s[1:]))  # the first write takes the space
+            speeds.append(2 * _TRIAL_BYTES / sum(times_s[1:]))  # the first write allocates
         return speeds
 
 
 def _threads(name: str) -> Executor:
-    """Return the threads of one folder, all of them started: later there may be too many."""
+    """Return the threads of one folder, all started now: later a limit may be reached."""
     threads = ThreadPoolExecutor(_THREADS, name)
     all_started = threading.Barrier(_THREADS, timeout=60)
     for _ in range(_THREADS):
@@ -254,7 +254,7 @@ def _jobs(
     threads: Sequence[Executor],
     told: Told | None = None,
 ) -> list[Job]:
-    """Return one job for each request, on the threads of its folder."""
+    """Return one job per request, on the threads of its folder."""
     jobs: list[Job] = []
     for piece in file.stripes.pieces(begin, begin + memory.nbytes, _REQUEST_BYTES):
         parts = [memory[lo - begin : hi - begin] for lo, hi in piece.ranges]

@@ -1,12 +1,12 @@
-"""Slices in a file: memory for all, and a read past the system's cache before a gather needs them.
+"""Slices in a file: mapped memory, and direct reads ahead of a gather.
 
 Note [Slices are read ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-As the mapped memory of their file slices are read page by page, while whoever asks waits. So what
-the schedule expects next is read into a buffer of the disk's ring, by its threads, while the units
-before it compute, and the gather takes it from there; unless the system still has it in memory,
-where a copy is faster. What was read is taken only if the slices have not changed since. Else, or
-if no buffer was free, the mapped memory is read as ever.
+Slices that are mapped from their file are read page by page, and the reader waits. So the disk's
+threads read the slices that the schedule needs next into a buffer of the ring, while earlier units
+compute, and the gather copies them from there. If the system still has them in its cache, no read
+starts, as a copy is faster. A buffer is used only if the slices have not changed since its read.
+Otherwise, or if no buffer was free, the mapped memory is read.
 """
 
 from contextlib import suppress
@@ -21,11 +21,11 @@ from shardwise.offload.mapped import cached_share, mapped
 from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
 
-_CACHED = 0.9  # of the pages; the rest is quickly read page by page
+_CACHED = 0.9  # share of the pages; the rest is quickly read page by page
 
 
 class FileSlices:
-    """The slices of one storage in a file of a unit: ``mapped`` are all of them, flat, zeros."""
+    """The slices of one storage in a file of a unit; ``mapped`` has all, flat, zero at first."""
 
     def __init__(self, disk: Disk, unit: str, numel: int, dtype: torch.dtype) -> None:
         self._disk = disk
@@ -37,9 +37,9 @@ class FileSlices:
         self._version = -1
 
     def start_read(self, version: int) -> None:
-        """Begin to read the slices of a version, if they are not in memory and there is room."""
+        """Start reading the slices of a version, if they are not cached and a buffer is free."""
         if self._buffer is not None and self._version != version:
-            with suppress(StorageError):  # of what nobody wants any more
+            with suppress(StorageError):  # the old version is not needed
                 self.release()
         is_wanted = self._buffer is None and self._disk.has_free
         if is_wanted and cached_share(self.mapped) < _CACHED:
@@ -54,7 +54,7 @@ class FileSlices:
             self._buffer, self._version = buffer, version
 
     def finish_read(self, version: int) -> None:
-        """Wait for a read of this version. **Raises** StorageError where it has failed."""
+        """Wait for a read of this version. **Raises** StorageError if it has failed."""
         if self._read is not None and self._version == version:
             try:
                 with WAITS.reporting_failures():
@@ -66,13 +66,13 @@ class FileSlices:
             self._read = None
 
     def take(self, version: int) -> torch.Tensor:
-        """Return memory with the slices: what was read ahead, or the file itself."""
+        """Return memory with the slices: the buffer read ahead, or the mapped file."""
         if self._buffer is None or self._version != version:
             return self.mapped
         return self._buffer.memory[: self.mapped.nbytes].view(self.mapped.dtype)
 
     def release(self) -> None:
-        """Give the buffer back, when what was taken is copied, or is not needed."""
+        """Give the buffer back, after the slices are copied or when they are not needed."""
         buffer, read, self._buffer, self._read = self._buffer, self._read, None, None
         try:
             if read is not None:

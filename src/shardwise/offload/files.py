@@ -1,11 +1,10 @@
-"""The files in which the state of one unit rests on one rank, and the seam to the system.
+"""The files that hold one unit's state on one rank, and the system calls for them.
 
 Note [Files without a name]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-State on disk is of one process: after a crash it is of no use to anybody, as parts of it are of one
-step and parts of the next. So the files have no name from the start (O_TMPFILE), or lose it as soon
-as they are open. The system frees their space when the process ends, however it ends: there is
-nothing that a restart could trust, and nothing to clean.
+State on disk belongs to one process. After a crash it is useless: parts are of one step and parts
+of the next. So the files never have a name (O_TMPFILE), or lose it as soon as they are open. The
+system frees their space when the process ends, even in a crash, and a restart has nothing to clean.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _IN_THE_WAY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ERO
 
 
 class System:
-    """What this room asks of the operating system; tests put one that fails in its place.
+    """System calls on files; tests replace it by one that fails.
 
     **Raises** OSError from every call.
     """
 
     def open(self, folder: Path) -> int:
-        """Open a new file, to be read and written; see Note [Files without a name]."""
+        """Open a new file for reading and writing; see Note [Files without a name]."""
         try:
             return os.open(folder, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE | os.O_EXCL, 0o600)
         except OSError as error:
@@ -55,49 +54,49 @@ class System:
         return fd
 
     def reserve(self, fd: int, num_bytes: int) -> None:
-        """Give a file its size and all the space that it will need."""
+        """Set a file's size and reserve its space."""
         if num_bytes:
             os.posix_fallocate(fd, 0, num_bytes)
 
     def go_direct(self, fd: int) -> None:
-        """Let reads and writes pass the system's cache by."""
+        """Make reads and writes bypass the system's cache."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
     def read(self, fd: int, at: int, into: Sequence[Any]) -> int:
-        """Read from a place of a file into arrays of uint8; return how many bytes."""
+        """Read from offset ``at`` of a file into arrays of uint8; return the number of bytes."""
         return os.preadv(fd, into, at)
 
     def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
-        """Write arrays of uint8 to a place of a file; return how many bytes."""
+        """Write arrays of uint8 to offset ``at`` of a file; return the number of bytes."""
         return os.pwritev(fd, data, at)
 
     def drop_cache(self, fd: int, at: int, num_bytes: int) -> None:
-        """Return when these bytes are on the disk, and not in the system's cache."""
+        """Wait until these bytes are on the disk, and drop them from the system's cache."""
         os.fdatasync(fd)
         os.posix_fadvise(fd, at, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def free_bytes(self, folder: Path) -> int:
-        """Return how many bytes this user may still write there."""
+        """Return how many bytes this user can still write there."""
         status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
 
     def close(self, fd: int) -> None:
-        """Close a file; its space is free again."""
+        """Close a file and free its space."""
         os.close(fd)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that the user named, and whether files there are written past the cache."""
+    """A folder named by the user; ``is_direct`` if its files bypass the system's cache."""
 
     path: Path
     is_direct: bool
 
 
 def examine(path: Path, rank: int, system: System) -> Folder:
-    """Return a folder, and find out by a write and a read what it can.
+    """Try direct I/O in a folder by a write and a read; return the folder.
 
-    **Raises** ConfigError if there is no such folder, or nothing may be written there.
+    **Raises** ConfigError if the folder does not exist or is not writable.
     """
     try:
         fd = system.open(path)
@@ -125,12 +124,12 @@ def examine(path: Path, rank: int, system: System) -> Folder:
 
 
 class DiskFile:
-    """Where ``num_bytes`` of one unit rest: a file without a name in each folder, read as one.
+    """``num_bytes`` of one unit's state: an unnamed file in each folder, read as one.
 
-    Its space is reserved at once, and freed by `close` or with the last reference. Read and
-    written by the threads of `Disk`; ``transfers`` keeps their order.
+    Its space is reserved at once, and freed by `close` or with the last reference. The threads of
+    `Disk` read and write it; ``transfers`` keeps their order.
 
-    **Raises** StorageError where the space is not there, or anything else goes wrong.
+    **Raises** StorageError if the space is not there, or if the system fails otherwise.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class DiskFile:
         with self._named(folder, f"reserving {format_bytes(num_bytes)}"):
             free_bytes = self._system.free_bytes(folder.path)
             why = "" if num_bytes <= free_bytes else os.strerror(errno.ENOSPC)
-            if not why:  # to reserve more than there is would fill the disk for a moment
+            if not why:  # reserving more than is free would fill the disk for a moment
                 self._fds.append(self._system.open(folder.path))
                 try:
                     self._system.reserve(self._fds[-1], num_bytes)
@@ -181,11 +180,11 @@ class DiskFile:
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes of the file in whole blocks."""
+        """The file's size in bytes, rounded up to whole blocks."""
         return align(self.num_bytes)
 
     def extents(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield where the bytes lie: [begin, end) in the descriptor's file from a place on."""
+        """Yield (begin, end, descriptor, offset) for each range of the bytes."""
         for piece in self.stripes.pieces(0, self.mapped_bytes, _NO_LIMIT):
             at = piece.at
             for begin, end in piece.ranges:
@@ -193,12 +192,12 @@ class DiskFile:
                 at += end - begin
 
     def close(self) -> None:
-        """Wait for what is under way and give the space back. Closing twice is harmless."""
-        self.transfers.join()  # the number of a closed file may be another file's next
+        """Wait for transfers in flight and free the space. Closing twice is harmless."""
+        self.transfers.join()  # a closed file's descriptor may be reused for another file
         self._close()
 
     def read(self, piece: Piece, into: Sequence[Bytes]) -> None:
-        """Fill memory with a piece; it takes a detour through memory of its own unless aligned.
+        """Read a piece into memory, through a temporary buffer unless the memory is aligned.
 
         **Raises** StorageError.
         """
@@ -212,7 +211,7 @@ class DiskFile:
                 before += part.nbytes
 
     def write(self, piece: Piece, data: Sequence[Bytes]) -> None:
-        """Write a piece from memory; what its first and last block hold beside it is kept.
+        """Write a piece from memory; other bytes of its first and last block are kept.
 
         **Raises** StorageError.
         """
@@ -238,11 +237,11 @@ class DiskFile:
         at: int,
         parts: Sequence[Bytes],
     ) -> None:
-        """Repeat a call until all is read or written, which it may do in parts."""
+        """Repeat a call until all bytes are read or written."""
         begin, rest = at, list(parts)
         while rest:
             done = call(self._fds[folder], at, rest)
-            done -= done % ALIGNMENT  # whole blocks, as the rest must begin at one again
+            done -= done % ALIGNMENT  # whole blocks, as the rest must begin at a block
             if not done:
                 raise OSError(errno.EIO, "the file system did not go on")
             at += done
@@ -276,7 +275,7 @@ def _is_aligned(at: int, parts: Sequence[Bytes]) -> bool:
 
 
 def _blocks_around(piece: Piece) -> tuple[int, Bytes]:
-    """Return memory for the blocks that hold a piece, and where in it the piece begins."""
+    """Return the piece's offset in its first block, and memory for its blocks."""
     before = piece.at % ALIGNMENT
     return before, aligned(align(before + piece.num_bytes))
 
@@ -293,5 +292,5 @@ def _failure(error: Exception, who: str, doing: str) -> StorageError:
 
 def _close_all(system: System, fds: list[int]) -> None:
     while fds:
-        with suppress(OSError):  # nothing in it is wanted any more
+        with suppress(OSError):  # the contents are not needed
             system.close(fds.pop())

@@ -1,14 +1,13 @@
-"""Slices that live on the host: they are fetched for a gather, and means of gradients go back.
+"""Slices that live on the host, fetched for a gather; gradient means are evicted to the host.
 
 Note [Shards at home on the host]
-With a home the slices live there (page-locked, unless told otherwise, where the device is an
-accelerator), and with them ``p.grad``, the optimizer's state and its step; the full copies stay on
-the device. A gather fetches this rank's share into its place in the full buffer and gathers in
-place, and the means of the gradients are evicted before they become ``p.grad``. Neither blocks:
-what is fetched runs beside what is computed, and the gather follows it on its stream. The *host*
-waits for both, as it is the host that writes the slices and reads the means: a fetch before the
-full parameters are used, so that slices may be written whenever a unit is FULL or SHARDED, an
-eviction before ``p.grad`` is set.
+With a home, the slices live there (page-locked by default if the device is an accelerator), with
+``p.grad``, the optimizer's state and its step. The full copies stay on the device. A gather fetches
+this rank's slice into its place in the full buffer and gathers in place. The means of the gradients
+are evicted before they become ``p.grad``. Neither blocks: a fetch overlaps computation, and the
+gather follows it on its stream. The *host* waits for both, since the host writes the slices and
+reads the means. It waits for a fetch before the full parameters are used, so that slices may be
+written whenever a unit is FULL or SHARDED, and for an eviction before ``p.grad`` is set.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from shardwise.unit.home import Room
 
 @dataclass(frozen=True)
 class Files:
-    """The disks of what rests in files, by kind of state; None for what does not."""
+    """The disk of each kind of state; None if that state is not in files."""
 
     params: Disk | None = None
     grads: Disk | None = None
@@ -45,9 +44,9 @@ class Files:
 
     @classmethod
     def open(cls, offload: Offload, device: torch.device) -> "Files":
-        """Open the folders that are to have state. **Raises** ConfigError if one has no room.
+        """Open the folders of an `Offload`. **Raises** ConfigError for an unusable folder.
 
-        Slices have a disk of their own, whose buffers a step never waits for.
+        Slices have a separate disk, so that a step never waits for its buffers.
         """
         rank, cpu = dist.get_rank() if dist.is_initialized() else 0, torch.device("cpu")
 
@@ -67,10 +66,10 @@ NO_FILES = Files()
 
 @dataclass(frozen=True)
 class Home:
-    """Where slices live (``place``), and how they travel to the ``device`` and back.
+    """Place of a unit's slices (``place``), and their transfers to the ``device`` and back.
 
-    ``leaves_copy``: gathers read a copy in the computing dtype that stays on the device, and that
-    is fetched once after each step.
+    ``leaves_copy``: gathers read a copy in the computing dtype, which stays on the device and is
+    fetched once after each step.
     """
 
     place: torch.device
@@ -82,7 +81,7 @@ class Home:
     files: Files = NO_FILES
     unit: str = ""
     slab: Slab | None = None
-    tracer: Tracer = field(default_factory=Tracer)  # told of copies
+    tracer: Tracer = field(default_factory=Tracer)  # receives copies
     slices_in_files: list[FileSlices] = field(default_factory=list)  # reserved for its storages
 
     def __str__(self) -> str:
@@ -96,12 +95,12 @@ class Home:
         return ", ".join([*said, "steps: device"] if self.steps_on_device else said)
 
     def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory that is a file's, zeros; see Note [Two ways to one file]."""
+        """Return zeros that are mapped from a new file; see Note [Two ways to one file]."""
         with WAITS.reporting_failures():
             return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
     def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory at home for as long as the model is there: zeros."""
+        """Return zeros at home that last as long as the model."""
         if self.slab is None:
             return self.memory(numel, dtype).zero_()
         return self.slab.take(numel, dtype)
@@ -117,8 +116,8 @@ class Home:
     ) -> Pending:
         """Start copying slices to their places on the device.
 
-        **Cost** where dtypes differ a buffer in that of the slices, cast on the device: torch would
-        cast on the host, and block.
+        **Cost** if dtypes differ, a device buffer in the slices' dtype, which is cast there: torch
+        would cast on the host, and block.
         """
         stream = self.time.fetch_stream
         num_bytes = sum(source.nbytes for source in slices)
@@ -137,7 +136,7 @@ class Home:
     def start_evict(
         self, values: torch.Tensor, dtype: torch.dtype, to: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:
-        """Start copying flat values home, cast on the device; return where they will be."""
+        """Start copying flat values home, cast on the device; return their memory there."""
         stream = self.time.evict_stream
         if to is not None:
             brought = to
@@ -151,30 +150,30 @@ class Home:
             return brought, Pending.of_copies(stream.record(), keep=values)
 
     def take_slices_in_file(self) -> FileSlices:
-        """Return what was reserved in files for the unit's next storage."""
+        """Return the file slices reserved for the unit's next storage."""
         return self.slices_in_files.pop(0)
 
     def over(self, time: DeviceTime) -> "Home":
-        """Return the home of a copy of the unit, whose memory is its own."""
+        """Return the home of a copy of the unit, with separate memory."""
         return replace(self, time=time, slab=None)
 
     def after_fetch(self) -> AbstractContextManager[None]:
-        """Enqueue inside what needs the slices on the device: it follows fetches under way."""
+        """Return a context in which enqueued work follows fetches in flight."""
         return follow_current(self.time, self.time.fetch_stream)
 
 
 class OffloadHomes:
-    """The homes of one model's units: its files, and one slab of host memory."""
+    """The homes of one model's units: files, and one slab of host memory."""
 
     def __init__(self, offload: Offload, device: torch.device) -> None:
-        """Open the files. **Raises** ConfigError for folders that cannot have them."""
+        """Open the files. **Raises** ConfigError for unusable folders."""
         self._offload = offload
         self._files = Files.open(offload, device)
         self._slab: Slab | None = None
         self._in_files: dict[str, list[FileSlices]] = {}  # by unit, in the order of its storages
 
     def reserve(self, rooms: Sequence[Room], time: DeviceTime) -> None:
-        """Take the host memory and the space in files that storages need. Nothing is sent.
+        """Reserve the host memory and file space of all storages, without communication.
 
         **Raises** StorageError, with nothing changed, if they are not there.
         """
@@ -197,7 +196,7 @@ class OffloadHomes:
             ) from error
 
     def home_of(self, unit: str, device: torch.device, time: DeviceTime, tracer: Tracer) -> Home:
-        """Return the home of a unit; the tracer hears of its copies, reads and writes."""
+        """Return the home of a unit; the tracer receives its copies, reads and writes."""
         for disk in (self._files.params, self._files.grads, self._files.optimizer):
             if disk is not None:
                 disk.tracer = tracer

@@ -1,12 +1,11 @@
-"""A few buffers on the device that state on the host passes: brought, worked on, taken back.
+"""Device buffers through which state on the host is stepped: fetch, step, evict.
 
 Note [Through the device and back]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Three streams take turns with the buffers: while one load is worked on, the next one comes and the
-one before goes back, so a link carries both ways at once. The caller only enqueues: a buffer is
-filled again once what was in it has left, and that is for the streams to wait for. They are the
-lane's own, as the slices that a forward pass fetches must not queue behind a whole optimizer's
-state.
+Three streams take turns with the buffers: while one load is stepped, the next one is fetched and
+the previous one is evicted, so the link carries both directions at once. The caller only enqueues.
+A buffer is refilled when its contents are evicted; the streams wait for that. The streams belong to
+the lane, so that the slices a forward pass fetches do not queue behind an optimizer's whole state.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from shardwise.device import DeviceTime, Event
 from shardwise.homes import LOADS
 from shardwise.offload.loads import room_of
 
-Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # what is on the device, and where it goes
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (device tensor, destination)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Tensors on the host that are worked on together on the device.
+    """Tensors on the host that are stepped together on the device.
 
-    ``work`` gets them there, in the same order, and returns what is to be copied back, and where
-    to. It runs on the lane's stream, and should not wait for the device. What goes back goes to
-    memory that the caller keeps until it is there.
+    ``work`` receives their device copies, in the same order, and returns the copies back. It runs
+    on the lane's stream, and should not wait for the device. The caller keeps the destination
+    memory alive until the copies are done.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -39,12 +38,12 @@ class Load:
 @dataclass
 class _Buffer:
     memory: torch.Tensor
-    left: Event | None = None  # when all that was in it has gone back
-    kept: Sequence[torch.Tensor] = ()  # what goes back, until then
+    left: Event | None = None  # all contents are evicted
+    kept: Sequence[torch.Tensor] = ()  # sources of the evictions, until then
 
 
 class Lane:
-    """Buffers of one device, made when they are first needed, as large as the largest load.
+    """Buffers of one device, made on first use, as large as the largest load.
 
     **Cost** 3 x the bytes of the largest load on the device. It is used by one thread at a time.
     """
@@ -62,17 +61,17 @@ class Lane:
         return sum(buffer.memory.numel() for buffer in self._buffers)
 
     def follow(self, event: Event) -> None:
-        """Let what is worked on, and taken back, from now on follow an event."""
+        """Make later work and evictions wait for an event."""
         self._working.wait(event)
         self._evicting.wait(event)
 
     def run(self, load: Load) -> Event:
-        """Bring a load, work on it and take it back; return the moment at which it is there."""
+        """Enqueue a load's fetch, work and evictions; return the event of its arrival."""
         sizes = [room_of(tensor.nbytes) for tensor in load.tensors]
         buffer = self._next(sum(sizes))
         brought = self._bring(load.tensors, buffer.memory[: sum(sizes)].split(sizes), buffer.left)
         self._working.wait(self._fetching.record())
-        buffer.kept = ()  # memory of this stream, which now follows what has used it
+        buffer.kept = ()  # memory of this stream, which now follows its last use
         with self._working.use():
             copies = load.work(brought)
         buffer.kept = [source for source, _ in copies]
@@ -102,14 +101,14 @@ class Lane:
         return self._evicting.record()
 
     def _next(self, num_bytes: int) -> _Buffer:
-        """Return the buffer whose turn it is, with room for so many bytes."""
+        """Return the next buffer in turn, with room for ``num_bytes``."""
         turn = self._num_loads % LOADS
         if turn == len(self._buffers):
             self._buffers.append(_Buffer(self._memory(num_bytes)))
         buffer = self._buffers[turn]
         if buffer.memory.numel() < num_bytes:
             if buffer.left is not None:
-                self._fetching.wait(buffer.left)  # the stream that it was made on
+                self._fetching.wait(buffer.left)  # the stream that allocated it
             buffer.memory = self._memory(num_bytes)
         self._num_loads += 1
         return buffer

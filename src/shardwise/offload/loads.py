@@ -1,26 +1,26 @@
-"""Integers: what passes the device together in a step that is taken there."""
+"""Integers: how a step on the device is cut into loads."""
 
 from collections.abc import Iterator, Sequence
 
 from shardwise.homes import LOAD_BYTES
 
-MULTIPLE = 1 << 12  # elements: more than any kernel works on at once, so no rounding depends on it
-_ALIGNMENT = 256  # bytes; as the allocators of accelerators have it
+MULTIPLE = 1 << 12  # elements; above any kernel's vector, so that no rounding depends on it
+_ALIGNMENT = 256  # bytes; that of accelerators' allocators
 
 
 def room_of(num_bytes: int) -> int:
-    """Return what a tensor takes of a buffer on the device."""
+    """Return the bytes that a tensor takes in a buffer on the device."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def cut(
     rows: Sequence[tuple[int, int, int]], multiple: int, num_bytes: int = LOAD_BYTES
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield, for each load, its (row, lo, hi): elements [lo, hi) of a row, in the rows' order.
+    """Yield each load as a list of (row, lo, hi): elements [lo, hi) of a row, in the rows' order.
 
-    ``rows`` are (elements, bytes of each, the number that the first one has); where a row is cut,
-    the number of the element is a ``multiple``. A load has about ``num_bytes`` at most. Each row
-    is in a load, also one without elements.
+    ``rows`` are (elements, bytes per element, number of the first element). Rows are cut at element
+    numbers that are multiples of ``multiple``. A load has about ``num_bytes`` at most. Every row is
+    in a load, also a row without elements.
     """
     load: list[tuple[int, int, int]] = []
     room = num_bytes

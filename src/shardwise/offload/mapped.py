@@ -1,12 +1,12 @@
-"""A unit's file as memory: what reads and writes it elsewhere goes through the system's cache.
+"""A unit's file as mapped memory, read and written through the system's cache.
 
 Note [Two ways to one file]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A step reads and writes whole files past the cache, through buffers, as fast as the disk is. All
-others (checkpoints, ``state_dict()``, a user who looks) see tensors whose memory is the file,
-mapped: the system brings the pages that are touched and takes them away again when memory is short.
-Linux keeps the two alike: a direct read first writes back changed pages, a direct write drops those
-that are cached (linux/mm/filemap.c, ``kiocb_write_and_wait`` and ``kiocb_invalidate_pages``).
+A step reads and writes whole files through buffers, bypassing the cache, at the disk's speed. All
+other readers (checkpoints, ``state_dict()``, user code) see tensors mapped from the file: the
+system loads the pages that are touched and evicts them when memory is short. Linux keeps the two
+consistent: a direct read first writes back changed pages, and a direct write drops cached ones
+(linux/mm/filemap.c, ``kiocb_write_and_wait`` and ``kiocb_invalidate_pages``).
 """
 
 import ctypes
@@ -24,13 +24,13 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def mapped(file: DiskFile) -> torch.Tensor:
-    """Return memory that is the file's: uint8 [num_bytes], on the CPU.
+    """Map a file into memory: uint8 [num_bytes], on the CPU.
 
-    It stays valid when the file is closed, and keeps its space until nobody refers to it.
+    The memory stays valid when the file is closed, and its last reference frees the space.
 
-    **Raises** StorageError where the system refuses.
+    **Raises** StorageError if the system refuses.
     """
-    region = mmap.mmap(-1, max(file.mapped_bytes, 1))  # the addresses; the file's pages come over
+    region = mmap.mmap(-1, max(file.mapped_bytes, 1))  # addresses; file pages replace its pages
     base = ctypes.addressof(ctypes.c_char.from_buffer(region))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -45,7 +45,7 @@ def mapped(file: DiskFile) -> torch.Tensor:
 
 
 def cached_share(memory: torch.Tensor) -> float:
-    """Return which share of mapped memory the system has in its cache now, 0 to 1 (mincore(2))."""
+    """Return the share of mapped memory that is in the system's cache, 0 to 1 (mincore(2))."""
     num_pages = -(-memory.nbytes // mmap.PAGESIZE)
     if not num_pages:
         return 1.0
@@ -53,5 +53,5 @@ def cached_share(memory: torch.Tensor) -> float:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
     if libc.mincore(memory.data_ptr(), memory.nbytes, pages.data_ptr()):
-        return 1.0  # not known; a read ahead is not needed for anything to be right
+        return 1.0  # unknown; results do not depend on reading ahead
     return float(pages.bitwise_and(1).sum() / num_pages)

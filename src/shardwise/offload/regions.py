@@ -1,9 +1,9 @@
-"""Integers: where the tensors of one unit lie in its file."""
+"""Integers: offsets of one unit's tensors in its file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 4096  # of places in files, byte counts and memory, as O_DIRECT asks for
+ALIGNMENT = 4096  # of file offsets, byte counts and memory, as O_DIRECT requires
 
 
 def align(num_bytes: int) -> int:
@@ -13,10 +13,10 @@ def align(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Regions:
-    """Bytes [begins[i], begins[i] + sizes[i]) of a unit's file are those of its tensor i.
+    """Bytes [begins[i], begins[i] + sizes[i]) of a unit's file hold its tensor i.
 
-    Each begins at a multiple of `ALIGNMENT`, and so does what follows the last one: the tensors
-    of a unit are one range of ``num_bytes``, which is read or written at once.
+    Each begins at a multiple of `ALIGNMENT`, and ``num_bytes`` is one too. The tensors of a unit
+    are one range of ``num_bytes``, which is read or written at once.
     """
 
     begins: tuple[int, ...]
@@ -25,7 +25,7 @@ class Regions:
 
 
 def regions_of(sizes: Sequence[int]) -> Regions:
-    """Return where tensors of so many bytes lie, in their order."""
+    """Return the regions of tensors with these sizes in bytes, in order."""
     begins, end = [], 0
     for num_bytes in sizes:
         begins.append(end)

@@ -1,6 +1,6 @@
-"""A fixed number of buffers in host memory, which all bytes from and to the disk pass.
+"""A fixed number of host buffers for all transfers from and to the disk.
 
-Who needs one waits until one is free: so memory is bounded, and so is what is under way.
+A caller waits until a buffer is free, so memory and transfers in flight are bounded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shardwise.offload.regions import ALIGNMENT, align
 
 
 class Buffer:
-    """One buffer that was taken: ``memory``, uint8 [buffer_bytes], aligned for O_DIRECT."""
+    """A buffer in use: ``memory``, uint8 [buffer_bytes], aligned for O_DIRECT."""
 
     def __init__(self, ring: Ring, memory: torch.Tensor) -> None:
         self.memory = memory
         self._ring: Ring | None = ring
 
     def release(self) -> None:
-        """Let others take the memory. Releasing twice is harmless."""
+        """Return the memory to the ring. Releasing twice is harmless."""
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.put(self.memory)
@@ -34,7 +34,7 @@ class Ring:
     def __init__(
         self, num_buffers: int, buffer_bytes: int, make_memory: Callable[[int], torch.Tensor]
     ) -> None:
-        # One by one: page-locked memory comes in powers of two, so a sum of them may cost twice.
+        # One by one: page-locked memory comes in powers of two, so one block may cost double.
         self._free = [_aligned(align(buffer_bytes), make_memory) for _ in range(num_buffers)]
         self.num_buffers = num_buffers
         self.buffer_bytes = align(buffer_bytes)
@@ -43,11 +43,11 @@ class Ring:
 
     @property
     def num_free(self) -> int:
-        """How many buffers nobody has."""
+        """Number of free buffers."""
         return len(self._free)
 
     def take(self) -> Buffer:
-        """Return a buffer as soon as one is free. **Raises** StateError when closed."""
+        """Wait for a free buffer and return it. **Raises** StateError when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._is_closed)
             if self._is_closed:
@@ -55,13 +55,13 @@ class Ring:
             return Buffer(self, self._free.pop())
 
     def put(self, memory: torch.Tensor) -> None:
-        """Take back what a `Buffer` had."""
+        """Take back the memory of a `Buffer`."""
         with self._changed:
             self._free.append(memory)
             self._changed.notify()
 
     def close(self) -> None:
-        """Give the memory back; who waits for a buffer is told so."""
+        """Free the memory; a pending `take` raises."""
         with self._changed:
             self._is_closed = True
             self._free.clear()

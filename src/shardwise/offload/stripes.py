@@ -1,8 +1,8 @@
-"""Integers: how the bytes of a unit are dealt over several folders, by the folders' speeds.
+"""Integers: distribution of a unit's bytes over several folders, by the folders' speeds.
 
-The bytes are cut into stripes, and the stripes are dealt in rounds: in each round a folder gets as
-many as its speed says, spread over the round, and appends them to its own file. So any range of the
-unit is one range of each folder's file, and all folders work on it at once.
+The bytes are cut into stripes, which are dealt in rounds. In each round a folder gets a number of
+stripes by its speed, spread over the round, and appends them to its file. So any range of the unit
+is one range of each folder's file, and all folders work on it at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ _ROUND = 64  # stripes; a share is a multiple of 1/64
 
 @dataclass(frozen=True)
 class Piece:
-    """``num_bytes`` from ``at`` of the file in folder number ``folder``.
+    """``num_bytes`` at offset ``at`` of the file in folder number ``folder``.
 
-    They are those of ``ranges`` of the unit, [begin, end) each, one after the other.
+    They hold the unit's ``ranges``, [begin, end) each, one after another.
     """
 
     folder: int
@@ -28,7 +28,7 @@ class Piece:
 
 
 class Stripes:
-    """Deals bytes over folders. ``speeds``: of each folder, in any unit, above 0."""
+    """Deals bytes over folders. ``speeds``: one per folder, in any unit, above 0."""
 
     def __init__(self, speeds: Sequence[float], stripe_bytes: int = STRIPE_BYTES) -> None:
         assert stripe_bytes % ALIGNMENT == 0
@@ -64,21 +64,21 @@ class Stripes:
             yield Piece(folder, first, num_bytes, tuple(ranges))
 
     def part_bytes(self, num_bytes: int) -> list[int]:
-        """Return how many of the first ``num_bytes`` bytes are each folder's."""
+        """Return how many of the first ``num_bytes`` bytes each folder has."""
         sizes = [0] * len(self.counts)
         for piece in self.pieces(0, num_bytes, self._bytes):
             sizes[piece.folder] += piece.num_bytes
         return sizes
 
     def _place(self, stripe: int) -> tuple[int, int]:
-        """Return a stripe's folder, and where it begins in the folder's file."""
+        """Return a stripe's folder and its offset in the folder's file."""
         rounds, turn = divmod(stripe, len(self._folders))
         folder = self._folders[turn]
         return folder, (rounds * self.counts[folder] + self._places[turn]) * self._bytes
 
 
 def _counts(speeds: Sequence[float]) -> list[int]:
-    """Return how many stripes of a round each folder gets, at least one."""
+    """Return the number of stripes per round of each folder, at least one."""
     if len(speeds) == 1:
         return [1]
     total = sum(speeds)

@@ -1,8 +1,8 @@
-"""Reads and writes under way: how they are waited for, and their order within one file.
+"""Reads and writes in flight, and their order within one file.
 
-Those of one file that touch the same blocks, one of them a write, run in the order in which they
-were started; all others run at once. A write that failed fails all that is asked of its file later:
-what is there now may be of an older step.
+Two transfers of one file that touch the same blocks, one of them a write, run in the order in which
+they were started; all others run at once. After a failed write, all later transfers of its file
+fail, because its contents may be of an older step.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Job = tuple[Executor, Callable[[], None]]
 
 
 class Transfer:
-    """Bytes [begin, end) of a file on their way from or to memory, which is not to be touched.
+    """A transfer of bytes [begin, end) of a file from or to memory; do not touch that memory.
 
-    ``then`` is called when it is over, well or not, by whichever thread ends it.
+    ``then`` is called when the transfer ends, even in failure, in the thread that ends it.
     """
 
     def __init__(self, begin: int, end: int, writes: bool, then: Callable[[], None] | None) -> None:
         self.was_told = False
         self._begin = begin
-        self._end = align(end)  # so that those with a block in common overlap
+        self._end = align(end)  # so that transfers with a common block overlap
         self._writes = writes
         self._then = then
         self._over = threading.Event()
         self._error: BaseException | None = None
-        # The rest is guarded by the lock of the file's `Transfers`.
+        # The lock of the file's `Transfers` guards the rest.
         self._jobs: Sequence[Job] = ()
         self._jobs_left = 0
         self._waits_for = 0
@@ -40,33 +40,33 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Return True if the transfer has ended, even in failure."""
         return self._over.is_set()
 
     @property
     def failed(self) -> bool:
-        """Tell whether it has ended, and not well."""
+        """Return True if the transfer has ended in failure."""
         return self.is_over and self._error is not None
 
     def join(self) -> None:
-        """Return when it is over, well or not."""
+        """Wait for the end, even in failure."""
         self._over.wait()
 
     def wait(self) -> None:
-        """Return when all bytes are where they should be. **Raises** StorageError every time."""
+        """Wait for the end. **Raises** StorageError if it failed, in every call."""
         self._over.wait()
         self.was_told = True
         if self._error is not None:
             raise StorageError(str(self._error) or repr(self._error)) from self._error
 
     def conflicts_with(self, other: Transfer) -> bool:
-        """Tell whether the order of the two makes a difference."""
+        """Return True if the two must run in order."""
         overlap = self._begin < other._end and other._begin < self._end
         return overlap and (self._writes or other._writes)
 
 
 class Transfers:
-    """Those of one file."""
+    """The transfers of one file."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Transfers:
         self._failed_write: BaseException | None = None
 
     def start(self, transfer: Transfer, jobs: Sequence[Job]) -> None:
-        """Run jobs on their executors as soon as nothing is in their way."""
+        """Run a transfer's jobs on their executors, after earlier transfers in conflict."""
         with self._lock:
             before = [other for other in self._under_way if other.conflicts_with(transfer)]
             for other in before:
@@ -87,11 +87,11 @@ class Transfers:
 
     @property
     def failed(self) -> bool:
-        """Tell whether a write has failed, so that nothing more can be asked of the file."""
+        """Return True if a write has failed, which makes the file unusable."""
         return self._failed_write is not None
 
     def join(self) -> None:
-        """Return when none is under way."""
+        """Wait until no transfer is in flight."""
         while True:
             with self._lock:
                 under_way = list(self._under_way)
@@ -114,7 +114,7 @@ class Transfers:
         try:
             if error is None:
                 job()
-        except BaseException as raised:  # kept for those who wait
+        except BaseException as raised:  # kept for `wait`
             error = raised
         self._job_ended(transfer, error)
 
@@ -137,7 +137,7 @@ class Transfers:
         with self._lock:
             transfer._over.set()
             self._under_way.remove(transfer)
-            followers, transfer._followers = transfer._followers, []  # who keeps one keeps no more
+            followers, transfer._followers = transfer._followers, []  # a kept one keeps no other
             for other in followers:
                 other._waits_for -= 1
             ready = [other for other in followers if not other._waits_for]

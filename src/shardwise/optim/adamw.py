@@ -1,12 +1,12 @@
-"""AdamW whose moments rest in fp32, in bf16 or in 8 bits, on sharded and on plain parameters.
+"""AdamW with moments in fp32, bf16 or 8 bits, for sharded and plain parameters.
 
 Note [What others see of the state]
-In `state` moments are as the step wants them: ``exp_avg`` and ``exp_avg_sq`` cut like the parameter
-where they are values, and ``exp_avg_codes``, ``exp_avg_scales`` and so on, this rank's alone, where
-they are codes. Whoever takes the state elsewhere (`state_dict`, a checkpoint, `shard(optimizer=)`)
-gets ``step``, ``exp_avg`` and ``exp_avg_sq`` of torch's AdamW, decoded. What comes back is brought
-into the form of its group before the next step, so state of ``torch.optim.AdamW`` may come, too,
-and a group may be given other ``moments`` between two steps.
+`state` has the moments in the form that the step uses: values as ``exp_avg`` and ``exp_avg_sq``,
+sharded like the parameter, or this rank's codes as ``exp_avg_codes``, ``exp_avg_scales`` and so on.
+Exports of the state (`state_dict`, a checkpoint, `shard(optimizer=)`) have ``step``, ``exp_avg``
+and ``exp_avg_sq`` of torch's AdamW, decoded. Loaded state is converted to its group's form before
+the next step. So state of ``torch.optim.AdamW`` can be loaded, and a group's ``moments`` may change
+between two steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,12 +29,12 @@ _ENDINGS = (*AsTheyAre.endings, *InBlocks.endings)
 
 
 class AdamW(torch.optim.Optimizer):
-    """Take AdamW's steps with moments in fp32, bf16 or 8 bits.
+    """AdamW with moments in fp32, bf16 or 8 bits.
 
-    ``moments`` of ``"fp32"`` are torch's, with the bits of ``torch.optim.AdamW(fused=True)`` on
-    float32 parameters. ``"bf16"`` rounds by chance, the same in every run. ``"8bit"`` has a float32
-    scale for each ``block`` elements; resumed on another number of ranks they are quantised anew.
-    Both may differ from group to group. Arithmetic is in float32 (float64 for such parameters).
+    ``moments="fp32"`` is torch's; float32 parameters are bit-identical to those of
+    ``torch.optim.AdamW(fused=True)``. ``"bf16"`` rounds stochastically, the same in every run.
+    ``"8bit"`` has a float32 scale per ``block`` elements; a resume on another number of ranks
+    quantises again. Groups may differ in both. Arithmetic is in float32, or in float64 for float64.
 
     **State** bytes per element of a rank: 8, 4, or 2 + 8 / block; and 4 per parameter.
 
@@ -65,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with settings of its own. **Raises** ConfigError for wrong ones."""
+        """Add a group with its settings. **Raises** ConfigError for settings out of range."""
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
@@ -75,10 +75,10 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return what ``closure`` does.
+        """Update every parameter that has a gradient; return the result of ``closure``.
 
-        **Cost** nothing is sent. **Raises** ConfigError for sparse gradients and for parameters
-        that are no plain real numbers.
+        **Cost** no communication. **Raises** ConfigError for sparse gradients and for parameters
+        other than plain real numbers.
         """
         loss = None
         if closure is not None:
@@ -88,9 +88,9 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def part_of_step(self, params: Iterable[torch.Tensor]) -> PartOfStep:
-        """Return the step of some parameters, with gradients and settings as they are now.
+        """Return the step of some parameters, with their present gradients and settings.
 
-        It is called once, on whatever thread. **Raises** ConfigError as `step` does.
+        Call the result once, on any thread. **Raises** ConfigError as `step` does.
         """
         wanted, todo = set(params), []
         for group in self.param_groups:
@@ -100,19 +100,19 @@ class AdamW(torch.optim.Optimizer):
             work = [self._ready(param, kind, mine) for param, mine in slices]
             todo.append((work, kind, _settings(group)))
 
-        return PartOfStep(todo)  # nothing changes before all is known to be right
+        return PartOfStep(todo)  # all checks come before the first change
 
     def bytes_to_come(self, param: torch.Tensor) -> list[int]:
-        """Return the bytes of each tensor that a first step makes for a parameter."""
+        """Return the bytes of each tensor that a parameter's first step creates."""
         group = next(g for g in self.param_groups if any(param is p for p in g["params"]))
         kind, local = kind_of(group["moments"], group["block"]), local_of(param)
         made = kind.empty(place_of(param), torch.empty_like(local, device="meta"))
         return [tensor.nbytes for tensor in made.values()] * len(MOMENTS)
 
     def saved_state(self, param: torch.Tensor) -> dict[str, Any]:
-        """Return a parameter's state as torch's AdamW has it: moments that are codes, decoded.
+        """Return a parameter's state in the form of torch's AdamW, with codes decoded.
 
-        **Cost** 8 bytes for each of this rank's elements, where they are codes.
+        **Cost** 8 bytes for each of this rank's elements, if moments are codes.
         """
         state: dict[str, Any] = self.state.get(param, {})
         of_moments = {name + end for name in MOMENTS for end in _ENDINGS}
@@ -120,9 +120,9 @@ class AdamW(torch.optim.Optimizer):
         return others | {name: _values(param, state, name) for name in _names(state)}
 
     def loaded_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a group takes of a saved one's settings: not how its moments are kept.
+        """Return the settings that a group takes from a saved group: not the form of its moments.
 
-        **Raises** ConfigError where the steps were others (``amsgrad``, ``maximize``).
+        **Raises** ConfigError for settings that change the step (``amsgrad``, ``maximize``).
         """
         for name in _REFUSED:
             if settings.get(name):
@@ -133,7 +133,7 @@ class AdamW(torch.optim.Optimizer):
         return {k: v for k, v in settings.items() if k not in (*ARGUMENTS, *_IGNORED)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with decoded moments, which torch's AdamW can load too."""
+        """Return the state with decoded moments, as torch's AdamW can load it."""
         found = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         found["state"] = {
@@ -144,13 +144,13 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict`, or that of torch's AdamW, has returned.
+        """Load a state dict of this class or of torch's AdamW.
 
-        How moments are kept is decided here, not there. **Raises** ConfigError as
+        The form of moments stays that of this optimizer's groups. **Raises** ConfigError as
         `loaded_settings` does.
         """
         groups = state_dict["param_groups"]
-        if len(groups) == len(self.param_groups):  # torch says what is wrong otherwise
+        if len(groups) == len(self.param_groups):  # otherwise torch raises below
             groups = [
                 {**self.loaded_settings(theirs), **{name: ours[name] for name in ARGUMENTS}}
                 for theirs, ours in zip(groups, self.param_groups, strict=True)
@@ -160,11 +160,11 @@ class AdamW(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for param, number in zip(params, numbers, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor):  # torch casts some of them, and shares others
+                if isinstance(value, torch.Tensor):  # torch casts some, and aliases others
                     self.state[param][name] = value.detach().to(param.device, copy=True)
 
     def _ready(self, param: torch.Tensor, kind: Moments, mine: Slice) -> Work:
-        """Return what a step takes, with state made or brought into the form of the group."""
+        """Return a parameter's work; create its state or convert it to the group's form."""
         state, at = self.state[param], mine.param.device
         step = state.get("step", 0.0)
         if not isinstance(step, torch.Tensor) or step.device != at or step.dtype != torch.float32:
@@ -185,10 +185,10 @@ class AdamW(torch.optim.Optimizer):
 
 
 class Moment:
-    """One moment of a parameter, in the form that its group asks for, to be filled with values.
+    """One moment of a parameter in its group's form, filled with values by `fill`.
 
-    ``state`` are its tensors by their keys: those of ``before`` if they have that form. ``data`` is
-    the memory of the values, or of their codes.
+    ``state`` has its tensors by key: those of ``before`` if they already have this form. ``data``
+    is the memory of the values or of their codes.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Moment:
 
     @torch.no_grad()
     def fill(self, values: torch.Tensor) -> None:
-        """Take the values of this rank's elements: rounded to the nearest, where they must be."""
+        """Store the values of this rank's elements, rounded to the nearest if needed."""
         flat = values.detach().to(self._local.device).reshape(-1)
         if self._kind.is_values:
             self.data.copy_(flat)
@@ -221,7 +221,7 @@ class Moment:
 
 
 def _values(param: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
-    """Return a moment's values, whatever form they have."""
+    """Return a moment's values, from any form."""
     if name in state:
         found: torch.Tensor = state[name]
         return found
@@ -236,19 +236,19 @@ def _values(param: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.T
 
 
 def _kind_of_codes(held: Held, place: Place) -> InBlocks:
-    """Return the blocks of codes by how many scales they have; as many are the same blocks."""
+    """Return the block kind whose number of scales is that of the codes."""
     kinds = (InBlocks(1 << bits) for bits in range(4, 16))
     numel = held["_codes"].numel()
     return next(k for k in kinds if k.num_blocks(place, numel) == held["_scales"].numel())
 
 
 def _names(state: Mapping[str, Any]) -> list[str]:
-    """Return the moments that a state has, in whatever form."""
+    """Return the names of the moments that a state has, in any form."""
     return [name for name in MOMENTS if any(name + end in state for end in _ENDINGS)]
 
 
 def _flat(state: Mapping[str, Any], name: str, kind: Moments) -> Held:
-    """Return the memory of a moment, flat, as far as it has the form of a kind."""
+    """Return a moment's flat memory, for the tensors that have the form of ``kind``."""
     found = {}
     for end in kind.endings:
         if (value := state.get(name + end)) is not None:

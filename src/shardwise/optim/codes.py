@@ -1,21 +1,19 @@
-"""Numbers of a block as codes of 8 bits: what each code means, and which one is nearest.
+"""Block quantisation to 8-bit codes: the value of each code, and the nearest code of a value.
 
 Note [Dynamic codes]
-A code has a decade and a fraction in it, and fewer bits for the fraction the smaller the decade:
-with ``bits`` bits, decade E (of 10^-E) has 2^(bits - 1 - E) values, which are evenly spaced up to
-10^-E itself. So 1 is a code, which makes the largest element of a block exact, and the largest
-element is what all others are divided by. Signed codes have 7 such bits and a sign (10^-6 to 1),
-unsigned ones 8 (10^-7 to 1); code 0 is zero. Source: "8-bit Optimizers via Block-wise
-Quantization", arXiv 2110.02861, sections 1.2 and 2.1; its fractions lie half a step lower.
+A code has a decade and a fraction; a smaller decade has fewer bits for the fraction. With ``bits``
+bits, decade E (of 10^-E) has 2^(bits - 1 - E) values, evenly spaced up to 10^-E itself. Each block
+is divided by its largest element, and 1 is a code, so that element is exact. Signed codes have 7
+such bits and a sign (10^-6 to 1), unsigned ones 8 (10^-7 to 1); code 0 is zero. Source: "8-bit
+Optimizers via Block-wise Quantization", arXiv 2110.02861, sections 1.2 and 2.1; its fractions are
+half a step lower.
 
-The nearest code is looked up by a number's upper bits, as float16 has them (11 significant bits),
-so a number within 2^-11 of the middle between two codes may get either. The distance of a code to
-such a middle is seven times as large at least. So what a code means has that code again: encoding
-what was decoded changes no bit.
+The nearest code is looked up by a number's float16 bits (11 significant bits), so a number within
+2^-11 of the midpoint of two codes may get either. A code is at least seven times as far from such a
+midpoint. So a decoded value encodes to the same code: encoding a decoded block changes no bit.
 
-An unsigned number of at least 2^-39 of the block's largest never becomes zero: it is a
-denominator's square, so that would make a step larger, and rounding it up to 10^-7 makes it
-smaller.
+An unsigned number of at least 2^-39 of the block's largest never becomes zero. It is a
+denominator's square: zero would make a step larger, and rounding up to 10^-7 makes it smaller.
 """
 
 from functools import cache
@@ -24,13 +22,13 @@ import torch
 
 from shardwise.optim.scratch import Scratch
 
-_SHIFT = 2.0**15  # numbers of at most 1, moved to where float16 has 11 significant bits of each
-_LEAST_SCALE = 2.0**-100  # a block of less is zeros: far below what eps hides, and no subnormals
+_SHIFT = 2.0**15  # scales numbers up to 1 to where float16 has 11 significant bits
+_LEAST_SCALE = 2.0**-100  # smaller blocks become zeros: far below eps, and no subnormals
 _FEW_THREADS = 2
 
 
 def _magnitudes(bits: int) -> list[float]:
-    """Return what the codes of ``bits`` bits mean, ascending; code 0 is zero."""
+    """Return the values of the codes of ``bits`` bits, ascending; code 0 is zero."""
     values = [0.0]
     for decade in reversed(range(bits)):
         steps = 2 ** (bits - 1 - decade)
@@ -40,7 +38,7 @@ def _magnitudes(bits: int) -> list[float]:
 
 @cache
 def meanings(is_signed: bool, device: torch.device) -> torch.Tensor:
-    """Return what each code means, shape [256]; of signed codes the upper bit is the sign."""
+    """Return the value of each code, shape [256]; in signed codes the upper bit is the sign."""
     if not is_signed:
         return torch.tensor(_magnitudes(8), dtype=torch.float32, device=device)
     positive = torch.tensor(_magnitudes(7), dtype=torch.float32, device=device)
@@ -49,17 +47,17 @@ def meanings(is_signed: bool, device: torch.device) -> torch.Tensor:
 
 @cache
 def nearest(is_signed: bool, device: torch.device) -> torch.Tensor:
-    """Return the code of each number of float16, divided by 2^15, by its bits; shape [65536]."""
+    """Return the code of each float16 number divided by 2^15, by its bits; shape [65536]."""
     bits = torch.arange(2**15, dtype=torch.int32).to(torch.int16)
     numbers = (bits.view(torch.float16).double() / _SHIFT).nan_to_num(nan=0.0)
     means = meanings(is_signed, torch.device("cpu")).double()
     known = means[:128] if is_signed else means
     codes = torch.bucketize(numbers, (known[1:] + known[:-1]) / 2).to(torch.uint8)
     if is_signed:
-        negative = torch.where(codes > 0, codes + 128, codes)  # there is one zero
+        negative = torch.where(codes > 0, codes + 128, codes)  # one code for both zeros
     else:
         codes[1:].clamp_(min=1)
-        codes[numbers == 0] = 0  # what is no number, too: its block's scale says so
+        codes[numbers == 0] = 0  # NaN too: its block's scale is not finite
         negative = torch.zeros_like(codes)
     return torch.cat([codes, negative]).to(device)
 
@@ -67,7 +65,7 @@ def nearest(is_signed: bool, device: torch.device) -> torch.Tensor:
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, is_signed: bool, out: torch.Tensor, scratch: Scratch
 ) -> None:
-    """Write what codes mean. Shapes: codes and out [blocks x block], scales [blocks]."""
+    """Write the values of codes. Shapes: codes and out [blocks x block], scales [blocks]."""
     index = scratch.take("index", codes.numel(), torch.int64, codes.device).copy_(codes)
     _look_up(meanings(is_signed, codes.device), index, out)
     out.view(len(scales), -1).mul_(scales[:, None])
@@ -82,7 +80,7 @@ def encode(
 ) -> None:
     """Write codes [blocks x block] and scales [blocks] of float32 values; see Note [Dynamic codes].
 
-    A block with an infinity or what is no number in it decodes to what is no number.
+    A block with an infinity or a NaN decodes to NaN.
     """
     device, numel, by_block = values.device, values.numel(), (len(scales), -1)
     numbers = scratch.take("numbers", numel, torch.float32, device)
@@ -99,7 +97,7 @@ def encode(
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a table's elements. torch has a fast way on one thread, and one on many."""
+    """Write a table's elements, by torch's faster operation for the number of threads."""
     if index.device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS:
         torch.index_select(table, 0, index, out=out)
     else:

@@ -1,15 +1,15 @@
-"""Names of the kinds of moments, and blocks that they may have; imports no torch."""
+"""Names and block sizes of the kinds of moments; imports no torch."""
 
 from shardwise.errors import ConfigError
 
 KINDS = ("fp32", "bf16", "8bit")
-ROW = 1 << 15  # elements: spans of a step begin at multiples of it
-BLOCK = 256  # elements that share a scale, where nobody asks for others
-ARGUMENTS = ("moments", "block")  # of `AdamW`, which torch's has not
+ROW = 1 << 15  # elements; a step's spans begin at multiples of it
+BLOCK = 256  # elements that share a scale, by default
+ARGUMENTS = ("moments", "block")  # arguments of `AdamW` that torch's lacks
 
 
 def check_kind(moments: object, block: object) -> None:
-    """Refuse other names, and blocks that do not fill a row. **Raises** ConfigError."""
+    """Check the kind's name, and that blocks fill a row. **Raises** ConfigError."""
     if moments not in KINDS:
         raise ConfigError(f"moments={moments!r}: expected one of {', '.join(map(repr, KINDS))}")
     if type(block) is not int or not 16 <= block <= ROW or ROW % block:

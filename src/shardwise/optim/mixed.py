@@ -1,7 +1,7 @@
 """Several optimizers as one: Muon for the matrices, AdamW for the rest.
 
-Schedules, loss scalers, clipping and checkpoints take one optimizer. So `Mixed` has the groups of
-all its optimizers, the very dicts, and one dict of state that they share.
+Schedules, loss scalers, clipping and checkpoints take one optimizer. So `Mixed` has the same group
+dicts as its optimizers, and one dict of state that they share.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ Takes = Callable[[str, nn.Parameter], bool]
 
 
 class Mixed(torch.optim.Optimizer):
-    """Step several optimizers, each with parameters of its own, as one.
+    """Several optimizers with disjoint parameters, as one optimizer.
 
-    Its groups are theirs, the first one's first; a change of a group is seen by who steps it.
+    Its groups are those of the optimizers, in order; both see a change of a group.
     Muon enlarges the error of encoded reductions (``Precision(reduce="int8-a2a")``): parameters
-    move farther from those of exact ones than under AdamW. Give ``reduce`` a dtype for Muon.
+    deviate more from exact reduction than under AdamW. Give ``reduce`` a dtype for Muon.
 
-    **State** that of the optimizers, in one dict that they share: save and load this one alone.
+    **State** one dict that the optimizers share: save and load only this optimizer.
 
-    **Raises** ConfigError for no optimizers, for `optim.AdamW`, whose moments are not saved as they
-    are kept, and for a parameter that two of them have.
+    **Raises** ConfigError without optimizers, for `optim.AdamW`, whose saved and kept moments
+    differ, and for a parameter in two of them.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -51,12 +51,12 @@ class Mixed(torch.optim.Optimizer):
     def of(
         cls, model: nn.Module, matrices: Make, rest: Make, takes: Takes | None = None
     ) -> "Mixed":
-        """Make two optimizers of a model's trained parameters: of its matrices, and of all else.
+        """Make two optimizers of a model's trained parameters: of the matrices and of the rest.
 
-        ``takes(name, parameter)`` tells which are matrices. Otherwise they are those of two dims
-        that are no embedding's, nor of the shape of the largest embedding's, as a head is.
+        ``takes(name, parameter)`` returns True for matrices. By default these are parameters of two
+        dims, except embeddings and tensors with the shape of the largest embedding, such as a head.
 
-        **Raises** ConfigError where one of the two would have no parameters.
+        **Raises** ConfigError if one of the two would have no parameters.
         """
         params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         takes = takes or _hidden_matrices(model)
@@ -68,7 +68,7 @@ class Mixed(torch.optim.Optimizer):
         return cls(matrices(both[0]), rest(both[1]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come later. **Raises** ConfigError."""
+        """Refuse a new group. **Raises** ConfigError."""
         if "optimizers" in vars(self):
             raise ConfigError(
                 "Mixed: a group belongs to one of its optimizers; add it there first, and make "
@@ -78,7 +78,7 @@ class Mixed(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every optimizer in turn; return what ``closure`` does, which is called once."""
+        """Step every optimizer in turn; call ``closure`` once and return its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -88,34 +88,34 @@ class Mixed(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state as torch has them, when steps in the background are over."""
+        """Wait for steps in the background; return groups and state in torch's form."""
         self._finish()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take groups and state, as `state_dict` gives them."""
+        """Load groups and state from `state_dict`."""
         self._finish()
         super().load_state_dict(state_dict)
 
     def _finish(self) -> None:
-        """Wait for what `overlap` does behind the optimizers, as each waits by itself."""
+        """Wait for the optimizers' overlapped steps, by their state-dict hooks."""
         for each in self.optimizers:
             for hook in each._optimizer_state_dict_pre_hooks.values():
                 hook(each)
 
     def _share(self) -> None:
-        """Give the optimizers the groups and the state that are here."""
+        """Give the optimizers this optimizer's groups and state."""
         groups = iter(self.param_groups)
         for each in self.optimizers:
             own = list(islice(groups, len(each.param_groups)))
             each.__setstate__({"param_groups": own, "state": self.state})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of."""
+        """Return the pickled state, with the optimizers."""
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take groups and state, as loads and copies do."""
+        """Set groups and state, in a load or a copy."""
         super().__setstate__(state)
         self._share()
 

@@ -1,7 +1,7 @@
-"""How moments are kept between steps: as they are, in bfloat16, or as codes of 8 bits.
+"""Storage of moments between steps: full precision, bfloat16, or 8-bit codes.
 
-A kind of moments reads and writes a *span* of a slice, in float32, so that a step decodes no more
-than what fits in a cache.
+A kind of moments reads and writes a *span* of a slice in float32, so that a step decodes only as
+much as fits in a cache.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Held = Mapping[str, torch.Tensor]  # the state of one moment, flat, by what its keys end with
+Held = Mapping[str, torch.Tensor]  # the flat state of one moment, by the endings of its keys
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [lo, hi) of a slice whose first one is element ``first`` of the whole, at a step."""
+    """Elements [lo, hi) of a slice, which begins at element ``first`` of the whole, at a step."""
 
     first: int
     lo: int
@@ -31,42 +31,42 @@ class Span:
 
 
 class Moments(Protocol):
-    """How a moment is kept; ``which`` moment it is: 0 is ``exp_avg``, 1 ``exp_avg_sq``."""
+    """Storage of a moment; ``which`` is 0 for ``exp_avg`` and 1 for ``exp_avg_sq``."""
 
     @property
     def is_values(self) -> bool:
-        """Tell whether its state is one tensor of the parameter's shape, which has the values."""
+        """Return True if the state is one tensor of values with the parameter's shape."""
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """What the keys of its state have behind the moment's name."""
+        """The endings of the state's keys, after the moment's name."""
 
     def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a moment of zeros for as many elements as ``like`` has."""
+        """Return a moment of zeros with as many elements as ``like``."""
 
     def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
-        """Tell whether a state is one of this kind, for as many elements as ``like`` has."""
+        """Return True if a state has this kind and as many elements as ``like``."""
 
     def part(self, held: Held, span: Span) -> dict[str, torch.Tensor]:
-        """Return the memory of a span, which begins a slice or is a multiple of `ROW`."""
+        """Return the memory of a span, which begins at the slice or at a multiple of `ROW`."""
 
     def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
-        """Return the values of a span, flat; of those that are kept as they are, their memory."""
+        """Return the flat values of a span: the memory itself if it is in full precision."""
 
     def write(
         self, values: torch.Tensor, held: Held, span: Span, which: int, scratch: Scratch
     ) -> None:
-        """Keep the values of a span, which are lost; what `read` gave needs no copy."""
+        """Store the values of a span, and overwrite them; the result of `read` needs no copy."""
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a step's arithmetic: float32, or what is wider."""
+    """Return the dtype of a step's arithmetic: float32, or a wider one."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class AsTheyAre:
-    """In the dtype that the step computes in."""
+    """Moments in the dtype that the step computes in."""
 
     is_values = True
     endings = ("",)
@@ -98,7 +98,7 @@ class AsTheyAre:
 
 @dataclass(frozen=True)
 class InBfloat16:
-    """In bfloat16. See Note [Rounding by chance] in `rounding`."""
+    """Moments in bfloat16. See Note [Rounding by chance] in `rounding`."""
 
     is_values = True
     endings = ("",)
@@ -133,10 +133,10 @@ class InBfloat16:
 
 @dataclass(frozen=True)
 class InBlocks:
-    """As codes of 8 bits, and a scale for each block; see Note [Dynamic codes] in `codes`.
+    """Moments as 8-bit codes, with a scale per block; see Note [Dynamic codes] in `codes`.
 
-    Blocks are those of the whole parameter: the first and the last one of a slice may have a part
-    of theirs on another rank, and all others are the same however the parameter is cut.
+    Blocks are counted from the start of the whole parameter. The first and last block of a slice
+    may be partly on another rank; all others do not depend on the sharding.
     """
 
     block: int
@@ -144,7 +144,7 @@ class InBlocks:
     endings = ("_codes", "_scales")
 
     def num_blocks(self, place: Place, numel: int) -> int:
-        """Return how many blocks a slice has a part of."""
+        """Return the number of blocks that a slice overlaps."""
         end = place.first + numel
         return -(-end // self.block) - place.first // self.block if numel else 0
 
@@ -193,7 +193,7 @@ class InBlocks:
             encode(numbers, which == 0, codes, held["_scales"][blocks], scratch)
 
     def _blocks(self, span: Span) -> tuple[int, slice, int]:
-        """Return the elements missing in front, the blocks, and the elements of whole blocks."""
+        """Return the elements before the span in its first block, the blocks, and their numel."""
         begin, end = span.first + span.lo, span.first + span.hi
         first, last, zero = begin // self.block, -(-end // self.block), span.first // self.block
         blocks = slice(first - zero, last - zero)
@@ -201,7 +201,7 @@ class InBlocks:
 
 
 def kind_of(moments: str, block: int) -> Moments:
-    """Return how moments are kept, by name. **Raises** ConfigError for another one."""
+    """Return a kind of moments by name. **Raises** ConfigError for an unknown one."""
     check_kind(moments, block)
     if moments == "8bit":
         return InBlocks(block)
@@ -213,7 +213,7 @@ def _is(held: torch.Tensor | None, dtype: torch.dtype, numel: int, device: torch
 
 
 def _padded(values: torch.Tensor, before: int, numel: int) -> torch.Tensor:
-    """Return values with zeros around them."""
+    """Return values padded with zeros on both sides."""
     made = values.new_zeros(numel)
     made[before : before + len(values)] = values
     return made

@@ -1,16 +1,15 @@
-"""float32 to bfloat16, up or down by chance, and the same chance in every run.
+"""Stochastic rounding from float32 to bfloat16, the same in every run.
 
 Note [Rounding by chance]
 ``exp_avg_sq`` changes by a thousandth of itself in a step (``beta2`` = 0.999), and bfloat16 has
-eight significant bits: rounded to the nearest it stays where it is for ever. Here a number goes up
-with the probability that makes the result right on average: 16 random bits are added to the ones
-that will be cut off. Source: "Revisiting BFloat16 Training", arXiv 2010.06192, section 4.
+eight significant bits: rounded to the nearest it would never change. Stochastic rounding adds 16
+random bits to the bits that will be cut off, so the result is right on average. Source:
+"Revisiting BFloat16 Training", arXiv 2010.06192, section 4.
 
-The bits of an element depend on its place in the whole parameter and on the step, and on nothing
-else: not on how the parameter is cut, nor on threads, nor on what ran before. So a run has the same
-bits on any number of ranks, and after a resume. They are a fixed table, by the place in a row of
-`ROW` elements, with a key of the row and the step xored in: uniform for each element, as the keys
-are.
+The bits of an element depend only on its place in the whole parameter and on the step: not on the
+sharding, the threads or earlier calls. So a run is bit-identical on any number of ranks, and after
+a resume. The bits are a fixed table, indexed by the place in a row of `ROW` elements, xored with a
+key of the row and the step. The keys are uniform, so the bits of each element are.
 """
 
 from functools import cache
@@ -20,7 +19,7 @@ import torch
 from shardwise.optim.kinds import ROW
 
 _MASK = (1 << 64) - 1
-_CUT_OFF = 16  # bits of a float32 that a bfloat16 has not
+_CUT_OFF = 16  # bits of a float32 that a bfloat16 lacks
 
 
 def _mixed(number: int) -> int:
@@ -33,7 +32,7 @@ def _mixed(number: int) -> int:
 
 @cache
 def _table(which: int, device: torch.device) -> torch.Tensor:
-    """Return 16 random bits for each place in a row, shape [ROW]; ``which`` moment they are for."""
+    """Return 16 random bits for each place in a row, shape [ROW], for moment ``which``."""
     bits = [_mixed(place) >> (_CUT_OFF * which) & 0xFFFF for place in range(ROW)]
     return torch.tensor(bits, dtype=torch.int32, device=device)
 
@@ -41,7 +40,7 @@ def _table(which: int, device: torch.device) -> torch.Tensor:
 def random_bits(begin: int, end: int, step: int, which: int, out: torch.Tensor) -> torch.Tensor:
     """Return 16 random bits for elements [begin, end) of a parameter.
 
-    They are written to ``out``, int32, which has room for all elements of the rows these are in.
+    They are written to ``out``, int32, with room for all elements of the rows that contain them.
     """
     rows = range(begin // ROW, -(-end // ROW))
     keys = [_mixed(_mixed(step) ^ (row + 1)) >> (_CUT_OFF * which) & 0xFFFF for row in rows]
@@ -55,10 +54,10 @@ def random_bits(begin: int, end: int, step: int, which: int, out: torch.Tensor) 
 
 
 def round_by_chance(values: torch.Tensor, random: torch.Tensor, out: torch.Tensor) -> None:
-    """Write float32 values as bfloat16; the values are lost. See Note [Rounding by chance].
+    """Write float32 values as bfloat16 and overwrite the values. See Note [Rounding by chance].
 
-    Infinities and torch's own NaN stay what they are.
+    Infinities and torch's NaN are unchanged.
     """
     bits = values.view(torch.int32)
     bits.add_(random).bitwise_and_(-1 << _CUT_OFF)
-    out.copy_(values)  # exact by now
+    out.copy_(values)  # exact, as the low bits are zero

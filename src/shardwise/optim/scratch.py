@@ -1,10 +1,10 @@
-"""Memory that the spans of one step use again and again, so that it stays in a cache."""
+"""Memory that all spans of one step reuse, so that it stays in a cache."""
 
 import torch
 
 
 class Scratch:
-    """Buffers by name: asked for again, one is the same memory, whatever was in it."""
+    """Buffers by name: a second request returns the same memory, with its old contents."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
@@ -17,7 +17,7 @@ class Scratch:
         return self._held[key][:numel]
 
     def converted(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return flat values in a dtype: a copy in memory of this name, unless they have it."""
+        """Return flat values in a dtype, copied to memory of this name if they have another."""
         if values.dtype == dtype:
             return values
         return self.take(name, values.numel(), dtype, values.device).copy_(values)

@@ -1,4 +1,4 @@
-"""What one rank has of a parameter and its gradient, flat, whatever stands in the model for it."""
+"""One rank's flat elements of a parameter and its gradient, for any kind of parameter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from shardwise.tensor.shard_tensor import ShardTensor
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's elements lie: from ``first`` on, of the ``numel`` of a flattened tensor.
+    """Position of a rank's elements: from ``first`` on, in a flattened tensor of ``numel``.
 
-    That is the parameter, or the piece of it that this rank works on where its elements are not one
-    range of it (cut along another dim, or by tensor parallelism).
+    The tensor is the parameter. If the rank's elements are not one range of it (sharded along
+    another dim, or by tensor parallelism), the tensor is this rank's piece.
     """
 
     first: int
@@ -29,9 +29,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's elements of a parameter, and of its gradient; both flat, in one order.
+    """A rank's elements of a parameter and of its gradient, flat and in the same order.
 
-    ``copied_to`` is the parameter's memory where ``param`` is not it but a copy.
+    ``copied_to`` is the parameter's memory if ``param`` is a copy.
     """
 
     param: torch.Tensor
@@ -41,20 +41,20 @@ class Slice:
 
 
 def keep(slices: Sequence[Slice]) -> None:
-    """Bring what was done on copies into the parameters."""
+    """Copy updated copies back into the parameters."""
     for each in slices:
         if each.copied_to is not None:
             each.copied_to.copy_(each.param.view(each.copied_to.shape))
 
 
 def finish(slices: Sequence[Slice]) -> None:
-    """Let everybody see that parameters have changed: kernels do not count that."""
+    """Copy back and increment the parameters' versions, which kernels do not do."""
     keep(slices)
     torch.autograd.graph.increment_version([each.param for each in slices])
 
 
 def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is cut as the parameter is, of which ``local`` is this rank's."""
+    """Return a tensor sharded like the parameter, with ``local`` as this rank's elements."""
     if isinstance(param, ShardTensor):
         return ShardTensor.wrap(local, param._cut)
     return as_dtensor(local, param._spec) if isinstance(param, DTensor) else local
@@ -76,7 +76,7 @@ def place_of(param: torch.Tensor) -> Place:
 
 
 def slice_of(param: torch.Tensor, grad: torch.Tensor) -> Slice:
-    """Return a rank's elements. **Raises** ConfigError for what the step cannot update."""
+    """Return a rank's elements. **Raises** ConfigError for tensors the step cannot update."""
     local = local_of(param).detach()
     is_plain = not is_traceable_wrapper_subclass(local)
     if not (is_plain and local.is_floating_point()):
@@ -102,7 +102,7 @@ def slice_of(param: torch.Tensor, grad: torch.Tensor) -> Slice:
 
 
 def _grad_of(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a gradient, cut as the parameter is."""
+    """Return this rank's elements of a gradient, sharded like the parameter."""
     mine: Any = grad
     if isinstance(param, ShardTensor):
         mine = grad.to_local() if isinstance(grad, DTensor) else param._cut.slice_of(grad)

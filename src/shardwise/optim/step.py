@@ -1,19 +1,19 @@
-"""The step of AdamW on slices: torch's fused kernel, on what fits in a cache where moments decode.
+"""The AdamW step on slices: torch's fused kernel, in cache-sized spans if moments are decoded.
 
 Note [The same bits however a parameter is cut]
-On a CPU torch's kernel works on 16 elements at once, and on the last ones of a tensor in another
-way, which rounds otherwise. So slices are given to it in groups of 16 of the *whole* parameter: all
-that a rank has whole, in place, and the groups at the ends of a slice, of which it has a part, in
-memory of their own. The last group of the parameter is as short as it is there. So each element
-gets the bits that it has where one process steps with ``torch.optim.AdamW(fused=True)``.
+On a CPU torch's kernel works on 16 elements at once, and rounds a tensor's last elements
+differently. So it gets slices in groups of 16 of the *whole* parameter. Groups that a rank has
+whole are updated in place; partial groups at the ends of a slice are copied to separate memory. The
+last group is as short as it is in the whole parameter. So each element is bit-identical to one
+process with ``torch.optim.AdamW(fused=True)``.
 
 Note [One pass over memory]
-Moments in bfloat16 or 8 bits, and parameters and gradients that are not in the dtype of the
-arithmetic, are converted, updated and kept again in spans of 128 Ki elements for each thread: five
-arrays of 512 KiB, which stay in a cache. So what rests in memory is read and written once. Shorter
-spans would fit in a faster cache, and calls of some twenty operations for each would cost more than
-that saves: with 32 Ki elements a step takes 1.5 times as long. Spans begin at multiples of `ROW` of
-the whole parameter, where blocks and rows of random bits do.
+Moments in bfloat16 or 8 bits, and parameters and gradients in another dtype than the arithmetic,
+are converted, updated and stored in spans of 128 Ki elements per thread: five arrays of 512 KiB,
+which stay in a cache. So memory is read and written once. Shorter spans would fit in a faster
+cache, but some twenty operations per span cost more than that saves: with 32 Ki elements a step
+takes 1.5 times as long. Spans begin at multiples of `ROW` of the whole parameter, as blocks and
+rows of random bits do.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, Moments, Span, com
 from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place, Slice, finish, keep
 
-_GROUP = 16  # elements; a multiple of what the kernel works on at once, on all CPUs
-_ROWS_OF_THREAD = 4  # of a span
-_ROWS_ON_DEVICE = 128  # where no cache decides: 4 Mi elements
+_GROUP = 16  # elements; a multiple of the kernel's vector on all CPUs
+_ROWS_OF_THREAD = 4  # rows of a span per thread
+_ROWS_ON_DEVICE = 128  # 4 Mi elements; no cache limits a span there
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all parameters of a group have in common."""
+    """Settings of one group."""
 
     lr: float
     beta1: float
@@ -47,10 +47,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """One parameter to be updated: its slice, both moments, its count of steps, this one included.
+    """One parameter to update: its slice, both moments, and its step count with this step.
 
-    ``copy``: flat memory that gets the new values as well, in its own dtype. ``param`` is whose
-    slice it is; the work may be on a part of that, from element ``begin`` on.
+    ``copy`` is flat memory that also receives the new values, in the dtype of ``copy``. ``param``
+    is the slice's parameter; the work may be on a part of the slice, from element ``begin`` on.
     """
 
     slice: Slice
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """The tensors that a step changes, but for the count of steps."""
+        """The tensors that a step changes, except the step count."""
         return [self.slice.param, *(each for held in self.moments for each in held.values())]
 
     @property
@@ -79,7 +79,7 @@ class Work:
         return Work(inside, (first, second), self.step, None, self.param, lo)
 
     def with_state(self, state: Mapping[tuple[int, str], torch.Tensor]) -> "Work":
-        """Return the work with this memory in the place of moments, by parameter's id and name."""
+        """Return the work with ``state`` in place of moments, by parameter id and name."""
         moments = [
             {end: state.get((id(self.param), name + end), flat).view(-1) for end, flat in h.items()}
             for name, h in zip(MOMENTS, self.moments, strict=True)
@@ -87,7 +87,7 @@ class Work:
         return replace(self, moments=(moments[0], moments[1]))
 
     def with_tensors(self, tensors: Iterator[torch.Tensor]) -> "Work":
-        """Return the work with the next of these in the place of `tensors`."""
+        """Return the work with the next tensors of an iterator in place of `tensors`."""
         param = next(tensors)
         first, second = ({key: next(tensors) for key in held} for held in self.moments)
         inside = Slice(param, next(tensors), self.slice.place, None)
@@ -96,15 +96,15 @@ class Work:
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements of a parameter from ``place.first`` on, as the kernel takes them."""
+    """Elements of a parameter from ``place.first`` on, for the kernel."""
 
-    tensors: tuple[torch.Tensor, ...]  # parameter, gradient, both moments: alike
+    tensors: tuple[torch.Tensor, ...]  # parameter, gradient, both moments; one size and dtype
     place: Place
     step: torch.Tensor
 
 
 def update(work: Sequence[Work], kind: Moments, settings: Settings) -> None:
-    """Take a step. **Cost** one pass over memory, and a few spans of it for what is converted."""
+    """Take a step. **Cost** one pass over memory; a few spans of memory for conversions."""
     direct, scratch = [], Scratch()
     for each in work:
         if not each.slice.param.numel():
@@ -120,9 +120,9 @@ def update(work: Sequence[Work], kind: Moments, settings: Settings) -> None:
 
 
 class PartOfStep:
-    """The step of some parameters: with settings, and the work of each kind of moments.
+    """The step of some parameters: the work and settings of each group.
 
-    It is called once; or its `loads` are run by a lane, and `hand_on` follows when all is back.
+    Call it once. Or run its `loads` in a lane, and call `hand_on` when all are back.
     """
 
     def __init__(self, todo: Sequence[tuple[Sequence[Work], Moments, Settings]]) -> None:
@@ -138,9 +138,9 @@ class PartOfStep:
     def step_with(
         self, state: Mapping[tuple[int, str], torch.Tensor]
     ) -> dict[tuple[int, str], torch.Tensor]:
-        """Step with this memory in the place of some of the state, by id and name.
+        """Step with ``state`` in place of some of the optimizer's state, by id and name.
 
-        It has what the step makes of it, so nothing is returned to be put there.
+        The step updates ``state`` in place, so the result is empty.
         """
         self._bring(state)
         self()
@@ -160,10 +160,10 @@ class PartOfStep:
         make_memory: object,
         state: Mapping[tuple[int, str], torch.Tensor],
     ) -> Iterator[Load]:
-        """Yield the step as loads of a lane, of about so many bytes.
+        """Yield the step as loads of a lane, of about ``num_bytes``.
 
-        ``mirror`` tells where on the device a parameter's new values go as well, asked once for
-        each part of one; ``state`` as in `step_with`. All memory is there.
+        ``mirror`` returns the device memory that also receives a parameter's new values, and is
+        called once per part. ``state`` is as in `step_with`; ``make_memory`` is not used.
         """
         self._bring(state)
         for work, kind, settings in self._todo:
@@ -171,7 +171,7 @@ class PartOfStep:
             yield from _loads(work, kind, settings, num_bytes, mirror)
 
     def hand_on(self) -> None:
-        """Hand on what `loads` have changed, and is a copy."""
+        """Copy the slices that are copies back into their parameters, after `loads`."""
         keep([each.slice for work, _, _ in self._todo for each in work])
 
 
@@ -182,7 +182,7 @@ def _loads(
     num_bytes: int,
     mirror: Callable[[Any], torch.Tensor | None],
 ) -> Iterator[Load]:
-    """Yield steps of parts of slices; codes of a block are together, and a place's random bits."""
+    """Yield steps of parts of slices, cut at multiples of `ROW`, so that blocks stay whole."""
 
     def load_of(parts: Sequence[Work]) -> Load:
         def step(brought: list[torch.Tensor]) -> Copies:

@@ -1,4 +1,4 @@
-"""Models over other axes than the data: sequences, experts and pipelines."""
+"""Parallelism over sequences, experts and pipelines."""
 
 from typing import TYPE_CHECKING
 

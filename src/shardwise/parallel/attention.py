@@ -1,14 +1,14 @@
-"""Attention over a sequence of which each rank has a part: what is exchanged, and what computed.
+"""Attention over a sequence that is sharded over ranks: communication and computation.
 
 Note [Gather, heads or ring]
-``gather``: each rank receives the keys and values of all ranks, and computes its own queries. It
-sends ``2 x kv_heads`` vectors per token to each other rank, and holds those of the whole sequence.
+``gather``: each rank receives the keys and values of all ranks, and computes its queries. It sends
+``2 x kv_heads`` vectors per token to each other rank, and holds those of the whole sequence.
 ``heads`` (DeepSpeed-Ulysses, arXiv:2309.14509): each rank receives the whole sequence for its share
 of the heads, and sends the results back. It sends each of ``2 x heads + 2 x kv_heads`` vectors per
-token to one rank, so fewer bytes from some N on; N must divide the heads. ``ring``: torch's ring
-attention, see ring.py; keys and values of one rank at a time, where it computes what is asked.
+token to one rank, which is fewer bytes from some N on; N must divide the heads. ``ring``: torch's
+ring attention with keys and values of one rank at a time; ring.py has its limits.
 
-B rows, T tokens of the whole sequence, t of this rank, H heads, K key/value heads, E of a head.
+B rows, T tokens of the whole sequence, t of this rank, H heads, K key/value heads, E head dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class AttentionCall:
     enable_gqa: bool = False
 
     def over(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Tensor:
-        """Compute another query, key and value with the same options, by torch's kernels."""
+        """Compute attention of other tensors with the same options, by torch's kernels."""
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -68,7 +68,7 @@ def attend(call: AttentionCall, cut: SequenceCut, exchange: Exchange, method: Me
     """Return this rank's part of attention over the whole sequence.
 
     **Shapes** query [B, H, t, E], key and value [B, K, t, E] -> [B, H, t, E]; of one head also
-    [B, t, E]. ``attn_mask``, where there is one, is of the whole sequence: [..., T or 1, T].
+    [B, t, E]. ``attn_mask``, if given, is of the whole sequence: [..., T or 1, T].
 
     **Cost** see Note [Gather, heads or ring]; the gradient exchanges as much.
 
@@ -136,11 +136,11 @@ def _of_spans(
 ) -> Tensor:
     """Attend from a rank's queries to keys and values of the whole sequence.
 
-    No mask is made where a kernel can do without: a span sees its document up to its own end, so
-    its triangle is the lower right one.
+    No mask is made if a kernel needs none: a span sees its document up to the span's end, so its
+    causal triangle is aligned to the lower right.
     """
     spans = cut.spans[rank]
-    if not spans:  # no token, but a part in the exchanges of the backward pass all the same
+    if not spans:  # no token, but this rank takes part in the exchanges of backward
         return query[..., :1] * key.sum() + value.narrow(-2, 0, 0)[:, :1]
     if call.attn_mask is not None or not (call.is_causal or len(cut.documents) > 1):
         mask = call.attn_mask
@@ -165,10 +165,10 @@ def _of_spans(
 
 
 def _triangle(num_queries: int, num_keys: int) -> Any:
-    """Return the bias by which the last query sees all keys.
+    """Return the causal bias in which the last query sees all keys.
 
-    It is a tensor of a class, which cannot be made while a mode of torch sees each operation: that
-    of `counting`, or of selective checkpointing.
+    It is a tensor subclass, which cannot be made inside a dispatch mode of torch, such as that of
+    `counting` or of selective checkpointing.
     """
     if torch._C._len_torch_dispatch_stack() == 0:
         return causal_lower_right(num_queries, num_keys)
@@ -186,10 +186,10 @@ def _documents(x: Tensor, cut: SequenceCut, starts: set[int]) -> dict[int, Tenso
 
 
 def _in_sequence(rows: Tensor, cut: SequenceCut, each: int | None = None) -> Tensor:
-    """Return the rows of all ranks, which lie rank after rank, in the order of the sequence.
+    """Reorder the rows of all ranks from rank order to the order of the sequence.
 
-    With ``each``, every rank has so many, the last of which are empty. Splits and one copy, and so
-    is the gradient: an index would add up, a slice would fill all others with zeros.
+    With ``each``, every rank has that many rows, padded at the end. It uses splits and one copy, in
+    backward too: the gradient of an index adds up, and that of a slice fills the rest with zeros.
     """
     lengths, places = [], []
     for rank in range(cut.num_ranks):
@@ -206,7 +206,7 @@ def _in_sequence(rows: Tensor, cut: SequenceCut, each: int | None = None) -> Ten
 
 
 def _by_ranks_of(rows: Tensor, cut: SequenceCut) -> Tensor:
-    """Return rows that lie in the order of the sequence, rank after rank."""
+    """Reorder rows from the order of the sequence to rank order."""
     spans = [span for mine in cut.spans for span in mine]
     places = sorted(range(len(spans)), key=lambda i: spans[i].lo)
     parts = rows.split([spans[i].hi - spans[i].lo for i in places])
@@ -220,7 +220,7 @@ def _by_rank(x: Tensor, num_ranks: int) -> Tensor:
 
 
 def _repeated(call: AttentionCall, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values with as many heads as N divides, each repeated as often as it must."""
+    """Return keys and values, with heads repeated until N divides their number."""
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     if heads % num_ranks:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Clip gradients by the norm of all of them, whatever meshes they lie on."""
+"""Clip gradients by their total norm, across meshes."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -26,18 +26,18 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale the gradients so that the norm of all of them together is ``max_norm`` at most.
+    """Scale the gradients so that their total norm is at most ``max_norm``.
 
-    As torch's function of that name, which takes DTensors of one mesh only (pytorch#180346). Here
-    parameters may lie on any meshes, and be DTensors, ShardTensors or plain tensors, which are
-    taken to be alike on all ranks. Return the norm before, a plain tensor, the same on all ranks.
-    ``foreach`` is torch's, and changes nothing here. Of a model on `Axes` with a pipeline it is the
-    norm over all stages; ranks of all call it, each with parameters of its stage, frozen or not.
+    Return the norm before, a plain tensor, the same on all ranks. torch's function of that name
+    takes DTensors of one mesh only (pytorch#180346). Here parameters may lie on any meshes, and be
+    DTensors, ShardTensors or plain tensors; plain tensors must be the same on all ranks.
+    ``foreach`` has no effect. For a model on `Axes` with a pipeline it is the norm over all stages;
+    ranks of all stages call it, each with all parameters of its stage, frozen or not.
 
-    **Cost** one collective of a number over each axis of each mesh that parameters are cut over.
-    Every rank must pass the same parameters; one that has no gradient of a parameter adds nothing.
+    **Cost** one collective of a number over each axis of each mesh that parameters are sharded on.
+    Every rank must pass the same parameters; a rank without a parameter's gradient adds nothing.
 
-    **Raises** RuntimeError as torch's does, if asked to.
+    **Raises** RuntimeError for a non-finite norm, with ``error_if_nonfinite``.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not params:
@@ -50,13 +50,13 @@ def clip_grad_norm_(
     grads = [grad for grad in found if grad is not None and grad.numel()]
     order = float(norm_type)
     norms = iter(torch._foreach_norm(grads, order)) if grads else iter(())
-    # Of one dtype on all ranks, whether or not they have gradients: they are sent.
+    # One dtype on all ranks, with and without gradients, because norms are sent.
     dtype = reduce(torch.promote_types, [param.dtype for param in params])
     nothing = torch.tensor(inf if order == -inf else 0.0, dtype=dtype, device=params[0].device)
     each = [next(norms) if grad is not None and grad.numel() else nothing for grad in found]
     for place, owner in enumerate(owners if ties else ()):
         if owner is not None and owner.tie is not None and not owner.tie.counts(owner):
-            each[place] = nothing  # a copy; the first stage that has one counts it
+            each[place] = nothing  # a tied copy; the first stage with a copy counts it
     comms: dict[DeviceMesh, Comm] = {}
     kinds = [_kind(param, order, comms) for param in params]
     partials = torch.stack([norm.to(nothing.device, dtype) for norm in each])
@@ -84,7 +84,7 @@ def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _kind(param: torch.Tensor, order: float, comms: dict[DeviceMesh, Comm]) -> NormKind:
-    """Return which ranks' parts make up a parameter's norm; ``comms`` are for torch's DTensors."""
+    """Return the axes to combine a parameter's norm over; ``comms`` caches those of DTensors."""
     if isinstance(param, ShardTensorBase):
         return NormKind.of(order, param._cut)
     if not isinstance(param, DTensor):

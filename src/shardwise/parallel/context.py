@@ -1,13 +1,13 @@
-"""Context parallelism: each rank computes a part of every sequence.
+"""Context parallelism: each rank computes part of every sequence.
 
 Note [Attention is found where it is called]
-All of a decoder but attention sees one token at a time. While a sequence is cut, the name
-`torch.nn.functional.scaled_dot_product_attention` stands for a function of ours: calls whose
-queries and keys are this rank's part are computed over the whole sequence, in whatever module they
-are made. It is put back at the end. torch's own `context_parallel` does the same; a mode of torch
-(`TorchFunctionMode`) would change nothing that others see, but is not active in
-`Tensor.backward()`, where checkpointed blocks are computed again. A block in which no such call was
-seen raises: else a rank would attend to its own part only, and train on without a word.
+All layers of a decoder except attention see one token at a time. While a sequence is cut, a
+function of ours replaces `torch.nn.functional.scaled_dot_product_attention`. Calls with queries and
+keys of this rank's part are computed over the whole sequence, in any module. The end of the cut
+restores torch's function. torch's own `context_parallel` does the same. A mode of torch
+(`TorchFunctionMode`) would patch nothing global, but is not active in `Tensor.backward()`, where
+checkpointed blocks are recomputed. A block in which no such call was seen raises: otherwise a rank
+would silently attend to its own part only.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _ATTENTION = "scaled_dot_product_attention"
 _TORCHS = F.scaled_dot_product_attention
-_OURS = "computes_parts"  # marks ours: others replace torch's function as well
+_OURS = "computes_parts"  # marks our function, as other libraries replace torch's too
 
 
 class ContextParallel:
-    """A model whose sequences are cut over ``axes["cp"]``; `stats()` counts what attention sends.
+    """A model whose sequences are cut over ``axes["cp"]``; `stats()` counts attention's traffic.
 
     ``method`` is "gather", "heads" or "ring": see Note [Gather, heads or ring] in attention.py.
 
@@ -57,10 +57,10 @@ class ContextParallel:
         if isinstance(axes, DeviceMesh) and "cp" not in (axes.mesh_dim_names or ()):
             raise ConfigError(f"mesh: its axes {axes.mesh_dim_names} name no 'cp'")
         self.model, self.method = model, method
-        self._function = torch.compiler.disable(self._over_parts)  # one, as compiled code guards it
+        self._function = torch.compiler.disable(self._over_parts)  # one: compiled code guards it
         setattr(self._function, _OURS, True)
         self.exchange = Exchange(axis_of(axes["cp"], 0, "cp"), "(sequence)")
-        # A module's attribute, so that stats() finds it; another context of the model counts there.
+        # On the module, so that stats() finds it; all contexts of a model share its traffic.
         first = model.__dict__.setdefault("context_exchange", self.exchange)
         self.exchange.traffic = first.traffic
 
@@ -68,19 +68,19 @@ class ContextParallel:
     def cut(
         self, *tensors: Tensor, dim: int = 1, documents: Sequence[int] | None = None
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Give this rank's parts of tensors, and the positions of their tokens, for one step.
+        """Yield this rank's parts of tensors, and the positions of their tokens, for one step.
 
-        ``tensors`` are the same on all ranks of the axis, and whole: token ids, labels that are
-        shifted already, whatever has T tokens along ``dim``. The last one given is int64 [1, t]:
-        each token's place in its document, for position embeddings. ``documents``: lengths of
-        documents that are packed into the sequence, in order, none of which sees another. Forward
-        and backward both belong inside; outside the model computes whole sequences. Take
-        `mean_loss` for the loss, as ranks may have different numbers of tokens.
+        ``tensors`` are whole and the same on all ranks of the axis: token ids, shifted labels, any
+        tensor with T tokens along ``dim``. The last yielded tensor is int64 [1, t]: each token's
+        position in its document, for position embeddings. ``documents`` are the lengths of packed
+        documents, in order; attention does not cross them. Run forward and backward inside; outside
+        the model computes whole sequences. Use `mean_loss` for the loss, since ranks may have
+        different numbers of tokens.
 
-        **Cost** none but the copies where the axis has one rank and there are no documents.
+        **Cost** copies only, on an axis of one rank without documents.
 
-        **Raises** ConfigError where lengths differ, where the model's gradients are not summed over
-        the axis, inside of another cut, and at the end where no attention was computed.
+        **Raises** ConfigError for tensors of different lengths, for a model whose gradients are not
+        summed over the axis, inside another cut, and at the end if no attention was computed.
         """
         if is_cut():
             raise ConfigError(
@@ -109,7 +109,7 @@ class ContextParallel:
             )
 
     def _over_parts(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the place of torch's function, which is in its own while it is computed."""
+        """Compute attention instead of torch's function, which is restored during the call."""
         call = AttentionCall(*args, **kwargs)
         cut, queries, keys = self._current, call.query.shape[-2], call.key.shape[-2]
         here = cut.counts[self.exchange.axis.rank]
@@ -121,7 +121,7 @@ class ContextParallel:
                         "as another rank's part has: that rank would take them for its part. Give "
                         "the keys another length (one more that a mask hides)"
                     )
-                return _TORCHS(*args, **kwargs)  # an image, a whole sequence that is looked at
+                return _TORCHS(*args, **kwargs)  # other inputs: an image, or a whole sequence
             self._seen = True
             return attend(call, cut, self.exchange, self.method)
 
@@ -150,12 +150,12 @@ class ContextParallel:
 
 
 def is_cut() -> bool:
-    """Tell whether this is inside a `ContextParallel.cut` of a sequence."""
+    """Return True inside a `ContextParallel.cut`."""
     return hasattr(F.scaled_dot_product_attention, _OURS)
 
 
 def _places(spans: Sequence[Span], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the place of each token in the whole sequence, and of its document's first one."""
+    """Return each token's position in the whole sequence, and its document's first position."""
     numbers = [(span.lo, span.hi - span.lo, span.document) for span in spans]
     first, lengths, documents = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).unbind(1)
     here = lengths.cumsum(0)

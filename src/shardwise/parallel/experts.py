@@ -1,19 +1,18 @@
-"""Mixtures of experts whose experts lie on several ranks; no token is dropped.
+"""Mixtures of experts with experts on several ranks; no token is dropped.
 
 Note [Where a token goes]
-A rank sorts its tokens by the expert that each was routed to, tells every rank of ``ep`` how many
-it will get for each expert there, and sends them; what comes back is sorted the other way round,
-weighed and summed. The way back through autograd is the same exchange, so an expert's gradient is
-the sum over the tokens of all ranks of ``ep``, whatever rank they came from. Ranks without tokens
-and experts without tokens send and compute nothing, but take part in each exchange.
+A rank sorts its tokens by expert, sends each rank of ``ep`` the number of tokens for each of its
+experts, and then the tokens. The results are sorted back, weighted and summed. Backward is the same
+exchange, so an expert's gradient is the sum over the tokens of all ranks of ``ep``. Ranks and
+experts without tokens send and compute nothing, but take part in each exchange.
 
-Ranks of one ``tp`` group have the same tokens. ``ep`` groups are cut out of ``dp_shard x cp x tp``,
-so if each of them sent all its tokens, experts would compute ``tp`` times what they need and get
-gradients ``tp`` times too large. So `at_experts` sends each rank's own part of the tokens, and
-gathers the parts of the result (``exchange.alike``); routers and shared experts see all tokens on
-all of them alike. With ``ep = 1`` nothing is divided.
+Ranks of one ``tp`` group have the same tokens. ``ep`` groups are cut out of ``dp_shard x cp x tp``.
+If each rank sent all its tokens, experts would compute ``tp`` times too much, and their gradients
+would be ``tp`` times too large. So in `at_experts` each rank sends its part of the tokens, and
+gathers the parts of the result (``exchange.alike``). Routers and shared experts see all tokens on
+each of these ranks. With ``ep = 1`` nothing is divided.
 
-B windows, T positions, n tokens, D dim, F width of an expert, E experts, k of them for a token.
+B windows, T positions, n tokens, D dim, F expert width, E experts, k experts per token.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,17 +43,17 @@ def at_experts(
     compute: Compute,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Send each token to its experts, let them compute, and return what they made of it.
+    """Send each token to its experts, and return the experts' results.
 
-    ``compute(rows, counts)`` gets the rows of this rank's experts, ``counts[i]`` for the i-th of
-    them one after the other, and returns as many. Of ``num`` experts, each rank of ``exchange`` has
-    equally many, in rank order. With ``weights`` the k results of a token are weighed and summed.
+    ``compute(rows, counts)`` receives the rows of this rank's experts in order, ``counts[i]`` rows
+    for expert i, and returns as many rows. Each rank of ``exchange`` has an equal share of the
+    ``num`` experts, in rank order. With ``weights`` a token's k results are weighted and summed.
     Ranks of one ``tp`` group pass the same tokens; see Note [Where a token goes].
 
     **Shapes** x [n, D], chosen int64 [n, k] -> [n, k, D'], or [n, D'] with weights [n, k].
-    **Cost** each token's row goes to every rank that has an expert of it, once for each expert, and
-    comes back: D and D' elements; as much in backward; 8 bytes for each expert of another rank. The
-    host waits once, to learn how many rows come.
+    **Cost** each token's row is sent to its experts' ranks, once per expert (D elements), and back
+    (D' elements); as much in backward; 8 bytes for each expert of another rank. The host waits
+    once, for the numbers of rows.
     """
     num_tokens, alike = len(x), None if exchange is None else exchange.alike
     if alike is not None:
@@ -76,13 +75,13 @@ def at_experts(
 
 
 def _away(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
-    """Let the experts of all ranks compute; ``counts`` [ranks, experts of one] are of rows."""
+    """Compute on the experts of all ranks; ``counts`` are rows [ranks, experts of a rank]."""
     ranks, here = counts.shape
     arriving = exchange.all_to_all(counts, [1] * ranks, [1] * ranks)
-    known = torch.cat([counts.sum(1), arriving.sum(1), arriving.sum(0)]).tolist()  # asks once
+    known = torch.cat([counts.sum(1), arriving.sum(1), arriving.sum(0)]).tolist()  # one wait
     sent, received, per_expert = known[:ranks], known[ranks : 2 * ranks], known[2 * ranks :]
     arrived = exchange.all_to_all(rows, sent, received)
-    # They come sorted by rank and then by expert; those of one expert are wanted together.
+    # Rows arrive sorted by rank and then by expert; `compute` needs them by expert.
     experts = torch.arange(here, device=rows.device).repeat(ranks)
     of_rows = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
     order = of_rows.argsort(stable=True)
@@ -92,9 +91,9 @@ def _away(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) ->
 
 
 class _Picked(torch.autograd.Function):
-    """Rows in another order, each of them k times; the gradient is summed in a fixed order.
+    """Rows in another order, each k times; the gradient is summed in a fixed order.
 
-    ``inverse[i]`` is where row i // k went.
+    ``inverse[i]`` is a new position of row i // k.
     """
 
     @staticmethod
@@ -116,8 +115,8 @@ class _Picked(torch.autograd.Function):
 class RoutedExperts(nn.Module):
     """SwiGLU experts (arXiv:2002.05202), stacked.
 
-    ``gate`` and ``up`` are [E, F, D], ``down`` [E, D, F]. ``exchange`` is over the ranks that have
-    other experts, where there are several.
+    ``gate`` and ``up`` are [E, F, D], ``down`` [E, D, F]. ``exchange`` connects the ranks that have
+    other experts; None on one rank.
     """
 
     exchange: Exchange | None = None
@@ -139,11 +138,11 @@ class RoutedExperts(nn.Module):
         nn.init.normal_(self.down, std=self.out_std)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return what each token's experts make of it, as `at_experts` does."""
+        """Return the results of each token's experts, as `at_experts` does."""
         return at_experts(x, chosen, self.num, self.exchange, self._compute, weights)
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        # unbind: its gradient is put together once, and has zeros for experts without rows.
+        # unbind: its gradient is one stack, with zeros for experts without rows.
         stacks = [local_of(w).unbind() for w in (self.gate, self.up, self.down)]
         made = [
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
@@ -153,10 +152,10 @@ class RoutedExperts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward layer of which each token meets a few experts, and the shared one, if any.
+    """A feed-forward layer that sends each token to a few experts, and to a shared one if given.
 
-    ``shared`` is a module that all tokens go through. ``spread_experts(model, axes)`` lays the
-    experts on several ranks; `balance_experts` is for routers with a bias.
+    ``shared`` is a module for all tokens. ``spread_experts(model, axes)`` places the experts on
+    several ranks. `balance_experts` is for routers with a bias.
 
     **Source** Mixtral (arXiv:2401.04088), DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     """
@@ -176,10 +175,10 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, and the auxiliary loss, which is to be added to the model's.
+        """Return the layer's output, and the auxiliary loss to add to the model's loss.
 
-        The loss is zero unless the routing is ``balanced`` and this is training; its mean over
-        ranks is that of one process.
+        The loss is zero unless the routing is ``balanced`` and the module trains. Its mean over
+        ranks is the loss of one process.
 
         **Shapes** x [B, T, D] -> [B, T, D], fp32 [].
         """
@@ -192,17 +191,17 @@ class MixtureOfExperts(nn.Module):
 def spread_experts(
     model: nn.Module, axes: Axes, experts: str | Sequence[str] = "*.experts"
 ) -> nn.Module:
-    """Lay a model's experts on the ranks of ``axes["ep"]``, in place; return the model.
+    """Place a model's experts on the ranks of ``axes["ep"]``, in place; return the model.
 
-    ``experts`` names modules, as for `shardwise.shard`, which is to be called afterwards with the
-    same names: dim 0 of each of their parameters counts experts, and is cut. So a layer of your own
-    can be spread too; what sends its tokens is `at_experts`. A module that has an attribute
-    ``exchange``, None in its class, is given one over ``ep``, which sends each token once
-    under ``tp`` too. Routers learn which ranks have other tokens, so call it for any axes.
+    ``experts`` names modules; call `shardwise.shard` afterwards with the same names. Dim 0 of each
+    of their parameters counts experts, and is sharded. A custom layer works too, and sends its
+    tokens with `at_experts`. A module with an attribute ``exchange``, None in its class, gets an
+    exchange over ``ep``, which sends each token once also with ``tp``. Routers get an exchange over
+    the ranks with other tokens, so call it for any axes.
 
-    **State** parameters become DTensors, in place; meta tensors stay on meta. Nothing is sent.
+    **State** parameters become DTensors, in place; meta tensors stay on meta. No communication.
 
-    **Raises** ConfigError, before anything is changed, for names that fit nothing, and experts that
+    **Raises** ConfigError, before any change, for names that match nothing, and for experts that
     ``ep`` does not divide.
     """
     over_ep = axes["ep"]
@@ -224,13 +223,13 @@ def spread_experts(
 
 
 def _exchange(axes: Axes, name: str, what: str, alike: Exchange | None = None) -> Exchange | None:
-    """Return one over an axis of several ranks."""
+    """Return an exchange over an axis, or None for one rank."""
     mesh = axes[name]
     return Exchange(axis_of(mesh, 0, name), what, alike) if mesh.size() > 1 else None
 
 
 def _named(model: nn.Module, names: Sequence[str], may_lack: bool) -> dict[str, nn.Module]:
-    """Return the modules that are named; a stage of a pipeline may have none."""
+    """Return the named modules; with ``may_lack`` a name may match nothing, as on a stage."""
     found: dict[str, nn.Module] = {}
     for name in names:
         fitting = {path: m for path, m in model.named_modules() if fnmatchcase(path, name)}
@@ -243,7 +242,7 @@ def _named(model: nn.Module, names: Sequence[str], may_lack: bool) -> dict[str, 
 def _checked(
     modules: dict[str, nn.Module], num_ranks: int
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return the parameters with their owners, each once."""
+    """Return each parameter once, with its owner."""
     found: dict[tuple[int, str], tuple[nn.Module, str, nn.Parameter]] = {}
     for path, module in modules.items():
         for inner, owner in module.named_modules():
@@ -270,10 +269,10 @@ def _check(name: str, param: nn.Parameter, num_ranks: int) -> None:
 
 
 def local_of(param: Tensor) -> Tensor:
-    """Return what this rank has of a parameter; autograd goes through it.
+    """Return this rank's part of a parameter, through autograd.
 
-    A block that is recomputed in backward, and is no unit by itself, has shards in its modules:
-    operations find the full parameters behind them, which `to_local` would not.
+    A block that is recomputed in backward, and is no unit by itself, has shards in its modules.
+    Operations find the full parameters behind them; `to_local` would not.
     """
     whole: Tensor = in_full(param)
     return whole.to_local() if isinstance(whole, DTensor) else whole

@@ -1,4 +1,4 @@
-"""The mean over the tokens of all ranks, where ranks have different numbers of them."""
+"""The mean loss over the tokens of all ranks, for ranks with different numbers of tokens."""
 
 import torch
 from torch import nn
@@ -15,14 +15,14 @@ def mean_loss(
     """Return a loss whose gradients are those of the mean over all ranks' tokens.
 
     ``total`` is this rank's sum of losses over its valid tokens, and ``num_tokens`` their number,
-    which may be 0; with several micro-batches the number in all of them, and a ``total`` of each.
-    A mean of the ranks' own means weighs a token by how few its rank has, which is wrong where
-    sequences are padded, packed or cut (context parallelism). Gradients are divided by the number
-    of data-parallel ranks when they are reduced; this multiplies by it. The mean over these ranks
-    of what is returned, summed over micro-batches, is the loss to show.
+    which may be 0. With several micro-batches, call it with the ``total`` of each and the number
+    in all. A mean of the ranks' means weights a token more on a rank with fewer tokens, which is
+    wrong if sequences are padded, packed or cut (context parallelism). Reductions divide gradients
+    by the number of data-parallel ranks, so this function multiplies by it. The loss to log is the
+    result summed over micro-batches and averaged over these ranks.
 
-    **Cost** one collective of a number over each data-parallel axis; all ranks call it alike.
-    Where no rank has a token the loss is 0.
+    **Cost** one collective of a number over each data-parallel axis; all ranks call it.
+    If no rank has a token, the loss is 0.
     """
     engine = engine_of(model)
     comm = engine.comm

@@ -1,10 +1,10 @@
-"""Ring attention over a sequence that is cut, by torch's own: keys and values go round.
+"""Ring attention over a sharded sequence, by torch's implementation.
 
 torch has the loop over the ranks, the merging of partial results and its gradient
 (torch.distributed.tensor.experimental, a prototype whose functions start with an underscore; Ring
-Attention, arXiv:2310.01889). Head and tail lie on its ranks as on ours, see Note [Head and tail]
-in sequences.py. It is called here by itself: torch's `context_parallel` changes how all DTensors
-attend, tensor-parallel ones too.
+Attention, arXiv:2310.01889). It places heads and tails on ranks as we do, see Note [Head and tail]
+in sequences.py. The loop is called directly, because torch's `context_parallel` changes the
+attention of all DTensors, also of tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _TOKENS = 2  # the dim of tokens in [B, H, t, E]
 _ATEN = torch.ops.aten
-# What the flash kernel on a GPU gives for its backward, in order; the one on a CPU gives nothing.
+# Further outputs of the GPU's flash kernel for its backward, in order; the CPU's lacks them.
 _HANDED_ON = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
 
 def check_ring(cut: SequenceCut, is_causal: bool, has_mask: bool, dropout_p: float) -> None:
-    """Raise ConfigError for what torch's ring attention does not compute."""
+    """Raise ConfigError for attention that torch's ring does not support."""
     chunks = 2 * cut.num_ranks
     wrong = {
         "it is not causal": not is_causal,

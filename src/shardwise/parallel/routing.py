@@ -1,19 +1,19 @@
-"""Which experts each token is sent to, and how experts are kept equally busy.
+"""Routing of tokens to experts, and load balancing of experts.
 
 Note [Two ways to balance]
-A router that is left alone sends most tokens to a few experts, which then learn most. The auxiliary
+Without balancing, a router sends most tokens to a few experts, which then learn most. The auxiliary
 loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6) is E sum_i f_i P_i over E
-experts: f_i is the number of tokens sent to expert i over the number of tokens (with the k choices
-of a token it sums to k, as transformers counts it for Mixtral), P_i the mean of the router's
-probability of i. f is counted over all ranks that have different tokens, since the product of
-ranks' means is not the mean of their products: a rank that has one kind of text would be told to
-spread it (arXiv:2501.11873). So the mean of the ranks' losses is the loss of one process.
+experts. f_i is the number of tokens sent to expert i over the number of tokens (with the k choices
+of a token it sums to k, as transformers counts it for Mixtral). P_i is the mean of the router's
+probability of i. f is counted over all ranks with different tokens, since the product of the ranks'
+means is not the mean of their products: a rank with one kind of text would have to spread it
+(arXiv:2501.11873). So the mean of the ranks' losses is the loss of one process.
 
-DeepSeek-V3 (arXiv:2408.15664, algorithm 1; arXiv:2412.19437, section 2.1.2) adds to the scores a
-bias of each expert, for the choice alone, and moves it after each step by the sign of what the
-expert was given too little. No gradient comes of it.
+DeepSeek-V3 (arXiv:2408.15664, algorithm 1; arXiv:2412.19437, section 2.1.2) adds a bias per expert
+to the scores, for the choice only. After each step it moves the bias by the sign of the expert's
+missing load. The bias has no gradient.
 
-B windows, T positions, n tokens, D dim, E experts, k of them for a token.
+B windows, T positions, n tokens, D dim, E experts, k experts per token.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class Routing:
-    """``num`` experts, of which each token gets the ``top_k`` of the highest scores.
+    """Settings of a router: each token goes to the ``top_k`` of ``num`` experts.
 
     ``scoring``: softmax over all experts (Mixtral), or a sigmoid for each (DeepSeek-V3).
-    ``normalized``: the scores of those chosen are divided by their sum; they are multiplied by
-    ``scale``. ``balanced``: with the auxiliary loss; ``biased``: with a bias of each expert, that
-    `balance_experts` moves. See Note [Two ways to balance].
+    ``normalized``: the chosen experts' scores are divided by their sum. They are multiplied by
+    ``scale``. ``balanced``: with the auxiliary loss. ``biased``: with a bias per expert, moved by
+    `balance_experts`. See Note [Two ways to balance].
 
-    **Raises** ConfigError for numbers that do not fit.
+    **Raises** ConfigError for a ``top_k`` out of range or an unknown ``scoring``.
     """
 
     num: int
@@ -61,10 +61,10 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Scores of all experts for each token, and the choice among them.
+    """Scores all experts for each token, and chooses the token's experts.
 
-    ``weight`` is [E, D]. ``exchange`` is over the ranks that have different tokens, where there are
-    several. ``load`` counts the tokens that each expert was sent since `balance_experts`.
+    ``weight`` is [E, D]. ``exchange`` connects the ranks with different tokens; None on one rank.
+    ``load`` counts the tokens sent to each expert since the last `balance_experts`.
     """
 
     exchange: Exchange | None = None
@@ -82,7 +82,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight; a bias begins at zero."""
+        """Draw the weight, and zero the bias."""
         nn.init.normal_(self.weight, std=self.std)
         for buffer in self.buffers(recurse=False):
             nn.init.zeros_(buffer)
@@ -90,10 +90,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, and the auxiliary loss.
 
-        The loss is zero unless the routing is ``balanced`` and this is training.
+        The loss is zero unless the routing is ``balanced`` and the module trains.
 
         **Shapes** x [n, D] -> fp32 [n, k], int64 [n, k], fp32 [].
-        **Cost** with the loss, an all-reduce of E numbers.
+        **Cost** with the loss, one all-reduce of E numbers.
         """
         how = self.routing
         logits = F.linear(x.float(), self.weight.float())
@@ -106,14 +106,14 @@ class Router(nn.Module):
         balance = scores.new_zeros(())
         if self.training and (how.balanced or how.biased):
             load = load_of(chosen, how.num)
-            if how.biased and not in_backward():  # a checkpointed pass has been counted before
+            if how.biased and not in_backward():  # forward has counted a recomputed pass
                 self.load += load
             if how.balanced:
                 balance = self._balance(scores, load)
         return weights * how.scale, chosen, balance
 
     def _balance(self, scores: Tensor, load: Tensor) -> Tensor:
-        """Return what of the loss comes of this rank's tokens, times the number of ranks."""
+        """Return the loss of this rank's tokens, times the number of ranks."""
         shares = scores if self.routing.scoring == "softmax" else scores / scores.sum(-1, True)
         ranks = 1
         if self.exchange is not None:
@@ -124,21 +124,21 @@ class Router(nn.Module):
 
 
 def load_of(chosen: Tensor, num: int) -> Tensor:
-    """Return how often each of ``num`` experts was chosen, int64 [num], without asking the host."""
+    """Return how often each of ``num`` experts was chosen, int64 [num], without a host sync."""
     flat = chosen.flatten()
     return flat.new_zeros(num).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 @torch.no_grad()
 def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
-    """Move the bias of each expert towards an equal load; call it after each optimizer step.
+    """Move each expert's bias towards an equal load; call it after each optimizer step.
 
-    All ranks call it. The load is that of all ranks since the last call, over micro-batches too. A
-    model without biases is left alone.
+    All ranks call it. The load is that of all ranks since the last call, over all micro-batches. A
+    model without biases is unchanged.
 
-    **Cost** one all-reduce of E numbers for each layer that has experts, as one.
+    **Cost** one all-reduce for all layers, of E numbers per layer with experts.
 
-    **Raises** ConfigError where nothing has told the routers which ranks have other tokens.
+    **Raises** ConfigError on several ranks if the routers have no exchange.
     """
     routers = [m for m in model.modules() if isinstance(m, Router) and m.routing.biased]
     if not routers:
@@ -153,6 +153,6 @@ def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
             "spread_experts(model, axes) before the model is sharded"
         )
     for router, load in zip(routers, loads.split([r.routing.num for r in routers]), strict=True):
-        missing = load.sum() - load * router.routing.num  # the mean less the load, times E
+        missing = load.sum() - load * router.routing.num  # (mean - load) x E
         router.bias += rate * missing.sign()
         router.load.zero_()

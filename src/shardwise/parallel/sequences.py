@@ -1,11 +1,11 @@
-"""Integers: which tokens of a sequence lie on which rank, and which keys each of them sees.
+"""Integers: the tokens of a sequence on each rank, and the keys that each token sees.
 
 Note [Head and tail]
-In causal attention the last token sees all, the first one itself. A sequence is therefore divided
-into 2N chunks, and rank r has chunk r and chunk 2N - 1 - r: each rank then computes as many
-products of a query and a key (Llama 3, arXiv:2407.21783, section 3.3.2). Documents that are packed
-into one sequence are cut one by one, as none sees another; what does not divide by 2N goes to the
-ranks that have the fewest tokens so far, so that ranks differ by one token at most.
+In causal attention the last token sees all tokens, the first one only itself. So a sequence is cut
+into 2N chunks, and rank r has chunk r and chunk 2N - 1 - r: each rank then computes equally many
+query-key products (Llama 3, arXiv:2407.21783, section 3.3.2). Packed documents are cut one by one,
+as attention does not cross them. Tokens beyond a multiple of 2N go to the ranks with the fewest
+tokens so far, so that ranks differ by at most one token.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Span:
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How a sequence of ``documents`` (their lengths, in order) is cut over ``num_ranks``.
+    """Cut of a sequence of ``documents`` (their lengths, in order) over ``num_ranks``.
 
-    One document is a whole sequence. Tokens of a rank lie in the order of its `spans`.
+    One document is a whole sequence. A rank's tokens lie in the order of its `spans`.
     """
 
     documents: tuple[int, ...]
@@ -48,7 +48,7 @@ class SequenceCut:
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """What each rank has, by rank; see Note [Head and tail]."""
+        """The spans of each rank; see Note [Head and tail]."""
         if self.num_ranks == 1:
             return (tuple(Span(lo, hi, lo) for lo, hi in self._bounds),)
         spans: list[list[Span]] = [[] for _ in range(self.num_ranks)]
@@ -64,19 +64,19 @@ class SequenceCut:
                 tokens[rank] += length
                 mine = spans[rank]
                 if length and mine and mine[-1].hi == lo and mine[-1].document == start:
-                    mine[-1] = Span(mine[-1].lo, lo + length, start)  # the middle, of the last rank
+                    mine[-1] = Span(mine[-1].lo, lo + length, start)  # last rank's middle chunks
                 elif length:
                     mine.append(Span(lo, lo + length, start))
                 lo += length
         return tuple(map(tuple, spans))
 
     def tokens(self, rank: int) -> list[int]:
-        """Return the places in the whole sequence of a rank's tokens, in their order there."""
+        """Return the positions of a rank's tokens in the whole sequence, in the rank's order."""
         return [place for span in self.spans[rank] for place in range(span.lo, span.hi)]
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many tokens each rank has."""
+        """The number of tokens on each rank."""
         return tuple(sum(span.hi - span.lo for span in mine) for mine in self.spans)
 
     @cached_property
@@ -85,7 +85,7 @@ class SequenceCut:
         return SequenceCut(self.documents, 1)
 
     def num_products(self, rank: int) -> int:
-        """Return how many pairs of a query and a key a rank computes in causal attention."""
+        """Return a rank's number of query-key pairs in causal attention."""
         return sum(
             sum(range(span.lo - span.document + 1, span.hi - span.document + 1))
             for span in self.spans[rank]
@@ -99,7 +99,7 @@ class SequenceCut:
         return min(chunk, 2 * self.num_ranks - 1 - chunk)
 
     def _poorest(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return the chunks that get one token more: those of the ranks that have the fewest."""
+        """Return the chunks that get one more token: those of the ranks with the fewest tokens."""
         places = [(tokens[rank], rank, rank) for rank in range(self.num_ranks)]
         places += [
             (held + 1, rank, 2 * self.num_ranks - 1 - rank) for held, rank, _ in list(places)
@@ -108,9 +108,9 @@ class SequenceCut:
 
 
 def cut_of(length: int, num_ranks: int, documents: Sequence[int] | None = None) -> SequenceCut:
-    """Return how a sequence of ``length`` tokens is cut.
+    """Return the cut of a sequence of ``length`` tokens.
 
-    **Raises** ConfigError where the documents' lengths are not those of the sequence.
+    **Raises** ConfigError if the documents' lengths do not sum to ``length``.
     """
     cut = SequenceCut((length,) if documents is None else tuple(documents), num_ranks)
     if cut.length != length:

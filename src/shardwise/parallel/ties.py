@@ -1,12 +1,12 @@
-"""One parameter of which several stages of a pipeline have a copy each.
+"""A parameter with copies on several stages of a pipeline.
 
 Note [When gradients of tied copies are summed]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each stage reduces its copy's gradients with its own, at the end of its own passes, when another
-stage may still wait for what this one is to send: to wait for its gradient there would be a
-deadlock. All ranks have ended their passes when they clip or step. So the sum is made by whichever
-comes first, `clip_grad_norm_` or the optimizer's step, once for each reduction. All copies get the
-same sum, in the order of the stages, and take the same step.
+Each stage reduces its copy's gradient at the end of its passes. Another stage may then still wait
+for data from this stage, so waiting for its gradient would be a deadlock. When ranks clip or step,
+all have ended their passes. So `clip_grad_norm_` or the optimizer's step, whichever comes first,
+makes the sum, once per reduction. All copies get the same sum, in the order of the stages, and take
+the same step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.tensor.plain_state import owner_of
 
 
 class Tie:
-    """The copies of one parameter: ``params`` are this rank's, ``places`` all stages that have one.
+    """The copies of one parameter: ``params`` are this rank's, ``places`` all stages with a copy.
 
-    ``stages`` is the pipeline's axis; None where this rank alone has them all.
+    ``stages`` is the pipeline's axis; None if this rank has all copies.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Tie:
 
     @property
     def peers(self) -> list[int]:
-        """The other stages that have a copy, by their place along the axis."""
+        """The other stages with a copy, by their place along the axis."""
         return [p for p in self.places if self.stages is not None and p != self.stages.rank]
 
     def counts(self, param: Any) -> bool:
-        """Tell whether a copy stands for all of them where each parameter counts once."""
+        """Return True for the one copy that counts where each parameter counts once."""
         is_first = self.stages is None or self.places[0] == self.stages.rank
         return is_first and param is self.params[0]
 
     def is_among(self, params: Iterable[Any]) -> bool:
-        """Tell whether one of this rank's copies is among parameters of the model."""
+        """Return True if one of this rank's copies is among parameters of the model."""
         return any(owner_of(param) in self.params for param in params)
 
     def _num_reduced(self) -> list[int]:
@@ -63,7 +63,7 @@ class Tie:
 
     @torch.no_grad()
     def share_values(self) -> None:
-        """Give all copies the values of the first stage's."""
+        """Copy the first stage's values to all copies."""
         local = local_of(self.params[0].sharded)
         if self.stages is not None and self.peers:
             found = self._exchange(local.reshape(-1))
@@ -73,7 +73,7 @@ class Tie:
                 param.sharded._local_tensor.copy_(local)
 
     def _exchange(self, mine: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return what each stage has, by place. **Cost** sends this rank's slice to each."""
+        """Return each stage's tensor, by place. **Cost** sends this rank's slice to each."""
         if self.stages is None:
             return {self.places[0]: mine}
         comm = self.params[0].unit.comm
@@ -82,13 +82,13 @@ class Tie:
 
     @torch.no_grad()
     def sum_grads(self) -> None:
-        """Sum the gradients of all copies, once for each reduction; every stage of them calls it.
+        """Sum the gradients of all copies, once per reduction; every stage with a copy calls it.
 
         **Cost** sends this rank's slice of the gradient to each other stage with a copy.
         """
         now = self._num_reduced()
-        # A frozen copy has no gradient, and all are frozen alike: a stage of nothing else reduces
-        # nothing, and would leave the others waiting.
+        # Frozen copies have no gradient, and all are frozen together. A stage with no other
+        # parameters reduces nothing, and would leave the other stages waiting.
         if now == self._reduced or not self.params[0].sharded.requires_grad:
             return
         self._reduced = now
@@ -96,7 +96,7 @@ class Tie:
         first = local_of(self.params[0].sharded)
         there = [local_of(grad) for grad in grads if grad is not None]
         dtype = there[0].dtype if there else first.dtype
-        # The last element counts who has a gradient: where nobody has, there is none.
+        # The last element counts the gradients; without any, there is no sum.
         mine = first.new_zeros(first.numel() + 1, dtype=dtype)
         for local in there:
             mine[:-1] += local.reshape(-1)
@@ -115,13 +115,13 @@ class Tie:
 
 
 def ties_of(owners: Iterable[Any]) -> list[Tie]:
-    """Return the ties of parameters' owners (None are nobody's), in an order all ranks share."""
+    """Return the ties of parameters' owners (None: no owner), in the same order on all ranks."""
     found = {id(o.tie): o.tie for o in owners if o is not None and o.tie is not None}
     return sorted(found.values(), key=lambda tie: str(tie.name))
 
 
 def _before_step(hold: weakref.ref[Tie], optimizer: torch.optim.Optimizer) -> None:
-    """Sum the gradients before the first step that takes one of the copies."""
+    """Sum the gradients before the first step of one of the copies."""
     tie = hold()
     if tie is not None and tie.is_among(p for g in optimizer.param_groups for p in g["params"]):
         tie.sum_grads()

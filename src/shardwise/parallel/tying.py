@@ -1,4 +1,4 @@
-"""``tie()``: copies of one parameter on several stages of a pipeline stay one parameter."""
+"""``tie()``: keep copies of a parameter on several pipeline stages equal."""
 
 import json
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from shardwise.unit.param import ShardedParam
 
 
 def tie(model: Model, names: Mapping[str, str]) -> None:
-    """Let copies of one parameter on several stages stay one; every rank calls it, once.
+    """Tie copies of a parameter on several stages; every rank calls it, once.
 
-    ``model`` is the rank's stage, or a list of its stages, sharded over `Axes`; ``names`` says what
-    other names a parameter has, as in ``{"head.weight": "embed.weight"}``, alike on all ranks. All
-    copies take the values of the first stage's. From then on their gradients are summed over the
-    stages, by `clip_grad_norm_` or the optimizer's step, whichever comes first; the norm counts it
-    once, and checkpoints hold it once, under its first name. Each stage's optimizer holds its copy,
-    with the same settings. A deep copy of a stage is not tied.
+    ``model`` is the rank's stage, or a list of its stages, sharded over `Axes`. ``names`` maps
+    other names of a parameter to its first, as in ``{"head.weight": "embed.weight"}``, the same on
+    all ranks. All copies take the first stage's values. From then on their gradients are summed
+    over the stages, by `clip_grad_norm_` or the optimizer's step, whichever comes first. Norms
+    count the parameter once, and checkpoints hold it once, under its first name. Each stage's
+    optimizer has its copy, with the same settings. A deep copy of a stage is not tied.
 
     **Cost** two exchanges of a few bytes; in each step, this rank's slice of the gradient to each
-    other stage that has a copy.
+    other stage with a copy.
 
-    **Raises** ConfigError, on all ranks, for names that no stage has, and copies of other shapes,
-    dtypes or cuts.
+    **Raises** ConfigError, on all ranks, for names that no stage has, and for copies that differ in
+    shape, dtype or sharding.
     """
     parts = Parts(model)
     parts.rest("tie()")
@@ -68,7 +68,7 @@ def tie(model: Model, names: Mapping[str, str]) -> None:
 
 
 def _copies(parts: Parts, names: list[str]) -> list[ShardedParam]:
-    """Return this rank's parameters of these names, in the order of its stages."""
+    """Return this rank's parameters with these names, in the order of its stages."""
     return [
         param
         for unit in parts.units
@@ -78,7 +78,7 @@ def _copies(parts: Parts, names: list[str]) -> list[ShardedParam]:
 
 
 def _facts(params: list[ShardedParam]) -> list[str]:
-    """Say what has to be alike: shape, dtype, and which elements this rank has."""
+    """Describe the facts that must agree: shape, dtype, training, and this rank's elements."""
     found = []
     for param in params:
         cut = param.cut if param.has_cut else None
@@ -99,7 +99,7 @@ def _check(
     names: Mapping[str, str],
     listed: Mapping[str, list[str]],
 ) -> None:
-    """Refuse what cannot be one parameter; all ranks look at the same rows."""
+    """Refuse copies that cannot be tied; all ranks check the same rows."""
     for rank, row in zip(members, rows, strict=True):
         if row["asked"] != dict(names):
             raise ConfigError(f"names: rank {rank} asked for {row['asked']}, this rank for {names}")

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: all go on until the last one is through."""
+"""Training with different numbers of batches per rank, until the last rank has finished."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,17 +17,17 @@ T = TypeVar("T")
 def join(
     model: nn.Module, batches: Iterable[T], *, divide_by_present: bool = False
 ) -> Iterator[tuple[T, float]]:
-    """Iterate over this rank's batches, as often as the rank that has most of them.
+    """Iterate over this rank's batches, as often as the rank with the most batches.
 
-    Yields ``(batch, weight)``. Multiply the loss by ``weight``: it is 1.0, and 0.0 where this rank
-    has no batch left and gets its last one again, so that it takes part in every collective and
-    adds nothing. Gradients stay means over all ranks; with ``divide_by_present`` the weight is N
-    divided by the number of ranks that still have data, which makes them means over those. The
-    model is one of `shard` or of `fully_shard`. Leave the loop on all ranks alike.
+    Yields ``(batch, weight)``. Multiply the loss by ``weight``, which is 1.0. A rank without
+    batches left gets its last one again with weight 0.0, so that it takes part in every collective
+    and adds nothing. Gradients stay means over all ranks. With ``divide_by_present`` the weight is
+    N divided by the number of ranks that still have data, so gradients are means over those ranks.
+    The model is sharded by `shard` or `fully_shard`. If one rank leaves the loop, all must.
 
-    **Cost** one small all-reduce per batch, waited for; this rank's last batch in memory.
+    **Cost** one small blocking all-reduce per batch; this rank's last batch stays in memory.
 
-    **Raises** ConfigError on all ranks when one of them has no batch at all and another has.
+    **Raises** ConfigError on all ranks if one rank has no batch at all and another has one.
     """
     mesh = _mesh_of(model)
     iterator = iter(batches)
@@ -50,7 +50,7 @@ def join(
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
-    if meshes:  # some parameters may have a smaller one of their own
+    if meshes:  # some parameters may have a smaller mesh
         return max(meshes, key=DeviceMesh.size)
     raise ConfigError(
         f"join(): this {type(model).__name__} is not sharded; pass the module that was given to "

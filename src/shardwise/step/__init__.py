@@ -1,1 +1,1 @@
-"""The steps of optimizers: in the background, through the device, from files."""
+"""Optimizer steps: in the background, on the device, with state in files."""

@@ -1,4 +1,4 @@
-"""A part of an optimizer's step: some parameters, as plain tensors, in an optimizer like theirs."""
+"""The step of some of an optimizer's parameters, as plain tensors, in a copy of the optimizer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Mirror = Callable[[Any], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class _Row:
-    """One parameter: what this rank has of it, of its gradient and of its state.
+    """This rank's elements of one parameter, of its gradient and of its state.
 
-    ``made`` is what steps on a device have made beside ``values``, or have instead of them.
+    ``made`` is state that steps on a device have added to ``values``, or have put in its place.
     """
 
     group: int
@@ -34,26 +34,26 @@ class _Row:
     made: dict[str, Any] = field(default_factory=dict)
 
     def is_cut_alike(self, key: str, value: Any) -> bool:
-        """Tell whether a part of the state has one element for each of the parameter's."""
+        """Return True if a part of the state has one element for each of the parameter's."""
         return _is_cut_alike(key, value, self.local)
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """The parts of the state that are cut like the parameter."""
+        """The parts of the state that are sharded like the parameter."""
         return [value for key, value in self.values.items() if self.is_cut_alike(key, value)]
 
     @property
     def bytes_of_element(self) -> int:
-        """Bytes of one element of all that a step reads."""
+        """Bytes that a step reads for one element."""
         return sum(each.element_size() for each in (self.local, self.grad, *self.state))
 
 
 class Apart:
-    """Some parameters of an optimizer, to be stepped as plain tensors by one like it."""
+    """Some parameters of an optimizer, stepped as plain tensors by a copy of the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Any]]) -> None:
         self.sharded: list[DTensor] = []
-        # As it is now: a loss scaler sets attributes for the time of its call.
+        # Copied now, because a loss scaler sets attributes for the time of its call.
         self._like = optimizer_like(optimizer, [], {})
         self._state = optimizer.state
         self._options = [
@@ -79,9 +79,9 @@ class Apart:
     def step_with(
         self, state: Mapping[tuple[int, str], torch.Tensor]
     ) -> dict[tuple[int, str], torch.Tensor]:
-        """Step with this memory in the place of some of the state, by id and name.
+        """Step with ``state`` in place of some of the optimizer's state, by id and name.
 
-        Return what the optimizer has put in its place, which is not handed on.
+        Return the tensors with which the optimizer has replaced it; they are not handed on.
         """
         self._bring(state)
         found = {}
@@ -93,7 +93,7 @@ class Apart:
         return found
 
     def __call__(self) -> None:
-        """Step; hand on what the optimizer has replaced in the state."""
+        """Step, and write the tensors that the optimizer has replaced into the caller's state."""
         for row, key, value in self._step():
             self._hand_on(row, key, value)
 
@@ -104,10 +104,10 @@ class Apart:
         make_memory: MakeHostMemory,
         state: Mapping[tuple[int, str], torch.Tensor],
     ) -> Iterator[Load]:
-        """Yield the step as loads of a lane, of ``num_bytes``; `hand_on` follows when all is back.
+        """Yield the step as loads of a lane, of ``num_bytes``; call `hand_on` when all are back.
 
-        ``mirror`` tells where on the device a parameter's new values go as well, asked once for
-        each piece; ``make_memory`` is for state that there was not, ``state`` as in `step_with`.
+        ``mirror`` returns the device memory that also receives a parameter's new values. It is
+        called once per piece. ``make_memory`` is for new state. ``state`` is as in `step_with`.
         """
         self._bring(state)
         for row in self._rows:
@@ -121,7 +121,7 @@ class Apart:
             yield Load([tensor for piece in pieces for tensor in piece.tensors], work)
 
     def hand_on(self) -> None:
-        """Hand on what `loads` have made."""
+        """Write the state that `loads` have made into the caller's state."""
         for row in self._rows:
             for key, value in row.made.items():
                 held = row.values.get(key)
@@ -137,10 +137,10 @@ class Apart:
                     row.values[key] = state[id(row.param), key]
 
     def _step(self) -> Iterator[tuple[_Row, str, Any]]:
-        """Step; yield what the optimizer has replaced in the state, by parameter and name."""
+        """Step; yield the tensors that the optimizer has replaced, by parameter and name."""
         made = [(row, row.local, row.grad, dict(row.values)) for row in self._rows]
         states = self._step_on(made)
-        # torch's fused kernels do not say that they write, and full copies would count as fresh.
+        # torch's fused kernels do not increment versions, so full copies would seem current.
         torch.autograd.graph.increment_version([row.local for row in self._rows])
         for row, state in zip(self._rows, states, strict=True):
             for key, value in state.items():
@@ -150,7 +150,7 @@ class Apart:
     def _step_on(
         self, made: Iterable[tuple[_Row, torch.Tensor, torch.Tensor, dict[str, Any]]]
     ) -> list[dict[str, Any]]:
-        """Step these parameters, with gradients and state; return the state of each."""
+        """Step these parameters, with their gradients and state; return the state of each."""
         groups: list[dict[str, Any]] = [{**options, "params": []} for options in self._options]
         state: defaultdict[Any, Any] = defaultdict(dict)
         stand_ins = []
@@ -161,7 +161,7 @@ class Apart:
             state[stand_in] = values
             stand_ins.append(stand_in)
         optimizer = optimizer_like(self._like, groups, state)
-        type(optimizer).step.__wrapped__(optimizer)  # hooks were called by the caller of step()
+        type(optimizer).step.__wrapped__(optimizer)  # the caller of step() has called the hooks
         return [state[stand_in] for stand_in in stand_ins]
 
     def _work_on(
@@ -192,7 +192,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [lo, hi) of one parameter, as they pass the device."""
+    """Elements [lo, hi) of one parameter, in one load through the device."""
 
     row: _Row
     lo: int
@@ -200,13 +200,13 @@ class _Piece:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is brought: the parameter, the gradient and the state that is cut alike."""
+        """The tensors copied to the device: parameter, gradient and state of the same shape."""
         return [self._part(t) for t in (self.row.local, self.row.grad, *self.row.state)]
 
     def brought(
         self, rest: Iterator[torch.Tensor], goes_too: bool
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return parameter, gradient and state on the device; all pieces have their own counts."""
+        """Return parameter, gradient and state on the device; each piece has its own counts."""
         local, grad, state = next(rest), next(rest), {}
         for key, value in self.row.values.items():
             if self.row.is_cut_alike(key, value):
@@ -222,7 +222,7 @@ class _Piece:
     def returned(
         self, local: torch.Tensor, state: Mapping[str, Any], make_memory: MakeHostMemory
     ) -> Copies:
-        """Return what goes back, and where to; note what was made."""
+        """Return the copies back to the host, and record new state."""
         row, copies = self.row, [(local, self._part(self.row.local))]
         for key, value in state.items():
             if _is_cut_alike(key, value, local):
@@ -232,7 +232,7 @@ class _Piece:
                     target = make_memory(row.local.numel(), value.dtype).view(row.local.shape)
                     row.made[key] = target
                 copies.append((value, self._part(target)))
-            elif self.hi == row.local.numel():  # all pieces have made the same of it
+            elif self.hi == row.local.numel():  # it is the same after every piece
                 row.made[key] = value
                 if isinstance(value, torch.Tensor) and value.device != row.local.device:
                     row.made[key] = make_memory(value.numel(), value.dtype).view(value.shape)
@@ -244,9 +244,9 @@ class _Piece:
 
 
 def part_of_step(optimizer: Any, params: Sequence[tuple[int, Any]]) -> tuple[Any, list[DTensor]]:
-    """Return the step of some parameters, named with their groups, and the tensors it takes.
+    """Return the step of some parameters, given with their groups, and the tensors it uses.
 
-    It is an `Apart`, or what does the same for an optimizer of `optim`.
+    The step is an `Apart`, or the equivalent of an optimizer in `optim`.
     """
     if not hasattr(optimizer, "part_of_step"):
         apart = Apart(optimizer, params)
@@ -258,7 +258,7 @@ def part_of_step(optimizer: Any, params: Sequence[tuple[int, Any]]) -> tuple[Any
 
 
 def optimizer_like(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
-    """Return an optimizer of the same class that has other groups and another state."""
+    """Return a copy of an optimizer with other groups and another state."""
     made = object.__new__(type(optimizer))
     vars(made).update(vars(optimizer))
     vars(made).update(param_groups=groups, state=state)
@@ -267,10 +267,9 @@ def optimizer_like(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> 
 
 @torch.no_grad()
 def sizes_of_state(optimizer: Any, group: int, dtype: torch.dtype) -> list[int]:
-    """Return the bytes of an element of each part of the state that is cut like a parameter.
+    """Return the bytes per element of each part of the state that is sharded like a parameter.
 
-    The optimizer is asked with a parameter of its own, of two elements, in a group like that one,
-    on the host.
+    It steps a two-element parameter on the host, with the options of that group.
     """
     options = dict(optimizer.param_groups[group])
     for key, value in options.items():
@@ -285,13 +284,13 @@ def sizes_of_state(optimizer: Any, group: int, dtype: torch.dtype) -> list[int]:
 
 
 def _is_cut_alike(key: str, value: Any, like: torch.Tensor) -> bool:
-    """Tell whether a part of a state has one element for each of a parameter's."""
+    """Return True if a part of a state has one element for each of a parameter's."""
     is_tensor = isinstance(value, torch.Tensor) and key not in PLAIN_SCALARS
     return is_tensor and value.shape == like.shape
 
 
 def _kept(value: Any) -> Any:
-    """Return an option as it is now: a learning rate that is a tensor is changed in place."""
+    """Return a copy of an option: a learning rate that is a tensor is changed in place."""
     if isinstance(value, list | tuple):
         return type(value)(map(_kept, value))
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,25 +1,25 @@
-"""``overlap()``: an optimizer's step goes on behind what follows it, unit by unit.
+"""``overlap()``: an optimizer's step runs in a background thread, unit by unit.
 
 Note [A step behind the next forward pass]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-``optimizer.step()`` looks at everything that counts at that moment (gradients, which may have been
-unscaled or clipped, learning rates, whether a loss scaler skips the step) and leaves the arithmetic
-to a thread: one job per unit, in the order in which the next forward pass needs the units, which
-waits for each before it gathers it. So the step is the plain one to the bit, with clipping and loss
-scaling too, and nothing has to be undone.
+``optimizer.step()`` reads its inputs when it is called: gradients (unscaled or clipped), learning
+rates, and the loss scaler's decision to skip the step. A thread does the arithmetic, in one job per
+unit, in the order in which the next forward pass needs the units. That pass waits for a unit's job
+before it gathers the unit. The result is bit-identical to a plain step, with clipping and loss
+scaling too, and no step has to be undone.
 
 A job steps plain tensors: this rank's elements of parameters, gradients and state, in an optimizer
-of the same class that shares the state and has a copy of the groups' options. That is right for
-optimizers that work element by element, and saves what operations on sharded tensors cost.
+of the same class that shares the state and has a copy of the groups' options. This is correct for
+elementwise optimizers, and saves the overhead of operations on sharded tensors.
 
 Note [Optimizers of offloaded units]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Where slices live on the host nobody has to call ``overlap()``. From the first model with such units
-on, a hook of torch's sees every optimizer's steps. One that has parameters of such units is given
-an overlap before its first step, which takes this step already: the optimizer's own code gets a
-copy without parameters, and a hook after it, ahead of the user's, takes the step. The hooks stay:
-one removed when a model is freed would be removed under the loop that calls it, if garbage is
-collected there.
+If slices live on the host, ``overlap()`` is called automatically. From the first model with such
+units on, a global torch hook runs before every optimizer's step. An optimizer with parameters of
+such units gets an overlap before its first step, which already takes this step: the optimizer's
+code receives a copy without parameters, and a hook after it, before the user's, takes the step. The
+hooks are never removed: garbage collection inside the loop that calls them could free a model, and
+would then remove a hook during that loop.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - a type
 
 
 def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = False) -> O:
-    """Let an optimizer's step go on in the background; return the optimizer.
+    """Run an optimizer's steps in the background; return the optimizer.
 
-    Its ``step()`` returns at once, and takes the same steps to the bit. The next forward pass waits
-    for each unit before it uses it; reading a parameter, a gradient or state that is cut like its
-    parameter, clipping, saving and evaluating wait for what they need. ``threads`` are those of the
-    step; None is as many as the caller has. See Note [A step behind the next forward pass].
+    ``step()`` returns at once. The result is bit-identical. The next forward pass waits for each
+    unit before it uses it. Clipping, saving, evaluating, and reading a parameter, a gradient or
+    state sharded like its parameter wait for the units they need. ``threads`` is the step's thread
+    count; None is the caller's. See Note [A step behind the next forward pass].
 
-    Steps are plain, and block, where they make a parameter's state (the first with it), on an
-    accelerator (where they do not block anyway), inside accumulation windows, and while `unshard()`
-    holds parameters in full. A closure is called at once.
+    A step blocks if it creates a parameter's state (the parameter's first step), inside an
+    accumulation window, and while `unshard()` holds full parameters. On an accelerator it is plain
+    too, and does not block. A closure is called at once.
 
-    **State** what ``p.to_local()`` gave before a step is written during it: take it again after.
-    Plain tensors of the state (counts of steps, codes of 8-bit moments) are as far as the thread
-    has come; ``optimizer.state_dict()`` waits.
+    **State** a step writes into tensors that ``p.to_local()`` returned before: call it again
+    afterwards. Plain tensors of the state (step counts, codes of 8-bit moments) change while the
+    thread runs; ``optimizer.state_dict()`` waits.
 
-    **Raises** ConfigError for an optimizer that is not known to work element by element. What
-    fails in the background raises ShardError in the next call that waits, with unit and rank.
-    ConfigError for ``in_backward``, which is gone.
+    **Raises** ConfigError for an optimizer not known to be elementwise, and for ``in_backward``,
+    which was removed. A failure in the background raises ShardError in the next call that waits,
+    with unit and rank.
     """
     if in_backward:
         raise ConfigError(
@@ -104,7 +104,7 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
 
 @cache
 def overlap_offloaded() -> None:
-    """Overlap optimizers of units whose slices live on the host, from their first steps on.
+    """Overlap optimizers of units whose slices live on the host, from their first step on.
 
     See Note [Optimizers of offloaded units].
     """
@@ -112,8 +112,8 @@ def overlap_offloaded() -> None:
 
 
 def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Overlap an optimizer that should be; return what its own step does nothing with."""
-    if torch.compiler.is_compiling():  # the step itself says what to do
+    """Overlap an optimizer of offloaded units; return arguments for a step that does nothing."""
+    if torch.compiler.is_compiling():  # the step itself handles this case
         return None
     made: Overlap | None = vars(optimizer).get(_OVERLAP)
     if made is not None:
@@ -133,7 +133,7 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
-    """Warn, at the first step, that the state will not lie in files."""
+    """Warn, at the first step, that the state will not be in files."""
     if has_files and not optimizer.state:
         _LOG.warning(
             "%s is not known to work element by element, so its step goes on as ever, and its "
@@ -143,7 +143,7 @@ def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
 
 
 def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Take the step that `_attach` has taken away."""
+    """Take the step that `_attach` has withheld."""
     made: Overlap | None = vars(optimizer).get(_OVERLAP)
     if made is not None and made.is_begun:
         made.is_begun = False
@@ -151,14 +151,14 @@ def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def staging_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return what buffers take on the device that state on the host passes in its step."""
+    """Return the bytes of device buffers through which state on the host is stepped."""
     parts = () if optimizer is None else getattr(optimizer, "optimizers", (optimizer,))
     made: list[Overlap] = [vars(o)[_OVERLAP] for o in parts if _OVERLAP in vars(o)]
     return sum(each.streaming.num_bytes for each in made)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the optimizer's units may be stepped apart."""
+    """Return True if the optimizer's units can be stepped one by one."""
     kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
     return type(optimizer) in kinds or hasattr(optimizer, "part_of_step")
 
@@ -168,9 +168,9 @@ ByUnit = Mapping[Unit | None, Params]
 
 @dataclass(frozen=True)
 class _Step:
-    """Stands for ``optimizer.step``; as with a method, ``__func__`` takes the optimizer first.
+    """Replacement of ``optimizer.step``; as in a method, ``__func__`` takes the optimizer first.
 
-    It refers to the optimizer weakly, as a cycle would keep all state until garbage is collected.
+    Its reference to the optimizer is weak: a cycle would keep all state until garbage collection.
     """
 
     of: weakref.ref[torch.optim.Optimizer]
@@ -181,16 +181,16 @@ class _Step:
         return self.__func__(self.of(), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what was noted on the function, as a method does."""
+        """Return an attribute of the function, as a method does."""
         return getattr(self.__func__, name)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What a step found when it was called; alike on all ranks, but for what a rank has.
+    """Inputs of one step; the same on all ranks, except for a rank's own elements.
 
-    ``way``: unit by unit and now, in the background, or plainly. ``stores``: some rank has to store
-    state of units in files anew.
+    ``way``: unit by unit at once, in the background, or plainly. ``stores``: some rank must store
+    state of units in new files.
     """
 
     by_unit: ByUnit
@@ -208,33 +208,33 @@ class Overlap:
     """The steps of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None) -> None:
-        self.is_begun = False  # a step whose hooks before it were called, and no more
-        self._units: list[Unit] = []  # that were stepped last
-        self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
+        self.is_begun = False  # True after a step's pre-hooks, until the step is taken
+        self._units: list[Unit] = []  # units of the last step
+        self._stepped: dict[torch.Tensor, bool] = {}  # stepped plainly: True if that left state
         self._stored = StoredState()
-        self._num_loads = 0  # of the models, when the ranks last asked each other
-        self._some_rank_stores = False  # what they have answered, until the step is taken
+        self._num_loads = 0  # the models' loads at the last exchange between ranks
+        self._some_rank_stores = False  # the result of that exchange, until the step is taken
         self.streaming = Streaming()
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
-        self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
+        self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for writes
         here = torch.get_num_threads()
         near = [self._thread.submit(run_near, h.device).result() for h in homes_of(optimizer)[:1]]
         own = threads or min([here, *filter(None, near)])
         self._thread.submit(torch.set_num_threads, own).result()
-        torch.set_num_threads(here)  # the call above has also set what later threads begin with
+        torch.set_num_threads(here)  # the call above also set the default of later threads
         self._plain_step: Callable[..., Any] | None = vars(optimizer).get("step")  # a scheduler's
 
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self.step(optimizer, closure)
 
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # what a scheduler looks for
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler looks for it
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = _Step(weakref.ref(optimizer), step)  # type: ignore[method-assign]
         optimizer.register_state_dict_pre_hook(lambda _: self.finish())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
     def finish(self) -> None:
-        """Wait until all is stepped. **Raises** ShardError where a unit's step has failed."""
+        """Wait for all units' steps. **Raises** ShardError if one has failed."""
         for unit in self._units:
             unit.finish_steps()
             finish_all(unit.writes)
@@ -243,22 +243,22 @@ class Overlap:
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:
-        """Step now, or hand the units' steps to the thread."""
+        """Step at once, or submit the units' steps to the thread."""
         self.finish()
         found = None if closure is not None else self._look(optimizer)
         if found is not None and found.way == "plainly":
             returned = (self._plain_step or partial(type(optimizer).step, optimizer))()
             self._note_stepped(optimizer, found.with_grad)
             return returned
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         for pre in chain(torch_optimizer._global_optimizer_pre_hooks.values(), before.values()):
             pre(optimizer, (optimizer,), {})
         loss = None
-        if closure is not None:  # which these optimizers call once, before anything else
+        if closure is not None:  # these optimizers call it once, before anything else
             with torch.enable_grad():
                 loss = closure()
-        if found is None or before:  # which may have changed what there is
+        if found is None or before:  # hooks may have changed gradients
             found = self._look(optimizer)
         self._take(optimizer, found)
         for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
@@ -266,7 +266,7 @@ class Overlap:
         return loss
 
     def step_now(self, optimizer: Any) -> None:
-        """Step and wait, without the hooks around it."""
+        """Step and wait, without calling hooks."""
         found = self._look(optimizer)
         self._take(optimizer, replace(found, way="now") if found.way == "behind" else found)
 
@@ -280,7 +280,7 @@ class Overlap:
         self._note_stepped(optimizer, found.with_grad)
 
     def _look(self, optimizer: Any) -> _Look:
-        """Look at gradients and state, and choose how to step."""
+        """Inspect gradients and state, and choose how to step."""
         by_unit = _by_unit(optimizer)
         with_disk = _engines_of(filter(_has_disk, by_unit))
         found = _Look(by_unit, self._stores(optimizer, by_unit), "plainly", with_disk)
@@ -296,7 +296,7 @@ class Overlap:
         return found
 
     def _step_by_unit(self, optimizer: Any, found: _Look) -> None:
-        """Step units one after the other; a failure leaves the models unusable.
+        """Step units one after another; a failure leaves the models unusable.
 
         See Note [State in files] and Note [Steps on the device].
         """
@@ -323,9 +323,9 @@ class Overlap:
             raise
 
     def _stores(self, optimizer: Any, by_unit: ByUnit) -> bool:
-        """Tell whether a step of any rank has to store the state of units anew.
+        """Return True if any rank's step must store the state of units in new files.
 
-        All ranks find the same by themselves, but after a load: a file that failed is one rank's.
+        All ranks agree without communication, except after a load: a file fails on one rank only.
         """
         needs = [u for u, p in by_unit.items() if u and self._stored.needs_storing(optimizer, u, p)]
         engines = _engines_of(filter(_has_disk, by_unit))
@@ -339,10 +339,10 @@ class Overlap:
         self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
 
     def _may_wait(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
-        """Tell whether a parameter may be stepped later; alike on all ranks.
+        """Return True if a parameter may be stepped later; the same on all ranks.
 
-        Not where its step makes the state, which others may look through; nor while full parameters
-        stand in the modules, which nobody would wait for.
+        It may not if its step creates the state, since the caller may iterate over the state, nor
+        while full parameters stand in the modules, since reading those does not wait.
         """
         if isinstance(param.grad, PartialGrad):
             return False
@@ -360,7 +360,7 @@ class Overlap:
         mine = [unit for unit in by_unit if unit is not None]
         self._units += mine
         units = in_forward_order(mine)
-        # Nothing is begun before all is known to be right.
+        # All checks come before the first step.
         now = [] if alone is None else [part_of_step(optimizer, alone)[0]]
         parts = [self._part(optimizer, unit, by_unit[unit]) for unit in units]
         taking_part = [id(tensor) for _, tensors in parts for tensor in tensors]
@@ -387,12 +387,12 @@ class Overlap:
             work()
 
     def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
-        """Return a unit's step and the tensors it takes, but for state that rests in a file."""
+        """Return a unit's step and the tensors it uses, without state that rests in a file."""
         if not self._stored.has(unit):
             return self._part_at_home(optimizer, unit, params)
         part, tensors = part_of_step(optimizer, params)
-        if not self._stored.fits(optimizer, unit):  # a group keeps moments in another form now,
-            return self._part_at_home(optimizer, unit, params)  # so the next step stores them anew
+        if not self._stored.fits(optimizer, unit):  # a group's moments have another form now;
+            return self._part_at_home(optimizer, unit, params)  # the next step stores them again
         on_device = _steps_on_device(unit)
         take = self.streaming.step_with_of(unit, part) if on_device else part.step_with
         step = self._stored.step_of(optimizer, unit, take, tensors)
@@ -401,7 +401,7 @@ class Overlap:
     def _part_at_home(
         self, optimizer: Any, unit: Unit | None, params: Params
     ) -> tuple[Callable[[], None], list[DTensor]]:
-        """Return the step of some parameters, on the device if that is asked for."""
+        """Return the step of some parameters, on the device if its home says so."""
         if unit is None or not _steps_on_device(unit):
             return part_of_step(optimizer, params)
         lock_pages(optimizer, unit)
@@ -410,10 +410,10 @@ class Overlap:
 
 
 def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[int, Any]]]:
-    """Return the parameters that have a gradient, with the numbers of their groups.
+    """Return the parameters that have a gradient, with the numbers of their groups, by unit.
 
-    None is for those that are stepped at once: of no unit, as nobody is asked before their use, and
-    on an accelerator, where that does not block.
+    The key None is for parameters that are stepped at once: those of no unit, since their use does
+    not wait, and those on an accelerator, where a step does not block.
     """
     found: dict[Unit | None, list[tuple[int, Any]]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -433,12 +433,12 @@ def _has_disk(unit: Unit | None) -> bool:
 
 
 def _engines_of(units: Iterable[Unit | None]) -> list[Any]:
-    """Return the engines of the models that units are of."""
+    """Return the engines of the units' models."""
     engines = {id(unit.scheduler): unit.scheduler for unit in units if unit is not None}
     return [engine for engine in engines.values() if hasattr(engine, "conditions")]
 
 
 def homes_of(optimizer: Any) -> list[Home]:
-    """Return the homes of the units whose parameters an optimizer has."""
+    """Return the homes of the units of an optimizer's parameters."""
     owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
     return [owner.unit.home for owner in owners if owner is not None and owner.unit.home]

@@ -1,16 +1,15 @@
-"""Steps of units whose optimizer's state rests in files.
+"""Steps of units whose optimizer state rests in files.
 
 Note [State in files]
 ~~~~~~~~~~~~~~~~~~~~~
-Buffers of one ring take the state of one unit each: while a unit is stepped in one, the next
-unit's state is read into another, and that of the unit before is written from a third. So host
-memory is bounded by three times the largest unit's state, and the disk is busy in both directions.
-What is written is in its file before anybody may read it: the tensors of the state wait for the
-write as parameters wait for the step.
+Each buffer of a ring takes the state of one unit. While a unit is stepped in one buffer, the next
+unit's state is read into another, and the previous unit's is written from a third. Host memory is
+bounded by three times the largest unit's state, and the disk reads and writes at the same time.
+A reader of the state's tensors waits for the write, as a reader of parameters waits for the step.
 
-The step that makes the state, or finds it changed, goes unit by unit, and waits: a unit's state is
-stored, and its memory given back, before the next unit's is made. The space for all of it is taken
-before the first unit is stepped, so a disk that is full has changed nothing.
+A step that creates the state, or finds it changed, runs unit by unit and blocks: a unit's state is
+stored, and its memory freed, before the next unit's is made. The space for all units is reserved
+before the first unit is stepped, so a full disk changes no state.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Take = Callable[[dict[Key, torch.Tensor]], dict[Key, torch.Tensor]]
 
 
 class StoredState:
-    """The files of one optimizer's state, one for each unit that has a disk."""
+    """The files of one optimizer's state, one per unit that has a disk."""
 
     def __init__(self) -> None:
         self._files: dict[Unit, StateFile] = {}
@@ -47,24 +46,24 @@ class StoredState:
         self._sizes: dict[tuple[int, torch.dtype], list[int]] = {}
 
     def has(self, unit: Unit) -> bool:
-        """Tell whether a unit's state rests in a file."""
+        """Return True if a unit's state rests in a file."""
         return unit in self._files
 
     def fits(self, optimizer: Any, unit: Unit) -> bool:
-        """Tell whether a unit's file is whole, and has a place for all of its state as it is."""
+        """Return True if a unit's file is intact and has the tensors of its present state."""
         file, held = self._files.get(unit), _held_of(optimizer, unit)
         return file is not None and file.fits({key: kept.elements for key, kept in held.items()})
 
     def needs_storing(self, optimizer: Any, unit: Unit, params: Params) -> bool:
-        """Tell whether the next step of a unit, of these parameters, must store its state anew."""
+        """Return True if the unit's next step, of these parameters, must store its state again."""
         if unit.home is None or unit.home.files.optimizer is None:
             return False
         return not self.fits(optimizer, unit) or bool(self._sizes_to_come(optimizer, params))
 
     def _sizes_to_come(self, optimizer: Any, params: Params) -> list[int]:
-        """Return the bytes of each part of the state that parameters without any will get.
+        """Return the bytes of each part of the state that the next step creates.
 
-        Alike on all ranks but for the bytes, which are 0 where a rank has no elements.
+        All ranks have the same parts; the bytes are 0 on a rank without elements.
         """
         sizes = []
         for group, param in params:
@@ -81,9 +80,9 @@ class StoredState:
         return sizes
 
     def reserve(self, optimizer: Any, by_unit: Mapping[Unit | None, Params]) -> None:
-        """Take the space of all that a step is going to store.
+        """Reserve the space for all state that a step will store.
 
-        **Raises** StorageError, with nothing changed, where it is not there.
+        **Raises** StorageError, with nothing changed, if there is not enough.
         """
         self._reserved.clear()
         try:
@@ -101,11 +100,11 @@ class StoredState:
             raise
 
     def has_reserved(self, unit: Unit) -> bool:
-        """Tell whether a unit's state is to be stored by the step that `reserve` was called for."""
+        """Return True if the step that `reserve` prepared stores this unit's state."""
         return unit in self._reserved
 
     def step_and_store(self, optimizer: Any, unit: Unit, step: Callable[[], None]) -> None:
-        """Step a unit, store what state it has then where it was reserved; let it rest there."""
+        """Step a unit, and move its state into the reserved file."""
         step()
         held = _held_of(optimizer, unit)
         file = self._reserved.pop(unit)
@@ -118,15 +117,15 @@ class StoredState:
     def step_of(
         self, optimizer: Any, unit: Unit, take: Take, tensors: Sequence[DTensor]
     ) -> StoredStep:
-        """Return the step of a unit that reads its state and writes it; ``tensors`` it takes."""
+        """Return a unit's step that reads and writes its state file and uses ``tensors``."""
         return StoredStep(take, tensors, self._files[unit], _held_of(optimizer, unit))
 
 
 class StoredStep:
     """One step of one unit: `begin`, `step` and `finish`, called by different threads.
 
-    ``take`` is `Apart.step_with`, or does the same elsewhere. ``state`` are the DTensors that rest
-    in the file, and ``tensors`` all others that take part: parameters and gradients.
+    ``take`` is `Apart.step_with`, or its equivalent on the device. ``state`` are the DTensors that
+    rest in the file, ``tensors`` the parameters and gradients.
     """
 
     def __init__(
@@ -141,10 +140,10 @@ class StoredStep:
         self._file = file
         self._buffer: Buffer | None = None
         self._read: Transfer | None = None
-        self._write: Future[Transfer] = Future()  # begun
+        self._write: Future[Transfer] = Future()  # set when the write has started
 
     def begin(self, *, if_free: bool = False) -> None:
-        """Begin to read the state; ``if_free``: only if there is memory for it now."""
+        """Start reading the state; with ``if_free``, only if a buffer is free now."""
         if self._buffer is None and (self._file.disk.has_free or not if_free):
             buffer = self._file.disk.take()
             try:
@@ -155,18 +154,18 @@ class StoredStep:
             self._buffer = buffer
 
     def step(self, following: StoredStep | None) -> None:
-        """Step, begin to write, and before that to read what the step that follows needs."""
+        """Start reading the state for the step ``following``, step, and start writing."""
         try:
             self.begin()
             assert self._buffer is not None and self._read is not None
             self._read.wait()
             if following is not None:
-                with suppress(StorageError):  # it begins again, and says then what is wrong
+                with suppress(StorageError):  # its own step begins again, and raises then
                     following.begin(if_free=True)
             memory = self._buffer.memory
             brought = {key: self._file.brought(key, memory) for key in self._held}
             for key, kept in self._held.items():
-                if not self._file.is_at_rest(key, kept.elements):  # somebody has replaced it
+                if not self._file.is_at_rest(key, kept.elements):  # the caller replaced it
                     brought[key].copy_(kept.elements)
             for key, replaced in self._take(brought).items():
                 brought[key].copy_(replaced)
@@ -179,7 +178,7 @@ class StoredStep:
         self._write.set_result(write)
 
     def finish(self) -> None:
-        """Return when the state is in its file."""
+        """Wait until the state is in its file."""
         self._write.result().wait()
         for key, kept in self._held.items():
             if not self._file.is_at_rest(key, kept.elements):
@@ -188,7 +187,7 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor of a parameter's state: cut like it, or of this rank alone, as codes are."""
+    """A tensor of a parameter's state: sharded like it, or local to this rank, as codes are."""
 
     state: dict[str, Any]
     name: str
@@ -205,7 +204,7 @@ class _Kept:
         return elements_of(self.value) if isinstance(self.value, DTensor) else self.value
 
     def put(self, elements: torch.Tensor) -> None:
-        """Let other memory be this rank's elements, without waiting."""
+        """Replace the memory of this rank's elements, without waiting."""
         if isinstance(self.value, DTensor):
             set_elements(self.value, elements)
         else:
@@ -213,7 +212,7 @@ class _Kept:
 
 
 def _held_of(optimizer: Any, unit: Unit) -> dict[Key, _Kept]:
-    """Return the tensors of a unit's state that have elements; not its counts."""
+    """Return the tensors of a unit's state that have elements, without step counts."""
     all_kept = {
         (id(param.sharded), name): _Kept(state, name)
         for param in unit.params

@@ -1,12 +1,12 @@
-"""Steps on the device, of units whose state rests on the host.
+"""Steps on the device for units whose state rests on the host.
 
 Note [Steps on the device]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A unit's parameters, gradients and state pass the device in loads of a fixed size, whatever the size
-of the unit: an optimizer like the user's steps what is there, and parameters and state go back. A
-parameter that is larger than a load passes it in pieces, so that is for optimizers that work
-element by element. One thread enqueues the loads of all units, in the order in which the next
-forward pass needs these; another waits until a unit is back.
+A unit's parameters, gradients and state are copied to the device in loads of a fixed size. A copy
+of the user's optimizer steps a load there, and parameters and state are copied back. A parameter
+larger than a load is stepped in pieces, so this is for elementwise optimizers. One thread enqueues
+the loads of all units, in the order in which the next forward pass needs the units. Another thread
+waits until a unit is back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ State = dict[tuple[int, str], torch.Tensor]  # see `Apart.step_with`
 
 
 class StreamedStep:
-    """The step of some parameters on the device: `step` and `finish`, by different threads."""
+    """The step of some parameters on the device: `step` and `finish`, called by two threads."""
 
     def __init__(
         self, part: Any, unit: Unit, home: Home, lane: Lane, called: Event, state: State
@@ -40,11 +40,11 @@ class StreamedStep:
         self._mirrors = _Mirrors(unit)
         self._loads = part.loads(LOAD_BYTES, self._mirrors.of, home.memory, state)
         self._lane = lane
-        self._called = called  # what was enqueued before may still read the mirrors
+        self._called = called  # work enqueued before may still read the mirrors
         self._back: Future[Event | None] = Future()
 
     def step(self) -> None:
-        """Enqueue all of it."""
+        """Enqueue all loads."""
         back = None
         try:
             self._lane.follow(self._called)
@@ -56,7 +56,7 @@ class StreamedStep:
         self._back.set_result(back)
 
     def finish(self) -> None:
-        """Return when all is back on the host."""
+        """Wait until all loads are back on the host."""
         back = self._back.result()
         if back is not None:
             back.wait()
@@ -70,9 +70,9 @@ class StreamedStep:
 
 
 class _Mirrors:
-    """What the device keeps of a unit's parameters, which gets their new values as well.
+    """Device copies of a unit's parameters, which receive their new values too.
 
-    It is as new as the slices again if it was so before, and nobody else has changed them since.
+    A copy is current after the step if it was before, and if no other write changed the slices.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -83,7 +83,7 @@ class _Mirrors:
         }
 
     def of(self, param: Any) -> torch.Tensor | None:
-        """Return what there is for a parameter, of which one piece is going to change."""
+        """Return a parameter's device copy or None; called once per piece that will change."""
         owner = owner_of(param)
         storage: Storage | None = None if owner is None else owner.storage
         if storage is None or storage not in self._versions:
@@ -92,28 +92,28 @@ class _Mirrors:
         return storage.mirror(owner.index)
 
     def settle(self) -> None:
-        """Note that they have arrived."""
+        """Record that the new values have arrived."""
         for storage, version in self._versions.items():
             storage.note_mirrored(version)
 
 
 class Streaming:
-    """The lane that one optimizer's steps take, made when the first unit needs it."""
+    """The lane of one optimizer's steps, made when the first unit needs it."""
 
     def __init__(self) -> None:
         self._lane: Lane | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its buffers on the device."""
+        """Bytes of the lane's buffers on the device."""
         return 0 if self._lane is None else self._lane.num_bytes
 
     def step_of(self, unit: Unit, part: Any) -> StreamedStep:
-        """Return the step of a part of a unit with a home; called where the optimizer's step is."""
+        """Return the step of a part of a unit with a home; called inside the optimizer's step."""
         return self._step(unit, part, _moment(unit), {})
 
     def step_with_of(self, unit: Unit, part: Any) -> Callable[[State], State]:
-        """Return what does as `Apart.step_with`, but replaces nothing; called as `step_of` is."""
+        """Return an `Apart.step_with` that replaces nothing; called as `step_of` is."""
         called = _moment(unit)
 
         def step_with(state: State) -> State:
@@ -130,15 +130,15 @@ class Streaming:
 
 
 def _moment(unit: Unit) -> Event:
-    """Return the moment of the caller's stream."""
+    """Record an event on the caller's stream."""
     assert unit.home is not None
     return unit.home.time.current_stream().record()
 
 
 def lock_pages(optimizer: Any, unit: Unit) -> None:
-    """Let a unit's state rest in page-locked memory, wherever it came from.
+    """Move a unit's state into page-locked memory.
 
-    **Cost** a copy of what is not, once; a look at each tensor in every step.
+    **Cost** one copy of each tensor that is not page-locked; a check of each tensor per step.
     """
     home = unit.home
     if home is None or not home.is_pinned:

@@ -1,19 +1,17 @@
-"""Optimizers that read whole matrices: each rank steps those that it owns, as plain tensors.
+"""Optimizers that read whole matrices: each rank steps the matrices it owns, as plain tensors.
 
 Note [A step of whole matrices]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Layout ``matrices`` lays each matrix whole on one rank. There an optimizer that reads it (Muon,
-Shampoo, SOAP) can step as in one process: nothing has to be sent. But to such an optimizer a
-sharded tensor with no elements on this rank is not an empty one, as it has the global shape, and
-operations on it would have to answer on the other ranks too. So the optimizer's own code gets a
-copy of the optimizer, with the same class and options: matrices of this rank are plain tensors
-there, over the same memory, with their gradients and state; those of other ranks are not in it; all
-other parameters are as ever. What it leaves in state and options is handed on afterwards. So state
-of a matrix is on its owner alone.
+Layout ``matrices`` puts each whole matrix on one rank. There an optimizer that reads it (Muon,
+Shampoo, SOAP) can step as in one process, without communication. But a sharded tensor with no
+elements on this rank still has the global shape, and operations on it would need the other ranks.
+So the optimizer's code gets a copy of the optimizer, with the same class and options. In the copy
+this rank's matrices are plain tensors over the same memory, with their gradients and state. The
+matrices of other ranks are left out, and all other parameters are unchanged. State and options of
+the copy are written back after the step. So a matrix's state is on its owner only.
 
-Optimizers that are known to work element by element need none of this: they step a slice without
-elements as they do with layout ``flat``, and have state for it on every rank. L-BFGS, to
-which all parameters are one vector, is refused.
+Elementwise optimizers do not need this: they step an empty slice as with layout ``flat``, and have
+state for it on every rank. L-BFGS treats all parameters as one vector and is refused.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from shardwise.step.overlap import is_elementwise
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
 from shardwise.unit.partial import PartialGrad
 
-_HOOKS = "_shardwise_whole_hooks"  # on an optimizer, by number: before its step, and after
-_STEP = "_shardwise_whole_step"  # on the copy of it that steps
+_HOOKS = "_shardwise_whole_hooks"  # on an optimizer: ids of the hooks before and after its step
+_STEP = "_shardwise_whole_step"  # on the copy that steps
 
 
 @cache
 def step_matrices_whole() -> None:
-    """Let optimizers step matrices that have an owner as plain tensors, from now on.
+    """Let optimizers step owned matrices as plain tensors, from now on.
 
     See Note [A step of whole matrices].
     """
@@ -47,11 +45,11 @@ def step_matrices_whole() -> None:
 
 
 def _prepare(optimizer: Any, *_: Any) -> None:
-    """Let the last hook before a step make the copy, and the first one after it hand on."""
+    """Make the last hook before a step create the copy, and the first hook after it write back."""
     if torch.compiler.is_compiling() or is_elementwise(optimizer):
         return
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "optimizers"):
-        return  # of which each steps its own
+        return  # each of its optimizers steps by itself
     params = (param for group in optimizer.param_groups for param in group["params"])
     if all(owning_rank(param) is None for param in params):
         return
@@ -81,10 +79,10 @@ def _hand_on(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 class _WholeStep:
-    """One step: ``copy`` is the optimizer that takes it."""
+    """One step, taken by the optimizer ``copy``."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._here: list[tuple[Any, torch.Tensor]] = []  # parameters, and what stands for each
+        self._here: list[tuple[Any, torch.Tensor]] = []  # parameters and their plain tensors
         self._elsewhere: list[Any] = []
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         for group, made in zip(optimizer.param_groups, groups, strict=True):
@@ -112,17 +110,17 @@ class _WholeStep:
         vars(self.copy)[_STEP] = self
 
     def _bring_grads(self) -> None:
-        """Take the gradients, on all ranks alike: to read one completes its reduction."""
+        """Read the gradients, on all ranks: reading one completes its reduction."""
         grads = [param.grad for param in (*self._elsewhere, *(p for p, _ in self._here))]
         for grad in grads:
             if isinstance(grad, PartialGrad):
-                grad.to_local()  # which says that the window is open
+                grad.to_local()  # raises: the window is open
         for param, stand_in in self._here:
             grad = param.grad
             stand_in.grad = None if grad is None else local_of(grad)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that brings the gradients it has left."""
+        """Return a closure that also takes over the gradients it leaves."""
 
         def closure_and_grads() -> Any:
             self._count_changes()
@@ -133,12 +131,12 @@ class _WholeStep:
         return closure_and_grads
 
     def _count_changes(self) -> None:
-        """Let full copies count as stale on all ranks, or those would not gather together."""
+        """Mark full copies as stale on all ranks, so that all ranks gather together."""
         stepped = [*self._elsewhere, *(param for param, _ in self._here)]
         torch.autograd.graph.increment_version([local_of(param) for param in stepped])
 
     def hand_on(self, optimizer: Any) -> None:
-        """Hand on what the copy has left in state, options and attributes."""
+        """Write the copy's state, options and attributes back to the optimizer."""
         self._count_changes()
         made, state = vars(self.copy), self.copy.state
         del made[_STEP]  # no cycle, which would keep the gradients
@@ -158,7 +156,7 @@ class _WholeStep:
         vars(optimizer).update({key: value for key, value in made.items() if key not in own})
 
     def _kept(self, param: Any, stand_in: torch.Tensor, key: Any, value: Any) -> Any:
-        """Return one value of the state as it is to be kept: the tensor that was there, or new."""
+        """Return one value of the state to keep: the tensor from before the step, or a new one."""
         given = self._given[id(stand_in)].get(key)
         if isinstance(value, torch.Tensor) and value is given:
             return self._before[id(param)][key]
@@ -169,7 +167,7 @@ class _WholeStep:
 
 
 def _plain(value: Any) -> Any:
-    """Return this rank's elements of sharded state, in lists and dicts too: on an owner, all."""
+    """Return this rank's elements of sharded state, also in lists and dicts; an owner has all."""
     if isinstance(value, DTensor):
         return local_of(value)
     if type(value) is dict:

@@ -1,6 +1,6 @@
-"""``fully_shard`` with the signature and the meaning of torch's, on Shardwise's engine.
+"""``fully_shard`` with the signature and semantics of torch's, on Shardwise's engine.
 
-The methods of its modules are those of `shard()`'s: `engine.module_methods`.
+Its modules have the same methods as those of `shard()`: `engine.module_methods`.
 """
 
 from shardwise.engine.module_methods import FSDPModule

@@ -1,4 +1,4 @@
-"""``fully_shard``: from a module, or several, to sharded ones, in place."""
+"""``fully_shard``: shard one or several modules in place."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -59,7 +59,7 @@ _KINDS = {
 
 
 def _checking(function: Any) -> Any:
-    """Say what was expected where an argument is of another kind, before `contract` looks at it."""
+    """Check the kinds of arguments before `contract` inspects them."""
 
     @wraps(function)
     def checked(module: Any, *args: Any, **options: Any) -> Any:
@@ -94,16 +94,16 @@ def fully_shard(
 ) -> Any:
     """Shard a module's parameters, or a list of modules' as one group, in place; return it.
 
-    It means what ``torch.distributed.fsdp.fully_shard`` means, and takes torch's policy objects:
-    call it from the inside out, last on the model. Parameters become DTensors, every rank keeping
-    its chunk of its own values. ``offload_policy`` may be a `shardwise.Offload` too, for its
-    ``activations``; any call of a model says it for the whole model. ``mp_policy`` may be a
-    `shardwise.Precision` too, for its ``gather`` and encoded ``reduce``.
+    It has the semantics of ``torch.distributed.fsdp.fully_shard``, and takes torch's policies. Call
+    it from the inside out, last on the model. Parameters become DTensors; each rank keeps a chunk
+    of its present values. ``offload_policy`` may also be a `shardwise.Offload`, for its
+    ``activations``; one call sets that for the whole model. ``mp_policy`` may also be a
+    `shardwise.Precision`, for its ``gather`` and encoded ``reduce``.
 
-    **Cost** nothing is sent.
+    **Cost** no communication.
 
-    **Raises** ValueError for containers without a forward, scalar parameters, and meshes that do
-    not fit; NotImplementedError for parameters that cannot be cut.
+    **Raises** ValueError for containers without a forward, scalar parameters, and unsuitable
+    meshes; NotImplementedError for parameters that cannot be sharded.
     """
     _check_container(module)
     offload, moves = _state_and_activations(offload_policy)
@@ -134,8 +134,8 @@ def fully_shard(
         retire(param, uses.pop(param)[0].name, "fully_shard()")
 
     if not params:
-        unit_on(spread)  # for its hooks: the root may have nothing of its own
-    while params:  # the values as they came are freed before the buffers of the units are made
+        unit_on(spread)  # for its hooks: the root may own no parameters
+    while params:  # frees the original values before the units' buffers are made
         take_over(params.pop(0))
     state: State = fully_shard.state(modules[0])
     state.attach(modules, list(units.values()), asked)
@@ -146,9 +146,9 @@ def fully_shard(
 def _policy_and_precision(
     policy: MixedPrecisionPolicy | Precision,
 ) -> tuple[MixedPrecisionPolicy, Precision]:
-    """Return torch's policy and ours, of which the other says how gathers are encoded.
+    """Return torch's policy, and ours for the encoding of gathers and reductions.
 
-    **Raises** ConfigError for masters of another dtype than the parameters'.
+    **Raises** ConfigError for ``master``.
     """
     if isinstance(policy, MixedPrecisionPolicy):
         return policy, Precision()
@@ -165,9 +165,9 @@ def _policy_and_precision(
 def _state_and_activations(
     policy: OffloadPolicy | Offload | None,
 ) -> tuple[CPUOffloadPolicy | None, bool]:
-    """Return torch's policy for the state of a rank, and whether activations are away.
+    """Return torch's policy for a rank's state, and True if activations are offloaded.
 
-    **Raises** ConfigError for an `Offload` of a part of the state, or to files.
+    **Raises** ConfigError for an `Offload` of part of the state, or to files.
     """
     if not isinstance(policy, Offload):
         return policy if isinstance(policy, CPUOffloadPolicy) else None, False
@@ -184,7 +184,7 @@ def _state_and_activations(
 
 
 def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
-    """Leave on the modules what torch and dynamo look for."""
+    """Mark the modules for torch and dynamo."""
     for inner in managed:
         note_managed(inner)
     for each in modules:
@@ -205,10 +205,10 @@ def _check_container(module: Any) -> None:
 
 
 def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bool, Axis | None]:
-    """Return whether parameters are freed after forward, and over what they stay spread.
+    """Return True if parameters are freed after forward, and the axis they then stay sharded on.
 
-    None is True, but for the root, and for stages of a pipeline, where the first micro-batch
-    gathers for all of a step. An int makes a mesh of groups of that many ranks.
+    None means True, except for the root and for stages of a pipeline, where the first micro-batch
+    gathers for the whole step. An int makes a mesh of groups of that many ranks.
     """
     if asked is None:
         return spread.axes.stages is None, None
@@ -239,7 +239,7 @@ def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bo
 def _managed_modules(
     roots: tuple[nn.Module, ...], ignored: set[nn.Parameter] | None
 ) -> Iterator[nn.Module]:
-    """Yield the modules that no earlier call has taken, children first."""
+    """Yield the modules that no earlier call manages, children first."""
     seen: set[int] = set()
     skipped: dict[int, bool] = {}
 
@@ -270,7 +270,7 @@ def _managed_modules(
 
 
 def _is_replicated(module: nn.Module) -> bool:
-    """Tell whether torch's ``replicate`` has taken the module."""
+    """Return True if torch's ``replicate`` manages the module."""
     return "replicate" in (_get_registry(module) or {})
 
 
@@ -294,7 +294,7 @@ def _managed_params(
 def _uses_of(
     roots: tuple[nn.Module, ...], params: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, tuple[ParamUse, ...]]:
-    """Return every place below the modules that uses each parameter."""
+    """Return all uses of each parameter below the modules."""
     found: dict[nn.Parameter, list[ParamUse]] = {param: [] for param in params}
     for root in roots:
         for prefix, module in root.named_modules(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""From torch's meshes and placements to our axes, and what a sharded parameter's DTensor says."""
+"""Conversion of torch's meshes and placements to our axes, and specs of sharded DTensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardingMesh:
-    """Where a call's parameters are sharded: the axes, and the mesh that their DTensors name.
+    """The axes that a call shards parameters on, and the mesh of their DTensors.
 
     ``spmd`` is the full mesh of ``dp_mesh_dims``, on which parameters are DTensors already.
-    ``shards`` is false where the mesh only replicates. ``experts``: where experts are, DTensors on
-    an axis named ep; ``divisor``: of sums of gradients, if it is not the number of ranks.
+    ``shards`` is False if the mesh only replicates. ``experts`` is the mesh for experts, DTensors
+    on an axis named ep. ``divisor`` divides sums of gradients, if not by the number of ranks.
     """
 
     mesh: DeviceMesh
@@ -40,7 +40,7 @@ class ShardingMesh:
 
     @property
     def reduced_dims(self) -> tuple[int, ...]:
-        """The axes of ``spmd`` that gradients are reduced over; none without it."""
+        """The axes of ``spmd`` that gradients are reduced over; () without it."""
         if self.spmd is None or self.dims is None:
             return ()
         names = self.spmd.mesh_dim_names or ()
@@ -48,7 +48,7 @@ class ShardingMesh:
         return tuple(names.index(name) for name in chosen)
 
     def outer(self, own: DTensorSpec) -> DTensorSpec | None:
-        """Return how a DTensor is placed on the axes, if any, that are not data-parallel."""
+        """Return a DTensor's spec on the axes that are not data-parallel, if any."""
         if self.spmd is None:
             return own
         rest = [dim for dim in range(own.mesh.ndim) if dim not in self.reduced_dims]
@@ -60,7 +60,7 @@ class ShardingMesh:
         return DTensorSpec(mesh, placements, tensor_meta=own.tensor_meta)
 
     def __hash__(self) -> int:
-        """Hash by the process groups: parameters with equal ones travel together."""
+        """Hash the process groups: parameters with equal groups share a unit."""
         return hash(tuple(id(axis.group) for axis in self.axes.all))
 
     def __eq__(self, other: object) -> bool:
@@ -72,9 +72,9 @@ class ShardingMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks on the accelerator there is, else on the CPU.
+    """Return a mesh of all ranks on the accelerator, else on the CPU.
 
-    **Raises** ConfigError where there is no process group, and the environment makes none.
+    **Raises** ConfigError without a process group, if the environment cannot make one.
     """
     if not dist.is_initialized():
         try:
@@ -93,9 +93,9 @@ def default_mesh() -> DeviceMesh:
 def spread_over(mesh: DeviceMesh | Axes, dims: "DataParallelMeshDims | None") -> ShardingMesh:
     """Return the axes of a mesh: (shard), (replicate, shard), or those that ``dims`` names.
 
-    Of `Axes`, those that carry data parallelism; experts have axes of their own.
+    Of `Axes`, it takes the data-parallel axes; experts have separate axes.
 
-    **Raises** ConfigError (a ValueError) for another number of axes, or names that it lacks.
+    **Raises** ConfigError (a ValueError) for another number of axes, or unknown names.
     """
     if isinstance(mesh, Axes):
         axes = replace(axes_of(mesh.data), stages=stages_of(mesh.mesh))
@@ -146,9 +146,9 @@ def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> ShardingMesh:
 def chosen_placement(
     param: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None, spread: ShardingMesh
 ) -> tuple[int, ShardingMesh]:
-    """Return the dim that a parameter is cut along and where, as ``shard_placement_fn`` says.
+    """Return the dim to shard a parameter along, and the mesh, by ``shard_placement_fn``.
 
-    It answers None, a ``Shard``, or torch's ShardPlacementResult with a mesh of its own.
+    The function returns None, a ``Shard``, or torch's ShardPlacementResult with another mesh.
     """
     answer = choose(param) if choose is not None else None
     if spread.experts is not None and _is_expert(param):
@@ -170,9 +170,9 @@ def _is_expert(param: nn.Parameter) -> bool:
 
 
 def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: ShardingMesh) -> DTensorSpec:
-    """Return the description of the parameter once it is sharded along ``dim``.
+    """Return the parameter's spec after sharding along ``dim``.
 
-    A DTensor (tensor parallelism) gets one more axis, or two, in front of its own.
+    A DTensor (tensor parallelism) gets one or two more axes in front.
     """
     placed: Placement = Shard(dim)
     if not isinstance(param, DTensor):
@@ -211,7 +211,7 @@ def _in_front(spread: ShardingMesh, placed: Placement) -> tuple[Placement, ...]:
 
 
 def _spmd_spec(own: DTensorSpec, dim: int, spread: ShardingMesh) -> DTensorSpec:
-    """Replace Replicate by Shard on the data-parallel axes of the parameter's own mesh."""
+    """Replace Replicate by Shard on the data-parallel axes of the parameter's mesh."""
     assert spread.spmd is not None and spread.dims is not None
     mesh, dims = spread.spmd, spread.dims
     names = mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""The class that ``fully_shard`` gives its modules: ``FSDP<Cls>``, as torch's does."""
+"""The class of ``fully_shard``'s modules: ``FSDP<Cls>``, as in torch."""
 
 from functools import cache
 from itertools import chain
@@ -18,9 +18,9 @@ def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:
 
 @cache
 def sharded_class(cls: Any) -> Any:
-    """Return ``FSDP<Cls>``, a subclass of FSDPModule and of ``cls``, the same one every time.
+    """Return ``FSDP<Cls>``, a subclass of FSDPModule and ``cls``; cached.
 
-    Its ``to_empty`` lets the first forward pass find what nothing has written since.
+    Its ``to_empty`` poisons memory, so that the first forward pass finds unwritten tensors.
     """
 
     def to_empty(

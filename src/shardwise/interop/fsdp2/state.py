@@ -1,8 +1,8 @@
-"""What a ``fully_shard`` call leaves on its modules: its units, and the engine they run on.
+"""State of a ``fully_shard`` call on its modules: its units and their engine.
 
 Note [The engine comes with the first forward pass]
-Calls come one by one, from the inside out, so which units belong together is known only when a
-module runs that is inside no other: it is the root, and all units below it get one engine.
+Calls come one by one, from the inside out. So the root is known only when a module runs outside all
+others. All units below the root then get one engine.
 """
 
 import logging
@@ -37,11 +37,11 @@ from shardwise.unit.materialize import is_unwritten
 from shardwise.unit.unit import Unit
 
 _ACTIVATIONS = Offload(activations="cpu")
-_LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # what TORCH_LOGS=+fsdp shows
+_LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # shown by TORCH_LOGS=+fsdp
 
 
 class GroupEngine(Engine):
-    """The engine of all units below one root, with FSDP2's checks instead of ours."""
+    """The engine of all units below one root, with FSDP2's checks in place of ours."""
 
     def __init__(self, states: "Sequence[State]") -> None:
         units = [unit for state in states for unit in state.units]
@@ -68,19 +68,19 @@ class GroupEngine(Engine):
         attach_steppers(units)
 
     where_full = "on a copy of the model that is not sharded"
-    each_unit_alone = True  # and its settings say in which micro-batch it reduces
+    each_unit_alone = True  # its settings have the micro-batch in which it reduces
     where_stays = "after model.set_reshard_after_backward(False), or on a copy that is not sharded"
 
     def allows_transform(self, kind: Any) -> bool:
-        """Allow ``jvp`` too where nothing is freed: backward through it does not pass our hooks."""
+        """Allow ``jvp`` too if nothing is freed: its backward does not run our hooks."""
         stays = not any(unit.settings.stage.frees_after_forward for unit in self.units)
         is_jvp = kind == torch._C._functorch.TransformType.Jvp
         return (is_jvp and stays) or super().allows_transform(kind)
 
     def _check_call(self, unit: Unit, records: bool) -> None:
-        """Compare with the other ranks before the first gather, which they all come to.
+        """Compare settings with the other ranks before the first gather, which all ranks run.
 
-        **Raises** ConfigError on all ranks, naming the first setting or parameter that differs.
+        **Raises** ConfigError on all ranks, with the first setting or parameter that differs.
         """
         if not self._has_agreed:
             agree(self.comm.control, list(self._facts()), "fully_shard()")
@@ -88,7 +88,7 @@ class GroupEngine(Engine):
         super()._check_call(unit, records)
 
     def _facts(self) -> Iterator[str]:
-        """Yield what must be alike on all ranks of the model's own mesh."""
+        """Yield the facts that must agree on all ranks of the model's mesh."""
         yield f"shardwise {__version__}, torch {torch.__version__}"
         for unit in self.rank_checks.units:
             frees = unit.settings.stage.frees_after_forward
@@ -98,11 +98,11 @@ class GroupEngine(Engine):
                 yield f"parameter '{param.name}' {param.shape} {param.sharded.dtype}, {kind}"
 
     def check_parameters(self, unit: Unit) -> None:
-        """Allow parameters that no unit owns: they are the caller's (``ignored_params``)."""
+        """Allow parameters that no unit owns (``ignored_params``)."""
 
     @property
     def is_in_window(self) -> bool:
-        """Tell whether a window is open, or gradients wait for their sum over replicas."""
+        """Return True if a window is open, or gradients wait for their sum over replicas."""
         params = [param for unit in self.units for param in unit.params]
         if self.window_open and any(param.grad is not None for param in params):
             return True
@@ -110,9 +110,9 @@ class GroupEngine(Engine):
         return is_inside or any(unit.unreduced is not None for unit in self.units)
 
     def rest(self, what: str) -> None:
-        """Let the shards alone stand in the modules, and take over what has replaced them.
+        """Put the shards in the modules, and adopt parameters that have replaced them.
 
-        **Raises** ConfigError, naming the parameter, for what can't be told by ranges of elements.
+        **Raises** ConfigError, with the parameter, if its shard is not a range of elements.
         """
         if self.is_running():
             raise StateError(
@@ -130,9 +130,9 @@ class GroupEngine(Engine):
                 )
 
     def check_written(self) -> None:
-        """Refuse parameters and buffers that nothing has written since `to_empty`.
+        """Check that all parameters and buffers were written since `to_empty`; all ranks call it.
 
-        **Raises** ConfigError on all ranks, naming them; the caller asks for it on all of them.
+        **Raises** ConfigError on all ranks, with their names.
         """
         model = self.all_states[0].modules[0]
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -168,7 +168,7 @@ class GroupEngine(Engine):
         super().on_pass_end()
 
     def reset(self) -> None:
-        """Forget a pass that was cut short, with its gradients."""
+        """Discard an interrupted pass and its gradients."""
         super().reset()
         for state in self.all_states:
             state._modules_to_run_forward.clear()
@@ -188,13 +188,13 @@ class Member:
 
 
 class State(ModuleState):
-    """The units of one call: one, or one per mesh that ``shard_placement_fn`` names."""
+    """The units of one call: one, or one per mesh of ``shard_placement_fn``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ledger = FullParamLedger()
         self._is_ready = False
-        self.is_emptied = False  # by `to_empty`; nothing has looked at the values since
+        self.is_emptied = False  # True after `to_empty`, until the values are checked
         self._modules_to_run_forward: set[nn.Module] = set()
 
     @property
@@ -203,7 +203,7 @@ class State(ModuleState):
         return self.asked.device
 
     def attach(self, modules: tuple[nn.Module, ...], units: list[Unit], asked: Asked) -> None:
-        """Take the units over and watch the modules."""
+        """Store the units and register hooks on the modules."""
         self.modules, self.units, self.asked = modules, units, asked
         self.adopt()
         for module in modules:
@@ -216,19 +216,19 @@ class State(ModuleState):
             register_state_dict_hooks(owner, self.reshard, self.adopt)
 
     def start_unshard(self) -> Sequence[Unit]:
-        """Start gathering; return what to wait for."""
+        """Start gathering; return the units to wait for."""
         self.make_ready()
         return super().start_unshard()
 
     def free_after_forward(self, frees: bool) -> None:
-        """Free full parameters after forward, or keep them for backward; of the root too."""
+        """Free full parameters after forward, also the root's, or keep them for backward."""
         super().free_after_forward(frees)
         self.asked = replace(self.asked, frees_unless_root=False)
 
     def adopt(self) -> None:
-        """Take over what stands in the modules; it is looked at again before the next gather.
+        """Adopt the modules' parameters; they are checked again before the next gather.
 
-        Not so inside `gathered`, where whole parameters stand there for a while.
+        Do nothing inside `gathered`, while the modules hold whole parameters.
         """
         if self.suspended:
             return
@@ -237,7 +237,7 @@ class State(ModuleState):
             adopt(unit, self.asked, self._ledger)
 
     def make_ready(self) -> None:
-        """Take over what stands in the modules, and check it, unless that was done."""
+        """Adopt the modules' parameters and check them, if that was not done."""
         if self._is_ready:
             return
         for unit in self.units:
@@ -248,7 +248,7 @@ class State(ModuleState):
 
     # -- the root
     def lazy_init(self) -> GroupEngine:
-        """Make the engine, for this call's modules as the root, unless it is made."""
+        """Return the engine with this call's modules as the root; make it on the first call."""
         if self.engine is not None:
             made: GroupEngine = self.engine
             return made
@@ -292,7 +292,7 @@ class State(ModuleState):
 
     # -- a forward pass of one of the modules (hooks.Watcher)
     def before_forward(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Unshard the units; return the arguments on the device and in the dtype to compute in."""
+        """Unshard the units; return the arguments on the compute device and in its dtype."""
         engine = self.lazy_init()
         device = self.asked.device
         if not engine.is_running():
@@ -315,7 +315,7 @@ class State(ModuleState):
         return args, kwargs
 
     def after_forward(self, member: Member, output: Any) -> Any:
-        """Watch the output for backward, free what may be freed; return it in the dtype asked."""
+        """Hook the output for backward, free parameters; return it in ``output_dtype``."""
         engine = self.engine
         if engine is None:
             return None
@@ -339,13 +339,13 @@ class State(ModuleState):
 
 
 def state_of(module: nn.Module) -> State | None:
-    """Return what a call has left on a module, or None."""
+    """Return a module's state, or None."""
     found = _get_module_state(module)
     return found if isinstance(found, State) else None
 
 
 def _named(use: ParamUse, modules: Mapping[int, str]) -> ParamUse:
-    """Name a place below the root."""
+    """Return a use with its name below the root."""
     path = modules.get(id(use.module), "")
     return replace(use, name=f"{path}.{use.attribute}" if path else use.attribute)
 

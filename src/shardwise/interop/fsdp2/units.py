@@ -1,8 +1,7 @@
-"""The units of a ``fully_shard`` call: what FSDP2 asks for, as the values of a `Unit`.
+"""The units of a ``fully_shard`` call, with FSDP2's settings.
 
-Parameters are taken one by one, each rank keeping its chunk of its own values. Then the unit is
-laid out, and laid out again where ``model.to()``, ``to_empty()`` or a load has replaced what stands
-in the modules.
+Parameters are sharded one by one; each rank keeps a chunk of its present values. Then the unit is
+laid out. It is laid out again if ``model.to()``, ``to_empty()`` or a load replaces its parameters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,16 +37,16 @@ from shardwise.unit.sums import Sum
 from shardwise.unit.unit import Unit
 
 # Without ``reduce_dtype`` torch sums in the dtype of computation before 2.15, and from 2.15 in that
-# of the sharded parameter; so it is here, by the torch that is installed.
+# of the sharded parameter. We do the same as the installed torch.
 _SUMS_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call asks for, beside what its units hold.
+    """Settings of one call that its units do not hold.
 
-    ``gather``, ``reduce`` and ``block``: how both are encoded, as `Precision` has it.
-    ``frees_unless_root``: whether the root's parameters are freed after forward was left open.
+    ``gather``, ``reduce`` and ``block`` are the encodings of `Precision`. ``frees_unless_root``:
+    ``reshard_after_forward`` was None, so the root keeps its parameters.
     ``moves_activations``: inputs of checkpointed blocks rest in host memory.
     """
 
@@ -62,7 +61,7 @@ class Asked:
 
     @property
     def precision(self) -> Precision:
-        """The dtypes of a unit, whose inputs are cast by the call."""
+        """The dtypes of a unit; the call casts its inputs."""
         reduce = self.reduce or self.mp.reduce_dtype
         return Precision(self.mp.param_dtype, None, reduce, False, self.gather, self.block)
 
@@ -76,8 +75,8 @@ def make_unit(
 ) -> Unit:
     """Make the unit of a call on one mesh, without parameters yet.
 
-    ``frees``: after forward. ``nearby``: over these ranks the full parameters stay spread until
-    backward.
+    ``frees``: full parameters are freed after forward. ``nearby``: the axis on which they stay
+    sharded until backward.
     """
     axes = spread.axes
     comm = Comm(axes, asked.device, lambda: control_over(axes))
@@ -107,9 +106,9 @@ def make_unit(
 def take(
     unit: Unit, spread: ShardingMesh, uses: tuple[ParamUse, ...], param: nn.Parameter, dim: int
 ) -> None:
-    """Shard one parameter along ``dim``: every rank keeps its chunk of its own values.
+    """Shard one parameter along ``dim``: each rank keeps a chunk of its present values.
 
-    It must be contiguous, and only dim 0 may be cut unevenly.
+    It must be contiguous, and only dim 0 can be sharded unevenly.
     """
     values = param._local_tensor if isinstance(param, DTensor) else param.detach()
     shard = spread.axes.shard
@@ -117,7 +116,7 @@ def take(
     spec = sharded_spec(param, uses[0].name, dim, spread)
     form = AsDTensor(
         spec,
-        # Tied parameters of two calls are found by it; ids are given to new objects again.
+        # It identifies tied parameters of two calls; `id` may be reused.
         vars(param).setdefault("_fully_shard_identity", object()),
         param._spec if isinstance(param, DTensor) else None,
         spread.outer(param._spec) if isinstance(param, DTensor) else None,
@@ -149,11 +148,11 @@ def _check(name: str, param: nn.Parameter, values: torch.Tensor, dim: int, num_r
 
 @torch.no_grad()
 def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
-    """Take over what stands in the unit's modules, which must be sharded now.
+    """Adopt the sharded parameters in the unit's modules.
 
-    On meta there is nothing to lay out yet.
+    Parameters on meta are not laid out yet.
     """
-    is_new = [_reread(param) for param in unit.params]  # each of them must look
+    is_new = [_reread(param) for param in unit.params]  # a list: each must be read
     if not any(is_new):
         return
     if unit.nearby is not None:
@@ -189,7 +188,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
 
 
 def _reread(param: ShardedParam) -> bool:
-    """Take what stands in the module for the sharded parameter; tell whether it is new."""
+    """Adopt the module's parameter as the sharded one; return True if it is new."""
     found: Any = param.uses[0].module._parameters[param.uses[0].attribute]
     if not isinstance(found, DTensor):
         raise AssertionError(f"parameter '{param.name}': expected DTensor, got {type(found)}")
@@ -200,7 +199,7 @@ def _reread(param: ShardedParam) -> bool:
 
 
 def _shape_in_memory(param: ShardedParam, num_ranks: int) -> tuple[int, ...]:
-    """Return the shape that is cut along dim 0 in memory: one row per rank, for another dim."""
+    """Return the shape to cut along dim 0 in memory; for another dim, one row per rank."""
     if param.dim == 0:
         return param.shape
     return num_ranks, torch.Size(param.shape).numel() // num_ranks
@@ -214,7 +213,7 @@ def _dtypes(unit: Unit, local: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 
 def check_device(unit: Unit) -> None:
-    """Refuse parameters that are on meta still, or away from their home."""
+    """Refuse parameters that are still on meta, or not at their home."""
     on_meta = [s.name for s in unit.params if s.sharded.device.type == "meta"]
     if on_meta:
         raise RuntimeError(
@@ -235,7 +234,7 @@ def check_device(unit: Unit) -> None:
 
 
 def tie_free(params: Iterable[ShardedParam]) -> None:
-    """Check that no parameter is in two groups. **Raises** ValueError, naming it."""
+    """Check that no parameter is in two groups. **Raises** ValueError, with its name."""
     seen: set[object] = set()
     for param in params:
         identity = getattr(param.form, "identity", None)
