@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import collectives
 from shardwise.comm.control import GroupControl
-from shardwise.offload.slab import Slab
+from shardwise.offload.home import Slab
 from shardwise.step import overlap as steps
 from shardwise.tensor.background_step import BackgroundStep
 

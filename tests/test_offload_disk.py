@@ -26,12 +26,10 @@ from hypothesis import strategies as st
 from ranks import HANG_S
 from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.offload import disk as disk_module
-from shardwise.offload.disk import Disk
+from shardwise.offload.disk import Disk, Ring
 from shardwise.offload.files import System
 from shardwise.offload.mapped import cached_share, mapped
-from shardwise.offload.regions import ALIGNMENT, regions_of
-from shardwise.offload.ring import Ring
-from shardwise.offload.stripes import STRIPE_BYTES, Stripes
+from shardwise.offload.stripes import ALIGNMENT, STRIPE_BYTES, Stripes, regions_of
 
 MIB = 1 << 20
 Hook = Callable[[], None]

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.optim import AdamW, rounding
+from shardwise.optim import AdamW
 from shardwise.optim import codes as of_codes
-from shardwise.optim.codes import meanings
+from shardwise.optim.codes import Scratch, meanings, round_by_chance
 from shardwise.optim.kinds import ROW
 from shardwise.optim.moments import InBfloat16, InBlocks, Span, kind_of
-from shardwise.optim.rounding import round_by_chance
-from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place
 
 CPU = torch.device("cpu")
@@ -34,7 +32,7 @@ def encode(values: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.T
 
 
 def random_bits(begin: int, end: int, step: int, which: int) -> torch.Tensor:
-    return rounding.random_bits(begin, end, step, which, torch.empty(6 * ROW, dtype=torch.int32))
+    return of_codes.random_bits(begin, end, step, which, torch.empty(6 * ROW, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("is_signed", SIGNS)

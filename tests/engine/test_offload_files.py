@@ -24,7 +24,7 @@ from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save
 from shardwise.comm.collectives import Comm
 from shardwise.debug import stats
 from shardwise.device import HostTime
-from shardwise.engine import host_room
+from shardwise.engine import agreement
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError, StorageError
 from shardwise.host import available_host_bytes
@@ -591,7 +591,7 @@ def fill_the_host(rank: int, world_size: int, folder: Path) -> None:
         for free, fits in ((needed // world_size * world_size + 64, True), (needed - 1, False)):
             model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(host_room, "available_host_bytes", partial(max, free, 0))
+                patch.setattr(agreement, "available_host_bytes", partial(max, free, 0))
                 if fits or not needed:
                     shard(model, units=nn.Linear, offload=offload)
                     continue

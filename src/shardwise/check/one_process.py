@@ -38,7 +38,7 @@ from shardwise.engine.api import find_engine, shard
 from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.errors import ConfigError, GradientError
 from shardwise.mesh import resolve_axes
-from shardwise.parallel.ties import ties_of
+from shardwise.parallel.tying import ties_of
 from shardwise.tensor.plain_state import owner_of
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -30,8 +30,15 @@ from shardwise.config import (
 )
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
-from shardwise.engine.agreement import agree, make_room, refusal_facts, start_facts
-from shardwise.engine.host_room import HOST_ROW_BYTES, check_host_room, host_row
+from shardwise.engine.agreement import (
+    HOST_ROW_BYTES,
+    agree,
+    check_host_room,
+    host_row,
+    make_room,
+    refusal_facts,
+    start_facts,
+)
 from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.runtime import Engine

@@ -15,10 +15,9 @@ import torch
 
 from shardwise.comm.listener import WAITS
 from shardwise.errors import StorageError
-from shardwise.offload.disk import Disk
+from shardwise.offload.disk import Buffer, Disk
 from shardwise.offload.files import DiskFile
 from shardwise.offload.mapped import cached_share, mapped
-from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
 
 _CACHED = 0.9  # share of the pages; the rest is quickly read page by page

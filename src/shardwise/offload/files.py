@@ -23,8 +23,7 @@ from weakref import finalize
 import numpy as np
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.offload.regions import ALIGNMENT, align
-from shardwise.offload.stripes import Piece, Stripes
+from shardwise.offload.stripes import ALIGNMENT, Piece, Stripes, align
 from shardwise.offload.transfers import Transfers
 from shardwise.quantities import format_bytes
 

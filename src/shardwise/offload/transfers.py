@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from shardwise.errors import StorageError
-from shardwise.offload.regions import align
+from shardwise.offload.stripes import align
 
 Job = tuple[Executor, Callable[[], None]]
 

@@ -16,9 +16,9 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import local_of
+from shardwise.optim.codes import Scratch
 from shardwise.optim.kinds import ARGUMENTS, BLOCK
 from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, InBlocks, Moments, kind_of
-from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place, Slice, like, place_of, slice_of
 from shardwise.optim.step import PartOfStep, Settings, Work, spans
 

@@ -10,10 +10,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.optim.codes import decode, encode
+from shardwise.optim.codes import Scratch, decode, encode, random_bits, round_by_chance
 from shardwise.optim.kinds import ROW, check_kind
-from shardwise.optim.rounding import random_bits, round_by_chance
-from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -24,9 +24,9 @@ import torch
 
 from shardwise.offload.lane import Copies, Load
 from shardwise.offload.loads import cut
+from shardwise.optim.codes import Scratch
 from shardwise.optim.kinds import ROW
 from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, Moments, Span, computed_in
-from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place, Slice, finish, keep
 
 _GROUP = 16  # elements; a multiple of the kernel's vector on all CPUs

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from shardwise.parallel.context import ContextParallel as ContextParallel
     from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
     from shardwise.parallel.experts import spread_experts as spread_experts
-    from shardwise.parallel.losses import mean_loss as mean_loss
     from shardwise.parallel.routing import balance_experts as balance_experts
     from shardwise.parallel.tying import tie as tie
     from shardwise.parallel.uneven import join as join
+    from shardwise.parallel.uneven import mean_loss as mean_loss
 
 _HOMES = {
     "ContextParallel": "shardwise.parallel.context",
@@ -20,7 +20,7 @@ _HOMES = {
     "balance_experts": "shardwise.parallel.routing",
     "clip_grad_norm_": "shardwise.parallel.clipping",
     "join": "shardwise.parallel.uneven",
-    "mean_loss": "shardwise.parallel.losses",
+    "mean_loss": "shardwise.parallel.uneven",
     "spread_experts": "shardwise.parallel.experts",
     "tie": "shardwise.parallel.tying",
 }

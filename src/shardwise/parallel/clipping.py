@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.collectives import Comm
 from shardwise.layout.placements import local_of
 from shardwise.mesh import DataAxes
-from shardwise.parallel.ties import ties_of
+from shardwise.parallel.tying import ties_of
 from shardwise.tensor.cut import axes_of_mesh
 from shardwise.tensor.plain_state import owner_of
 from shardwise.tensor.tensor_base import ShardTensorBase

@@ -10,7 +10,7 @@ import torch
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import DiskFile
 from shardwise.offload.mapped import mapped
-from shardwise.offload.regions import regions_of
+from shardwise.offload.stripes import regions_of
 from shardwise.offload.transfers import Transfer
 
 Key = tuple[int, str]  # a parameter's id, and the name of a part of its state

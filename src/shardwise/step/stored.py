@@ -24,8 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StorageError
-from shardwise.offload.disk import Disk
-from shardwise.offload.ring import Buffer
+from shardwise.offload.disk import Buffer, Disk
 from shardwise.offload.transfers import Transfer
 from shardwise.step.local_step import sizes_of_state
 from shardwise.step.state_file import Key, StateFile

@@ -28,7 +28,7 @@ from math import ceil
 
 from shardwise.homes import LOADS, NUM_BUFFERS, tier_of
 from shardwise.offload.loads import MULTIPLE, cut, room_of
-from shardwise.offload.regions import align, regions_of
+from shardwise.offload.stripes import align, regions_of
 from shardwise.optim.kinds import ROW
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, Tape, Visit
