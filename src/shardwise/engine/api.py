@@ -95,7 +95,7 @@ def shard(
     A model on the meta device is filled by its modules' ``reset_parameters()``, or by
     `Units.init`. Elements left unwritten are an error afterwards. DTensors keep their placements.
 
-    **Cost** one exchange of 72 bytes; one broadcast of the model from the first rank; memory for
+    **Cost** one exchange of 64 bytes; one broadcast of the model from the first rank; memory for
     one full unit; one gloo group.
 
     **Raises** ConfigError, before any change, with the setting and its remedy. All ranks raise if
