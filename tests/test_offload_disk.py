@@ -27,8 +27,8 @@ from ranks import HANG_S
 from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.offload import disk as disk_module
 from shardwise.offload.disk import Disk, Ring
+from shardwise.offload.file_slices import cached_share, mapped
 from shardwise.offload.files import System
-from shardwise.offload.mapped import cached_share, mapped
 from shardwise.offload.stripes import ALIGNMENT, STRIPE_BYTES, Stripes, regions_of
 
 MIB = 1 << 20

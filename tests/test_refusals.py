@@ -80,6 +80,9 @@ def refused(model: nn.Module, match: str, error: type[Exception] = ConfigError) 
     assert_unchanged(before, state_of(model))
 
 
+AXES = ("shard_axis", "replicate_axis")
+
+
 def warns_of(name: str) -> Any:
     return pytest.warns(FutureWarning, match=name)
 
@@ -176,6 +179,12 @@ def check_meshes(rank: int, world_size: int) -> None:
         shard(model, mesh=one, shard_axis="dpp")
     with refused(model, r"shard_axis='dp': name axes only together"), warns_of("shard_axis"):
         shard(model, shard_axis="dp")
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "other"))
+    with refused(model, r"replicate_axis='one': name shard_axis too"), warns_of("replicate_axis"):
+        shard(model, mesh=two, replicate_axis="one")
+    for names in ({"shard_axis": "one", "replicate_axis": "other"}, dict.fromkeys(AXES, "one")):
+        with refused(model, r"expected two axes of the mesh .*first"), warns_of("_axis"):
+            shard(model, mesh=two, **names)  # type: ignore[arg-type]
     with warns_of("shard_axis"):
         shard(model, mesh=three, shard_axis="dp")
     assert describe(model).num_shards == 2 and describe(model).num_replicas == 1

@@ -206,19 +206,27 @@ _RENAMED = {
 
 
 def take_renamed(settings: dict[str, Any], old: dict[str, Any], caller: str) -> dict[str, Any]:
-    """Return the settings of ``shard()`` with old names moved to their new places.
+    """Move old names to their new places in the settings of ``shard()``; return the settings.
 
-    ``settings`` has ``mesh``, ``units`` and ``schedule``. It warns of each old name. The next
-    version removes the old names.
+    ``settings`` has ``mesh``, ``units`` and ``schedule``, and is changed. It warns of each old
+    name. The next version removes the old names.
 
     **Raises** TypeError for any other name, with the nearest one.
     """
-    found = dict(settings)
+    found = settings
     known = (*_RENAMED, "shard_axis", "replicate_axis", "hang_timeout")
     for name in old:
         if name not in known:
             hint = did_you_mean(name, (*found, *known))
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+    names = [name for name in ("replicate_axis", "shard_axis") if old.get(name) is not None]
+    for name in names:
+        _warn_of_name(caller, name, 'a slice of the mesh: mesh["replicate", "shard"]')
+    if names:  # first, so that a refusal of another setting reaches the ranks of these axes
+        found["mesh"] = _sliced(found["mesh"], [(name, old[name]) for name in names])
+    schedule = found["schedule"]
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ConfigError(f"schedule={schedule!r}: expected a shardwise.config.Schedule or None")
     for name, value in old.items():
         if name not in _RENAMED:
             continue
@@ -232,11 +240,6 @@ def take_renamed(settings: dict[str, Any], old: dict[str, Any], caller: str) -> 
     if old.get("hang_timeout") is not None:
         _warn_of_name(caller, "hang_timeout", "shardwise.debug.watch(seconds), called before")
         import_module("shardwise.debug").watch(old["hang_timeout"])
-    names = [name for name in ("replicate_axis", "shard_axis") if old.get(name) is not None]
-    for name in names:
-        _warn_of_name(caller, name, 'a slice of the mesh: mesh["replicate", "shard"]')
-    if names:
-        found["mesh"] = _sliced(found["mesh"], [(name, old[name]) for name in names])
     return found
 
 
@@ -250,6 +253,9 @@ def _warn_of_name(caller: str, old: str, new: str) -> None:
 
 def _sliced(mesh: DeviceMesh | Axes | None, axes: Sequence[tuple[str, str]]) -> DeviceMesh:
     """Return a mesh's slice of the named axes. **Raises** ConfigError for unknown names."""
+    mesh = mesh.mesh if isinstance(mesh, Axes) else mesh
+    if axes[-1][0] != "shard_axis":
+        raise ConfigError(f"replicate_axis={axes[0][1]!r}: name shard_axis too")
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"{axes[0][0]}={axes[0][1]!r}: name axes only together with mesh=")
     names = tuple(mesh.mesh_dim_names or ())
@@ -257,6 +263,11 @@ def _sliced(mesh: DeviceMesh | Axes | None, axes: Sequence[tuple[str, str]]) -> 
         if name not in names:
             raise ConfigError(f"{setting}={name!r}: the mesh has the axes {names or '(unnamed)'}")
     chosen = tuple(name for _, name in axes)
+    if list(chosen) != sorted(set(chosen), key=names.index):
+        raise ConfigError(
+            f"replicate_axis={chosen[0]!r}, shard_axis={chosen[-1]!r}: expected two axes of the "
+            f"mesh {names}, the replicate axis first, so that shards are neighbours"
+        )
     return mesh if chosen == names else mesh[chosen]
 
 

@@ -175,7 +175,7 @@ def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterato
             label = f"parameter '{param.name}'"
             if has_copies:
                 yield _Entry(f"{label}, value", not sharded, _digest(param.sharded.to_local()))
-            if _has_fresh_copy(unit, param.storage):
+            if param.has_storage and _has_fresh_copy(unit, param.storage):
                 begin = param.storage.layout.full_offset(param.index)
                 full = param.storage.full[begin : begin + param.full.numel()]
                 yield _Entry(f"{label}, full copy", True, _digest(full))
@@ -193,13 +193,11 @@ def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterato
                     yield _Entry(f"{label}, {key}", scalar or not sharded, _digest(value))
 
 
-def _has_fresh_copy(unit: Unit, storage: Storage | None) -> bool:
+def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
     """Return True if the full copy is persistent, complete, and separate from the slices.
 
     A temporary copy must not be passed to numpy: its storage could then not be freed.
     """
-    if storage is None:  # a tensor class with a custom gather
-        return False
     is_value = storage.aliased and not storage.needs_gather
     is_complete = storage.is_fresh and unit.param_state is not ParamState.GATHERING
     return is_complete and not is_value and not storage.frees

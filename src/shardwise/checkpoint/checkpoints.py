@@ -44,7 +44,7 @@ from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.offload.disk import Disk
-from shardwise.offload.mapped import mapped
+from shardwise.offload.file_slices import mapped
 
 _ALIGNMENT = 64
 _RUNNING, _DONE, _FAILED = range(3)

@@ -238,7 +238,9 @@ class _Layouts:
         self._ranks: dict[int, Ranks] = {}
         self.meshes = [self._ranks_of(engine.comm)]
         for unit in engine.units:
-            used = {id(param.storage) for param in unit.params if param.dim == 0}
+            used = {
+                id(param.storage) for param in unit.params if param.has_storage and param.dim == 0
+            }
             for storage in unit.storages:
                 layout = storage.layout
                 shapes = tuple(layout.params[index].shape for index in layout.spread)

@@ -55,7 +55,7 @@ _SILENT = "it does not answer: stopped, dead, or in a call that does not let Pyt
 _REMEDY = (
     "Every rank must make the same calls and run the same units in the same order. Where ranks may "
     "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
-    "shard(..., optional=[...]); stages 0 to 2 need no such list"
+    "shard(..., units=Units(optional=[...])); stages 0 to 2 need no such list"
 )
 DescribeLast = Callable[[int], str]  # the last collective of a rank, as the end of a sentence
 

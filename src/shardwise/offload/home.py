@@ -33,8 +33,7 @@ from shardwise.device import DeviceTime, follow_current, host_buffer
 from shardwise.errors import StorageError
 from shardwise.homes import NUM_BUFFERS, Offload, folders_of
 from shardwise.offload.disk import Disk
-from shardwise.offload.file_slices import FileSlices
-from shardwise.offload.mapped import mapped
+from shardwise.offload.file_slices import FileSlices, mapped
 from shardwise.offload.stripes import align
 from shardwise.quantities import format_bytes
 from shardwise.trace import Tracer

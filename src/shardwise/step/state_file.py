@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.offload.disk import Disk
+from shardwise.offload.file_slices import mapped
 from shardwise.offload.files import DiskFile
-from shardwise.offload.mapped import mapped
 from shardwise.offload.stripes import regions_of
 from shardwise.offload.transfers import Transfer
 

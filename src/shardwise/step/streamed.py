@@ -85,7 +85,7 @@ class _Mirrors:
     def of(self, param: Any) -> torch.Tensor | None:
         """Return a parameter's device copy or None; called once per piece that will change."""
         owner = owner_of(param)
-        storage: Storage | None = None if owner is None else owner.storage
+        storage: Storage | None = owner.storage if owner is not None and owner.has_storage else None
         if storage is None or storage not in self._versions:
             return None
         self._versions[storage] += 1

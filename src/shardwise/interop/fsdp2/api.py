@@ -29,8 +29,7 @@ from shardwise.interop.fsdp2.meshes import (
     default_mesh,
     spread_over,
 )
-from shardwise.interop.fsdp2.module import sharded_class
-from shardwise.interop.fsdp2.state import State, state_of
+from shardwise.interop.fsdp2.state import State, sharded_class, state_of
 from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis, axes_of

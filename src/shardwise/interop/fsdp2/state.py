@@ -9,7 +9,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from shardwise.comm.control import exchange_any
 from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
+from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, note_state
 from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import attach_steppers
@@ -33,7 +36,7 @@ from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
 from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
-from shardwise.unit.materialize import is_unwritten
+from shardwise.unit.materialize import is_unwritten, poison
 from shardwise.unit.unit import Unit
 
 _ACTIVATIONS = Offload(activations="cpu")
@@ -362,3 +365,28 @@ def tell(event: str, unit: Unit | None = None) -> None:
     if _LOG.isEnabledFor(logging.DEBUG):
         name = unit.name if unit is not None else ""
         _LOG.debug("FSDP::%s%s", event, f" ({name})" if name else "")
+
+
+def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+@cache
+def sharded_class(cls: Any) -> Any:
+    """Return ``FSDP<Cls>``, a subclass of FSDPModule and ``cls``; cached.
+
+    Its ``to_empty`` poisons memory, so that the first forward pass finds unwritten tensors.
+    """
+
+    def to_empty(
+        self: Any, *, device: torch.device | str | int | None, recurse: bool = True
+    ) -> Any:
+        cls.to_empty(self, device=device, recurse=recurse)
+        for tensor in chain(self.parameters(recurse), self.buffers(recurse)):
+            for part in plain_parts(local_of(tensor)).values():
+                poison(part)
+        self._get_fsdp_state().is_emptied = True
+        return self
+
+    members = {"__deepcopy__": _refuse_deepcopy, "to_empty": to_empty}
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)

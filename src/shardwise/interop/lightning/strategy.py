@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.config import Precision, ShardConfig, Units, resolve_config, take_renamed
+from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config, take_renamed
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.runtime import Engine
@@ -162,18 +162,20 @@ class ShardwiseStrategy(_DDPStrategy):
         """Refuse a module that was sharded before with other settings."""
         engine, options = engine_of(module), self._options
         asked, has = self._asked_config(), engine.config
-        names = [*options, *(_SCHEDULED if options.get("schedule") is not None else ())]
-        compared = ("layout", *_SCHEDULED)
-        pairs = {n: (getattr(asked, n), getattr(has, n)) for n in names if n in compared}
+        schedule, default = options.get("schedule") or Schedule(), Schedule()
+        names = [n for n in _SCHEDULED if getattr(schedule, n) != getattr(default, n)]
+        pairs = {n: (getattr(schedule, n), getattr(has, n)) for n in names}
+        if "layout" in options:
+            pairs["layout"] = asked.layout, has.layout
         if "stage" in options:
             pairs["stage"] = asked.stage.number, has.stage.number
         if "precision" in options:
             pairs["precision"] = asked.precision, _precision_of(engine, asked.precision)
         if isinstance(self._mesh, DeviceMesh):  # setup_environment() has converted tuples
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
-        if options.get("units") is not None:
-            units = options["units"]
-            units = units if isinstance(units, Units) else Units(units)
+        units = options.get("units")
+        units = units if isinstance(units, Units) else Units(units)
+        if units.modules is not None or units.optional:
             specs = partition_into_units(module, units.modules, units.optional)
             pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]
         for name, (ours, there) in pairs.items():

@@ -86,6 +86,8 @@ def from_pretrained(
         if options.get(name) is not None:
             raise ConfigError(f"{name}: not with sharded weights: {reason}")
     old = {str(name): options.pop(name) for name in _RENAMED if name in options}
+    if isinstance(units, Units) and units.init is not None:
+        raise ConfigError("units.init: from_pretrained fills the model from the file; leave it out")
     chosen = replace(units if isinstance(units, Units) else Units(units), init=leave_values)
     settings: dict[str, Any] = {"mesh": mesh, "units": chosen, "schedule": schedule}
     settings = take_renamed(settings, old, "from_pretrained")
