@@ -151,6 +151,11 @@ class Units:
     placements: Placements | None = None
     init: Init | None = None
 
+    @classmethod
+    def of(cls, given: "UnitsLike") -> "Units":
+        """Return ``given`` if it is a `Units`, else one whose ``modules`` it is."""
+        return given if isinstance(given, Units) else cls(given)
+
     def __post_init__(self) -> None:
         """Check the values where they are written."""
         if self.init is not None and not callable(self.init):
@@ -179,6 +184,13 @@ class Schedule:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     reduce_every: ReduceEvery | None = None
 
+    @classmethod
+    def of(cls, given: "Schedule | None") -> "Schedule":
+        """Return ``given``, or the default for None. **Raises** ConfigError for another type."""
+        if given is not None and not isinstance(given, Schedule):
+            raise ConfigError(f"schedule={given!r}: expected a shardwise.config.Schedule or None")
+        return given or cls()
+
     def __post_init__(self) -> None:
         """Check the values where they are written."""
         if self.reduce_every not in (None, "step", "micro_batch"):
@@ -198,49 +210,37 @@ class Schedule:
             )
 
 
-_RENAMED = {
-    **{name: ("schedule", "Schedule", name) for name in ("prefetch_bytes", "bucket_bytes")},
-    "reduce_every": ("schedule", "Schedule", "reduce_every"),
-    **{name: ("units", "Units", name) for name in ("optional", "experts", "placements", "init")},
+_RENAMED: dict[str, tuple[str, type["Schedule | Units"]]] = {  # old name: setting, and its class
+    **dict.fromkeys(("prefetch_bytes", "bucket_bytes", "reduce_every"), ("schedule", Schedule)),
+    **dict.fromkeys(("optional", "experts", "placements", "init"), ("units", Units)),
 }
 
 
-def take_renamed(settings: dict[str, Any], old: dict[str, Any], caller: str) -> dict[str, Any]:
-    """Move old names to their new places in the settings of ``shard()``; return the settings.
+def take_renamed(settings: dict[str, Any], old: dict[str, Any], caller: str) -> None:
+    """Move old names to their new places in the settings of ``shard()``, with a warning of each.
 
-    ``settings`` has ``mesh``, ``units`` and ``schedule``, and is changed. It warns of each old
-    name. The next version removes the old names.
+    ``settings`` has ``mesh``, ``units`` and ``schedule``. The next version removes the old names.
 
     **Raises** TypeError for any other name, with the nearest one.
     """
-    found = settings
     known = (*_RENAMED, "shard_axis", "replicate_axis", "hang_timeout")
     for name in old:
         if name not in known:
-            hint = did_you_mean(name, (*found, *known))
+            hint = did_you_mean(name, (*settings, *known))
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
     names = [name for name in ("replicate_axis", "shard_axis") if old.get(name) is not None]
     for name in names:
         _warn_of_name(caller, name, 'a slice of the mesh: mesh["replicate", "shard"]')
     if names:  # first, so that a refusal of another setting reaches the ranks of these axes
-        found["mesh"] = _sliced(found["mesh"], [(name, old[name]) for name in names])
-    schedule = found["schedule"]
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise ConfigError(f"schedule={schedule!r}: expected a shardwise.config.Schedule or None")
+        settings["mesh"] = _sliced(settings["mesh"], [(name, old[name]) for name in names])
     for name, value in old.items():
-        if name not in _RENAMED:
-            continue
-        place, kind, field = _RENAMED[name]
-        _warn_of_name(caller, name, f"{place}=shardwise.config.{kind}({field}=...)")
-        if place == "schedule":
-            found[place] = replace(found[place] or Schedule(), **{field: value})
-        else:
-            held = found[place] if isinstance(found[place], Units) else Units(found[place])
-            found[place] = replace(held, **{field: value})
+        if name in _RENAMED:
+            setting, kind = _RENAMED[name]
+            _warn_of_name(caller, name, f"{setting}=shardwise.config.{kind.__name__}({name}=...)")
+            settings[setting] = replace(kind.of(settings[setting]), **{name: value})
     if old.get("hang_timeout") is not None:
         _warn_of_name(caller, "hang_timeout", "shardwise.debug.watch(seconds), called before")
         import_module("shardwise.debug").watch(old["hang_timeout"])
-    return found
 
 
 def _warn_of_name(caller: str, old: str, new: str) -> None:
@@ -312,9 +312,7 @@ def resolve_config(
             "'matrices' (each matrix whole on one rank)"
         )
     precision = resolve_precision(precision)
-    schedule = Schedule() if schedule is None else schedule
-    if not isinstance(schedule, Schedule):
-        raise ConfigError(f"schedule={schedule!r}: expected a shardwise.config.Schedule or None")
+    schedule = Schedule.of(schedule)
     row, homes = STAGES[int(stage)], resolve_offload(offload)
     if precision.gather is not None:
         check_coded(precision.gather, row, homes, layout)

@@ -1,4 +1,4 @@
-"""Comparison of ranks at the start: an error names the first difference.
+"""Agreement of ranks at the start: the same facts, and room for all on every host.
 
 Values that all ranks must share are written as lines of text (facts). Ranks exchange a digest of
 the facts, and the text only if digests differ.
@@ -33,8 +33,8 @@ from shardwise.stages import Stage
 from shardwise.unit.materialize import first_away
 
 _LOG = logging.getLogger("shardwise")
-_ROW = struct.Struct("<16sQQ")  # host, bytes that the rank needs, bytes free
-HOST_ROW_BYTES = _ROW.size
+_HOST_ROW = struct.Struct("<16sQQ")  # host, bytes that the rank needs, bytes free
+HOST_ROW_BYTES = _HOST_ROW.size
 
 
 def host_row(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> bytes:
@@ -42,7 +42,7 @@ def host_row(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> byte
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
     away = config.state_offload is not None
     free = available_host_bytes() if away else 0
-    return _ROW.pack(host, bytes_in_host_memory(specs, config, axis), free)
+    return _HOST_ROW.pack(host, bytes_in_host_memory(specs, config, axis), free)
 
 
 def check_host_room(control: Control, config: ShardConfig, packed: Sequence[bytes]) -> None:
@@ -55,7 +55,7 @@ def check_host_room(control: Control, config: ShardConfig, packed: Sequence[byte
     """
     if config.state_offload is None:
         return
-    rows = [_ROW.unpack(row) for row in packed]
+    rows = [_HOST_ROW.unpack(row) for row in packed]
     host = rows[control.rank][0]
     for other in dict.fromkeys(row[0] for row in rows):
         ranks = [rank for rank, row in enumerate(rows) if row[0] == other]

@@ -103,7 +103,7 @@ def shard(
     """
     settings: dict[str, Any] = {"mesh": mesh, "units": units, "schedule": schedule}
     try:
-        settings = take_renamed(settings, renamed, "shard")
+        take_renamed(settings, renamed, "shard")
         asked = _ask(model, stage, layout, precision, offload, optimizer, **settings)
     except (ConfigError, StorageError) as refusal:
         _tell_other_ranks(refusal, model, settings["mesh"])
@@ -142,7 +142,7 @@ def _ask(
     """Check the settings; resolve them to units, parameters and axes."""
     config = resolve_config(stage, layout_name(layout), precision, schedule, offload)
     _check_model(model)
-    chosen = units if isinstance(units, Units) else Units(units)
+    chosen = Units.of(units)
     specs = partition_into_units(model, chosen.modules, chosen.optional)
     device = find_device(specs)
     axes = _axes_for(device, mesh)

@@ -5,7 +5,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class ReducedUnit(Protocol):
-    """A unit as a bucket sees it."""
+    """The part of a unit that buckets use."""
 
     @property
     def full_bytes(self) -> int:
@@ -13,7 +13,7 @@ class ReducedUnit(Protocol):
 
 
 class StartedReduction(Protocol):
-    """The reduction of a bucket of units: it is started, and waited for later."""
+    """The reduction of a bucket of units."""
 
     def start(self) -> None:
         """Hand the gradients to the transport."""
@@ -27,11 +27,11 @@ R = TypeVar("R", bound=StartedReduction)
 
 
 class ReduceQueue(Generic[U, R]):
-    """Gradients in buckets: when one is full it starts, and only a few are in flight.
+    """Buckets of gradients: a full bucket starts its reduction; few reductions are in flight.
 
-    ``mesh_of``: units share a bucket where it is equal. ``waits_at_close``: something comes after
-    a reduction (stage 0, a replicate axis), so it is waited for at the end of the pass, and no
-    collective is left for the first reader of ``p.grad``. ``reduces_in_flight`` may change.
+    Units with equal ``mesh_of`` share a bucket. ``waits_at_close``: another collective follows a
+    reduction (stage 0, a replicate axis). Then the end of the pass waits for reductions, so reading
+    ``p.grad`` starts no collective. ``reduces_in_flight`` may change.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class ReduceQueue(Generic[U, R]):
 
     @property
     def all(self) -> list[R]:
-        """Reductions that were started and not taken, oldest first."""
+        """The reductions started and not taken yet, oldest first."""
         return self._waited_for + self._in_flight
 
     def holds(self, unit: U) -> bool:
-        """Tell whether a unit is in a bucket that is not full yet."""
+        """Tell whether a unit is in a bucket that has not started."""
         return any(unit in bucket for bucket in self._buckets.values())
 
     def add(self, unit: U) -> None:
-        """Take a unit's gradients; a full bucket starts, which may wait for the oldest reduction.
+        """Add a unit's gradients to a bucket; a full bucket starts and may wait for the oldest.
 
         **Cost** small units share one reduction of ``bucket_bytes``.
         """
@@ -86,19 +86,19 @@ class ReduceQueue(Generic[U, R]):
             self._waited_for.append(self._in_flight.pop(0))
 
     def close(self) -> None:
-        """Start what is left, at the end of a backward pass."""
+        """Start the remaining buckets at the end of a backward pass."""
         for mesh in list(self._buckets):
             self._start_bucket(mesh)
         if self._waits_at_close:
             self._wait()
 
     def take(self, last: R | None = None) -> list[R]:
-        """Wait for the reductions up to ``last``, or for all; hand them over, oldest first."""
+        """Wait for the reductions up to ``last``, or for all; remove and return them in order."""
         num_taken = len(self.all) if last is None else self.all.index(last) + 1
         self._wait(len(self.all) - max(num_taken, len(self._waited_for)))
         taken, self._waited_for = self._waited_for[:num_taken], self._waited_for[num_taken:]
         return taken
 
     def forget_buckets(self) -> None:
-        """Forget the units whose reduction is not started, after a pass that was cut short."""
+        """Forget units whose reduction has not started, after a pass that raised."""
         self._buckets = {}

@@ -1,4 +1,4 @@
-"""Registration of hooks on modules; no other file registers any.
+"""Registration of hooks on modules, also on those that the root wraps; no other file registers any.
 
 Note [Ways past the root]
 Some libraries wrap a model and then call the wrapped module: PEFT's ``generate()`` is that of the

@@ -1,4 +1,4 @@
-"""The class and methods that `shard()` adds to the model and to the modules of its units.
+"""The class that `shard()` gives the model and its units' modules; copies of a sharded model.
 
 Note [The model's class]
 The modules become instances of a subclass of their class, with the same name, as with

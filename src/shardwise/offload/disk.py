@@ -1,4 +1,4 @@
-"""`Disk`: state of the units of one rank in files, read and written by background threads.
+"""`Disk`: state of one rank's units in files; background threads and a ring of buffers.
 
 Each model and rank has its own. Each folder has a few threads, to keep several requests in flight
 on its disk; Python releases its lock while a thread reads or writes.

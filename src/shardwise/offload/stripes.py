@@ -1,4 +1,4 @@
-"""Integers: distribution of a unit's bytes over several folders, by the folders' speeds.
+"""Integers: places of tensors in a unit's file, and its bytes dealt over folders by speed.
 
 The bytes are cut into stripes, which are dealt in rounds. In each round a folder gets a number of
 stripes by its speed, spread over the round, and appends them to its file. So any range of the unit

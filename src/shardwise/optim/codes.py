@@ -1,4 +1,4 @@
-"""Block quantisation to 8-bit codes: the value of each code, and the nearest code of a value.
+"""Moments in fewer bits: block quantisation to 8-bit codes, stochastic rounding to bfloat16.
 
 Note [Dynamic codes]
 A code has a decade and a fraction; a smaller decade has fewer bits for the fraction. With ``bits``

@@ -1,4 +1,4 @@
-"""``tie()``: keep copies of a parameter on several pipeline stages equal.
+"""``tie()``: copies of a parameter on several pipeline stages, kept equal by summed gradients.
 
 Note [When gradients of tied copies are summed]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

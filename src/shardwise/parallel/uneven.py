@@ -1,4 +1,4 @@
-"""Training with different numbers of batches per rank, until the last rank has finished."""
+"""Different numbers of batches, or of tokens, per rank: ``join()`` and ``mean_loss()``."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice

@@ -1,7 +1,7 @@
 """The loss of a run as a picture, drawn from its metrics file: SVG text, in light and dark.
 
 Above are the training loss and the held-out loss over the steps, below the learning rate. A run
-that was resumed has all its steps in that file, so its curve goes on. Imports no torch.
+that was resumed has all its steps in that file, so its curve continues. Imports no torch.
 
 Many points are drawn as in Note [Few shapes]. If a few losses lie so far above the others that
 these could not be read, the axis ends below them, and marks at its upper edge have their values as
@@ -25,7 +25,7 @@ Point = tuple[int, float]  # (step, value)
 
 @dataclass
 class Curves:
-    """What a metrics file has of each step; ``bad`` are steps whose loss was not a number."""
+    """Losses and learning rates of a metrics file; ``bad`` are steps without a finite loss."""
 
     train: list[Point] = field(default_factory=list)
     held_out: list[Point] = field(default_factory=list)
@@ -57,7 +57,7 @@ def write_picture(metrics: Path, target: Path) -> bool:
 
 
 def read_curves(lines: Iterable[str]) -> Curves:
-    """Read JSON lines of a metrics file; what is no such line is passed over."""
+    """Read JSON lines of a metrics file; skip lines of any other kind."""
     found = Curves()
     for text in lines:
         try:

@@ -91,8 +91,8 @@ class ShardwiseStrategy(_DDPStrategy):
         old = {name: options.pop(name) for name in _RENAMED if name in options}
         if old:
             given = {"units": options.get("units"), "schedule": options.get("schedule")}
-            renamed = take_renamed(given, old, "ShardwiseStrategy")
-            options |= {name: value for name, value in renamed.items() if value is not None}
+            take_renamed(given, old, "ShardwiseStrategy")
+            options |= {name: value for name, value in given.items() if value is not None}
         self._options = options
         self._mesh = mesh
         self._asked_config()  # refuses a wrong value before any process is started
@@ -173,8 +173,7 @@ class ShardwiseStrategy(_DDPStrategy):
             pairs["precision"] = asked.precision, _precision_of(engine, asked.precision)
         if isinstance(self._mesh, DeviceMesh):  # setup_environment() has converted tuples
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
-        units = options.get("units")
-        units = units if isinstance(units, Units) else Units(units)
+        units = Units.of(options.get("units"))
         if units.modules is not None or units.optional:
             specs = partition_into_units(module, units.modules, units.optional)
             pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]

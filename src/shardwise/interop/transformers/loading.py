@@ -86,19 +86,20 @@ def from_pretrained(
         if options.get(name) is not None:
             raise ConfigError(f"{name}: not with sharded weights: {reason}")
     old = {str(name): options.pop(name) for name in _RENAMED if name in options}
-    if isinstance(units, Units) and units.init is not None:
+    chosen = Units.of(units)
+    if chosen.init is not None:
         raise ConfigError("units.init: from_pretrained fills the model from the file; leave it out")
-    chosen = replace(units if isinstance(units, Units) else Units(units), init=leave_values)
-    settings: dict[str, Any] = {"mesh": mesh, "units": chosen, "schedule": schedule}
-    settings = take_renamed(settings, old, "from_pretrained")
-    options.setdefault("local_files_only", True)
-    own = _class_of(path, model_class, options)
-    settings = {
+    settings: dict[str, Any] = {
         "stage": stage,
         "precision": precision,
         "layout": layout,
-        **settings,
+        "mesh": mesh,
+        "units": replace(chosen, init=leave_values),
+        "schedule": schedule,
     }
+    take_renamed(settings, old, "from_pretrained")
+    options.setdefault("local_files_only", True)
+    own = _class_of(path, model_class, options)
     body = {  # see Note [The plain loader, but for the weights]
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
