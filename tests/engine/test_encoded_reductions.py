@@ -187,8 +187,8 @@ def as_fully_shard(rank: int, num_ranks: int) -> None:
         for name, param in model.named_parameters():
             mean = sums[name] / num_ranks
             assert torch.equal(param.grad.full_tensor(), mean + mean), (kind, name)
-        with pytest.raises(ConfigError, match=r"encoded ones, are summed in rank order"):
-            model.set_all_reduce_hook(print)
+        with pytest.raises(ConfigError, match=r"are encoded \(reduce="):
+            model.set_custom_reduce_scatter(object())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -77,7 +77,7 @@ def start_reduce_scatter(
     if axis.size == 1:
         items, owned = [*items, *owned], []
     outputs = [item.out for item in items]
-    inputs = _inputs(items, axis.size)
+    inputs = even_inputs(items, axis.size)
     totals = [_addend(item, axis) for item in owned]
     sent = sum(o.nbytes for o in outputs) * (axis.size - 1)
     sent += sum(
@@ -147,7 +147,7 @@ def _reduce(item: ReduceItem, addend: torch.Tensor, axis: Axis) -> dist.Work:
     return axis.group.reduce([addend], options)
 
 
-def _inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:
+def even_inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:
     """Return one even tensor per item: the gradient itself where it fits, else a packed copy."""
     inputs: list[torch.Tensor] = []
     places: list[torch.Tensor] = []

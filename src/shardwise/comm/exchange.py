@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.comm.packed import gather_function
 from shardwise.comm.pending import CollectiveId, blocking_collective, key_of
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
+
+# The old name warns in torch 2.13; 2.11 has no other.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Exchange:
@@ -101,7 +103,7 @@ class Exchange:
         gathered = part.new_empty(self.axis.size, *part.shape)
         self.count("all_gather", part.nbytes * (self.axis.size - 1))
         with blocking_collective(key_of(CollectiveId("all-gather", self.name, 0), self.axis)):
-            gather_function()(gathered.view(-1), part.contiguous().view(-1), group=self.axis.group)
+            _ALL_GATHER(gathered.view(-1), part.contiguous().view(-1), group=self.axis.group)
         return gathered
 
     def _swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

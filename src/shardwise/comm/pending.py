@@ -49,13 +49,15 @@ class ReduceItem:
     """Reduce-scatter of one segment: ``out`` (this rank's share) becomes the mean over ranks.
 
     ``parts`` are (offset in the segment, flat tensor); elements that no part covers are undefined.
-    ``codings`` say how each part is encoded on the wire; empty: none is.
+    ``codings`` say how each part is encoded on the wire; empty: none is. ``counts``: the elements
+    are counts of ranks, not gradients.
     """
 
     segment: Segment
     parts: tuple[tuple[int, torch.Tensor], ...]
     out: torch.Tensor
     codings: tuple[Coding | None, ...] = ()
+    counts: bool = False
 
 
 # Works that were dropped before their wait (a model that is deleted with reductions in flight).

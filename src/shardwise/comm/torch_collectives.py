@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -235,3 +236,8 @@ def _calls_of_torch() -> list[tuple[CellType, Callable[..., Any]]]:
 
 
 TORCH_CALLS = TorchCalls()
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that a functional collective is not writing any more."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

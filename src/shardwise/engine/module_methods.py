@@ -141,8 +141,7 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().change_sums("set_gradient_divide_factor", divisor=factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let collectives only sum; divide in a separate operation."""
-        self._get_fsdp_state().change_sums("set_force_sum_reduction_for_comms", sums_only=enable)
+        """Accept it: collectives only sum, and the sums are divided afterwards."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -176,7 +175,7 @@ class FSDPModule(TorchFSDPModule):
         state.change_sums("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Call ``hook`` with the reduced gradients, before they are divided."""
+        """Call ``hook`` with the reduced gradients, one flat tensor per dtype of the unit."""
         state = _state_of_one_unit(self, "set_all_reduce_hook")
         if stream is not None and state.units[0].comm.axes.replicate is not None:
             raise ValueError("stream cannot be set when using native HSDP")
@@ -215,7 +214,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._get_fsdp_state().units:
             own = (
                 getattr(unit.transport, "all_gather", None),
-                getattr(unit.sums, "reduce_scatter", 0),
+                unit.sums.reduce_scatter,
             )
             if any(own):
                 raise AssertionError(

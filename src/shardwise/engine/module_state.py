@@ -27,7 +27,6 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.placements import local_of
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
@@ -92,14 +91,6 @@ def _keep(engine: Engine) -> None:
 
 # torch's pipelining reads a module's state through torch's fully_shard
 _FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
-
-
-_NOT_SUMMED_SO = {
-    "reduce_scatter": "it would sum in another order",
-    "after_reduce": "they have no place for a hook",
-    "all_reduces": "they are summed over shards and replicas at once; keep them on the ranks until "
-    "the last micro-batch, with accumulate(model, last=False) or set_requires_gradient_sync(False)",
-}
 
 
 class ModuleState(_State):
@@ -168,21 +159,24 @@ class ModuleState(_State):
     def change_sums(self, method: str, **changes: Any) -> None:
         """Replace fields of the units' `sums`, on behalf of ``method``.
 
-        **Raises** ConfigError for a change that sums in rank order do not support.
+        **Raises** ConfigError for a user's reduce-scatter of encoded gradients.
         """
-        if any(isinstance(unit.sums, RankOrderSum) for unit in self.units):
-            has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
-            if changes.get("all_reduces", True) or not has_replicas:
-                changes.pop("all_reduces", None)
-            for name, why in _NOT_SUMMED_SO.items():
-                if changes.pop(name, None) is not None:
-                    raise ConfigError(
-                        f"{method}(): gradients of shard(), and encoded ones, are summed in rank "
-                        f"order, and {why}. Or use shardwise.fully_shard, with a dtype as reduce="
-                    )
-            changes.pop("sums_only", None)
         for unit in self.units:
-            unit.sums = replace(unit.sums, **changes)  # type: ignore[type-var]
+            if "reduce_scatter" in changes and unit.precision.reduce_coding is not None:
+                raise ConfigError(
+                    f"{method}(): gradients of unit '{unit.name}' are encoded "
+                    f"(reduce={unit.precision.reduce!r}), and encoded ones are summed in rank "
+                    "order by Shardwise. Give a dtype as reduce="
+                )
+            if changes.get("all_reduces") is False and not unit.settings.stands_while_full:
+                if unit.comm.axes.replicate is not None:
+                    raise ConfigError(
+                        f"{method}(): shard() sums over shards and replicas at once; keep "
+                        "gradients on the ranks until the last micro-batch, with "
+                        "accumulate(model, last=False) or set_requires_gradient_sync(False)"
+                    )
+                continue
+            unit.sums = replace(unit.sums, **changes)
 
     def free_after_forward(self, frees: bool) -> None:
         """Free full parameters after forward, or keep them for backward."""

@@ -10,7 +10,7 @@ import torch
 from shardwise.engine.buckets import ReduceQueue
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
-from shardwise.unit.sums import Held, Running
+from shardwise.unit.sums import Held, RunningSum
 from shardwise.unit.unit import Unit
 
 
@@ -25,7 +25,7 @@ class Reduction:
         # the old one. A plain attribute, and hooks that step in backward, need it at once.
         self.is_asked = any(param.form.asks_unit for unit in units for param in unit.params)
         self.is_dropped = False  # the result is discarded
-        self._running: Running | None = None
+        self._running: RunningSum | None = None
         self._first: list[ShardedParam] = []  # got their first gradient from it
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class Reductions:
             bucket_bytes,
             reduces_in_flight,
             waits_at_close,
-            lambda unit: (id(unit.comm), unit.sums.divisor),
+            lambda unit: (id(unit.comm), unit.sums),
         )
 
     def allow_in_flight(self, num: int) -> None:

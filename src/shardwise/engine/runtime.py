@@ -328,7 +328,7 @@ class Engine:
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)
             unit.has_local_sum |= self.window_open and not reduces
-            waits = unit.is_deferred and is_last is False
+            waits = unit.is_deferred and (is_last is False or not unit.sums.all_reduces)
             left = reduces and unit.grad_state is GradState.PARTIAL and not waits
             if (self._passes.is_open(unit) or left) and not self._schedule.is_waiting(unit):
                 self._passes.close(unit)

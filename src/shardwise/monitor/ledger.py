@@ -184,8 +184,6 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
                 blocks.add(place, "grad_shards", unit.name, [mean])
         partials = [param.partial, getattr(param.full, "grad", None)]
         blocks.add("device", "grad_full", unit.name, [t for t in partials if t is not None])
-    if unit.unreduced is not None:
-        blocks.add("device", "grad_shards", unit.name, [unit.unreduced])
 
 
 def _add_state(blocks: _Blocks, optimizer: torch.optim.Optimizer) -> None:

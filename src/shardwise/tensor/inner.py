@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.packed import waited_for
+from shardwise.comm.torch_collectives import waited_for
 from shardwise.errors import ConfigError
 from shardwise.layout.segments import build_layout
 from shardwise.tensor.cut import Cut, make_cut

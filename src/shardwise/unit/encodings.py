@@ -93,7 +93,7 @@ class AlongDim:
 
     def spread(self, full: torch.Tensor) -> torch.Tensor:
         """Return a row for each rank."""
-        return torch.stack([c.reshape(-1) for c in full.chunk(len(self._parts), dim=self._dim)])
+        return _row_per_rank(full, len(self._parts), self._dim)
 
     def start(self, param: "ShardedParam") -> list[GatherItem]:
         """List nothing: the storage gathers it."""
@@ -121,9 +121,9 @@ class OwnGather:
     in_storage = False
     puts_together = True
 
-    def __init__(self, policy: Any, frees: bool = True) -> None:
+    def __init__(self, policy: Any, num_ranks: int, dim: int = 0, frees: bool = True) -> None:
         self.frees = frees  # when the unit is resharded
-        self._policy = policy
+        self._policy, self._num_ranks, self._dim = policy, num_ranks, dim
         self._version: int | None = None  # of the gathered tensor, while its memory stays
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
@@ -135,12 +135,12 @@ class OwnGather:
         raise AssertionError("a tensor with a gather of its own lies in no storage")
 
     def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a full gradient unchanged: its rows are in rank order."""
-        return full
+        """Return a full gradient's elements, rank after rank."""
+        return full if self._dim == 0 else _row_per_rank(full, self._num_ranks, self._dim)
 
     def again(self) -> "OwnGather":
         """Return the encoding for a copy of the parameter."""
-        return OwnGather(self._policy, self.frees)
+        return OwnGather(self._policy, self._num_ranks, self._dim, self.frees)
 
     def is_fresh(self, param: "ShardedParam") -> bool:
         """Tell whether the gathered tensor is allocated and as new as the sharded one."""
@@ -211,3 +211,7 @@ class OwnGather:
         self._version = None
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
+
+
+def _row_per_rank(full: torch.Tensor, num_ranks: int, dim: int) -> torch.Tensor:
+    return torch.stack([chunk.reshape(-1) for chunk in full.chunk(num_ranks, dim=dim)])

@@ -36,9 +36,8 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.home import Home, Homes, Room
 from shardwise.unit.param import AsShardTensor, Scheduler, ShardedParam
-from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Storage
-from shardwise.unit.sums import RowsApart
+from shardwise.unit.sums import RowsApart, Sum
 from shardwise.unit.unit import Unit
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -186,7 +185,7 @@ class Materializer:
             settings,
             config.precision,
             # Experts on a separate mesh get the gradients of all batches from their layers.
-            RankOrderSum(self._comm.axes.num_ranks),
+            Sum(self._comm.axes.num_ranks),
             home=home,
         )
         values = self._initialised(spec)
@@ -229,7 +228,8 @@ class Materializer:
             form, is_trained = AsShardTensor(cut), spec.param.requires_grad
             param = ShardedParam(unit, spec.uses, form, shape, is_trained, cut=cut)
             form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
-            param.lie_apart(OwnGather(policy, frees=self._config.stage.frees_after_backward))
+            frees = self._config.stage.frees_after_backward
+            param.lie_apart(OwnGather(policy, axis.size, frees=frees))
             param.index = number
             param.grad_hooks.adopt(spec.param)
             unit.add(param)

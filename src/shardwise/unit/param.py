@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.comm.packed import waited_for
+from shardwise.comm.torch_collectives import waited_for
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
 from shardwise.tensor.cut import Cut, as_dtensor
@@ -472,7 +472,7 @@ class ShardedParam:
     @property
     def gets_mean(self) -> bool:
         """Tell whether a reduction gives a mean, also if frozen after a gradient in the window."""
-        return self.full.requires_grad or self.is_deferred
+        return self.is_trained or self.is_deferred
 
     def drop_partial(self) -> None:
         """Drop the unreduced gradient and update the unit's state."""

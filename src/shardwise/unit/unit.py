@@ -77,7 +77,6 @@ class Unit:
         self.grad_state = GradState.EMPTY
         self.num_reducing = 0  # reductions in flight; a late gradient starts another
         self.has_local_sum = False  # see Note [Dtype of a sum]
-        self.unreduced: torch.Tensor | None = None  # summed over shards, not over replicas
         self.steps: list[BackgroundStep] = []  # that may run on another thread
         self.writes: list[BackgroundStep] = []  # of state changed by the steps, to its file
         self.is_pinned = False  # full until `unpin`, against the schedule
@@ -369,7 +368,6 @@ class Unit:
         """Drop unreduced gradients after an interrupted backward pass."""
         for param in self.params:
             param.forget_partial()
-        self.unreduced = None
         for storage in self.storages:
             storage.unreduced = None
         if self.grad_state is GradState.PARTIAL:

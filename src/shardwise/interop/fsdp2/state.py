@@ -110,7 +110,7 @@ class GroupEngine(Engine):
         if self.window_open and any(param.grad is not None for param in params):
             return True
         is_inside = self.conditions.is_last_micro_batch is False
-        return is_inside or any(unit.unreduced is not None for unit in self.units)
+        return is_inside or any(unit.is_deferred for unit in self.units)
 
     def rest(self, what: str) -> None:
         """Put the shards in the modules, and adopt parameters that have replaced them.

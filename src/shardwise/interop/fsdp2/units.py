@@ -4,7 +4,7 @@ Parameters are sharded one by one; each rank keeps a chunk of its present values
 laid out. It is laid out again if ``model.to()``, ``to_empty()`` or a load replaces its parameters.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
-from shardwise.comm.packed import Packed
 from shardwise.config import Precision
 from shardwise.interop.fsdp2.meshes import ShardingMesh, sharded_spec
 from shardwise.layout.segments import build_layout
@@ -28,12 +27,10 @@ from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
 from shardwise.tensor.inner import chunk_of, has_own_gather, refuse_opaque
 from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
-from shardwise.unit.backend_sum import BackendSum
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.param import AsDTensor, ShardedParam
-from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Nearby, Storage
-from shardwise.unit.sums import Sum
+from shardwise.unit.sums import RowsApart, Sum
 from shardwise.unit.unit import Unit
 
 # Without ``reduce_dtype`` torch sums in the dtype of computation before 2.15, and from 2.15 in that
@@ -81,9 +78,6 @@ def make_unit(
     axes = spread.axes
     comm = Comm(axes, asked.device, lambda: control_over(axes))
     stage = replace(STAGES[3], frees_after_forward=frees)
-    sums: Sum = BackendSum(divisor=spread.divisor, in_param_dtype=_SUMS_IN_OWN_DTYPE)
-    if asked.reduce is not None:
-        sums = RankOrderSum(spread.divisor or axes.num_ranks)
     home = None
     if asked.offload is not None:
         pins, tracer = asked.offload.pin_memory, comm.tracer
@@ -96,8 +90,7 @@ def make_unit(
         None,
         UnitSettings(stage, keeps_last=False, stands_while_full=True),
         asked.precision,
-        sums,
-        transport=Packed(),
+        Sum(spread.divisor or axes.num_ranks, in_param_dtype=_SUMS_IN_OWN_DTYPE),
         home=home,
         nearby=Nearby(nearby) if nearby is not None else None,
     )
@@ -163,7 +156,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     for param in unit.params:
         local, param.cut = param.sharded._local_tensor, None
         if has_own_gather(local):
-            param.lie_apart(OwnGather(asked.mp))
+            param.lie_apart(OwnGather(asked.mp, axis.size, param.dim))
             if not (param.dim or param.form.outer or local.is_meta):
                 layout = build_layout("rows", [param.shape], axis.size)
                 param.cut = make_cut(param.shape, layout, 0, unit.comm, param.name)
@@ -184,7 +177,23 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
             param.lie_in(storage, index)
         storage.free()
         storages.append(storage)
+    unit.summed_apart = list(_summed_apart(unit))
     unit.lay_out(storages)
+
+
+def _summed_apart(unit: Unit) -> Iterator[RowsApart]:
+    """Yield the layouts of gradients of parameters that define their gather, one per dtype."""
+    axis = unit.comm.axes.shard
+    groups: dict[torch.dtype, list[ShardedParam]] = {}
+    for param in unit.params:
+        if not param.encoding.in_storage and not param.sharded.is_meta:
+            groups.setdefault(param.sharded.dtype, []).append(param)
+    for dtype, params in groups.items():
+        layout = build_layout("rows", [_shape_in_memory(p, axis.size) for p in params], axis.size)
+        for number, param in enumerate(params):
+            param.index = number
+        compute = unit.precision.param or dtype
+        yield RowsApart(layout, axis.rank, tuple(params), dtype, compute, unit.comm.device)
 
 
 def _reread(param: ShardedParam) -> bool:
