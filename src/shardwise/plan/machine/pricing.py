@@ -59,30 +59,18 @@ def common_efficiencies() -> Mapping[str, Efficiency]:
 
 
 @cache
-def family_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
-    """Return the single measurements of each family of accelerators."""
-    tables = read_table("efficiencies")["families"]
-    return {
-        family: {n: _known(n, row["value"], row["source"]) for n, row in rows.items()}
-        for family, rows in tables.items()
-    }
+def family_efficiencies(kind: str = "families") -> Mapping[str, Mapping[str, Efficiency]]:
+    """Return the single measurements of each family of accelerators.
 
-
-@cache
-def fitted_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
-    """Return the entries that were fitted on whole steps of a family's published runs."""
-    by, tables = "benchmarks/published.py", read_table("efficiencies")["fitted"]
+    ``kind`` "fitted": the entries that were fitted on whole steps of its published runs.
+    """
     return {
         family: {
-            name: _known(name, value, f"fitted on published step times by {by}: {row['rows']}")
-            for name, value in row["values"].items()
+            name: Efficiency(row["value"], common_efficiencies()[name].meaning, row["source"])
+            for name, row in rows.items()
         }
-        for family, row in tables.items()
+        for family, rows in read_table("efficiencies")[kind].items()
     }
-
-
-def _known(name: str, value: float, source: str) -> Efficiency:
-    return Efficiency(value, common_efficiencies()[name].meaning, source)
 
 
 def efficiencies_of(
@@ -102,8 +90,8 @@ def efficiencies_of(
                 + ("" if largest > 1 else ", at most 1")
             )
     family = accelerator.family
-    own = family_efficiencies().get(family, {}), fitted_efficiencies().get(family, {})
-    return {**common_efficiencies(), **own[0], **own[1], **overrides}
+    own = (family_efficiencies(kind).get(family, {}) for kind in ("families", "fitted"))
+    return {**common_efficiencies(), **next(own), **next(own), **overrides}
 
 
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
