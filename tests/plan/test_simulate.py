@@ -280,32 +280,6 @@ def test_a_longer_operation_never_makes_the_step_shorter(
     assert timed(ops, longer, scenario=one).step_s >= timed(ops, times, scenario=one).step_s
 
 
-@settings(max_examples=50, deadline=None)
-@given(programs(), scenarios(), st.floats(1, 100), st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(
-    ops: list[Op], scenario: Scenario, bandwidth: float, more: float
-) -> None:
-    def seconds(bandwidth: float) -> Callable[[Op], float]:
-        def of(one: Op) -> float:
-            work = one.work
-            return 1 + work.payload_bytes / bandwidth if isinstance(work, Collective) else 1.0
-
-        return of
-
-    program, one = Program(("",), tuple(ops)), replace(scenario, num_steps=1)
-    slow = simulate(program, seconds(bandwidth), one).step_s
-    assert simulate(program, seconds(bandwidth * more), one).step_s <= slow
-
-
-def test_a_straggler_of_twice_the_time_doubles_a_step_of_compute() -> None:
-    ops = [op("compute"), op("shard", after=(0,)), op("compute", after=(1,))]
-    one = timed(ops, [1, 0, 1], scenario=Scenario(num_shards=64))
-    two = timed(
-        ops, [1, 0, 1], scenario=Scenario(num_shards=64, stragglers=(Straggler(2.0, fraction=0.1),))
-    )
-    assert two.step_s == 2 * one.step_s
-
-
 def test_without_jitter_all_steps_are_equal() -> None:
     ops = [op("compute"), op("shard", after=(0,))]
     made = timed(ops, [1, 2], scenario=Scenario(num_shards=8, num_steps=5))

@@ -24,6 +24,7 @@ one to be through the model ends it, so the last block's inputs of the others st
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from shardwise.homes import LOADS, NUM_BUFFERS, tier_of
@@ -42,11 +43,8 @@ class Offloading:
     """The offloading of one candidate; does nothing for units that are on the device."""
 
     def __init__(self, candidate: Candidate) -> None:
-        offload = candidate.offload
-        self._optimizer, self._row = (
-            OPTIMIZERS[candidate.optimizer],
-            PRECISIONS[candidate.precision],
-        )
+        offload, self._row = candidate.offload, PRECISIONS[candidate.precision]
+        self._optimizer = OPTIMIZERS[candidate.optimizer]
         self._papers = self._row.keeps_compute_shard
         self._params, self._grads = tier_of(offload.params), tier_of(offload.grads)
         masters = tier_of(offload.optimizer if self._papers else offload.params)
@@ -139,18 +137,18 @@ class Offloading:
 
         Those of a window's further micro-batches are added to the first by the host's cores.
         """
-        num_bytes = weight.means_bytes
-        arrived = recorder.transfer("to_host", num_bytes, unit, recorder.inputs)
-        if self._grads == "nvme":
-            arrived = recorder.transfer("disk_write", num_bytes, unit, (arrived,))
+        num_bytes, in_files = weight.means_bytes, self._grads == "nvme"
+
+        def written(op: int) -> int:
+            return recorder.transfer("disk_write", num_bytes, unit, (op,)) if in_files else op
+
+        arrived = written(recorder.transfer("to_host", num_bytes, unit, recorder.inputs))
         if unit in self._arrived:
             after: tuple[int, ...] = arrived, self._arrived[unit]
-            if self._grads == "nvme":
+            if in_files:
                 after = (recorder.transfer("disk_read", 2 * num_bytes, unit, after),)
             cost = Cost("memory", self._row.reduce, 0, 3 * num_bytes, 1)
-            arrived = recorder.on_cpu((cost,), unit, after)
-            if self._grads == "nvme":
-                arrived = recorder.transfer("disk_write", num_bytes, unit, (arrived,))
+            arrived = written(recorder.on_cpu((cost,), unit, after))
         self._arrived[unit] = arrived
 
     def step(self, weights: Sequence[Footprint], recorder: Recorder, moved: Sequence[int]) -> None:
@@ -179,14 +177,19 @@ class Offloading:
 
 
 # -- inputs of checkpointed blocks
+@dataclass
 class _Input:
-    """One block's input in the micro-batch under way; of the operations the last that moved it."""
+    """One block's input in the micro-batch under way.
 
-    def __init__(self, unit: int, num_bytes: int, ready: tuple[int, ...]) -> None:
-        self.unit, self.num_bytes, self.ready = unit, num_bytes, ready
-        self.evicted: int | None = None
-        self.fetched: int | None = None
-        self.is_away = False
+    ``ready`` are the operations that made it, ``evicted`` and ``fetched`` those that moved it last.
+    """
+
+    unit: int
+    num_bytes: int
+    ready: tuple[int, ...]
+    evicted: int | None = None
+    fetched: int | None = None
+    is_away: bool = False
 
 
 class Inputs:
@@ -198,14 +201,10 @@ class Inputs:
         self._tape = tape
         self._order: list[_Input] = []
         self._is_open = False
-        self._num = candidate.accumulation if candidate.in_rounds else ceil(tape.in_flight)
+        num = candidate.accumulation if candidate.in_rounds else ceil(tape.in_flight)
         sizes = [e.input_bytes for e in tape.events if isinstance(e, Visit) and e.input_bytes]
         self._each = sum(sizes[:-1]) if self._moves else 0  # of one micro-batch
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that are taken for them."""
-        return self._num * self._each
+        self.host_bytes = num * self._each
 
     def others(self, micro_batch: int) -> int:
         """Return the bytes that the tape has on the device for micro-batches beside this one."""
@@ -219,22 +218,20 @@ class Inputs:
         if visit.unit == 0 and visit.kind == "before_forward" and not in_backward:
             self._is_open = True
         if visit.input_bytes:
-            self._save(visit)
+            if self._is_open:
+                self._give_up()
+                for each in self._order[-1:]:
+                    args = each.num_bytes, each.unit, each.ready
+                    each.evicted = self._recorder.transfer("to_host", *args)
+            self._order.append(_Input(visit.unit, visit.input_bytes, self._recorder.inputs))
         elif visit.kind == "after_forward" and visit.unit == 0 and not in_backward:
-            self._give_up(self._order)
+            self._give_up()
             self._is_open = False
         elif in_backward and visit.kind in ("before_forward", "before_backward"):
             self._ask(visit.unit)
 
-    def _save(self, visit: Visit) -> None:
-        if self._is_open:
-            self._give_up(self._order)
-        for each in self._order[-1:] if self._is_open else ():
-            each.evicted = self._recorder.transfer("to_host", each.num_bytes, each.unit, each.ready)
-        self._order.append(_Input(visit.unit, visit.input_bytes, self._recorder.inputs))
-
-    def _give_up(self, inputs: list[_Input]) -> None:
-        for each in inputs:
+    def _give_up(self) -> None:
+        for each in self._order:
             if each.evicted is not None and not each.is_away:
                 self._recorder.wait(each.evicted)
                 self._recorder.add("activations", -each.num_bytes)
@@ -247,13 +244,10 @@ class Inputs:
             return
         last = places[-1]
         for each in self._order[max(last - 1, 0) : last + 1][::-1]:
-            self._fetch(each)
-        self._recorder.wait(self._order[last].fetched)
-        del self._order[last]
-
-    def _fetch(self, each: _Input) -> None:
-        if each.is_away:
-            after = (*self._recorder.inputs, *([] if each.evicted is None else [each.evicted]))
-            each.fetched = self._recorder.transfer("to_device", each.num_bytes, each.unit, after)
-            self._recorder.add("activations", each.num_bytes)
-            each.is_away = False
+            if each.is_away:
+                after = (*self._recorder.inputs, *([] if each.evicted is None else [each.evicted]))
+                args = each.num_bytes, each.unit, after
+                each.fetched = self._recorder.transfer("to_device", *args)
+                self._recorder.add("activations", each.num_bytes)
+                each.is_away = False
+        self._recorder.wait(self._order.pop(last).fetched)
