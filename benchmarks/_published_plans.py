@@ -95,7 +95,7 @@ class Run:
         **Raises** ConfigError if the planner refuses it.
         """
         singles = {**tables.common_efficiencies(), **tables.family_efficiencies().get(self.gpu, {})}
-        names = tables.fitted_efficiencies().get(self.gpu, {})
+        names = tables.family_efficiencies("fitted").get(self.gpu, {})
         overrides = {} if fitted else {name: singles[name] for name in names}
         prices = Prices(self.cluster, self.candidate, overrides)
         return plan(self.model, self.cluster, self.candidate, prices=prices)

@@ -17,12 +17,12 @@ from shardwise.plan.machine.calibration import (
     VERSION,
     CalibratedPrices,
     Calibration,
-    Curve,
     MeasuredHost,
     cluster_of,
     read_calibration,
     write_calibration,
 )
+from shardwise.plan.machine.links import Curve
 from shardwise.plan.model.tape import Cost, LiveBytes, Tape, TapeParam, TapeUnit, Visit, Work
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, OpPhase, Transfer

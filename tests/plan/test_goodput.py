@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.plan.timing.scaling import (
+    Goodput,
     best_interval_s,
     expected_goodput,
     young_interval_s,
@@ -74,11 +75,8 @@ def simulate_failures(step_s: float, scenario: Scenario, num_steps: int) -> Simu
 def test_the_expectation_agrees_with_a_run_played_failure_by_failure(
     mtbf_hours: float, interval_s: float, stall_s: float, cost_s: float
 ) -> None:
-    scenario = replace(
-        CLUSTER,
-        failures=Failures(mtbf_hours, detect_s=30, restart_s=300),
-        checkpoints=Checkpoints(interval_s, stall_s, cost_s, load_s=60),
-    )
+    failures, saves = Failures(mtbf_hours, 30, 300), Checkpoints(interval_s, stall_s, cost_s, 60)
+    scenario = replace(CLUSTER, failures=failures, checkpoints=saves)
     expected = expected_goodput(10.0, scenario)
     played = simulate_failures(10.0, scenario, num_steps=3_000_000)
     assert played.num_failures > 400
@@ -112,23 +110,15 @@ def test_young_is_the_first_order_of_the_best_interval() -> None:
 def test_no_interval_beats_the_best_one(
     mtbf_hours: float, stall_s: float, back_s: float, times: float, ranks: int
 ) -> None:
-    def at(interval_s: float) -> float:
-        scenario = Scenario(
-            num_shards=ranks,
-            failures=Failures(mtbf_hours, restart_s=back_s),
-            checkpoints=Checkpoints(interval_s, stall_s, stall_s),
-        )
-        return expected_goodput(0.001, scenario).fraction
+    failures = Failures(mtbf_hours, restart_s=back_s)
 
-    any_one = at(1000.0)
-    scenario = Scenario(
-        num_shards=ranks,
-        failures=Failures(mtbf_hours, restart_s=back_s),
-        checkpoints=Checkpoints(1000.0, stall_s, stall_s),
-    )
-    best = expected_goodput(0.001, scenario)
-    assert 0 <= any_one <= best.fraction_at_best + 1e-9 <= 1 + 1e-9
-    assert at(best.best_interval_s * times) <= best.fraction_at_best + 1e-9
+    def at(interval_s: float) -> Goodput:
+        saves = Checkpoints(interval_s, stall_s, stall_s)
+        return expected_goodput(0.001, Scenario(ranks, failures=failures, checkpoints=saves))
+
+    best = at(1000.0)
+    assert 0 <= best.fraction <= best.fraction_at_best + 1e-9 <= 1 + 1e-9
+    assert at(best.best_interval_s * times).fraction <= best.fraction_at_best + 1e-9
 
 
 @settings(max_examples=60, deadline=None)

@@ -116,7 +116,7 @@ def test_figures_are_those_that_were_published() -> None:
     assert find_accelerator("GH200").matmul["bfloat16"] == 828.6e12
     assert find_accelerator("B200").matmul["bfloat16"] == 1745e12
     torchtitan = find_accelerator("H100-96GB-HBM2e")
-    assert (torchtitan.memory_bytes_per_s, torchtitan.power_watts) == (2.4e12, 500)
+    assert torchtitan.memory_bytes_per_s == 2.4e12
     assert find_link("nvlink3").bandwidth_bytes_per_s == 300e9
 
 

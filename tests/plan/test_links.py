@@ -117,11 +117,6 @@ def test_groups_are_placed_where_their_ranks_are() -> None:
         place(0, 1, 8)
 
 
-@given(kinds, payloads, nodes)
-def test_a_group_of_one_costs_nothing(kind: str, payload: int, node: Node) -> None:
-    assert collective_seconds(kind, payload, place(1, 1, 8), node) == 0  # type: ignore[arg-type]
-
-
 @given(kinds, payloads, payloads, groups(), nodes)
 def test_more_bytes_are_never_faster(
     kind: str, one: int, other: int, group: Group, node: Node

@@ -52,11 +52,14 @@ FRACTIONS = (1.0, 0.5, 1.0, 0.7, 0.2)
 
 
 def cases(num_ranks: int) -> list[tuple[str, Candidate]]:
-    """Every place at every stage; what else there is, in turns."""
+    """Every place at every stage, for one rank every other pair; what else there is, in turns."""
     # Slices that begin inside a block of codes may have one scale more than a plan counts.
     names = [*OPTIMIZERS][: None if num_ranks == 1 else -1]
+    pairs = [(s, p) for s in range(4) for p in PLACES]
+    if num_ranks == 1:
+        pairs = [pair for n, pair in enumerate(pairs) if (n + n // len(PLACES)) % 2]
     found = []
-    for number, (stage, place) in enumerate((s, p) for s in range(4) for p in PLACES):
+    for number, (stage, place) in enumerate(pairs):
         number += num_ranks  # other pairs for other numbers of ranks
         candidate = Candidate(
             stage=stage,
@@ -147,10 +150,8 @@ def test_what_rests_where_is_a_runs_on_every_rank(num_ranks: int, tmp_path: Path
         assert played.bytes_by_place == by_rank[0][number]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_with_different_matrices_have_what_each_of_them_owns(
-    num_ranks: int, tmp_path: Path
-) -> None:
+def test_ranks_with_different_matrices_have_what_each_of_them_owns(tmp_path: Path) -> None:
+    num_ranks = 3
     by_rank = run_ranks(rest, num_ranks, tmp_path, matrices)
     for number, (name, candidate) in enumerate(matrices(num_ranks)):
         for rank in range(num_ranks):

@@ -248,7 +248,97 @@ def measure_all(
     return found
 
 
-def check(num_ranks: int, cases: list[tuple[str, Candidate]]) -> None:
+BF16: dict[str, Any] = {"precision": "bf16"}
+FLAT: dict[str, Any] = {"layout": "flat"}
+WHOLE: dict[str, Any] = {"layout": "matrices"}  # the one with the most to hold is rank 0 here
+STEP: dict[str, Any] = {"accumulation": 2, "reduce_every": "step"}
+# By the number of ranks: the model and what the candidate has. Cells of a kind are in turns over
+# the numbers of ranks, so that each setting is met with and without peers.
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [
+        ("net", {"stage": 0}),
+        ("net", {**FLAT, **BF16}),
+        ("tall net", {"stage": 2, **WHOLE, **BF16}),
+        # encoded gathers and reductions
+        ("net", {"stage": 1, "gather": "int8"}),
+        ("net", {**BF16, "gather": "fp8", "gather_block": 64, "accumulation": 2}),
+        ("net", {"stage": 0, "reduce": "int8-a2a"}),
+        ("net", {"stage": 2, **BF16, "reduce": "int4-a2a", "accumulation": 2, "gather_block": 64}),
+        ("frozen", {"reduce": "fp8-a2a", "gather": "int8"}),
+        ("unused", {**BF16, "reduce": "int8-a2a"}),
+    ],
+    2: [
+        ("tall net", {"stage": 1, **WHOLE}),
+        ("tall net", {**WHOLE, **BF16, **STEP}),
+        # one or many reductions
+        ("net", {"stage": 0, **BF16, **FLAT, "accumulation": 2}),
+        ("net", {"stage": 1, "accumulation": 3}),
+        ("net", {"stage": 1, **BF16, "accumulation": 2, "reduce_every": "micro_batch"}),
+        ("net", {"stage": 2, **BF16, **FLAT, **STEP}),
+        ("net", {"accumulation": 2}),
+        ("net", {**BF16, "accumulation": 3, "reduce_every": "step"}),
+        # gradients that autograd adds to sums of their dtype; a tied weight's first part waits
+        ("net", STEP),
+        ("tied decoder", STEP),
+        ("checkpointed decoder", STEP),
+        *(("net", {"micro_batch": 1, "optimizer_kernel": k}) for k in ("foreach", "loop")),
+        ("decoder", BF16),
+        ("tied decoder", {"stage": 2}),
+        ("tied decoder", BF16),
+        ("checkpointed decoder", {"stage": 2, **BF16}),
+        # parameters without a gradient have no state and contribute zeros
+        ("unused", {"stage": 0, **BF16}),
+        ("unused", {"stage": 1}),
+        ("unused", {"stage": 2, **BF16, "accumulation": 2}),
+        ("unused", BF16),
+        ("unused", STEP),
+        # tied, scalar and frozen parameters
+        *((name, {"stage": 1, **BF16}) for name in ("odd", "frozen")),
+        *((name, {}) for name in ("odd", "frozen")),
+    ],
+    3: [
+        ("net", {"stage": 0, **FLAT, **BF16}),
+        ("net", {"stage": 1}),
+        ("net", {"stage": 2, **FLAT}),
+        ("net", {"stage": 2, **BF16}),
+        ("net", {}),
+        ("net", {**FLAT, **BF16}),
+        ("tall net", {"stage": 0, **WHOLE}),
+        ("tall net", {**WHOLE, **BF16}),
+        # shares with padding between scales and elements, blocks that cuts go through
+        ("net", {"stage": 1, "gather": "int8"}),
+        ("net", {**FLAT, **BF16, "gather": "int4"}),
+        ("net", {**BF16, "gather": "fp8", "gather_block": 64, "accumulation": 2}),
+        ("frozen", {**BF16, "gather": "int4"}),
+        # buckets of several units, parts without codes among them, and units without any
+        ("net", {"stage": 0, "reduce": "int8-a2a"}),
+        ("net", {"stage": 1, **BF16, "reduce": "fp8-a2a", "accumulation": 2}),
+        ("net", {"reduce": "bf16-a2a", **FLAT}),
+        ("net", {**BF16, "reduce": "bf16-a2a", "bucket_bytes": 0}),
+        ("tall net", {**WHOLE, **BF16, "reduce": "int8-a2a"}),
+        ("unused", {**BF16, "reduce": "int8-a2a"}),
+        *(("net", {**FLAT, "prefetch_bytes": b}) for b in (0, 300_000, 1 << 30)),
+    ],
+    4: [
+        ("net", {"num_shards": 2, "num_replicas": 2, **settings})
+        for settings in (
+            {"stage": 0, **FLAT},
+            {"stage": 1, **BF16, "accumulation": 2},
+            {**BF16, **FLAT},
+            {"accumulation": 2},
+            {"stage": 0, **FLAT, "reduce": "int8-a2a"},
+            {"stage": 1, **BF16, "reduce": "bf16-a2a"},
+            {**BF16, **FLAT, "reduce": "fp8-a2a"},
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_a_played_step_is_a_runs(num_ranks: int) -> None:
+    common = {"micro_batch": 2, "transport": "point_to_point", "precision": "fp32"}
+    common["num_shards"] = num_ranks
+    cases = [(name, Candidate(**{**common, **settings})) for name, settings in CASES[num_ranks]]
     measured = run_ranks(measure_all, num_ranks, cases)[0]
     for (name, candidate), real in zip(cases, measured, strict=True):
         counts, played = play_it(name, candidate)
@@ -260,153 +350,3 @@ def check(num_ranks: int, cases: list[tuple[str, Candidate]]) -> None:
             expected = real.pop(what)
             assert abs(found - expected) < 0.01 * expected, (label, what)
         assert counts == real, label
-
-
-def cpu(num_shards: int, **settings: Any) -> Candidate:
-    settings = {"micro_batch": 2, "transport": "point_to_point", "precision": "fp32"} | settings
-    return Candidate(num_shards=num_shards, **settings)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_every_stage_in_either_layout_and_precision(num_ranks: int) -> None:
-    check(
-        num_ranks,
-        [
-            ("net", cpu(num_ranks, stage=s, layout=layout, precision=p))
-            for s, layout, p in (
-                ((0, "rows", "fp32"), (3, "flat", "bf16"))
-                if num_ranks == 1
-                else (
-                    *((0, "flat", "bf16"), (1, "rows", "fp32"), (2, "flat", "fp32")),
-                    *((2, "rows", "bf16"), (3, "rows", "fp32"), (3, "flat", "bf16")),
-                )
-            )
-        ],
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_matrices_whole_on_one_rank(num_ranks: int) -> None:
-    """The one with the most to hold is played, which is rank 0 here."""
-    settings: list[dict[str, Any]] = [
-        *({"stage": stage} for stage in range(4)),
-        {"precision": "bf16"},
-        {"precision": "bf16", "accumulation": 2, "reduce_every": "step"},
-    ]
-    check(num_ranks, [("tall net", cpu(num_ranks, layout="matrices", **s)) for s in settings])
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_encoded_gathers_send_and_hold_what_is_planned(num_ranks: int) -> None:
-    """Shares with padding between scales and elements, blocks that cuts go through."""
-    check(
-        num_ranks,
-        [
-            ("net", cpu(num_ranks, stage=s, layout=layout, precision=p, gather=kind, **more))
-            for s, layout, p, kind, more in (
-                (1, "rows", "fp32", "int8", {}),
-                (3, "flat", "bf16", "int4", {}),
-                (3, "rows", "bf16", "fp8", {"gather_block": 64, "accumulation": 2}),
-                (2, "flat", "fp32", "int4", {}),
-            )
-        ]
-        + [("frozen", cpu(num_ranks, precision="bf16", gather="int4"))],
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_encoded_reductions_send_and_hold_what_is_planned(num_ranks: int) -> None:
-    """Buckets of several units, parts without codes among them, and units without any."""
-    settings: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("net", {"stage": 0, "reduce": "int8-a2a", "precision": "fp32"}),
-        ("net", {"stage": 1, "reduce": "fp8-a2a", "accumulation": 2}),
-        ("net", {"stage": 2, "reduce": "int4-a2a", "accumulation": 2, "gather_block": 64}),
-        ("net", {"reduce": "bf16-a2a", "precision": "fp32", "layout": "flat"}),
-        ("net", {"reduce": "bf16-a2a", "bucket_bytes": 0}),
-        ("tall net", {"reduce": "int8-a2a", "layout": "matrices"}),
-        ("frozen", {"reduce": "fp8-a2a", "precision": "fp32", "gather": "int8"}),
-        ("unused", {"reduce": "int8-a2a"}),
-    )
-    check(num_ranks, [(name, cpu(num_ranks, **{"precision": "bf16", **s})) for name, s in settings])
-
-
-def test_accumulation_with_one_or_many_reductions() -> None:
-    check(
-        2,
-        [
-            ("net", cpu(2, stage=s, accumulation=a, reduce_every=every, precision=p, layout=layout))
-            for s, a, every, p, layout in (
-                (0, 2, None, "bf16", "flat"),
-                (1, 3, None, "fp32", "rows"),
-                (1, 2, "micro_batch", "bf16", "rows"),
-                (2, 2, "step", "bf16", "flat"),
-                (3, 2, None, "fp32", "rows"),
-                (3, 3, "step", "bf16", "rows"),
-            )
-        ],
-    )
-
-
-def test_gradients_that_autograd_adds_to_sums_of_their_dtype_are_freed_one_by_one() -> None:
-    """A tied weight's first part waits for the second all the same."""
-    names = ("net", "tied decoder", "checkpointed decoder")
-    check(2, [(name, cpu(2, accumulation=2, reduce_every="step")) for name in names])
-
-
-def test_prefetching_nothing_something_and_everything() -> None:
-    check(3, [("net", cpu(3, prefetch_bytes=b, layout="flat")) for b in (0, 300_000, 1 << 30)])
-
-
-def test_optimizer_kernels() -> None:
-    check(2, [("net", cpu(2, micro_batch=1, optimizer_kernel=k)) for k in ("foreach", "loop")])
-
-
-def test_shards_and_replicas() -> None:
-    check(
-        4,
-        [
-            ("net", cpu(2, num_replicas=2, stage=s, precision=p, accumulation=a, layout=layout))
-            for s, p, a, layout in (
-                (0, "fp32", 1, "flat"),
-                (1, "bf16", 2, "rows"),
-                (3, "bf16", 1, "flat"),
-                (3, "fp32", 2, "rows"),
-            )
-        ]
-        + [
-            ("net", cpu(2, num_replicas=2, stage=s, precision=p, reduce=kind, layout=layout))
-            for s, p, kind, layout in (
-                (0, "fp32", "int8-a2a", "flat"),
-                (1, "bf16", "bf16-a2a", "rows"),
-                (3, "bf16", "fp8-a2a", "flat"),
-            )
-        ],
-    )
-
-
-def test_the_built_in_decoder_tied_and_checkpointed() -> None:
-    cases = (
-        *(("decoder", 3, "bf16"), ("tied decoder", 2, "fp32"), ("tied decoder", 3, "bf16")),
-        *(("checkpointed decoder", 2, "bf16"), ("checkpointed decoder", 3, "fp32")),
-    )
-    check(2, [(name, cpu(2, stage=s, precision=p)) for name, s, p in cases])
-
-
-def test_parameters_without_a_gradient_have_no_state_and_contribute_zeros() -> None:
-    settings = (
-        *((0, "bf16", 1, None), (1, "fp32", 1, None), (2, "bf16", 2, None)),
-        *((3, "bf16", 1, None), (3, "fp32", 2, "step")),
-    )
-    check(
-        2,
-        [
-            ("unused", cpu(2, stage=s, precision=p, accumulation=a, reduce_every=every))
-            for s, p, a, every in settings
-        ],
-    )
-
-
-def test_tied_scalar_unused_and_frozen_parameters() -> None:
-    names = ("odd", "frozen")
-    settings = ((1, "bf16"), (3, "fp32"))
-    check(2, [(name, cpu(2, stage=s, precision=p)) for name in names for s, p in settings])

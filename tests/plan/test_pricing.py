@@ -15,14 +15,14 @@ from shardwise.plan.machine.pricing import (
     Efficiency,
     Prices,
     common_efficiencies,
-    fitted_efficiencies,
+    family_efficiencies,
 )
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
 
 H100 = make_cluster("H100", 8)
-LAUNCH_S = fitted_efficiencies()["H100"]["host_launch_s"].value
+LAUNCH_S = family_efficiencies("fitted")["H100"]["host_launch_s"].value
 EIGHT = Candidate(num_shards=8)
 
 
@@ -45,7 +45,7 @@ def test_operations_that_come_again_have_the_price_of_the_first() -> None:
 
 def test_a_large_matmul_runs_at_the_achievable_rate() -> None:
     prices = Prices(H100, EIGHT)
-    rate = 794.5e12 * fitted_efficiencies()["H100"]["matmul_sustained"].value
+    rate = 794.5e12 * family_efficiencies("fitted")["H100"]["matmul_sustained"].value
     assert prices.matmul_flops_per_s("bf16") == pytest.approx(rate)
     assert prices.seconds(compute("matmul", 10**15, 10**9)) == pytest.approx(1e15 / rate, rel=1e-5)
 

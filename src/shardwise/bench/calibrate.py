@@ -13,8 +13,10 @@ import torch.distributed as dist
 from shardwise import __version__
 from shardwise.bench import kernels, network
 from shardwise.bench.stopwatch import FULL, QUICK, Stopwatch
-from shardwise.device import memory_in_use_bytes
-from shardwise.plan.machine.calibration import Calibration, Curve, MeasuredHost
+from shardwise.device import memory_in_use_bytes, name_of
+from shardwise.host import total_host_bytes
+from shardwise.plan.machine.calibration import Calibration, MeasuredHost
+from shardwise.plan.machine.links import Curve
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CPU_FACTS = Path("/proc/cpuinfo")
@@ -92,16 +94,14 @@ def _collectives(watch: Stopwatch, group_size: int) -> dict[str, Curve]:
 
 
 def _host(device: torch.device) -> MeasuredHost:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    name, device_memory = "cpu", pages
+    memory = device_memory = total_host_bytes()
     if device.type != "cpu":
-        name = torch.get_device_module(device.type).get_device_name(device)
         _, device_memory = torch.accelerator.get_memory_info(device)
     return MeasuredHost(
         processor=_processor(),
         num_cores=os.cpu_count() or 1,
-        memory_bytes=pages,
-        device=name,
+        memory_bytes=memory,
+        device=name_of(device),
         device_memory_bytes=device_memory,
         torch=torch.__version__,
         shardwise=__version__,

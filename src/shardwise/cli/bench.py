@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -47,44 +47,30 @@ def run_command(arguments: Sequence[str]) -> int:
         quick: Annotated[bool, typer.Option(help="a few seconds, and rough numbers")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="print the file's contents")] = False,
     ) -> int:
-        asked = _Asked(calibrate, ranks, threads, output, quick, as_json)
-        return _bench(asked, ["bench", *arguments])
+        """Measure this machine with all its ranks at once: products, memory, collectives, disk.
 
-    bench.__doc__ = _bench.__doc__
-    return call_command(bench, arguments, "shardwise bench")
-
-
-class _Asked(NamedTuple):
-    calibrate: bool
-    ranks: int | None
-    threads: int | None
-    output: Path
-    quick: bool
-    as_json: bool
-
-
-def _bench(asked: _Asked, arguments: Sequence[str]) -> int:
-    """Measure this machine with all its ranks at once: products, memory, collectives, disk.
-
-    The figures hold for this number of ranks, since ranks share cores and memory. With --calibrate
-    they are written to a file, for `shardwise plan --calibration`. Takes about a minute.
-    """
-    place = read_place(os.environ)
-    try:
-        _check_folder(asked.output.parent)
-        if place is None:
-            num_ranks = asked.ranks or _num_devices()
+        The figures hold for this number of ranks, since ranks share cores and memory. With
+        --calibrate they are written to a file, for `shardwise plan --calibration`. Takes about a
+        minute.
+        """
+        place = read_place(os.environ)
+        try:
+            _check_folder(output.parent)
+            num_ranks = ranks or _num_devices() if place is None else 1
             if num_ranks > 1:
-                return launch_local_ranks(arguments, num_ranks)
-            place = RankPlace(0, 1, 0, 1)
-        _measure(asked, place)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except ShardwiseError as error:
-        if place is None or place.rank == 0:
-            terminal.complain(f"shardwise bench: {error}\n")
-        return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
-    return 0
+                return launch_local_ranks(["bench", *arguments], num_ranks)
+            found = _measured(place or RankPlace(0, 1, 0, 1), threads, output.parent, quick)
+            if found is not None:
+                _report(found, output if calibrate else None, as_json)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except ShardwiseError as error:
+            if place is None or place.rank == 0:
+                terminal.complain(f"shardwise bench: {error}\n")
+            return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
+        return 0
+
+    return call_command(bench, arguments, "shardwise bench")
 
 
 def _check_folder(folder: Path) -> None:
@@ -100,24 +86,31 @@ def _num_devices() -> int:
     return torch.accelerator.device_count() or os.cpu_count() or 1
 
 
-def _measure(asked: _Asked, place: RankPlace) -> None:
+def _measured(
+    place: RankPlace, threads: int | None, folder: Path, quick: bool
+) -> Calibration | None:
+    """Measure together with the other ranks; None on all but the first."""
     from shardwise.bench.calibrate import calibrate
-    from shardwise.plan.machine.calibration import to_json, write_calibration
     from shardwise.progress import share_bar
     from shardwise.train.setup import join_ranks
 
-    with join_ranks(place, asked.threads) as device, share_bar(place.rank == 0) as progress:
-        found = calibrate(device, asked.output.parent, quick=asked.quick, progress=progress)
-    if place.rank:
-        return
-    if asked.as_json:
+    with join_ranks(place, threads) as device, share_bar(place.rank == 0) as progress:
+        found = calibrate(device, folder, quick=quick, progress=progress)
+    return None if place.rank else found
+
+
+def _report(found: Calibration, output: Path | None, as_json: bool) -> None:
+    """Print the figures, and write them to a file if one is given."""
+    from shardwise.plan.machine.calibration import to_json, write_calibration
+
+    if as_json:
         terminal.say(json.dumps(to_json(found), indent=1) + "\n")
     else:
         _show(found)
-    if asked.calibrate:
-        write_calibration(found, asked.output)
-        if not asked.as_json:
-            terminal.say(f"wrote {asked.output}: `shardwise plan --calibration {asked.output}`\n")
+    if output is not None:
+        write_calibration(found, output)
+        if not as_json:
+            terminal.say(f"wrote {output}: `shardwise plan --calibration {output}`\n")
 
 
 def _show(found: Calibration) -> None:

@@ -82,8 +82,6 @@ def _straggler(text: str) -> Straggler:
         if who.endswith("%"):
             return Straggler(float(slowdown), fraction=float(who[:-1]) / 100)
         return Straggler(float(slowdown), rank=int(who))
-    except ConfigError:
-        raise
     except ValueError:
         raise ConfigError(
             f"straggler: expected rank:slowdown or share%:slowdown (17:1.5 or 1%:1.2), got {text!r}"
@@ -91,14 +89,12 @@ def _straggler(text: str) -> Straggler:
 
 
 def _slow_link(text: str) -> SlowLink:
-    parts = text.split(":")
+    *where, factor = text.split(":")
     try:
-        if len(parts) == 2:
-            return SlowLink(float(parts[1]), rank=int(parts[0]))
-        axis, group, factor = parts
+        if len(where) == 1:
+            return SlowLink(float(factor), rank=int(where[0]))
+        axis, group = where
         return SlowLink(float(factor), axis=axis, group=int(group))  # type: ignore[arg-type]
-    except ConfigError:
-        raise
     except ValueError:
         raise ConfigError(
             f"slow_link: expected rank:factor or axis:group:factor (3:2, shard:0:2), got {text!r}"
@@ -123,21 +119,16 @@ def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
 def _sweep(setup: Setup, request: SimulateRequest) -> tuple[ScalingRow, ...]:
     counts = _counts(request.sweep or ())
     setups = [at_ranks(setup, request, count) for count in counts]
-    points = []
+    rows = []
     with step_bar("simulating") as progress:
-        for number, each in enumerate(setups):
+        for done, (count, each) in enumerate(zip(counts, setups, strict=True), 1):
             made = _simulated(each, request)
-            points.append(
-                ScalingRow(
-                    counts[number],
-                    made.step_s,
-                    made.tokens_per_step,
-                    made.exposed_s,
-                    made.memory.expected_bytes,
-                )
+            memory = made.memory.expected_bytes
+            rows.append(
+                ScalingRow(count, made.step_s, made.tokens_per_step, made.exposed_s, memory)
             )
-            progress(number + 1, len(counts))
-    return scaling_rows(points)
+            progress(done, len(counts))
+    return scaling_rows(rows)
 
 
 def _counts(texts: Sequence[str]) -> list[int]:

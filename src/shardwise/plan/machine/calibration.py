@@ -1,11 +1,5 @@
 """Measurements of a machine: curves of seconds in a file, and prices made from them; no torch.
 
-Note [Curves of seconds]
-A curve says how long ONE operation of a given size takes, with all ranks of the machine at work at
-once. Its low end is what an operation costs at least (a launch, a call, a round trip), its slope
-the rate, so neither is fitted. Between two measured sizes it is straight in logarithms; below the
-first it is constant, above the last it has the last rate.
-
 Note [Which curve prices what]
 Costs of a tape are sums over operations of one class, so a class takes its number of operations
 times the curve at their mean size. Forward and backward have separate curves, a dtype that was not
@@ -19,13 +13,9 @@ time on the host, and each recomputation that of checkpointing.
 from __future__ import annotations
 
 import json
-import math
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import Field
 
@@ -33,68 +23,17 @@ from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
+from shardwise.plan.machine.links import Curve, Unit
 from shardwise.plan.machine.pricing import Assumption
 from shardwise.plan.model.tape import CONTEXT_KINDS, Cost
-from shardwise.plan.step.program import Collective, Compute, Op, OpPhase
+from shardwise.plan.step.program import Collective, Op, OpPhase, Transfer
 from shardwise.spelling import did_you_mean
 
 FORMAT = "shardwise-calibration"
 VERSION = 2
-Unit = Literal["flops", "bytes"]
-_Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Sizes = Annotated[tuple[_Size, ...], Field(min_length=1)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Whole = Annotated[int, Field(ge=0)]
 _Count = Annotated[int, Field(gt=0)]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seconds of one operation by its size; see Note [Curves of seconds]."""
-
-    unit: Unit
-    sizes: _Sizes
-    seconds: _Sizes
-
-    def __post_init__(self) -> None:
-        """Check the points."""
-        if len(self.sizes) != len(self.seconds):
-            raise ValueError(f"expected as many seconds as sizes, {len(self.sizes)}")
-        if any(b <= a for a, b in pairwise(self.sizes)):
-            raise ValueError("expected sizes that grow")
-        if any(b < a for a, b in pairwise(self.seconds)):
-            raise ValueError("expected seconds that do not fall")
-
-    @staticmethod
-    def through(unit: Unit, points: Sequence[tuple[float, float]]) -> Curve:
-        """Make a curve of measured (size, seconds) that never falls.
-
-        Noise only adds, so an operation takes at most as long as a larger one was measured to.
-        """
-        shortest = math.inf
-        kept = []
-        for size, seconds in sorted(points, reverse=True):
-            shortest = min(shortest, seconds)
-            kept.append((float(size), shortest))
-        sizes, durations = zip(*reversed(kept), strict=True)
-        return Curve(unit, sizes, durations)
-
-    def at(self, size: float) -> float:
-        """Return the seconds of one operation of this size."""
-        if size <= self.sizes[0]:
-            return self.seconds[0]
-        if size >= self.sizes[-1]:
-            return self.seconds[-1] * size / self.sizes[-1]
-        right = bisect_right(self.sizes, size)
-        lo, hi = self.sizes[right - 1], self.sizes[right]
-        share = math.log(size / lo) / math.log(hi / lo)
-        first, second = self.seconds[right - 1], self.seconds[right]
-        return first * (second / first) ** share
-
-    @property
-    def peak_rate(self) -> float:
-        """Return the highest rate at a measured size, in units per second."""
-        return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -240,12 +179,23 @@ class CalibratedPrices:
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
-        work = op.work
-        if isinstance(work, Compute):
-            return self._host_seconds(op) + sum(self._cost_seconds(cost, op) for cost in work.costs)
+        work, found = op.work, self.calibration
+        if isinstance(work, Transfer):
+            return found.curve(work.link).at(work.num_bytes)
         if isinstance(work, Collective):
             return self._collective_seconds(work)
-        return self.calibration.curve(work.link).at(work.num_bytes)
+        of_host = {
+            "forward": found.unit_forward_s,
+            "backward": found.unit_backward_s,
+            "recompute": found.unit_forward_s + found.checkpoint_s,
+        }
+        seconds = of_host.get(op.phase, 0.0) if op.unit > 0 else 0.0
+        for cost in work.costs:
+            if cost.num_ops:
+                curve = found.curve(self._curve_name(cost, op.phase))
+                size = cost.moved_bytes if curve.unit == "bytes" else cost.flops
+                seconds += cost.num_ops * curve.at(size / cost.num_ops)
+        return seconds
 
     def assumptions(self) -> tuple[Assumption, ...]:
         """Return the figures that these prices stand on, for the report."""
@@ -256,44 +206,19 @@ class CalibratedPrices:
             figures.append(Assumption(name, curve.peak_rate, unit, "best measured rate", source))
         return tuple(figures)
 
-    def _host_seconds(self, op: Op) -> float:
-        """Return what the host spends on a unit's pass beside its operations; see the Note."""
-        found = self.calibration
-        if op.unit < 1:
-            return 0.0
-        seconds = {
-            "forward": found.unit_forward_s,
-            "backward": found.unit_backward_s,
-            "recompute": found.unit_forward_s + found.checkpoint_s,
-        }
-        return seconds.get(op.phase, 0.0)
-
-    def _cost_seconds(self, cost: Cost, op: Op) -> float:
-        if not cost.num_ops:
-            return 0.0
+    def _curve_name(self, cost: Cost, phase: OpPhase) -> str:
+        measured = self.calibration.curves
         if cost.kind in ("tensor_parallel", *CONTEXT_KINDS, "expert_parallel"):
             raise ConfigError("a calibration prices data-parallel ranks only, no other degrees")
-        if op.phase in _OWN_CURVES:
-            curve = self.calibration.curve(self._own_curve(cost, op.phase))
-        else:
-            curve = self._class_curve(cost, op.phase)
-        size = cost.moved_bytes if curve.unit == "bytes" else cost.flops
-        return cost.num_ops * curve.at(size / cost.num_ops)
-
-    def _own_curve(self, cost: Cost, phase: OpPhase) -> str:
         if phase == "unshard" and cost.dtype != "float32":
             return "cast.bfloat16"
-        if phase == "reduce" and "sum" not in self.calibration.curves:
+        if phase == "reduce" and "sum" not in measured:
             return "copy"  # the device's transport sums by itself; only copies remain
-        return _OWN_CURVES[phase]
-
-    def _class_curve(self, cost: Cost, phase: OpPhase) -> Curve:
-        way = "backward" if phase == "backward" else "forward"
-        dtype = "bfloat16" if cost.dtype == "float16" else cost.dtype
-        measured = f"{cost.kind}.{way}.{dtype}"
-        if measured not in self.calibration.curves:
-            measured = f"{cost.kind}.{way}.float32"
-        return self.calibration.curve(measured)
+        if phase in _OWN_CURVES:
+            return _OWN_CURVES[phase]
+        way = f"{cost.kind}.{'backward' if phase == 'backward' else 'forward'}"
+        own = f"{way}.{'bfloat16' if cost.dtype == 'float16' else cost.dtype}"
+        return own if own in measured else f"{way}.float32"
 
     def _collective_seconds(self, work: Collective) -> float:
         """Return the seconds of a collective; an all-reduce is the other two.
@@ -319,6 +244,7 @@ def cluster_of(calibration: Calibration) -> Cluster:
     the curves. On a CPU the ranks share the memory, less what their processes take.
     """
     facts, ranks = calibration.host, calibration.num_ranks
+    on_cpu = facts.device == "cpu"
     source = f"measured {calibration.measured_at} with `shardwise bench --calibrate`"
 
     def rate(name: str) -> float:
@@ -331,30 +257,22 @@ def cluster_of(calibration: Calibration) -> Cluster:
         return Link(name, rate(name), latency, latency, 1.0, source)
 
     memory = facts.device_memory_bytes
-    if facts.device == "cpu":
+    if on_cpu:
         memory = max(1, facts.memory_bytes // ranks - calibration.process_bytes)
-    dtypes = ("float32", "bfloat16")
-    peaks = {d: rate(f"matmul.forward.{d}") for d in dtypes}
+    peaks = {dtype: rate(f"matmul.forward.{dtype}") for dtype in ("float32", "bfloat16")}
+    bandwidth = rate("memory.forward.float32")
     accelerator = Accelerator(
-        name=facts.processor if facts.device == "cpu" else facts.device,
+        name=facts.processor if on_cpu else facts.device,
         family=facts.device,
         memory_bytes=memory - calibration.context_bytes,
         nominal_memory_bytes=memory,
         peak=peaks,
-        memory_bytes_per_s=rate("memory.forward.float32"),
+        memory_bytes_per_s=bandwidth,
         source=source,
         matmul=peaks,
-        asynchronous=facts.device != "cpu",
+        asynchronous=not on_cpu,
     )
-    host = Host(
-        name=facts.processor,
-        memory_bytes=facts.memory_bytes,
-        dram_bytes_per_s=rate("memory.forward.float32") * ranks,
-        cores=facts.num_cores,
-        device_link=link("to_device"),
-        nvme_read_bytes_per_s=rate("disk_read") * ranks,
-        nvme_write_bytes_per_s=rate("disk_write") * ranks,
-        source=source,
-    )
-    fabric = link(f"all_gather.{ranks}")
+    disks = rate("disk_read") * ranks, rate("disk_write") * ranks
+    to_device, fabric = link("to_device"), link(f"all_gather.{ranks}")
+    host = Host(facts.processor, facts.memory_bytes, bandwidth * ranks, to_device, *disks, source)
     return Cluster(Node(accelerator.name, accelerator, ranks, fabric, fabric, 1, host, source))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -57,7 +57,6 @@ class Accelerator:
     memory_bytes_per_s: float
     source: str
     matmul: Mapping[str, float] = field(default_factory=dict, hash=False)
-    power_watts: int | None = None
     asynchronous: bool = True
     link: str = "pcie4"
     host_link: str = "pcie4"
@@ -140,7 +139,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The host of a node, with all its sockets: memory, cores, drives, and each device's link.
+    """The host of a node, with all its sockets: memory, drives, and each device's link.
 
     ``nvme_bytes`` is the space of the drives, None where it is not known.
     ``dram_bytes_per_s`` counts both directions, as memory controllers do. ``device_link`` is that
@@ -150,7 +149,6 @@ class Host:
     name: str
     memory_bytes: int
     dram_bytes_per_s: float
-    cores: int
     device_link: Link
     nvme_read_bytes_per_s: float
     nvme_write_bytes_per_s: float
@@ -237,7 +235,6 @@ def _check(where: str, what: str, figure: float) -> None:
 _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|google|sxm\d?|hbm\d?e?|\d+w|gpu")
 _Row = TypeVar("_Row")
 _MIB, _GIB = 1 << 20, 1 << 30
-_US = 1e-6
 _HBM_SHARE = 0.9894  # of the memory, left by the driver: data/accelerators.toml has the reports
 
 
@@ -250,26 +247,28 @@ class _Usual:
     nics: int = 8
 
 
+def _made(kind: type[_Row], name: str, row: Mapping[str, object], *without: str) -> _Row:
+    kept = {key: value for key, value in row.items() if key not in without}
+    return make_row(kind, f"{kind.__name__} {name}", {"name": name, **kept})
+
+
 @cache
 def accelerators() -> Mapping[str, Accelerator]:
     """Return the catalogue's accelerators by name."""
     found = {}
     for name, row in read_table("accelerators").items():
-        nominal, share = row["memory_gib"], row.get("driver_share", _HBM_SHARE)
-        rates = {
-            kind: {canonical_dtype(dtype): rate * 1e12 for dtype, rate in row[kind].items()}
-            for kind in ("peak", "matmul")
-            if kind in row
+        nominal = row["memory_gib"]
+        reported = row.get("reported_gib", nominal * row.get("driver_share", _HBM_SHARE))
+        sizes = {
+            "memory_bytes": int(reported * _GIB),
+            "nominal_memory_bytes": int(nominal * _GIB),
         }
-        found[name] = _made(
-            Accelerator,
-            name,
-            row,
-            without=("memory_gib", "reported_gib", "driver_share"),
-            memory_bytes=int(row.get("reported_gib", nominal * share) * _GIB),
-            nominal_memory_bytes=int(nominal * _GIB),
-            **rates,
-        )
+        rates = {
+            kind: {canonical_dtype(dtype): rate * 1e12 for dtype, rate in row.get(kind, {}).items()}
+            for kind in ("peak", "matmul")
+        }
+        told = ("memory_gib", "reported_gib", "driver_share")
+        found[name] = _made(Accelerator, name, {**row, **sizes, **rates}, *told)
     return found
 
 
@@ -284,47 +283,33 @@ def links() -> Mapping[str, Link]:
             factor = row["bandwidth_bytes_per_s"] / other.bandwidth_bytes_per_s
             factor = ends_at / other.achieved_bytes_per_s if ends_at else factor
             curve = other.scaled(factor).curve
-        latencies = {n: row[n] * _US for n in row if n.endswith("latency_us")}
-        found[name] = _made(
-            Link,
-            name,
-            row,
-            without=("curve_of", "curve_ends_at", *latencies),
-            efficiency=row.get("efficiency", 1.0),  # else it is in the curve
-            curve=curve,
-            curve_ranks=tuple(row.get("curve_ranks", (8, 1))),
-            **{n.removesuffix("us") + "s": seconds for n, seconds in latencies.items()},
-        )
+        in_us = [key for key in row if key.endswith("_us")]
+        values = {
+            "efficiency": 1.0,  # it is in the curve, if it is not told
+            **row,
+            "curve": curve,
+            "curve_ranks": tuple(row.get("curve_ranks", (8, 1))),
+            **{key.removesuffix("us") + "s": row[key] * 1e-6 for key in in_us},
+        }
+        found[name] = _made(Link, name, values, "curve_of", "curve_ends_at", *in_us)
     return found
 
 
 @cache
 def hosts() -> Mapping[str, Host]:
     """Return the catalogue's hosts by name."""
-    return {
-        name: _made(
-            Host,
-            name,
-            row,
-            without=("memory_gib",),
-            memory_bytes=row["memory_gib"] * _GIB,
-            device_link=links()[row["device_link"]],
-        )
-        for name, row in read_table("hosts").items()
-    }
+    found = {}
+    for name, row in read_table("hosts").items():
+        memory, link = row["memory_gib"] * _GIB, links()[row["device_link"]]
+        values = {**row, "memory_bytes": memory, "device_link": link}
+        found[name] = _made(Host, name, values, "memory_gib")
+    return found
 
 
 def standard_nodes() -> Mapping[str, Mapping[str, Any]]:
     """Return ``settings`` of ``make_cluster`` and ``source`` of each standard node."""
     nodes: Mapping[str, Mapping[str, Any]] = read_table("nodes")["nodes"]
     return nodes
-
-
-def _made(
-    kind: type[_Row], name: str, row: Mapping[str, Any], without: Sequence[str], **values: Any
-) -> _Row:
-    kept = {key: value for key, value in row.items() if key not in without}
-    return make_row(kind, f"{kind.__name__} {name}", {"name": name, **kept, **values})
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -349,29 +334,28 @@ def find_link(name: str) -> Link:
 
     **Raises** ConfigError with the nearest names.
     """
-    return links()[_find("link", name, links(), read_table("nodes")["aliases"])]
-
-
-def _find(
-    what: str, name: str, table: Mapping[str, object], aliases: Mapping[str, str] | None = None
-) -> str:
-    """Return a name of a table, however it is spelt."""
-    key, known = _squeezed(name), {_squeezed(each): each for each in table} | dict(aliases or {})
-    if key not in known:
-        raise unknown(what, name, known)
-    return known[key]
+    return _found("link", name, links(), read_table("nodes")["aliases"])
 
 
 def find_host(name: str) -> Host:
     """Return a host by name. **Raises** ConfigError with the nearest names."""
-    return hosts()[_find("host", name, hosts())]
+    return _found("host", name, hosts())
 
 
 def find_node(name: str) -> Node:
     """Return a standard node, such as ``dgx-a100``. **Raises** ConfigError with the nearest."""
-    found = _find("node", name, standard_nodes())
-    row = standard_nodes()[found]
-    return replace(make_cluster(**row["settings"]).node, name=found, source=row["source"])
+    name, row = _found("node", name, {name: (name, row) for name, row in standard_nodes().items()})
+    return replace(make_cluster(**row["settings"]).node, name=name, source=row["source"])
+
+
+def _found(
+    what: str, name: str, table: Mapping[str, _Row], aliases: Mapping[str, str] | None = None
+) -> _Row:
+    """Return the row of a table with this name, however it is spelt."""
+    key, known = _squeezed(name), {_squeezed(each): each for each in table} | dict(aliases or {})
+    if key not in known:
+        raise unknown(what, name, known)
+    return table[known[key]]
 
 
 def make_cluster(
@@ -406,28 +390,20 @@ def make_cluster(
     if num_nics is None:  # as many per GPU as usual, and at least one
         num_nics = max(1, usual.nics * per_node // usual.per_node)
     check_whole(num_nics, "num_nics", 1024)
-    intra = find_link(link or accelerator.link)
-    inter = find_link(network or usual.network)
+    found = find_host(host or accelerator.host)
+    both = found.device_link, links()[accelerator.host_link]
+    slower = min(both, key=lambda each: each.bandwidth_bytes_per_s)
     node = Node(
         name=f"{per_node} x {accelerator.name}",
         accelerator=accelerator,
         num_accelerators=per_node,
-        intra=intra,
-        inter=inter,
+        intra=find_link(link or accelerator.link),
+        inter=find_link(network or usual.network),
         num_nics=num_nics,
-        host=_host_of(accelerator, host),
+        host=replace(found, device_link=slower),
         source="put together from the catalogue: each part has its source",
     )
     return Cluster(node, num_gpus // per_node)
-
-
-def _host_of(accelerator: Accelerator, host: str | None) -> Host:
-    """Return the host; the link to a device is the slower of what the host and it have."""
-    found = find_host(host or accelerator.host)
-    ours = links()[accelerator.host_link]
-    if ours.bandwidth_bytes_per_s < found.device_link.bandwidth_bytes_per_s:
-        return replace(found, device_link=ours)
-    return found
 
 
 def _parse(name: str) -> tuple[str, int | None, bool]:

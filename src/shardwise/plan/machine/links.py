@@ -1,4 +1,10 @@
-"""How long collectives and sends take over a cluster's links, by latency, bandwidth and placement.
+"""Seconds of operations by size, and of collectives and sends over a cluster's links.
+
+Note [Curves of seconds]
+A curve says how long ONE operation of a given size takes. Its low end is what an operation costs at
+least (a launch, a call, a round trip), its slope the rate, so neither is fitted. Between two sizes
+it is straight in logarithms, or straight if it begins at size 0; below the first size it is
+constant, above the last it has the last rate.
 
 Note [Ring and tree]
 An all-gather or reduce-scatter of m bytes over n ranks in a ring takes n - 1 steps and sends
@@ -22,22 +28,84 @@ none was, a message goes either in the protocol of low latency at half the bandw
 of high latency at the full one, whichever is faster (NCCL's LL and Simple).
 """
 
+from __future__ import annotations
+
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.hardware import Link, Node
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
+Unit = Literal["flops", "bytes"]
+_Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Sizes = Annotated[tuple[_Size, ...], Field(min_length=1)]
+
 _BASE_S = 6.6e-6
 _TREE_SHARE = 0.92
 _LOW_LATENCY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one operation by its size, measured or published.
+
+    See Note [Curves of seconds].
+    """
+
+    unit: Unit
+    sizes: Sizes
+    seconds: Sizes
+
+    def __post_init__(self) -> None:
+        """Check the points."""
+        if len(self.sizes) != len(self.seconds):
+            raise ValueError(f"expected as many seconds as sizes, {len(self.sizes)}")
+        if any(b <= a for a, b in pairwise(self.sizes)):
+            raise ValueError("expected sizes that grow")
+        if any(b < a for a, b in pairwise(self.seconds)):
+            raise ValueError("expected seconds that do not fall")
+
+    @staticmethod
+    def through(unit: Unit, points: Sequence[tuple[float, float]]) -> Curve:
+        """Make a curve of measured (size, seconds) that never falls.
+
+        Noise only adds, so an operation takes at most as long as a larger one was measured to.
+        """
+        shortest = math.inf
+        kept = []
+        for size, seconds in sorted(points, reverse=True):
+            shortest = min(shortest, seconds)
+            kept.append((float(size), shortest))
+        sizes, durations = zip(*reversed(kept), strict=True)
+        return Curve(unit, sizes, durations)
+
+    def at(self, size: float) -> float:
+        """Return the seconds of one operation of this size."""
+        if size <= self.sizes[0]:
+            return self.seconds[0]
+        if size >= self.sizes[-1]:
+            return self.seconds[-1] * size / self.sizes[-1]
+        right = bisect_right(self.sizes, size)
+        lo, hi = self.sizes[right - 1], self.sizes[right]
+        first, second = self.seconds[right - 1], self.seconds[right]
+        if self.sizes[0] == 0:
+            return first + (size - lo) / (hi - lo) * (second - first)
+        return first * (second / first) ** (math.log(size / lo) / math.log(hi / lo))
+
+    @property
+    def peak_rate(self) -> float:
+        """Return the highest rate at a measured size, in units per second."""
+        return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -127,7 +195,7 @@ def _seconds(
         share = payload / (group.ranks_per_node * node.nics_per_rank)
         used.append((node.inter, share, outer))
     start = _BASE_S + sum(steps * link.latency_s for link, _, steps in used)
-    curved = max((wire(link)(size) for link, size, _ in used if link.curve), default=0.0)
+    curved = max((wire(link).at(size) for link, size, _ in used if link.curve), default=0.0)
     plain = [(link, size, steps) for link, size, steps in used if not link.curve]
     slowest = factor * max(
         (size / link.achieved_bytes_per_s for link, size, _ in plain), default=0.0
@@ -137,8 +205,8 @@ def _seconds(
 
 
 @cache
-def wire(link: Link) -> Callable[[float], float]:
-    """Return the function from bytes over one link to seconds on the wire, by its curve.
+def wire(link: Link) -> Curve:
+    """Return the seconds on the wire of bytes over one link, by its curve.
 
     **Source** see Note [Bandwidth rises with the message].
     """
@@ -152,13 +220,4 @@ def wire(link: Link) -> Callable[[float], float]:
     for size, rate in link.curve:
         sizes.append(size / lanes)
         seconds.append(max(seconds[-1], size / rate - start / factor))
-
-    def at(size: float) -> float:
-        if size >= sizes[-1]:
-            return seconds[-1] * size / sizes[-1]
-        right = max(1, bisect_left(sizes, size))
-        lo, hi = sizes[right - 1], sizes[right]
-        share = (size - lo) / (hi - lo)
-        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
-
-    return at
+    return Curve("bytes", tuple(sizes), tuple(seconds))

@@ -36,7 +36,7 @@ from shardwise.plan.machine.links import (
     place,
     send_seconds,
 )
-from shardwise.plan.model.tape import Cost
+from shardwise.plan.model.tape import CONTEXT_KINDS, Cost
 from shardwise.plan.sizes import PRECISIONS, row_of
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
 from shardwise.plan.tables import make_row, read_table
@@ -59,30 +59,18 @@ def common_efficiencies() -> Mapping[str, Efficiency]:
 
 
 @cache
-def family_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
-    """Return the single measurements of each family of accelerators."""
-    tables = read_table("efficiencies")["families"]
-    return {
-        family: {n: _known(n, row["value"], row["source"]) for n, row in rows.items()}
-        for family, rows in tables.items()
-    }
+def family_efficiencies(kind: str = "families") -> Mapping[str, Mapping[str, Efficiency]]:
+    """Return the single measurements of each family of accelerators.
 
-
-@cache
-def fitted_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
-    """Return the entries that were fitted on whole steps of a family's published runs."""
-    by, tables = "benchmarks/published.py", read_table("efficiencies")["fitted"]
+    ``kind`` "fitted": the entries that were fitted on whole steps of its published runs.
+    """
     return {
         family: {
-            name: _known(name, value, f"fitted on published step times by {by}: {row['rows']}")
-            for name, value in row["values"].items()
+            name: Efficiency(row["value"], common_efficiencies()[name].meaning, row["source"])
+            for name, row in rows.items()
         }
-        for family, row in tables.items()
+        for family, rows in read_table("efficiencies")[kind].items()
     }
-
-
-def _known(name: str, value: float, source: str) -> Efficiency:
-    return Efficiency(value, common_efficiencies()[name].meaning, source)
 
 
 def efficiencies_of(
@@ -102,10 +90,15 @@ def efficiencies_of(
                 + ("" if largest > 1 else ", at most 1")
             )
     family = accelerator.family
-    own = family_efficiencies().get(family, {}), fitted_efficiencies().get(family, {})
-    return {**common_efficiencies(), **own[0], **own[1], **overrides}
+    own = (family_efficiencies(kind).get(family, {}) for kind in ("families", "fitted"))
+    return {**common_efficiencies(), **next(own), **next(own), **overrides}
 
 
+_AXIS_OF = {  # of collectives inside the model
+    "tensor_parallel": "tensor",
+    **dict.fromkeys(CONTEXT_KINDS, "context"),
+    "expert_parallel": "ep",
+}
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
 
 
@@ -193,20 +186,35 @@ class Prices:
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
-        work = op.work
-        key = work, op.stream == "cpu", op.phase == "backward"
+        key = op.work, op.stream == "cpu", op.phase == "backward"
         seconds = self._known.get(key)  # micro-batches and layers are alike
         if seconds is None:
-            if isinstance(work, Compute) and op.stream == "cpu":
-                seconds = self.host_seconds(work)
-            elif isinstance(work, Compute):
-                seconds = self.device_seconds(work, is_backward=op.phase == "backward")
-            elif isinstance(work, Collective):
-                seconds = self.collective_seconds(work)
-            else:
-                seconds = self.transfer_seconds(work)
-            self._known[key] = seconds
+            seconds = self._known[key] = self._seconds(*key)
         return seconds
+
+    def _seconds(
+        self, work: Compute | Collective | Transfer, on_host: bool, is_backward: bool
+    ) -> float:
+        node, host = self.cluster.node, self.cluster.node.host
+        if isinstance(work, Compute) and not on_host:
+            return self.device_seconds(work, is_backward=is_backward)
+        if isinstance(work, Compute):  # ranks share the bandwidth of the host's memory
+            rate = host.dram_bytes_per_s * self.efficiencies["host_memory"].value
+            return sum(c.moved_bytes for c in work.costs) / (rate / node.num_accelerators)
+        if isinstance(work, Collective):
+            group = self.groups[work.axis]
+            if group.num_ranks == 1:
+                return 0.0
+            slowest = node.inter if group.num_nodes > 1 else node.intra
+            more = max(0, work.num_messages - 1) * slowest.latency_s  # a step for each message
+            return collective_seconds(work.kind, work.payload_bytes, group, node) + more
+        if work.link in ("to_device", "to_host"):
+            link = host.device_link
+            rate = link.bandwidth_bytes_per_s * link.efficiency
+            return link.latency_s + work.num_bytes / rate
+        is_read = work.link == "disk_read"
+        rate = host.nvme_read_bytes_per_s if is_read else host.nvme_write_bytes_per_s
+        return work.num_bytes / (rate * self.efficiencies["disk"].value / node.num_accelerators)
 
     def device_seconds(self, work: Compute, *, is_backward: bool = False) -> float:
         """Return the seconds of operations on the device; see Note [How computation is priced]."""
@@ -216,37 +224,6 @@ class Prices:
         if self.cluster.node.accelerator.asynchronous:
             return max(device, launches)
         return device + launches
-
-    def host_seconds(self, work: Compute) -> float:
-        """Return the seconds of operations on the host: its memory's bandwidth, shared by ranks."""
-        moved = sum(cost.moved_bytes for cost in work.costs)
-        if not moved:
-            return 0.0
-        table = self.cluster.node.host.dram_bytes_per_s * self.efficiencies["host_memory"].value
-        share = table / self.cluster.node.num_accelerators
-        return moved / share
-
-    def collective_seconds(self, work: Collective) -> float:
-        """Return the seconds of a collective along an axis; each further message adds a step."""
-        group, node = self.groups[work.axis], self.cluster.node
-        if group.num_ranks == 1:
-            return 0.0
-        slowest = node.inter if group.num_nodes > 1 else node.intra
-        more = max(0, work.num_messages - 1) * slowest.latency_s
-        return collective_seconds(work.kind, work.payload_bytes, group, node) + more
-
-    def transfer_seconds(self, work: Transfer) -> float:
-        """Return the seconds of a copy; the links to devices are their own, the disks shared."""
-        node, host = self.cluster.node, self.cluster.node.host
-        if work.link in ("to_device", "to_host"):
-            latency = host.device_link.latency_s
-            rate = host.device_link.bandwidth_bytes_per_s * host.device_link.efficiency
-        else:
-            latency = 0.0
-            reads = work.link == "disk_read"
-            rate = host.nvme_read_bytes_per_s if reads else host.nvme_write_bytes_per_s
-            rate = rate * self.efficiencies["disk"].value / node.num_accelerators
-        return latency + work.num_bytes / rate
 
     def assumptions(self) -> tuple[Assumption, ...]:
         """Return every figure that these prices stand on, with its source, for the report."""
@@ -278,14 +255,8 @@ class Prices:
         """Return the device's seconds of operations of one class; attention takes ``again``."""
         if cost.num_ops == 0:
             return 0.0
-        if cost.kind == "tensor_parallel":
-            return self._sent_around_seconds(cost)
-        if cost.kind in ("context_gather", "context_ring"):
-            return self._passed_on_seconds(cost)
-        if cost.kind in ("context_exchange", "expert_parallel"):
-            group = self.groups["ep" if cost.kind == "expert_parallel" else "context"]
-            each = cost.moved_bytes / cost.num_ops
-            return cost.num_ops * all_to_all_seconds(each, group, self.cluster.node)
+        if cost.kind in _AXIS_OF:
+            return self._sent_seconds(cost)
         table, chip = self.efficiencies, self.cluster.node.accelerator
         memory_s = cost.moved_bytes / (chip.memory_bytes_per_s * table["memory"].value)
         ramps = cost.num_ops * table["kernel_ramp_s"].value
@@ -297,6 +268,23 @@ class Prices:
             rate = self.matmul_flops_per_s(cost.dtype)
         return max(cost.flops / rate, memory_s) + ramps
 
+    def _sent_seconds(self, cost: Cost) -> float:
+        """Return the seconds in which the ranks of a degree send each other so much.
+
+        Keys and values that are gathered take as long as those that go round a ring.
+        """
+        group, node = self.groups[_AXIS_OF[cost.kind]], self.cluster.node
+        n, each = group.num_ranks, cost.moved_bytes / cost.num_ops
+        if n == 1:
+            return 0.0
+        if cost.kind == "tensor_parallel":
+            payload = each * n / (2 * (n - 1))
+            return cost.num_ops * collective_seconds("all_reduce", payload, group, node)
+        if cost.kind in ("context_exchange", "expert_parallel"):
+            return cost.num_ops * all_to_all_seconds(each, group, node)
+        num = cost.num_ops * (n - 1)
+        return num * send_seconds(cost.moved_bytes / num, group.num_nodes > 1, node)
+
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Return the FLOP/s of large matmuls of ordinary shapes, in a dtype or precision."""
         chip, table = self.cluster.node.accelerator, self.efficiencies
@@ -304,25 +292,3 @@ class Prices:
         if best is None:
             best = chip.flops_per_s(dtype) * table["matmul_best"].value
         return best * table["matmul_sustained"].value
-
-    def _sent_around_seconds(self, cost: Cost) -> float:
-        """Return the seconds of tensor parallel collectives, of which a rank sends so much."""
-        group = self.groups["tensor"]
-        n = group.num_ranks
-        if n == 1:
-            return 0.0
-        payload = cost.moved_bytes / cost.num_ops * n / (2 * (n - 1))
-        each = collective_seconds("all_reduce", payload, group, self.cluster.node)
-        return cost.num_ops * each
-
-    def _passed_on_seconds(self, cost: Cost) -> float:
-        """Return the seconds in which the ranks of a context group pass on what they have.
-
-        Keys and values that are gathered take as long as those that go round a ring.
-        """
-        group = self.groups["context"]
-        if group.num_ranks == 1:
-            return 0.0
-        node = self.cluster.node
-        num = cost.num_ops * (group.num_ranks - 1)
-        return num * send_seconds(cost.moved_bytes / num, group.num_nodes > 1, node)

@@ -10,25 +10,26 @@ from dataclasses import dataclass, replace
 from shardwise.engine.buckets import ReduceQueue
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeUnit
-from shardwise.plan.sizes import DtypeName
-from shardwise.plan.step.footprint import Bucket, Footprint, Reduce, bucket_of
-from shardwise.plan.step.ledger import Meter
+from shardwise.plan.step.footprint import Footprint, Reduce, bucket_of
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
-from shardwise.plan.step.program import AxisName, CollectiveKind, Issuer
+from shardwise.plan.step.program import AxisName, CollectiveKind
+from shardwise.plan.step.recorder import Recorder
 from shardwise.stages import UnitSettings
 
 
 @dataclass(frozen=True)
 class PlayContext:
-    """The parts of a played step that its doubles share."""
+    """The parts of a played step that its units share.
 
-    meter: Meter
-    issue: Issuer
+    ``keeps_buffers``: the memory of the means is used again in the next step.
+    """
+
+    recorder: Recorder
     offloading: Offloading
     candidate: Candidate
-    dtype: DtypeName
     settings: UnitSettings
+    keeps_buffers: bool
 
 
 class UnitDouble:
@@ -47,9 +48,9 @@ class UnitDouble:
         self.settings = replace(context.settings, reads_in_backward=facts.backward_reads_params)
         self.weight = weight
         self.full_bytes = weight.full_bytes
-        self.is_trained = weight.num_trained > 0
+        self.is_trained = weight.reduce is not None
         self.in_backward = False
-        self._context = context
+        self._recorder, self._offloading = context.recorder, context.offloading
         self._has_copy = self.is_fresh = False  # a copy on the device of offloaded slices
         self.go_stale()
         self.grads = self.sums = 0
@@ -73,44 +74,40 @@ class UnitDouble:
         if self._state != "sharded":
             return
         self._state = "gathering"
-        message = self.weight.gather
+        message, weight, recorder = self.weight.gather, self.weight, self._recorder
         if self.is_fresh or message is None:
             return
-        meter, issue, weight = self._context.meter, self._context.issue, self.weight
-        before, meter.phase = meter.phase, "unshard"
-        meter.add("param_full", weight.freed_bytes)
-        copied = 0 if self._has_copy else weight.copied_bytes
-        fetched = weight.fetched_bytes + copied
-        self._has_copy = True
-        if fetched:
-            meter.touch({"gather_staging": weight.fetch_staging})
-            read = weight.read_bytes + copied
-            self._context.offloading.fetch(fetched, read, self.index, issue)
-        self._staging = message.staging
-        meter.add("gather_staging", self._staging)
-        meter.touch({"gather_staging": weight.coding_bytes})
-        meter.phase = before
-        issue.move(message.before, self._context.dtype, self.index, "unshard")
-        if message.num_messages or message.payload:
-            self._pending = issue.collective(
-                "all_gather", self.axis, message, self.index, "unshard"
-            )
         self.is_fresh = True
+        before = recorder.enter("unshard")
+        recorder.add("param_full", weight.freed_bytes)
+        copied = 0 if self._has_copy else weight.copied_bytes
+        self._has_copy = True
+        if weight.fetched_bytes + copied:
+            recorder.touch({"gather_staging": weight.fetch_staging})
+            fetched, read = weight.fetched_bytes + copied, weight.read_bytes + copied
+            self._offloading.fetch(fetched, read, self.index, recorder)
+        recorder.add("gather_staging", message.staging)
+        recorder.touch({"gather_staging": message.packing})
+        if message.num_messages or message.payload:
+            self._pending = recorder.start("all_gather", self.axis, message, self.index)
+        else:
+            recorder.move(message.before, self.index)
+        self._staging = message.staging
+        recorder.phase = before
 
     def finish_unshard(self) -> None:
         """Wait for the gather, unpack."""
         self.start_unshard()
         if self._state != "gathering":
             return
-        if self._pending is not None:
-            message = self.weight.gather
-            assert message is not None
-            self._context.issue.wait(self._pending)
-            self._context.issue.move(message.after, self._context.dtype, self.index, "unshard")
-            self._pending = None
+        recorder, message = self._recorder, self.weight.gather
+        if self._pending is not None and message is not None:
+            before = recorder.enter("unshard")
+            recorder.finish(self._pending, message, self.index)
+            recorder.phase, self._pending = before, None
         else:
-            self._context.issue.wait_for_fetched()
-        self._context.meter.add("gather_staging", -self._staging)
+            recorder.wait_for_fetched()
+        recorder.add("gather_staging", -self._staging)
         self._staging = 0
         self._state = "full"
 
@@ -120,21 +117,50 @@ class UnitDouble:
             self.finish_unshard()
         if self._state == "full":
             if self.weight.freed_bytes:
-                self._context.meter.add("param_full", -self.weight.freed_bytes)
+                self._recorder.add("param_full", -self.weight.freed_bytes)
                 self.is_fresh = False
             self._state = "sharded"
+
+    def keep(self) -> None:
+        """Add a micro-batch's gradients to the window's sum, in the dtype of the sum."""
+        weight, recorder = self.weight, self._recorder
+        if not weight.sums_apart:
+            if self.sums:  # autograd has added them
+                recorder.add("grad_full", -self.grads)
+            else:
+                self.sums = self.grads
+            self.grads = 0
+            return
+        held, most = weight.keep_next if self.sums else weight.keep_first
+        # Under tensor parallelism an embedding's gradient has the rows of all ranks until it is
+        # reduced.
+        assert weight.reduce is not None and weight.reduce_sums is not None
+        others = max(self.grads - weight.written_grads, 0)
+        cast = others * weight.reduce_sums.grads // weight.reduce.grads
+        held += -others if self.sums else cast - others
+        most += cast if most or not self.sums else 0
+        recorder.touch({"grad_full": most})
+        recorder.add("grad_full", held)
+        self.sums += self.grads + held
+        self.grads = 0
 
     def drop_means(self) -> None:
         """Free the means on the device; a buffer that the unit keeps stays."""
         if self.buffer:
             self.buffer = "kept"
         elif self.weight.reduce is not None:
-            self._context.meter.add("grad_shards", -self.weight.reduce.out)
+            self._recorder.add("grad_shards", -self.weight.reduce.out)
+
+    def evict_means(self) -> None:
+        """Bring the means to where offloaded slices are; the device has them no more."""
+        if self.weight.is_away:
+            self._offloading.send_grads(self.weight, self.index, self._recorder)
+            self.drop_means()
 
     def go_stale(self) -> None:
         """Note that the optimizer has changed the slices; on the device, also what stays there."""
         weight = self.weight
-        self._has_copy = weight.is_away and self._context.offloading.steps_on_device
+        self._has_copy = weight.is_away and self._offloading.steps_on_device
         self.is_fresh = weight.gather is None or (self._has_copy and weight.is_mirrored)
 
 
@@ -142,175 +168,101 @@ class ReductionDouble:
     """The reduction of one bucket; ``defers``: its sum over replicas comes with a later one."""
 
     def __init__(self, units: Sequence[UnitDouble], context: PlayContext, defers: bool) -> None:
-        self.defers = defers
         self.units = list(units)
-        self._context = context
+        self._context, self._recorder = context, context.recorder
+        self._unit, self._axis = self.units[0].index, self.units[0].axis
+        self._defers = defers
         self._weights: list[Reduce] = []
-        self._bucket = Bucket(Message(), False, 0, 0)
+        self._message = Message()
         self._grads = 0
         self._pending: int | None = None
-        self._gathers: list[int | None] = []
-        self._means: list[Message] = []
-
-    @property
-    def _unit(self) -> int:
-        return self.units[0].index
-
-    @property
-    def _axis(self) -> AxisName:
-        return self.units[0].axis
+        self._gathers: list[tuple[int | None, Message]] = []
 
     def start(self) -> None:
         """Take the gradients, allocate means and staging, send."""
-        context = self._context
-        meter, before = context.meter, context.meter.phase
-        meter.phase = "reduce"
+        recorder = self._recorder
+        before = recorder.enter("reduce")
         for unit in self.units:
             self._take(unit)
-        self._bucket = bucket_of(self._weights)
-        message = self._bucket.message
-        meter.add("reduce_staging", message.staging)
-        meter.touch({"reduce_staging": self._bucket.packing})
-        meter.phase = before
-        context.issue.move(message.before, context.dtype, self._unit, "reduce")
-        kind: CollectiveKind = "all_to_all" if self._bucket.is_encoded else "reduce_scatter"
-        self._pending = context.issue.collective(
-            kind, self._axis, message, self._unit, "reduce", label="reduce_scatter"
+        message = self._message = bucket_of(self._weights)
+        recorder.add("reduce_staging", message.staging)
+        recorder.touch({"reduce_staging": message.packing})
+        kind: CollectiveKind = "all_to_all" if message.parcels else "reduce_scatter"
+        self._pending = recorder.start(
+            kind, self._axis, message, self._unit, label="reduce_scatter"
         )
+        recorder.phase = before
 
     def _take(self, unit: UnitDouble) -> None:
-        weight, meter = unit.weight, self._context.meter
+        weight, recorder = unit.weight, self._recorder
         summed = bool(unit.sums)
         reduce = weight.reduce_sums if summed else weight.reduce
         assert reduce is not None
         if summed and weight.sums_apart and unit.grads:
-            add_micro_batch(unit, self._context)
+            unit.keep()
         missing = reduce.grads - unit.grads - unit.sums
         others = self._context.candidate.tp - 1
         if missing < 0 and others:  # rows of other ranks go when its own are copied out of them
-            meter.touch({"grad_full": -missing // others})
+            recorder.touch({"grad_full": -missing // others})
         if missing > 0 or others:  # parameters without a gradient contribute zeros
-            meter.add("grad_full", missing)
+            recorder.add("grad_full", missing)
             self._grads += missing
         self._grads += unit.grads + unit.sums
         unit.grads = unit.sums = 0
         self._weights.append(reduce)
-        if not (weight.keeps_buffer and unit.buffer == "kept"):
-            meter.add("grad_shards", reduce.out)
-        if weight.keeps_buffer:
+        if not (self._context.keeps_buffers and unit.buffer == "kept"):
+            recorder.add("grad_shards", reduce.out)
+        if self._context.keeps_buffers:
             unit.buffer = "lent"
 
     def wait(self) -> None:
         """Wait, sum, free the sent buffers; start the collectives that follow."""
-        context, meter = self._context, self._context.meter
-        before, meter.phase = meter.phase, "reduce"
-        context.issue.wait(self._pending)
-        meter.touch({"reduce_staging": self._bucket.summing})
-        context.issue.move(self._bucket.message.after, context.dtype, self._unit, "reduce")
-        meter.add("reduce_staging", -self._bucket.message.staging)
-        meter.add("grad_full", -self._grads)
-        for weight in () if self.defers else self._weights:
+        recorder, message = self._recorder, self._message
+        before = recorder.enter("reduce")
+        recorder.touch({"reduce_staging": message.summing})
+        recorder.finish(self._pending, message, self._unit)
+        recorder.add("reduce_staging", -message.staging)
+        recorder.add("grad_full", -self._grads)
+        for weight in () if self._defers else self._weights:
             for message in weight.replicas:
-                self._sum_over_replicas(message)
+                recorder.touch({"reduce_staging": message.staging})
+                op = recorder.start("all_reduce", "replicate", message, self._unit, counts=2)
+                recorder.finish(op, message, self._unit)
             for message in weight.means:
-                self._start_gather(message)
-        if not self._means:
-            self._evict()
-        if context.candidate.step_in_backward:
-            self._step()
-        meter.phase = before
-
-    def _step(self) -> None:
-        """Use and free the means; the bytes that the step moves are those of one at its end."""
+                recorder.add("gather_staging", message.staging)
+                op = recorder.start("all_gather", self._axis, message, self._unit)
+                self._gathers.append((op, message))
         for unit in self.units:
+            if not self._gathers:
+                unit.evict_means()
             reduce = unit.weight.reduce
-            if reduce is not None and unit.weight.num_updated and not unit.weight.is_away:
-                self._context.meter.add("grad_shards", -reduce.out)
+            # The bytes that a step in backward moves are those of one at its end.
+            steps = self._context.candidate.step_in_backward and unit.weight.updated
+            if steps and reduce is not None and not unit.weight.is_away:
+                recorder.add("grad_shards", -reduce.out)
                 unit.is_stepped = True
-
-    def _evict(self) -> None:
-        """Bring the means to where the slices are; the device has them no more."""
-        context = self._context
-        for unit in self.units:
-            if unit.weight.is_away:
-                context.offloading.send_grads(unit.weight, unit.index, context.issue)
-                unit.drop_means()
-
-    def _sum_over_replicas(self, message: Message) -> None:
-        context = self._context
-        context.meter.touch({"reduce_staging": message.staging})
-        context.issue.move(message.before, context.dtype, self._unit, "reduce")
-        done = context.issue.collective(
-            "all_reduce", "replicate", message, self._unit, "reduce", counts=2
-        )
-        context.issue.wait(done)
-        context.issue.move(message.after, context.dtype, self._unit, "reduce")
-
-    def _start_gather(self, message: Message) -> None:
-        context = self._context
-        context.meter.add("gather_staging", message.staging)
-        context.issue.move(message.before, context.dtype, self._unit, "reduce")
-        self._gathers.append(
-            context.issue.collective("all_gather", self._axis, message, self._unit, "reduce")
-        )
-        self._means.append(message)
+        recorder.phase = before
 
     def finish(self) -> None:
         """Wait for the gathered means of stage 0."""
-        context = self._context
-        for pending, message in zip(self._gathers, self._means, strict=True):
-            context.issue.wait(pending)
-            context.issue.move(message.after, context.dtype, self._unit, "reduce")
-            context.meter.add("gather_staging", -message.staging)
-        if self._means:
-            self._evict()
-
-
-def add_micro_batch(unit: UnitDouble, context: PlayContext) -> None:
-    """Add a micro-batch's gradients to the window's sum, in the dtype of the sum."""
-    weight = unit.weight
-    if not weight.sums_apart:
-        if unit.sums:  # autograd has added them
-            context.meter.add("grad_full", -unit.grads)
-        else:
-            unit.sums = unit.grads
-        unit.grads = 0
-        return
-    held, most = weight.keep_next if unit.sums else weight.keep_first
-    held_beside, most_beside = _kept_beside(unit)
-    held, most = held + held_beside, most + most_beside
-    context.meter.touch({"grad_full": most})
-    context.meter.add("grad_full", held)
-    unit.sums += unit.grads + held
-    unit.grads = 0
-
-
-def _kept_beside(unit: UnitDouble) -> tuple[int, int]:
-    """Return (bytes held more, at most meanwhile) for gradients of rows of other ranks.
-
-    Under tensor parallelism an embedding's gradient has the rows of all ranks until it is reduced.
-    """
-    weight = unit.weight
-    assert weight.reduce is not None and weight.reduce_sums is not None
-    beside = max(unit.grads - weight.written_grads, 0)
-    cast = beside * weight.reduce_sums.grads // weight.reduce.grads
-    if unit.sums:
-        return -beside, cast if weight.keep_next[1] else 0
-    return cast - beside, cast
+        for op, message in self._gathers:
+            self._recorder.finish(op, message, self._unit)
+            self._recorder.add("gather_staging", -message.staging)
+        if self._gathers:
+            for unit in self.units:
+                unit.evict_means()
 
 
 class ReductionsDouble:
     """Stands for `engine.reductions.Reductions`."""
 
-    def __init__(
-        self, context: PlayContext, bucket_bytes: int, reduces_in_flight: int, waits_at_close: bool
-    ) -> None:
+    def __init__(self, context: PlayContext, waits_at_close: bool) -> None:
         self._context = context
         self.defers = False  # in the micro-batch under way
         self._queue: ReduceQueue[UnitDouble, ReductionDouble] = ReduceQueue(
             lambda units: ReductionDouble(units, context, self.defers),
-            bucket_bytes,
-            reduces_in_flight,
+            context.candidate.bucket_bytes,
+            context.candidate.reduces_in_flight,
             waits_at_close,
             lambda unit: unit.axis,
         )
@@ -326,7 +278,7 @@ class ReductionsDouble:
 
     def keep(self, unit: UnitDouble) -> None:
         """Keep a unit's gradients for the last micro-batch."""
-        add_micro_batch(unit, self._context)
+        unit.keep()
 
     def close(self) -> None:
         """Start the remaining reductions."""
@@ -334,8 +286,10 @@ class ReductionsDouble:
 
     def finish(self) -> None:
         """Complete every reduction and book the means as ``p.grad``, or add them to it."""
-        added = 0
-        for reduction in self._queue.take():
+        recorder, added = self._context.recorder, 0
+        taken = self._queue.take()
+        before = recorder.enter("reduce")
+        for reduction in taken:
             reduction.finish()
             for unit in reduction.units:
                 if unit.weight.is_away or unit.weight.reduce is None:
@@ -344,17 +298,17 @@ class ReductionsDouble:
                     unit.is_stepped = False
                     continue
                 out = unit.weight.reduce.out
-                if not unit.weight.num_updated:  # zeros that no ``p.grad`` takes
+                if not unit.weight.updated:  # zeros that no ``p.grad`` takes
                     added += 0 if unit.buffer else out
                     unit.buffer = unit.buffer and "kept"
                     continue
                 if unit.has_grad:
                     unit.buffer = ""
                     added += out
-                    moved = out * 3  # reads both, writes one
-                    self._context.issue.move(moved, self._context.dtype, unit.index, "reduce")
+                    recorder.move(out * 3, unit.index)  # reads both, writes one
                 unit.has_grad = True
-        self._context.meter.add("grad_shards", -added)
+        recorder.add("grad_shards", -added)
+        recorder.phase = before
 
     def zero_grad(self, units: Sequence[UnitDouble]) -> None:
         """Drop ``p.grad``; a buffer that the unit keeps stays."""

@@ -18,24 +18,20 @@ from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from shardwise.comm.shares import BLOCK_NUMEL
 from shardwise.layout.memory import Memory, group_by_dtypes
 from shardwise.layout.segments import Segment, balanced, build_layout, even_segment
-from shardwise.layout.wire import is_coded
+from shardwise.layout.wire import Slice, is_coded
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName, row_of
 from shardwise.plan.step.messages import (
-    CodingWork,
     Message,
-    Parcels,
-    ReducedPart,
-    coding_work,
+    coding_message,
     gather_message,
     merge,
-    merge_parcels,
     packed_message,
-    parcels_of,
+    parcelled_message,
+    ranges_of,
     replica_message,
     scattered_message,
     whole,
@@ -51,39 +47,25 @@ ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool, int | None]
 class Reduce:
     """Bytes of the reduction of a unit. ``grads`` are bytes of full gradients on the wire.
 
-    ``out`` are the buffers of the means; ``temporary`` are bytes that the sums allocate in between.
-    ``replicas`` has one all-reduce per buffer, ``means`` one all-gather per storage (stage 0).
-    ``parcels`` stand in for ``message`` and ``temporary`` in a bucket with encoded gradients; None
-    where reductions are not encoded.
+    ``out`` are the buffers of the means. ``replicas`` has one all-reduce per buffer, ``means`` one
+    all-gather per storage (stage 0). ``encoded`` stands in for ``message`` in a bucket with encoded
+    gradients; None where reductions are not encoded.
     """
 
     message: Message
     grads: int
     out: int
-    temporary: int
     replicas: tuple[Message, ...]
     means: tuple[Message, ...]
-    parcels: Parcels | None
+    encoded: Message | None
 
 
-class Bucket(NamedTuple):
-    """One collective for several units: ``packing`` and ``summing`` are bytes held meanwhile."""
-
-    message: Message
-    is_encoded: bool
-    packing: int
-    summing: int
-
-
-def bucket_of(units: Sequence[Reduce]) -> Bucket:
+def bucket_of(units: Sequence[Reduce]) -> Message:
     """Describe the collective that units share: all travel as bytes if any gradient is encoded."""
-    parcels = merge_parcels([unit.parcels for unit in units if unit.parcels is not None])
-    if parcels is not None and parcels.has_codes:
-        # Arriving parcels have memory only after all parcels are encoded.
-        packing = max(parcels.packing - parcels.received, 0)
-        return Bucket(parcels.message, True, packing, parcels.summing)
-    temporary = max(unit.temporary for unit in units)
-    return Bucket(whole([unit.message for unit in units]), False, 0, temporary)
+    encoded = merge([unit.encoded for unit in units if unit.encoded is not None])
+    if encoded.parcels is not None and encoded.parcels.has_codes:
+        return whole(encoded)
+    return whole(merge([unit.message for unit in units]))
 
 
 @dataclass(frozen=True)
@@ -148,24 +130,20 @@ class Footprint:
     ``full_bytes`` are a full copy with padding, ``shard_bytes`` the master slices, and
     ``compute_shard_bytes`` a second shard in the computing dtype, which other systems keep.
     ``kept_bytes`` are full copies beyond the slices that never go, ``freed_bytes`` those that come
-    and go. ``gather`` is None if the full copy always holds present values. ``sums_apart``: sums
+    and go. ``gather`` is None if the full copy always holds present values; ``reduce`` and
+    ``reduce_sums`` are None if nothing is trained. ``sums_apart``: sums
     over micro-batches have another dtype than gradients; ``keep_first`` and ``keep_next`` are then
     (bytes held more afterwards, most bytes held more meanwhile) when gradients join such a sum.
-    ``keeps_buffer``: the memory of the means is used again in the next step.
     ``written_grads`` are bytes of gradients as a micro-batch's autograd writes them.
     ``largest_shard`` are the slices of one dtype. ``is_away``: they rest elsewhere. Then
     ``copy_bytes`` are what stays of them on the device, ``means_bytes`` what reduced gradients take
     beside them; a gather fetches ``fetched_bytes``, the first one after a step ``copied_bytes`` as
     well, through ``fetch_staging`` on the device; ``is_mirrored``: a step on the device leaves
-    nothing to fetch. ``coding_bytes`` are held while an encoded gather is encoded or decoded.
-    ``updated`` are the elements and the dtype of each slice that the optimizer steps.
-    ``num_updated`` of the ``num_trained`` parameters get a gradient, and so what the optimizer
-    holds and steps, ``local_numel`` and the like, is theirs; ``padding_bytes`` are what a rank's
+    nothing to fetch. ``updated`` are the elements and the dtype of each slice that the optimizer
+    steps, those of parameters that get a gradient. ``padding_bytes`` are what a rank's
     slices hold beyond their part of the parameters, on average over the ranks.
     """
 
-    num_trained: int
-    num_updated: int
     full_bytes: int
     shard_bytes: int
     compute_shard_bytes: int
@@ -173,15 +151,12 @@ class Footprint:
     freed_bytes: int
     padding_bytes: int
     state_bytes: int
-    largest_local: int
-    local_numel: int
     written_grads: int
     largest_grad: int
     gather: Message | None
     reduce: Reduce | None
     reduce_sums: Reduce | None
     sums_apart: bool
-    keeps_buffer: bool
     keep_first: tuple[int, int]
     keep_next: tuple[int, int]
     is_away: bool
@@ -192,9 +167,13 @@ class Footprint:
     read_bytes: int
     copied_bytes: int
     fetch_staging: int
-    coding_bytes: int
     is_mirrored: bool
     updated: tuple[tuple[int, DtypeName], ...]
+
+    @property
+    def local_numel(self) -> int:
+        """Elements that the optimizer steps."""
+        return sum(numel for numel, _ in self.updated)
 
 
 def weigh(
@@ -203,6 +182,8 @@ def weigh(
     """Weigh all units of a model; the candidate says how many, from the last, are offloaded.
 
     ``rank`` None: the one that has the most; see Note [The largest rank].
+
+    **Cost** 0.1 ms for a dozen parameters; equal units are weighed once.
     """
     setting = Setting(
         STAGES[candidate.stage],
@@ -217,93 +198,86 @@ def weigh(
         coding=candidate.coding,
         reduce_coding=candidate.reduce_coding,
     )
-    numels = [sum(prod(p.shape) for p in unit.params) for unit in units]
-    stay = candidate.offload.num_staying(numels)
-    owners = _owners_in(units, candidate, rank)
-    return [
-        _weigh_unit(unit, of_unit, replace(setting, is_away=number >= stay))
-        for number, (unit, of_unit) in enumerate(zip(units, owners, strict=True))
-    ]
-
-
-def _weigh_unit(unit: TapeUnit, owners: Sequence[int | None], setting: Setting) -> Footprint:
-    """Weigh one unit; equal units are weighed once. **Cost** 0.1 ms for a dozen parameters."""
-    facts = ((p.shape, p.dtype, p.requires_grad, p.gets_grad) for p in unit.params)
-    key = tuple((*fact, owner) for fact, owner in zip(facts, owners, strict=True))
-    if unit.experts_over is not None:
-        setting = replace(setting, num_shards=int(setting.num_shards * unit.experts_over))
-    return _footprint(key, setting)
+    stay = candidate.offload.num_staying([sum(prod(p.shape) for p in u.params) for u in units])
+    weights = []
+    for number, (unit, owners) in enumerate(
+        zip(units, _owners_in(units, candidate, rank), strict=True)
+    ):
+        num_shards = int(candidate.num_shards * (unit.experts_over or 1))
+        own = replace(setting, is_away=number >= stay, num_shards=num_shards)
+        params = tuple(
+            (p.shape, p.dtype, p.requires_grad, p.gets_grad, owner)
+            for p, owner in zip(unit.params, owners, strict=True)
+        )
+        weights.append(_footprint(params, own))
+    return weights
 
 
 @cache
 def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     groups = groups_of(params, setting)
-    exchanges = setting.stage.shards_state and setting.num_shards > 1
+    stage, on_cpu, rank = setting.stage, setting.on_cpu, setting.rank
     memories = [g.memory for g in groups]
+    exchanges = stage.shards_state and setting.num_shards > 1
     stale = [g for g in groups if g.memory.frees or any(g.updated)]
     stale = [g for g in stale if exchanges or not g.memory.aliased]
-    works = [coding_work(g.memory, setting.on_cpu, setting.is_away) for g in stale]
     trains = [g for g in groups if any(g.trained)]
-    locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, setting.rank)]
-    numels = [prod(shape) for _, shape in locals_]
+    slices = [
+        (layout.local_shape(n, rank) if stage.shards_state else layout.params[n].shape, g)
+        for g in trains
+        for layout in [g.memory.layout]
+        for n, updated in enumerate(g.updated)
+        if updated
+    ]
     grads = [n * g.memory.full_size for g in trains for n in g.updated_numels]
     table = row_of(OPTIMIZERS, setting.optimizer, "optimizer")
     sums_apart = any(g.memory.full_size != g.reduce for g in trains)
-    keeps_compute_shard = PRECISIONS[setting.precision].keeps_compute_shard
+    papers = PRECISIONS[setting.precision].keeps_compute_shard
     away = stale if setting.is_away else []
-    sizes = [(g, g.memory.full_size if keeps_compute_shard else g.memory.master_size) for g in away]
+    fetched = [
+        (g.memory, g.memory.full_size if papers else g.memory.master_size)
+        for g in away
+        if not g.memory.copy_bytes
+    ]
     return Footprint(
-        num_trained=sum(p[2] for p in params),
-        num_updated=sum(p[2] and p[3] for p in params),
         full_bytes=sum(m.full_bytes for m in memories),
         shard_bytes=sum(m.shard_bytes for m in memories),
-        compute_shard_bytes=sum(
-            m.own_numel * m.full_size for m in memories if keeps_compute_shard and m.frees
-        ),
+        compute_shard_bytes=sum(m.own_numel * m.full_size for m in memories if papers and m.frees),
         kept_bytes=sum(m.beside_bytes for m in memories if not m.frees),
         freed_bytes=sum(m.full_bytes for m in memories if m.frees),
-        padding_bytes=sum(map(_padding, memories)) if setting.stage.shards_state else 0,
-        state_bytes=sum(table.tensor_bytes(s, g.master_name) for g, s in locals_),
-        largest_local=max(
-            (n * g.memory.master_size for n, (g, _) in zip(numels, locals_, strict=True)), default=0
-        ),
-        local_numel=sum(numels),
+        padding_bytes=sum(map(_padding, memories)) if stage.shards_state else 0,
+        state_bytes=sum(table.tensor_bytes(shape, g.master_name) for shape, g in slices),
         written_grads=sum(grads),
         largest_grad=max(grads, default=0),
-        gather=_gather(stale, works, setting) if stale else None,
+        gather=_gather([g.memory for g in stale], setting) if stale else None,
         reduce=reduce_of(trains, setting, False) if trains else None,
         reduce_sums=reduce_of(trains, setting, True) if trains else None,
         sums_apart=sums_apart,
-        keeps_buffer=setting.on_cpu and not setting.stage.frees_after_backward,
-        keep_first=_casting(trains, True, setting.on_cpu) if sums_apart else (0, 0),
-        keep_next=_casting(trains, False, setting.on_cpu) if sums_apart else (0, 0),
+        keep_first=_casting(trains, True, on_cpu) if sums_apart else (0, 0),
+        keep_next=_casting(trains, False, on_cpu) if sums_apart else (0, 0),
         is_away=setting.is_away,
         largest_shard=max((m.shard_bytes for m in memories), default=0),
         copy_bytes=sum(m.copy_bytes for m in memories),
         means_bytes=sum(
-            g.memory.own_numel * (g.reduce if keeps_compute_shard else g.memory.master_size)
-            for g in trains
+            g.memory.own_numel * (g.reduce if papers else g.memory.master_size) for g in trains
         ),
-        fetched_bytes=sum(_fetched(g.memory, n) for g, n in sizes if not g.memory.copy_bytes),
-        read_bytes=sum(g.memory.own_numel * n for g, n in sizes if not g.memory.copy_bytes),
+        fetched_bytes=sum(
+            m.own_numel * n if m.wire is None else m.wire.share_bytes for m, n in fetched
+        ),
+        read_bytes=sum(m.own_numel * n for m, n in fetched),
         copied_bytes=sum(
-            g.memory.own_numel * n for g, n in sizes if g.memory.copy_bytes and any(g.updated)
+            g.memory.own_numel * (g.memory.full_size if papers else g.memory.master_size)
+            for g in away
+            if g.memory.copy_bytes and any(g.updated)
         ),
-        fetch_staging=0 if keeps_compute_shard else max(map(_fetch_staging, away), default=0),
-        coding_bytes=max((work.working for work in works), default=0),
+        fetch_staging=0 if papers else max((_fetch_staging(g.memory) for g in away), default=0),
         is_mirrored=not any(g.memory.frees or g.memory.needs_gather or g.memory.wire for g in away),
-        updated=tuple((n, g.master_name) for n, (g, _) in zip(numels, locals_, strict=True)),
+        updated=tuple((prod(shape), g.master_name) for shape, g in slices),
     )
 
 
-def _fetched(memory: Memory, size: int) -> int:
-    """Return what a fetch brings: slices of elements of ``size`` bytes, or their encoded share."""
-    return memory.own_numel * size if memory.wire is None else memory.wire.share_bytes
-
-
-def _fetch_staging(group: Group) -> int:
+def _fetch_staging(memory: Memory) -> int:
     """Return what a fetch takes on the device to be cast there: one piece, and the next one."""
-    memory = group.memory
     if not memory.casts or memory.wire is not None:
         return 0
     pieces = [segment.share_numel(memory.rank) for segment in memory.layout.segments]
@@ -317,16 +291,6 @@ def _padding(memory: Memory) -> int:
     layout = memory.layout
     padding = sum(layout.shard_numels) - layout.numel
     return -(-padding // layout.num_ranks) * memory.master_size
-
-
-def _local_shapes(group: Group, rank: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a rank's slices of the parameters that the optimizer updates."""
-    layout, sharded = group.memory.layout, group.memory.stage.shards_state
-    return [
-        layout.local_shape(index, rank) if sharded else layout.params[index].shape
-        for index, updated in enumerate(group.updated)
-        if updated
-    ]
 
 
 def _casting(groups: Sequence[Group], first: bool, on_cpu: bool) -> tuple[int, int]:
@@ -344,18 +308,16 @@ def _casting(groups: Sequence[Group], first: bool, on_cpu: bool) -> tuple[int, i
     return held, most
 
 
-def _gather(groups: Sequence[Group], works: Sequence[CodingWork], setting: Setting) -> Message:
+def _gather(memories: Sequence[Memory], setting: Setting) -> Message:
     """Describe the gather of a unit: casts, copies, messages; encoding, where it is."""
-    memories = [group.memory for group in groups]
+    works = [coding_message(memory, setting.on_cpu, setting.is_away) for memory in memories]
     casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
-    before = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
-    before += sum(work.before for work in works)
-    after, staging = sum(work.after for work in works), sum(work.staging for work in works)
+    works.append(Message(before=sum(m.own_numel * (m.master_size + m.full_size) for m in casts)))
+    work = merge(works)
     if not setting.stage.shards_state or setting.num_shards == 1:
-        return Message(before=before + after, staging=staging)
+        return work._replace(before=work.before + work.after, after=0)
     items = [(s, n, m.gathers_in_place) for m in memories for s, n in m.gathered_segments]
-    message = gather_message(items, setting.num_shards, setting.on_cpu)
-    return merge([message, Message(before=before, after=after, staging=staging)])
+    return merge([gather_message(items, setting.num_shards, setting.on_cpu), work])
 
 
 def _owners_in(
@@ -391,8 +353,8 @@ def reduce_of(groups: Sequence[Group], setting: Setting, local_sum: bool) -> Red
     """Describe the reduction of a unit's gradients, or of its sums over micro-batches."""
     num_ranks, sharded = setting.num_shards, setting.stage.shards_state
     messages, replicas, means = [], list[Message](), []
-    encoded = list[tuple[Segment, list[ReducedPart]]]()
-    out = grads = temporary = beside = 0
+    encoded = list[tuple[Segment, list[Slice]]]()
+    out = grads = beside = 0
     for group in groups:
         layout, reduce = group.memory.layout, group.reduce
         wire = reduce if local_sum else group.memory.full_size
@@ -404,14 +366,11 @@ def reduce_of(groups: Sequence[Group], setting: Setting, local_sum: bool) -> Red
             for segment, inside in layout.segments_of(trained)
         ]
         encoded += segments
-        for segment, parts in segments:
-            messages.append(_plain(segment, parts, wire, reduce, setting))
-            if num_ranks > 1 and setting.on_cpu and wire != reduce:
-                temporary = max(temporary, min(segment.share_numel(0), BLOCK_NUMEL) * reduce)
+        messages += [_plain(segment, parts, wire, reduce, setting) for segment, parts in segments]
         num_counts = len(trained) if num_ranks * setting.num_replicas > 1 else 0
         if num_counts and num_ranks > 1:
             counted = even_segment(num_counts * num_ranks, num_ranks)
-            parts = [ReducedPart(0, counted.numel, reduce, None)]
+            parts = [Slice(0, counted.numel, reduce, None)]
             encoded.append((counted, parts))
             behind = sharded and setting.num_replicas > 1  # the sums lie behind the means
             more = (counted.numel + (0 if behind else num_counts)) * reduce
@@ -422,34 +381,32 @@ def reduce_of(groups: Sequence[Group], setting: Setting, local_sum: bool) -> Red
         if not sharded and segments:
             items = [(s, reduce, True) for s, _ in segments]
             means.append(gather_message(items, num_ranks, setting.on_cpu))
-    parcels = None
+    parcelled = None
     if setting.reduce_coding is not None:
-        parcels = parcels_of(encoded, num_ranks, setting.on_cpu)._replace(beside=beside)
-    plain = merge(messages)
-    return Reduce(plain, grads, out, temporary, tuple(replicas), tuple(means), parcels)
+        parcelled = parcelled_message(encoded, num_ranks, setting.on_cpu)._replace(staging=beside)
+    return Reduce(merge(messages), grads, out, tuple(replicas), tuple(means), parcelled)
 
 
-def _part(group: Group, index: int, size: int, setting: Setting) -> ReducedPart:
+def _part(group: Group, index: int, size: int, setting: Setting) -> Slice:
     """Describe one parameter's gradient in its segment, of elements of ``size`` bytes."""
     placed = group.memory.layout.params[index]
     coding = setting.reduce_coding if is_coded(placed.shape) else None
-    return ReducedPart(placed.offset, placed.numel, size, coding)
+    return Slice(placed.offset, placed.offset + placed.numel, size, coding)
 
 
 def _plain(
-    segment: Segment, parts: Sequence[ReducedPart], wire: int, reduce: int, setting: Setting
+    segment: Segment, parts: Sequence[Slice], wire: int, reduce: int, setting: Setting
 ) -> Message:
     """Describe what one segment adds to a reduce-scatter of numbers."""
     if setting.num_shards == 1:
-        return Message(after=sum(part.numel for part in parts) * (wire + reduce))
-    places = [(part.offset, part.numel) for part in parts]
+        return Message(after=sum(part.hi - part.lo for part in parts) * (wire + reduce))
     describe = scattered_message if setting.on_cpu else packed_message
-    return describe(segment, places, setting.num_shards, wire, reduce)
+    return describe(segment, ranges_of(parts), setting.num_shards, wire, reduce)
 
 
 def _over_replicas(
     group: Group,
-    segments: Sequence[tuple[Segment, Sequence[ReducedPart]]],
+    segments: Sequence[tuple[Segment, Sequence[Slice]]],
     num_counts: int,
     setting: Setting,
 ) -> list[Message]:
@@ -467,18 +424,17 @@ def _over_replicas(
         ]
         buffers.append((num_counts, 0, set()))
     found = []
+    ranks, on_cpu = setting.num_replicas, setting.on_cpu
     for numel, first, inside in buffers:
         ranges = sorted((pieces[i].shard_offset - first, pieces[i].numel) for i in inside)
-        parts, at = list[ReducedPart](), 0
+        parts, at = list[Slice](), 0
         for begin, length in (*(each for each in ranges if each[1]), (numel, 0)):
-            parts += [ReducedPart(at, begin - at, group.reduce, None)] if begin > at else []
-            parts += [ReducedPart(begin, length, group.reduce, coding)] if length else []
-            at = begin + length
-        ranks, on_cpu = setting.num_replicas, setting.on_cpu
-        encoded = parcels_of([(even_segment(numel, ranks), parts)], ranks, on_cpu)
-        message = encoded.message if encoded.has_codes else None
-        if message is not None:
-            meanwhile = max(encoded.summing, encoded.packing - encoded.received)
-            message = message._replace(staging=message.staging + meanwhile)
-        found.append(replica_message(numel, group.reduce, ranks, on_cpu, message))
+            end = begin + length
+            parts += [Slice(at, begin, group.reduce, None)] if begin > at else []
+            parts += [Slice(begin, end, group.reduce, coding)] if length else []
+            at = end
+        encoded = None
+        if any(part.coding is not None for part in parts):
+            encoded = parcelled_message([(even_segment(numel, ranks), parts)], ranks, on_cpu)
+        found.append(replica_message(numel, group.reduce, ranks, on_cpu, encoded))
     return found

@@ -1,6 +1,5 @@
-"""Where the bytes of one rank are, line by line: at one moment of a step, and as it is played."""
+"""Where the bytes of one rank are, line by line, and a played step."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from shardwise.plan.step.program import OpPhase, Program
@@ -47,10 +46,10 @@ class Ledger(_Lines):
 
     def engines(self) -> dict[str, int]:
         """Return the lines that are the engine's, which a run's own ledger has too."""
-        return {name: num_bytes for name, num_bytes in self.lines().items() if name in _ENGINES}
+        return {name: num_bytes for name, num_bytes in self.lines().items() if name in ENGINES}
 
 
-_ENGINES = (
+ENGINES = (
     *("param_shards", "param_full", "grad_full", "grad_shards", "optimizer_state"),
     *("state_staging", "gather_staging", "reduce_staging"),
 )
@@ -132,64 +131,3 @@ class Played:
     def at_rest(self) -> Rest:
         """Bytes by place between two steps."""
         return Rest(self.resting, self.host, self.files)
-
-
-class Meter:
-    """Adds bytes to lines of the ledger and takes them away; remembers the largest moments.
-
-    ``phase``, ``unit`` and ``micro_batch`` describe the present operation; the player sets them.
-    """
-
-    def __init__(self, resting: Ledger) -> None:
-        self.lines = resting.lines()
-        self.total = resting.total
-        self.phase: OpPhase = "forward"
-        self.unit = 0
-        self.micro_batch = 0
-        self._peaks: dict[OpPhase, tuple[int, int, int, dict[str, int]]] = {}
-        self._highest: dict[OpPhase, int] = {}
-        self._engines_most = -1
-        self._engines_peak = Moment("forward", 0, 0, Ledger())
-
-    def add(self, line: str, num_bytes: int) -> None:
-        """Add bytes to a line, or take them away."""
-        self.lines[line] += num_bytes
-        self.total += num_bytes
-        if num_bytes > 0 and self.total > self._highest.get(self.phase, -1):
-            self._note({})
-
-    def touch(self, more: Mapping[str, int]) -> None:
-        """Note a moment at which so many more bytes are alive, by line."""
-        if self.total + sum(more.values()) > self._highest.get(self.phase, -1):
-            self._note(more)
-
-    def _note(self, more: Mapping[str, int]) -> None:
-        lines = dict(self.lines)
-        for line, num_bytes in more.items():
-            lines[line] += num_bytes
-        total = self.total + sum(more.values())
-        self._highest[self.phase] = total
-        self._peaks[self.phase] = (total, self.unit, self.micro_batch, lines)
-
-    def look(self) -> None:
-        """Note this moment if the engine's own lines are larger than at all that were looked at."""
-        engines = sum(self.lines[name] for name in _ENGINES)
-        if engines > self._engines_most:
-            self._engines_most = engines
-            self._engines_peak = Moment(self.phase, self.unit, self.micro_batch, self.ledger())
-
-    @property
-    def engines_peak(self) -> Moment:
-        """The largest moment that `look` has seen."""
-        return self._engines_peak
-
-    def ledger(self) -> Ledger:
-        """Return the present lines."""
-        return Ledger(**self.lines)
-
-    def peaks(self) -> tuple[Moment, ...]:
-        """Return the largest moment of each phase, in the order of a step."""
-        return tuple(
-            Moment(phase, unit, micro_batch, Ledger(**lines))
-            for phase, (_, unit, micro_batch, lines) in self._peaks.items()
-        )

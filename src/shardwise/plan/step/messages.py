@@ -26,12 +26,23 @@ _FLOAT, _BF16 = 4, 2
 _RANKS_APART = 64  # of more ranks, each of the others is taken to be sent their mean
 
 
+class Parcels(NamedTuple):
+    """Sizes of the encoded messages to each of ``num_ranks``, rank 0's first."""
+
+    sizes: tuple[MessageSize, ...]
+    num_ranks: int
+    on_cpu: bool
+    has_codes: bool
+
+
 class Message(NamedTuple):
     """One collective of a unit, or what a unit adds to the collective of a bucket.
 
     ``staging`` are buffers held until it is waited for, ``before`` and ``after`` bytes that are
-    moved on the device to pack, cast or copy, and to unpack or sum; ``num_messages`` 0: nothing to
+    moved on the device to pack, cast, encode or copy, and to unpack, decode or sum; ``packing`` and
+    ``summing`` the most memory that these take beside the buffers. ``num_messages`` 0: nothing to
     send. ``small`` is (count, bytes) per peer of what shares a message with other small tensors.
+    ``parcels`` are those of a reduction that may be encoded; `whole` adds their bytes.
     """
 
     payload: int = 0
@@ -40,7 +51,63 @@ class Message(NamedTuple):
     staging: int = 0
     before: int = 0
     after: int = 0
+    packing: int = 0
+    summing: int = 0
     small: tuple[tuple[int, int], ...] = ()
+    parcels: Parcels | None = None
+
+
+def merge(messages: Sequence[Message]) -> Message:
+    """Describe the one collective that several units or segments share.
+
+    Small tensors for one peer travel together, and so do parcels: `whole` packs them.
+    """
+    if len(messages) == 1:
+        return messages[0]
+    small: list[tuple[int, int]] = []
+    for peer in range(max((len(m.small) for m in messages), default=0)):
+        of_peer = [m.small[peer] for m in messages if len(m.small) > peer]
+        small.append((sum(c for c, _ in of_peer), sum(b for _, b in of_peer)))
+    parcels = [m.parcels for m in messages if m.parcels is not None]
+    merged = None
+    if parcels:
+        by_rank = zip(*(each.sizes for each in parcels), strict=True)
+        sizes = tuple(MessageSize(*map(sum, zip(*rank, strict=True))) for rank in by_rank)
+        has_codes = any(each.has_codes for each in parcels)
+        merged = parcels[0]._replace(sizes=sizes, has_codes=has_codes)
+    return Message(
+        sum(m.payload for m in messages),
+        sum(m.sent for m in messages),
+        sum(m.num_messages for m in messages),
+        sum(m.staging for m in messages),
+        sum(m.before for m in messages),
+        sum(m.after for m in messages),
+        max((m.packing for m in messages), default=0),
+        max((m.summing for m in messages), default=0),
+        tuple(small),
+        merged,
+    )
+
+
+def whole(message: Message) -> Message:
+    """Describe a collective as it is sent: small tensors packed, one alone is not; or parcels."""
+    if message.parcels is None:
+        return message._replace(
+            staging=message.staging + sum(size for count, size in message.small if count > 1),
+            num_messages=message.num_messages + sum(count > 0 for count, _ in message.small),
+            small=(),
+        )
+    sizes, num_ranks, on_cpu, _ = message.parcels
+    own, *others = (size.num_bytes for size in sizes)
+    sent, received = sum(others) * (num_ranks - 1) // max(len(others), 1), own * (num_ranks - 1)
+    return message._replace(
+        payload=sent + own,
+        sent=sent,
+        num_messages=(num_ranks - 1 if on_cpu else 1) if sent else 0,
+        staging=message.staging + sent + own + received,
+        # Arriving parcels have memory only after all parcels are encoded.
+        packing=max(message.packing - received, 0),
+    )
 
 
 def gather_message(
@@ -73,36 +140,6 @@ def gather_message(
     )
 
 
-def merge(messages: Sequence[Message]) -> Message:
-    """Describe the one collective that several units or segments share.
-
-    Small tensors for one peer travel together: `whole` packs them.
-    """
-    small: list[tuple[int, int]] = []
-    for peer in range(max((len(m.small) for m in messages), default=0)):
-        of_peer = [m.small[peer] for m in messages if len(m.small) > peer]
-        small.append((sum(c for c, _ in of_peer), sum(b for _, b in of_peer)))
-    return Message(
-        sum(m.payload for m in messages),
-        sum(m.sent for m in messages),
-        sum(m.num_messages for m in messages),
-        sum(m.staging for m in messages),
-        sum(m.before for m in messages),
-        sum(m.after for m in messages),
-        tuple(small),
-    )
-
-
-def whole(messages: Sequence[Message]) -> Message:
-    """Describe a bucket's collective as it is sent, small tensors packed; one alone is not."""
-    message = merge(messages)
-    return message._replace(
-        staging=message.staging + sum(size for count, size in message.small if count > 1),
-        num_messages=message.num_messages + sum(count > 0 for count, _ in message.small),
-        small=(),
-    )
-
-
 def scattered_message(
     segment: Segment, parts: Sequence[tuple[int, int]], num_ranks: int, wire: int, reduce: int
 ) -> Message:
@@ -127,7 +164,8 @@ def scattered_message(
         small.append((len(together), sum(together)))
     after = own * num_ranks + own // wire * reduce
     payload = sum(n for _, n in parts) * wire
-    return Message(payload, sent, num, staging, 0, after, tuple(small))
+    summing = min(segment.share_numel(0), BLOCK_NUMEL) * reduce * casts
+    return Message(payload, sent, num, staging, 0, after, 0, summing, tuple(small))
 
 
 def packed_message(
@@ -170,37 +208,27 @@ def replica_message(
     share = segment.bounds(0)[1] * size
     padded = 0 if on_cpu or segment.shard_numel * ranks == numel else segment.shard_numel * ranks
     describe = scattered_message if on_cpu else packed_message
-    reduced = encoded or whole([describe(segment, [(0, padded or numel)], ranks, size, size)])
-    gathered = gather_message([(segment, size, True)], ranks, on_cpu)
+    reduced = encoded or describe(segment, [(0, padded or numel)], ranks, size, size)
+    reduced, gathered = whole(reduced), gather_message([(segment, size, True)], ranks, on_cpu)
     return reduced._replace(
         payload=(reduced.payload + gathered.payload) // 2 if encoded else reduced.payload,
         sent=reduced.sent + gathered.sent,
         num_messages=reduced.num_messages + gathered.num_messages,
-        staging=reduced.staging + segment.shard_numel * size + padded * size,
+        staging=reduced.staging
+        + max(reduced.packing, reduced.summing)
+        + segment.shard_numel * size
+        + padded * size,
         before=reduced.before + padded * size,
         after=reduced.after + 2 * share + padded * size,
     )
 
 
 # -- encoded collectives
-class CodingWork(NamedTuple):
-    """``before`` and ``after`` are bytes moved on the device to encode and to decode.
-
-    ``staging`` are the bytes that all ranks' shares arrive in; ``working`` is the most memory that
-    either takes beside them.
-    """
-
-    before: int
-    after: int
-    staging: int
-    working: int
-
-
-def coding_work(memory: Memory, on_cpu: bool, is_away: bool) -> CodingWork:
-    """Describe the coding of one storage, whose slices are encoded where they rest."""
+def coding_message(memory: Memory, on_cpu: bool, is_away: bool) -> Message:
+    """Describe the coding in a gather of one storage, whose slices are encoded where they rest."""
     wire = memory.wire
     if wire is None:
-        return CodingWork(0, 0, 0, 0)
+        return Message()
     most = ON_CPU_AT_A_TIME if on_cpu else AT_A_TIME
     bits = GATHER_BITS[wire.coding.format]
     numel = memory.layout.full_numel
@@ -212,11 +240,11 @@ def coding_work(memory: Memory, on_cpu: bool, is_away: bool) -> CodingWork:
     largest = (min(n, most) * _FLOAT for n in wire.largest_runs(0))
     encoding, decoding = next(largest) * (1 + casts), next(largest)
     halves = decoding // 2 if on_cpu and wire.coding.format == "fp8" else 0
-    return CodingWork(
-        0 if is_away else int(encoded),
-        decoded,
-        wire.num_bytes,
-        max(decoding * bool(apart) + halves, 0 if is_away else encoding),
+    return Message(
+        staging=wire.num_bytes,
+        before=0 if is_away else int(encoded),
+        after=decoded,
+        packing=max(decoding * bool(apart) + halves, 0 if is_away else encoding),
     )
 
 
@@ -229,62 +257,22 @@ def _encoded_bytes(coding: Coding, size: int) -> float:
     return passes + _FLOAT + GATHER_BITS[coding.format] / 8
 
 
-class ReducedPart(NamedTuple):
-    """A gradient, or a range of one buffer: elements of ``size`` bytes from ``offset`` on."""
+def parcelled_message(
+    segments: Sequence[tuple[Segment, Sequence[Slice]]], num_ranks: int, on_cpu: bool
+) -> Message:
+    """Describe an encoded reduction of slices of segments over ``num_ranks``, as rank 0 sees it.
 
-    offset: int
-    numel: int
-    size: int
-    coding: Coding | None
-
-
-class Parcels(NamedTuple):
-    """A unit's part of an encoded reduction, as rank 0 of ``num_ranks`` sees it.
-
-    ``sizes`` are those of the parcels, rank 0's first. ``packing`` and ``summing`` are the most
-    memory that encoding, and decoding, takes beside them; ``beside`` is held as long as they are.
-    """
-
-    sizes: tuple[MessageSize, ...]
-    num_ranks: int
-    on_cpu: bool
-    has_codes: bool
-    before: int
-    after: int
-    packing: int
-    summing: int
-    beside: int = 0
-
-    @property
-    def received(self) -> int:
-        """Bytes that arrive from the others."""
-        return self.sizes[0].num_bytes * (self.num_ranks - 1)
-
-    @property
-    def message(self) -> Message:
-        """The all-to-all of bytes."""
-        own, *others = (size.num_bytes for size in self.sizes)
-        sent = sum(others) * (self.num_ranks - 1) // max(len(others), 1)
-        num_messages = (self.num_ranks - 1 if self.on_cpu else 1) if sent else 0
-        staging = sent + own + self.received + self.beside
-        return Message(sent + own, sent, num_messages, staging, self.before, self.after)
-
-
-def parcels_of(
-    segments: Sequence[tuple[Segment, Sequence[ReducedPart]]], num_ranks: int, on_cpu: bool
-) -> Parcels:
-    """Describe an encoded reduction of segments over ``num_ranks``.
-
-    **Cost** a few microseconds for each part and rank.
+    **Cost** a few microseconds for each slice and rank.
     """
     sizes, own = list[MessageSize](), list[Slice]()
     before, packing, largest = 0.0, 0, 0
     most = ON_CPU_AT_A_TIME if on_cpu else AT_A_TIME
+    ranges = [ranges_of(parts) for _, parts in segments]
     for rank in range(num_ranks):
         slices = [
-            Slice(lo - part.offset, hi - part.offset, _wire_size(part), part.coding)
-            for segment, parts in segments
-            for number, lo, hi in owned_ranges(segment, [part[:2] for part in parts], rank)
+            Slice(lo - part.lo, hi - part.lo, _wire_size(part), part.coding)
+            for (segment, parts), inside in zip(segments, ranges, strict=True)
+            for number, lo, hi in owned_ranges(segment, inside, rank)
             for part in [parts[number]]
         ]
         own = slices if rank == 0 else own
@@ -292,16 +280,15 @@ def parcels_of(
         largest = max([largest, *(each.hi - each.lo for each in slices if each.codes)])
     parts = [part for _, parts in segments for part in parts]
     for part in parts:
-        coding = part.coding
-        if coding is not None and coding.has_scales:
-            before += part.numel * _encoded_bytes(coding, part.size)
+        numel = part.hi - part.lo
+        if part.codes is not None:
+            before += numel * _encoded_bytes(part.codes, part.size)
             packing = min(largest, most) * _FLOAT * (1 + (part.size != _FLOAT))
         else:
-            before += part.numel * (part.size + _wire_size(part))
+            before += numel * (part.size + _wire_size(part))
     if num_ranks > _RANKS_APART:
         others = zip(*sizes[1:], strict=True)
         sizes = [sizes[0], MessageSize(*(-(-sum(each) // (num_ranks - 1)) for each in others))]
-    has_codes = any(part.coding is not None for part in parts)
     after, summing = 0.0, 0
     for each in own:
         numel = each.hi - each.lo
@@ -314,28 +301,19 @@ def parcels_of(
             held = min(numel, most) * (_FLOAT + halves)
         summing = max(summing, held)
         after += numel * (num_ranks * size + (num_ranks - 1) * 3 * _FLOAT + 2 * _FLOAT)
-    return Parcels(
-        *(tuple(sizes), num_ranks, on_cpu, has_codes),
-        *(int(before), int(after), packing, summing),
+    return Message(
+        before=int(before),
+        after=int(after),
+        packing=packing,
+        summing=summing,
+        parcels=Parcels(tuple(sizes), num_ranks, on_cpu, any(p.coding is not None for p in parts)),
     )
 
 
-def merge_parcels(units: Sequence[Parcels]) -> Parcels | None:
-    """Describe the one reduction that several units share; None for none."""
-    if not units:
-        return None
-    sizes = zip(*(unit.sizes for unit in units), strict=True)
-    return Parcels(
-        tuple(MessageSize(*map(sum, zip(*of_rank, strict=True))) for of_rank in sizes),
-        *units[0][1:3],
-        any(unit.has_codes for unit in units),
-        sum(unit.before for unit in units),
-        sum(unit.after for unit in units),
-        max(unit.packing for unit in units),
-        max(unit.summing for unit in units),
-        sum(unit.beside for unit in units),
-    )
+def ranges_of(parts: Sequence[Slice]) -> list[tuple[int, int]]:
+    """Return the offset and the number of elements of each part of a segment."""
+    return [(part.lo, part.hi - part.lo) for part in parts]
 
 
-def _wire_size(part: ReducedPart) -> int:
+def _wire_size(part: Slice) -> int:
     return part.size if part.coding is None else _BF16

@@ -24,6 +24,7 @@ one to be through the model ends it, so the last block's inputs of the others st
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from shardwise.homes import LOADS, NUM_BUFFERS, tier_of
@@ -34,19 +35,16 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, Tape, Visit
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
 from shardwise.plan.step.footprint import Footprint
-from shardwise.plan.step.ledger import Away, Meter
-from shardwise.plan.step.program import Issuer
+from shardwise.plan.step.ledger import Away
+from shardwise.plan.step.recorder import Recorder
 
 
 class Offloading:
     """The offloading of one candidate; does nothing for units that are on the device."""
 
     def __init__(self, candidate: Candidate) -> None:
-        offload = candidate.offload
-        self._optimizer, self._row = (
-            OPTIMIZERS[candidate.optimizer],
-            PRECISIONS[candidate.precision],
-        )
+        offload, self._row = candidate.offload, PRECISIONS[candidate.precision]
+        self._optimizer = OPTIMIZERS[candidate.optimizer]
         self._papers = self._row.keeps_compute_shard
         self._params, self._grads = tier_of(offload.params), tier_of(offload.grads)
         masters = tier_of(offload.optimizer if self._papers else offload.params)
@@ -110,7 +108,7 @@ class Offloading:
                 found[self._params]["param_shards"] += weight.compute_shard_bytes
             found[self._grads]["grad_shards"] += weight.means_bytes
             found[self._grads]["more_grads"] += weight.means_bytes * (num_reductions > 1)
-            counters = self._optimizer.counter_bytes * weight.num_updated
+            counters = self._optimizer.counter_bytes * len(weight.updated)
             found["cpu"]["optimizer_state"] += counters
             found[self._state]["optimizer_state"] += weight.state_bytes - counters
             state_files.append(self._file_bytes(weight))
@@ -127,37 +125,37 @@ class Offloading:
         return regions_of([part for part in parts if part]).num_bytes
 
     # -- copies
-    def fetch(self, num_bytes: int, read_bytes: int, unit: int, issue: Issuer) -> None:
+    def fetch(self, num_bytes: int, read_bytes: int, unit: int, recorder: Recorder) -> None:
         """Bring so many bytes of a unit's slices to the device for a gather, from so many."""
-        after = issue.inputs
+        after = recorder.inputs
         if (self._params if self._papers else self._masters) == "nvme":
-            after = (issue.transfer("disk_read", read_bytes, unit, ()),)
-        issue.before_collective(issue.transfer("to_device", num_bytes, unit, after))
+            after = (recorder.transfer("disk_read", read_bytes, unit, ()),)
+        recorder.before_collective(recorder.transfer("to_device", num_bytes, unit, after))
 
-    def send_grads(self, weight: Footprint, unit: int, issue: Issuer) -> None:
+    def send_grads(self, weight: Footprint, unit: int, recorder: Recorder) -> None:
         """Copy a unit's reduced gradients to their place.
 
         Those of a window's further micro-batches are added to the first by the host's cores.
         """
-        num_bytes = weight.means_bytes
-        arrived = issue.transfer("to_host", num_bytes, unit, issue.inputs)
-        if self._grads == "nvme":
-            arrived = issue.transfer("disk_write", num_bytes, unit, (arrived,))
+        num_bytes, in_files = weight.means_bytes, self._grads == "nvme"
+
+        def written(op: int) -> int:
+            return recorder.transfer("disk_write", num_bytes, unit, (op,)) if in_files else op
+
+        arrived = written(recorder.transfer("to_host", num_bytes, unit, recorder.inputs))
         if unit in self._arrived:
             after: tuple[int, ...] = arrived, self._arrived[unit]
-            if self._grads == "nvme":
-                after = (issue.transfer("disk_read", 2 * num_bytes, unit, after),)
+            if in_files:
+                after = (recorder.transfer("disk_read", 2 * num_bytes, unit, after),)
             cost = Cost("memory", self._row.reduce, 0, 3 * num_bytes, 1)
-            arrived = issue.on_cpu((cost,), unit, after)
-            if self._grads == "nvme":
-                arrived = issue.transfer("disk_write", num_bytes, unit, (arrived,))
+            arrived = written(recorder.on_cpu((cost,), unit, after))
         self._arrived[unit] = arrived
 
-    def step(self, weights: Sequence[Footprint], issue: Issuer, moved: Sequence[int]) -> None:
+    def step(self, weights: Sequence[Footprint], recorder: Recorder, moved: Sequence[int]) -> None:
         """Issue the step of the offloaded units, one by one; ``moved``: bytes of each."""
-        ready = issue.inputs
+        ready = recorder.inputs
         for unit, weight in enumerate(weights):
-            if not weight.is_away or not weight.num_updated:
+            if not weight.is_away or not weight.updated:
                 continue
             brought = [self._brought(n, master) for n, master in weight.updated]
             in_files = self._file_bytes(weight) if self._state == "nvme" else 0
@@ -165,47 +163,48 @@ class Offloading:
             read = in_files + (weight.means_bytes if self._grads == "nvme" else 0)
             after = [*ready, self._arrived[unit]]
             if read:
-                after.append(issue.transfer("disk_read", read, unit, (self._arrived[unit],)))
+                after.append(recorder.transfer("disk_read", read, unit, (self._arrived[unit],)))
             cost = Cost("memory", self._row.master, 0, moved[unit], 1)
             if self.steps_on_device:
-                issue.wait(issue.transfer("to_device", sum(map(sum, brought)), unit, after))
-                there = issue.compute((cost,), unit, "optimizer")
+                recorder.wait(recorder.transfer("to_device", sum(map(sum, brought)), unit, after))
+                there = recorder.compute((cost,), unit)
                 stored = sum(sum(each[1:]) for each in brought)
-                stepped = issue.transfer("to_host", stored, unit, (there,))
+                stepped = recorder.transfer("to_host", stored, unit, (there,))
             else:
-                stepped = issue.on_cpu((cost,), unit, after)
+                stepped = recorder.on_cpu((cost,), unit, after)
             if in_files:
-                issue.transfer("disk_write", in_files, unit, (stepped,))
+                recorder.transfer("disk_write", in_files, unit, (stepped,))
 
 
 # -- inputs of checkpointed blocks
+@dataclass
 class _Input:
-    """One block's input in the micro-batch under way; of the operations the last that moved it."""
+    """One block's input in the micro-batch under way.
 
-    def __init__(self, unit: int, num_bytes: int, ready: tuple[int, ...]) -> None:
-        self.unit, self.num_bytes, self.ready = unit, num_bytes, ready
-        self.evicted: int | None = None
-        self.fetched: int | None = None
-        self.is_away = False
+    ``ready`` are the operations that made it, ``evicted`` and ``fetched`` those that moved it last.
+    """
+
+    unit: int
+    num_bytes: int
+    ready: tuple[int, ...]
+    evicted: int | None = None
+    fetched: int | None = None
+    is_away: bool = False
 
 
 class Inputs:
     """Moves the inputs of one tape's blocks; does nothing where they stay on the device."""
 
-    def __init__(self, tape: Tape, candidate: Candidate, meter: Meter, issue: Issuer) -> None:
-        self._meter, self._issue = meter, issue
+    def __init__(self, tape: Tape, candidate: Candidate, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._moves = candidate.offload.activations != "device"
         self._tape = tape
         self._order: list[_Input] = []
         self._is_open = False
-        self._num = candidate.accumulation if candidate.in_rounds else ceil(tape.in_flight)
+        num = candidate.accumulation if candidate.in_rounds else ceil(tape.in_flight)
         sizes = [e.input_bytes for e in tape.events if isinstance(e, Visit) and e.input_bytes]
         self._each = sum(sizes[:-1]) if self._moves else 0  # of one micro-batch
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that are taken for them."""
-        return self._num * self._each
+        self.host_bytes = num * self._each
 
     def others(self, micro_batch: int) -> int:
         """Return the bytes that the tape has on the device for micro-batches beside this one."""
@@ -219,25 +218,23 @@ class Inputs:
         if visit.unit == 0 and visit.kind == "before_forward" and not in_backward:
             self._is_open = True
         if visit.input_bytes:
-            self._save(visit)
+            if self._is_open:
+                self._give_up()
+                for each in self._order[-1:]:
+                    args = each.num_bytes, each.unit, each.ready
+                    each.evicted = self._recorder.transfer("to_host", *args)
+            self._order.append(_Input(visit.unit, visit.input_bytes, self._recorder.inputs))
         elif visit.kind == "after_forward" and visit.unit == 0 and not in_backward:
-            self._give_up(self._order)
+            self._give_up()
             self._is_open = False
         elif in_backward and visit.kind in ("before_forward", "before_backward"):
             self._ask(visit.unit)
 
-    def _save(self, visit: Visit) -> None:
-        if self._is_open:
-            self._give_up(self._order)
-        for each in self._order[-1:] if self._is_open else ():
-            each.evicted = self._issue.transfer("to_host", each.num_bytes, each.unit, each.ready)
-        self._order.append(_Input(visit.unit, visit.input_bytes, self._issue.inputs))
-
-    def _give_up(self, inputs: list[_Input]) -> None:
-        for each in inputs:
+    def _give_up(self) -> None:
+        for each in self._order:
             if each.evicted is not None and not each.is_away:
-                self._issue.wait(each.evicted)
-                self._meter.add("activations", -each.num_bytes)
+                self._recorder.wait(each.evicted)
+                self._recorder.add("activations", -each.num_bytes)
                 each.is_away = True
 
     def _ask(self, unit: int) -> None:
@@ -247,13 +244,10 @@ class Inputs:
             return
         last = places[-1]
         for each in self._order[max(last - 1, 0) : last + 1][::-1]:
-            self._fetch(each)
-        self._issue.wait(self._order[last].fetched)
-        del self._order[last]
-
-    def _fetch(self, each: _Input) -> None:
-        if each.is_away:
-            after = (*self._issue.inputs, *([] if each.evicted is None else [each.evicted]))
-            each.fetched = self._issue.transfer("to_device", each.num_bytes, each.unit, after)
-            self._meter.add("activations", each.num_bytes)
-            each.is_away = False
+            if each.is_away:
+                after = (*self._recorder.inputs, *([] if each.evicted is None else [each.evicted]))
+                args = each.num_bytes, each.unit, after
+                each.fetched = self._recorder.transfer("to_device", *args)
+                self._recorder.add("activations", each.num_bytes)
+                each.is_away = False
+        self._recorder.wait(self._order.pop(last).fetched)

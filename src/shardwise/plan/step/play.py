@@ -20,7 +20,7 @@ roots of all second moments at once; loop two tensors of the size of the largest
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.engine.schedule import Schedule
@@ -29,10 +29,11 @@ from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, weigh
-from shardwise.plan.step.ledger import Ledger, Meter, Played, Rest
+from shardwise.plan.step.ledger import Ledger, Played, Rest
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Inputs, Offloading
-from shardwise.plan.step.program import AxisName, Issuer
+from shardwise.plan.step.program import AxisName
+from shardwise.plan.step.recorder import Recorder
 from shardwise.stages import STAGES, Stage, UnitSettings
 
 _NORM_BYTES = 8  # the partial norm that clipping sends, float64
@@ -99,31 +100,30 @@ class _Player:
         self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
         stays_full = not stage.frees_after_backward
         num_ranks = candidate.num_shards * candidate.num_replicas
-        self._in_turns = stays_full and num_ranks > 1
+        is_one = self._reduce_every == "step" or candidate.in_rounds
+        self._num_reductions = 1 if is_one else candidate.accumulation  # of a unit in a step
+        keeps_buffers = candidate.transport == "point_to_point" and stays_full
         # True if the gradient buffers of the step before exist at its end.
-        is_one = self._num_reductions == 1
-        self._buffers = is_one and all(w.keeps_buffer for w in self._weights)
-        self._meter = Meter(self._rest())
-        self._issue = Issuer()
-        self._inputs = Inputs(tape, candidate, self._meter, self._issue)
+        has_buffers = keeps_buffers and self._num_reductions == 1
+        rest = _state(self._weights, self._offloading, tape, candidate)
+        if has_buffers:
+            in_turns = num_ranks > 1
+            kept = [w.reduce.out for w in self._weights if w.reduce and (in_turns or w.updated)]
+            rest = replace(rest, grad_shards=sum(kept))
+        self._recorder = Recorder(rest, tape.compute_dtype)
+        self._inputs = Inputs(tape, candidate, self._recorder)
         frees = stage.frees_after_forward and not self._is_stage
         self._row = replace(stage, reduce_every=self._reduce_every, frees_after_forward=frees)
         settings = UnitSettings(self._row)
-        context = PlayContext(
-            self._meter, self._issue, self._offloading, candidate, tape.compute_dtype, settings
-        )
+        context = PlayContext(self._recorder, self._offloading, candidate, settings, keeps_buffers)
         self._units = [
             UnitDouble(i, w, u, context)
             for i, (w, u) in enumerate(zip(self._weights, tape.units, strict=True))
         ]
         for unit in self._units:
-            unit.buffer = "kept" if self._buffers and unit.is_trained else ""
-        self._reductions = ReductionsDouble(
-            context,
-            candidate.bucket_bytes,
-            candidate.reduces_in_flight,
-            waits_at_close=candidate.num_replicas > 1 or not stage.shards_state,
-        )
+            unit.buffer = "kept" if has_buffers and unit.is_trained else ""
+        waits_at_close = candidate.num_replicas > 1 or not stage.shards_state
+        self._reductions = ReductionsDouble(context, waits_at_close)
         self._schedule: Schedule[UnitDouble] = Schedule(
             candidate.prefetch_bytes, self._reductions, has_peers=num_ranks > 1
         )
@@ -139,77 +139,44 @@ class _Player:
         scale = DTYPE_BYTES[row.reduce] / DTYPE_BYTES[tape.compute_dtype]
         self._rounds = _Rounds(candidate.accumulation if candidate.in_rounds else 1, scale)
 
-    @property
-    def _num_reductions(self) -> int:
-        """How often a step reduces a unit."""
-        candidate = self._candidate
-        if self._reduce_every == "step" or candidate.in_rounds:
-            return 1
-        return candidate.accumulation
-
-    def _rest(self) -> Ledger:
-        ledger = _state(self._weights, self._offloading, self._tape, self._candidate)
-        if not self._buffers:
-            return ledger
-        buffers = sum(
-            w.reduce.out for w in self._weights if w.reduce and (self._in_turns or w.num_updated)
-        )
-        return replace(ledger, grad_shards=buffers)
-
-    # -- all micro-batches
+    # -- micro-batches
     def run(self) -> None:
         """Walk the tape for each micro-batch, one after the other or round by round."""
-        if self._candidate.in_rounds:
-            self._run_rounds()
-        else:
-            for number in range(self._candidate.accumulation):
-                self.run_micro_batch(number)
+        every = range(self._candidate.accumulation)
+        for numbers in [every] if self._candidate.in_rounds else [[number] for number in every]:
+            self._run_together(numbers)
 
-    def _run_rounds(self) -> None:
-        rounds, meter = self._rounds, self._meter
-        meter.phase = "forward"
-        meter.add("inputs", self._tape.input_bytes * rounds.num)
-        meter.add("activations", self._tape.first_bytes)
-        stacks: list[list[tuple[UnitDouble, bool]]] = [[] for _ in range(rounds.num)]
-        for events in _rounds_of(self._tape.events):
-            for rounds.number, self._stack in enumerate(stacks):
-                meter.micro_batch = self._issue.micro_batch = rounds.number
-                self._walk(events)
-        self._end_backward()
-        meter.add("inputs", -self._tape.input_bytes * rounds.num)
-        meter.add("activations", -self._tape.first_bytes)
-
-    def _walk(self, events: Iterable[Work | Visit]) -> None:
-        for event in events:
-            if isinstance(event, Work):
-                self._work(event)
-            else:
-                self._meter.unit = event.unit
-                self._visit(event)
-                self._inputs.visit(event, self._in_backward)
-
-    # -- a micro-batch
-    def run_micro_batch(self, number: int) -> None:
-        """Walk the tape once."""
-        meter = self._meter
-        ends = number == self._candidate.accumulation - 1
+    def _run_together(self, numbers: Sequence[int]) -> None:
+        """Walk the tape for micro-batches that are in flight together."""
+        tape, recorder, rounds, first = self._tape, self._recorder, self._rounds, numbers[0]
+        ends = numbers[-1] == self._candidate.accumulation - 1
         self._is_last = ends and not self._is_stage
         is_away = any(w.is_away for w in self._weights)
         self._reductions.defers = not ends and self._candidate.num_replicas > 1 and not is_away
-        meter.micro_batch = self._issue.micro_batch = number
+        recorder.micro_batch = first
         if self._is_stage:
             self._set_stage(replace(self._row, frees_after_backward=False), stays_full=True)
-        keeps = number > 0 and self._reduce_every == "step"
+        keeps = first > 0 and self._reduce_every == "step"
         self._adds = keeps and not any(w.sums_apart for w in self._weights)
         self._in_backward = False
-        meter.phase = "forward"
-        meter.add("inputs", self._tape.input_bytes)
-        there = (0 if number else self._tape.first_bytes) - self._inputs.others(number)
-        meter.add("activations", there)
-        self._walk(self._tape.events)
+        recorder.phase = "forward"
+        recorder.add("inputs", tape.input_bytes * len(numbers))
+        there = (0 if first else tape.first_bytes) - self._inputs.others(first)
+        recorder.add("activations", there)
+        stacks: list[list[tuple[UnitDouble, bool]]] = [[] for _ in numbers]
+        for events in _rounds_of(tape.events) if len(numbers) > 1 else [tape.events]:
+            for rounds.number, self._stack in enumerate(stacks):
+                recorder.micro_batch = first + rounds.number
+                for event in events:
+                    if isinstance(event, Work):
+                        self._work(event)
+                    else:
+                        recorder.unit = event.unit
+                        self._visit(event)
+                        self._inputs.visit(event, self._in_backward)
         self._end_backward()
-        meter.add("inputs", -self._tape.input_bytes)
-        meter.add("activations", -there)
+        recorder.add("inputs", -tape.input_bytes * len(numbers))
+        recorder.add("activations", -there)
         if self._is_stage and ends:
             self._end_schedule()
 
@@ -221,14 +188,14 @@ class _Player:
         """Reduce what the micro-batches of a pipeline have left, and free its stage."""
         self._is_last = True
         self._set_stage(self._row, stays_full=False)
-        self._meter.add("activations", self._tape.end_bytes)
+        self._recorder.add("activations", self._tape.end_bytes)
         self._schedule.begin_backward([])
         self._end_backward()
-        self._meter.add("activations", -self._tape.end_bytes)
+        self._recorder.add("activations", -self._tape.end_bytes)
 
     def _work(self, work: Work) -> None:
-        meter, unit = self._meter, self._units[work.unit]
-        meter.phase, meter.unit = work.phase, work.unit
+        recorder, unit = self._recorder, self._units[work.unit]
+        recorder.phase, recorder.unit = work.phase, work.unit
         # If sums and gradients have one dtype, autograd adds to the sums, one by one.
         # Gradients in a unit that has no parameters are those of another one.
         in_rounds = self._candidate.in_rounds and work.net.grads > 0
@@ -242,10 +209,10 @@ class _Player:
             shown = _added(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
             peak, net = (each.lines() for each in shown)
             unit.grads += 0 if adds else shown[1].grads
-        meter.touch(peak)
+        recorder.touch(peak)
         for line, num_bytes in net.items():
-            meter.add(line, num_bytes)
-        self._issue.compute(work.costs, work.unit, work.phase)
+            recorder.add(line, num_bytes)
+        recorder.compute(work.costs, work.unit)
 
     def _visit(self, visit: Visit) -> None:
         unit, rounds = self._units[visit.unit], self._rounds
@@ -257,10 +224,10 @@ class _Player:
                 rounds.backward_is_next = is_next
                 if not self._in_backward:
                     self._order.append(unit.index)
-            self._meter.look()
+            self._recorder.look()
             self._stack.append((unit, is_next))
         elif visit.kind == "after_forward":
-            self._meter.look()
+            self._recorder.look()
             _, is_next = self._stack.pop()
             self._schedule.after_forward(
                 unit,
@@ -280,12 +247,12 @@ class _Player:
                 self._in_backward = True
             unit.in_backward = True
             self._schedule.before_backward(unit)
-            self._meter.look()
+            self._recorder.look()
         elif rounds.is_last:
             self._close(unit)
 
     def _close(self, unit: UnitDouble) -> None:
-        self._meter.look()
+        self._recorder.look()
         unit.in_backward = False
         self._claim_grads(unit)
         if not self._schedule.reduces(unit, self._is_last):  # else its sum would take them
@@ -319,67 +286,65 @@ class _Player:
     # -- the step
     def step(self, clips: bool) -> None:
         """Clip, step, drop the gradients."""
-        meter, issue = self._meter, self._issue
-        meter.unit = 0
-        meter.phase = "reduce"
+        recorder = self._recorder
+        recorder.unit = 0
+        recorder.phase = "reduce"
         self._reductions.finish()
         if clips:
             self._clip()
-        meter.phase = "optimizer"
-        meter.look()
+        recorder.phase = "optimizer"
+        recorder.look()
         here = [w for w in self._weights if not w.is_away]
-        meter.touch({"optimizer_temporary": _temporary_bytes(self._candidate, here)})
+        recorder.touch({"optimizer_temporary": _temporary_bytes(self._candidate, here)})
         moved = [_step_bytes(self._candidate, w) for w in self._weights]
-        self._offloading.step(self._weights, issue, moved)
+        self._offloading.step(self._weights, recorder, moved)
         on_device = sum(m for m, w in zip(moved, self._weights, strict=True) if not w.is_away)
         if on_device:
-            kernels = _num_kernels(self._candidate, here)
-            issue.compute((self._memory(on_device, kernels),), 0, "optimizer")
+            kernel = self._candidate.optimizer_kernel
+            kernels = 1 if kernel == "fused" else _UNFUSED_KERNELS
+            kernels *= sum(len(w.updated) for w in here) if kernel == "loop" else 1
+            recorder.compute((self._memory(on_device, kernels),), 0)
         self._reductions.zero_grad(self._units)
         for unit in self._units:
             unit.go_stale()
 
     def _clip(self) -> None:
-        self._meter.phase = "clip"
-        size = DTYPE_BYTES[PRECISIONS[self._candidate.precision].reduce]
+        candidate, recorder = self._candidate, self._recorder
+        recorder.phase = "clip"
+        size = DTYPE_BYTES[PRECISIONS[candidate.precision].reduce]
         grads = sum(w.local_numel for w in self._weights) * size
         if not grads:
             return
-        self._issue.compute((self._memory(grads, 1),), 0, "clip")
-        for axis, ranks in self._cut_over().items():
+        recorder.compute((self._memory(grads, 1),), 0)
+        over = next((u.experts_over for u in self._tape.units if u.experts_over is not None), None)
+        sizes: dict[AxisName, int] = {}  # of the axes over which the state is cut
+        if candidate.stage > 0:
+            sizes = {
+                "shard": candidate.num_shards,
+                "efsdp": int(candidate.num_shards * (over or 0)),
+            }
+        sizes["ep"] = candidate.ep if over is not None else 1
+        for axis, ranks in sizes.items():
             if ranks > 1:
                 norm = Message(_NORM_BYTES, _NORM_BYTES * (ranks - 1), ranks - 1)
-                op = self._issue.collective("all_reduce", axis, norm, 0, "clip", label="scalars")
-                self._issue.wait(op)
-        self._issue.compute((self._memory(2 * grads, 1),), 0, "clip")
-
-    def _cut_over(self) -> dict[AxisName, int]:
-        """Return over how many ranks of which axes the state is cut."""
-        candidate, sizes = self._candidate, dict[AxisName, int]()
-        over = next((u.experts_over for u in self._tape.units if u.experts_over is not None), None)
-        if candidate.stage > 0:
-            sizes["shard"] = candidate.num_shards
-        if candidate.stage > 0 and over is not None:
-            sizes["efsdp"] = int(candidate.num_shards * over)
-        if over is not None:
-            sizes["ep"] = candidate.ep
-        return sizes
+                recorder.wait(recorder.start("all_reduce", axis, norm, 0, label="scalars"))
+        recorder.compute((self._memory(2 * grads, 1),), 0)
 
     def _memory(self, num_bytes: int, num_ops: int) -> Cost:
         return Cost("memory", PRECISIONS[self._candidate.precision].master, 0, num_bytes, num_ops)
 
     def result(self) -> Played:
         """Return the step as it was played."""
-        peaks = self._meter.peaks()
+        peaks = self._recorder.peaks()
         away = self._offloading.away(self._weights, self._num_reductions)
         return Played(
             peak=max(peaks, key=lambda m: m.ledger.total),
             peaks=peaks,
-            engines_peak=self._meter.engines_peak,
-            resting=self._meter.ledger(),
+            engines_peak=self._recorder.engines_peak,
+            resting=self._recorder.ledger(),
             host=replace(away["cpu"], inputs=self._inputs.host_bytes),
             files=away["nvme"],
-            program=self._issue.program(tuple(u.name for u in self._tape.units)),
+            program=self._recorder.program(tuple(u.name for u in self._tape.units)),
             padding_bytes=sum(w.padding_bytes for w in self._weights),
         )
 
@@ -460,13 +425,6 @@ def _added(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
 
 
 # -- the optimizer's step
-def _num_kernels(candidate: Candidate, weights: Sequence[Footprint]) -> int:
-    """Return how many kernels step these units."""
-    kernel = candidate.optimizer_kernel
-    num_tensors = sum(w.num_updated for w in weights) if kernel == "loop" else 1
-    return num_tensors * (1 if kernel == "fused" else _UNFUSED_KERNELS)
-
-
 def _step_bytes(candidate: Candidate, weight: Footprint) -> int:
     """Return the bytes that the step of a unit reads and writes."""
     row = PRECISIONS[candidate.precision]
@@ -484,7 +442,8 @@ def _temporary_bytes(candidate: Candidate, weights: Sequence[Footprint]) -> int:
     if kernel == "fused" or not _is_adam(candidate):
         return copied
     if kernel == "loop":
-        return copied + 2 * max((w.largest_local for w in weights), default=0)
+        slices = (n * DTYPE_BYTES[dtype] for w in weights for n, dtype in w.updated)
+        return copied + 2 * max(slices, default=0)
     return copied + numel * DTYPE_BYTES[row.master]
 
 

@@ -194,26 +194,35 @@ def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
     values = [*ideal, *(row.tokens_per_s for row in rows)]
     ticks = _ticks(min(values) / 2, max(values))  # room for the label of the lowest point
     up = svg.Axis(log10(ticks[0]), log10(ticks[-1]), _BOTTOM, _TOP)
+    if len(ticks) > _MOST_TICKS:  # powers of ten only
+        ticks = [tick for tick in ticks if f"{tick:e}".startswith("1")]
+    words = [format_count(tick) for tick in ticks]
     curve = [(across.at(log2(r.num_ranks)), up.at(log10(r.tokens_per_s))) for r in rows]
     straight = [(x, up.at(log10(best))) for (x, _), best in zip(curve, ideal, strict=True)]
     parts = [
         svg.heading(_LEFT, 26, title),
         *svg.legend(_LEGEND, _RIGHT, _TOP - 18),
-        *_value_axis(up, ticks, across),
-        *_ranks_axis(across, rows),
+        svg.text(_LEFT - 60, _TOP - 18, "tokens/s"),
+        *svg.draw_levels(up, [log10(tick) for tick in ticks], across, words),
+        svg.element("line", "grid", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM),
+        svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 46, "ranks", 'text-anchor="middle"'),
         svg.draw_line("ideal", straight, stroke_dasharray="5 4"),
         svg.draw_line("line", curve, stroke_width=2),
-        *_dots(curve, rows),
     ]
-    return svg.document((_WIDTH, _HEIGHT), title, _description(rows), parts, ids="scaling")
-
-
-def _description(rows: Sequence[ScalingRow]) -> str:
-    return "Tokens per second by number of ranks: " + "; ".join(
+    labelled = -1.0 * _LABEL_GAP
+    for (x, y), row in zip(curve, rows, strict=True):
+        parts += [svg.tick(x, _BOTTOM), svg.dot("line-fill", x, y, radius=4)]
+        if x - labelled >= _LABEL_GAP:  # efficiencies stand where neither line passes
+            count = f"{row.num_ranks:,}"
+            parts.append(svg.text(x, _BOTTOM + 21, count, 'text-anchor="middle"'))
+            parts.append(svg.text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
+            labelled = x
+    description = "Tokens per second by number of ranks: " + "; ".join(
         f"{row.num_ranks} ranks {row.tokens_per_s:.3g} tokens/s, "
         f"{row.efficiency:.0%} of ideal per rank"
         for row in rows
     )
+    return svg.document((_WIDTH, _HEIGHT), title, description, parts, ids="scaling")
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -223,39 +232,3 @@ def _ticks(low: float, high: float) -> list[float]:
     first = max(i for i, value in enumerate(round_values) if value <= low)
     last = min(i for i, value in enumerate(round_values) if value >= high)
     return round_values[first : max(last, first + 1) + 1]
-
-
-def _value_axis(up: svg.Axis, ticks: Sequence[float], across: svg.Axis) -> list[str]:
-    """Draw a line for each round value, or for each power of ten if there are many."""
-    if len(ticks) > _MOST_TICKS:
-        ticks = [tick for tick in ticks if f"{tick:e}".startswith("1")]
-    words = [format_count(tick) for tick in ticks]
-    levels = svg.draw_levels(up, [log10(tick) for tick in ticks], across, words)
-    return [svg.text(_LEFT - 60, _TOP - 18, "tokens/s"), *levels]
-
-
-def _ranks_axis(across: svg.Axis, rows: Sequence[ScalingRow]) -> list[str]:
-    parts = [
-        svg.element("line", "grid", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM),
-        svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 46, "ranks", 'text-anchor="middle"'),
-    ]
-    shown = -_WIDTH * 1.0
-    for row in rows:
-        x = across.at(log2(row.num_ranks))
-        parts.append(svg.tick(x, _BOTTOM))
-        if x - shown >= _LABEL_GAP:
-            parts.append(svg.text(x, _BOTTOM + 21, f"{row.num_ranks:,}", 'text-anchor="middle"'))
-            shown = x
-    return parts
-
-
-def _dots(curve: list[tuple[float, float]], rows: Sequence[ScalingRow]) -> list[str]:
-    """Draw the points; efficiencies stand below right, where neither line passes."""
-    parts = []
-    shown = -_WIDTH * 1.0
-    for (x, y), row in zip(curve, rows, strict=True):
-        parts.append(svg.dot("line-fill", x, y, radius=4))
-        if x - shown >= _LABEL_GAP:
-            parts.append(svg.text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
-            shown = x
-    return parts

@@ -5,7 +5,7 @@ ranks of one shard group are neighbours.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from shardwise.errors import ConfigError
@@ -102,12 +102,22 @@ class Scenario:
             _check_slow_link(f"slow_links[{number}]", link, self)
         _check_number("jitter_sigma", self.jitter_sigma)
         _check_name("jitter_kind", self.jitter_kind, get_args(JitterKind))
-        if self.failures is not None:
-            _check_number("failures.mtbf_hours", self.failures.mtbf_hours, above_zero=True)
-            _check_number("failures.detect_s", self.failures.detect_s)
-            _check_number("failures.restart_s", self.failures.restart_s)
-        if self.checkpoints is not None:
-            _check_checkpoints(self.checkpoints)
+        for name, value in (("failures", self.failures), ("checkpoints", self.checkpoints)):
+            for each in fields(value) if value is not None else ():
+                above_zero = each.name in ("mtbf_hours", "interval_s")
+                _check_number(f"{name}.{each.name}", getattr(value, each.name), above_zero)
+        if (saves := self.checkpoints) is not None:
+            if saves.cost_s < saves.stall_s:
+                raise ConfigError(
+                    f"checkpoints.cost_s={saves.cost_s}: expected at least stall_s="
+                    f"{saves.stall_s}, since a checkpoint is not durable while training waits "
+                    "for it"
+                )
+            if saves.interval_s + saves.stall_s < saves.cost_s:
+                raise ConfigError(
+                    f"checkpoints.interval_s={saves.interval_s}: a save would begin before the "
+                    f"last one is durable (cost_s={saves.cost_s}); save less often"
+                )
         check_whole(self.seed, "seed", _MOST, least=0)
 
     @property
@@ -149,22 +159,6 @@ def _check_slow_link(field: str, link: SlowLink, scenario: Scenario) -> None:
         check_whole(link.group, f"{field}.group", groups - 1, least=0)
 
 
-def _check_checkpoints(checkpoints: Checkpoints) -> None:
-    _check_number("checkpoints.interval_s", checkpoints.interval_s, above_zero=True)
-    for name in ("stall_s", "cost_s", "load_s"):
-        _check_number(f"checkpoints.{name}", getattr(checkpoints, name))
-    if checkpoints.cost_s < checkpoints.stall_s:
-        raise ConfigError(
-            f"checkpoints.cost_s={checkpoints.cost_s}: expected at least stall_s="
-            f"{checkpoints.stall_s}, since a checkpoint is not durable while training waits for it"
-        )
-    if checkpoints.interval_s + checkpoints.stall_s < checkpoints.cost_s:
-        raise ConfigError(
-            f"checkpoints.interval_s={checkpoints.interval_s}: a save would begin before the last "
-            f"one is durable (cost_s={checkpoints.cost_s}); save less often"
-        )
-
-
 def _check_number(field: str, value: object, above_zero: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (above_zero and value == 0):  # type: ignore[operator]
@@ -179,7 +173,6 @@ def _check_factor(field: str, value: float) -> None:
 
 
 def _check_name(field: str, value: object, names: tuple[str, ...]) -> None:
-    if value in names:
-        return
-    hint = did_you_mean(str(value), names)
-    raise ConfigError(f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")
+    if value not in names:
+        hint = did_you_mean(str(value), names)
+        raise ConfigError(f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")

@@ -1,9 +1,8 @@
 """Simulate the operations of a program in time, on all ranks of a scenario.
 
 An operation begins when its stream is free and its inputs have ended; a collective begins when the
-last rank of its group is ready. The program's order makes one pass over it enough. If all ranks are
-equal, one is simulated in plain floats (milliseconds). If ranks differ, they are simulated as
-arrays.
+last rank of its group is ready. The program's order makes one pass over it enough. Times are arrays
+of the ranks that differ; if there is one such rank and no noise, they are floats, which are faster.
 
 Note [Steps after steps]
 A rank begins its next step when all its streams have ended. Only collectives make ranks wait for
@@ -25,20 +24,18 @@ time. So do two places of the shard axis that are equal in every replica. One ro
 stand for all their equals. The maximum over equals is that over one of them, so the times are
 bit-identical. With noise every rank is a class by itself.
 
-Note [Memory of a pass]
-At 16,384 ranks the times of all operations would be gigabytes. A pass keeps the streams' ends and
-the ends of operations that a later one still waits for. The first pass also keeps, in one byte per
-operation and rank, which predecessor was last, and which rank was last in each group: enough
-to walk the critical path back. The second pass, with the same noise, records the requested spans.
+Note [Times of a pass]
+A pass keeps the end of each operation, and the begin of each collective: 8 bytes per operation and
+rank that differs, and per group for a collective. The spans of a rank and the critical path are
+computed from these afterwards, for the few ranks that they need.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -52,9 +49,8 @@ from shardwise.plan.timing.breakdown import COMMUNICATING, RankRun, Span, catego
 from shardwise.plan.timing.scenario import Scenario
 
 Floats = NDArray[np.float64]
-_FROM_STREAM = -1
-
-
+Times = float | Floats  # of the one rank that stands for all, or [replicas, shards]
+Noise = Callable[[tuple[int, ...]], Floats]
 _WORKERS = ("compute", "cpu")
 
 
@@ -154,7 +150,7 @@ def simulate(
     Note [Overlap is not free]. ``ranks`` to write down. ``fold`` False computes every rank by
     itself, with the same result.
 
-    **Cost** operations times ranks that differ; twice that where the paths are written down.
+    **Cost** operations times ranks that differ, in time and memory; see Note [Times of a pass].
     **Raises** ConfigError: an operation's time, the overlap or a rank is out of range.
     """
     scenario = scenario or Scenario()
@@ -165,9 +161,26 @@ def simulate(
             raise ConfigError(f"ranks: got {rank}, expected 0 to {scenario.num_ranks - 1}")
     base = _contended_seconds(program.ops, _priced(program, seconds), overlap)
     grid = grid_of(scenario, fold)
-    if grid.compute.size == 1 and not scenario.jitter_sigma:
-        return _simulate_one(program, base, scenario, grid, ranks)
-    return _simulate_many(program, base, scenario, grid, ranks)
+    end: Times = 0.0 if isinstance(grid.compute, float) else np.zeros(grid.compute.shape)
+    steps_s: list[float] = []
+    for step in range(scenario.num_steps):
+        begin = end - float(np.min(end))
+        made = run_step(program.ops, base, grid, begin, _noise_of(scenario, step))
+        end = made.end
+        steps_s.append(float(np.max(end) - np.max(begin)))
+    runs = [
+        RankRun(program, rank, _at(begin, place), tuple(made.spans(place)))
+        for rank in _chosen_ranks(end, grid, ranks)
+        for place in [grid.place(rank)]
+    ]
+    steps = made.critical_path(grid.place(runs[0].rank))
+    rank_at = {place: grid.rank_at(*place) for place in {place for _, place, _ in steps}}
+    path = [
+        CriticalOp(index, rank_at[place], start_s, _at(made.ends[index], place))
+        for index, place, start_s in steps
+    ]
+    spread = _spread(grid.unfold(end - begin))
+    return Simulated(program, scenario, tuple(steps_s), spread, tuple(runs), tuple(path))
 
 
 def _priced(program: Program, seconds: Callable[[Op], float]) -> list[float]:
@@ -183,97 +196,17 @@ def _priced(program: Program, seconds: Callable[[Op], float]) -> list[float]:
     return priced
 
 
-def _simulate_one(
-    program: Program,
-    base: Sequence[float],
-    scenario: Scenario,
-    grid: Grid,
-    ranks: Sequence[int] | None,
-) -> Simulated:
-    compute, shard, replicate = (
-        float(factor[0, 0]) for factor in (grid.compute, grid.shard_link, grid.replicate_link)
-    )
-    free: dict[Stream, float] = {}
-    newest: dict[Stream, int] = {}
-    spans: list[Span] = []
-    previous: list[int] = []
-    for index, op in enumerate(program.ops):
-        took = base[index]
-        if isinstance(op.work, Compute):
-            took *= compute
-        elif isinstance(op.work, Collective):
-            took *= replicate if op.work.axis == "replicate" else shard
-        ready, last = free.get(op.stream, 0.0), newest.get(op.stream, -1)
-        for j in op.after:
-            if spans[j].end_s > ready:
-                ready, last = spans[j].end_s, j
-        spans.append(Span(index, ready, ready, ready + took))
-        previous.append(last)
-        free[op.stream], newest[op.stream] = ready + took, index
-    step_s = max(free.values(), default=0.0)
-    last = next((span.op for span in spans if span.end_s == step_s > 0), -1)
-    path = []
-    while last != -1:
-        path.append(CriticalOp(last, 0, spans[last].start_s, spans[last].end_s))
-        last = previous[last]
-    chosen = dict.fromkeys((0, *(ranks or ())))
-    runs = tuple(RankRun(program, rank, 0.0, tuple(spans)) for rank in chosen)
-    spread = TimeSpread(step_s, step_s, step_s, step_s, step_s)
-    steps_s = (step_s,) * scenario.num_steps
-    return Simulated(program, scenario, steps_s, spread, runs, tuple(path[::-1]))
-
-
-def _simulate_many(
-    program: Program,
-    base: Sequence[float],
-    scenario: Scenario,
-    grid: Grid,
-    ranks: Sequence[int] | None,
-) -> Simulated:
-    begin = np.zeros(grid.compute.shape)
-    steps_s, decisions = [], Decisions()
-    for step in range(scenario.num_steps):
-        last = step == scenario.num_steps - 1
-        noise = _noise_of(scenario, step)
-        end = run_step(program.ops, base, grid, begin, noise, decisions if last else None)
-        steps_s.append(float(end.max() - begin.max()))
-        if not last:
-            begin = end - end.min()
-    row, column = np.unravel_index(int(end.argmax()), end.shape)
-    path = decisions.path(program.ops, int(row), int(column))
-    took = grid.unfold(end - begin)
-    chosen = _chosen_ranks(grid.unfold(end), grid, ranks)
-    spans: dict[int, list[Span]] = {rank: [] for rank in chosen}
-    places = {rank: grid.place(rank) for rank in chosen}
-    on_path = {index: (row, column) for index, row, column in path}
-    critical: list[CriticalOp] = []
-
-    def write(index: int, ready: Floats, start: Floats, end: Floats) -> None:
-        start = np.broadcast_to(start, end.shape)
-        for rank, at in places.items():
-            spans[rank].append(Span(index, float(ready[at]), float(start[at]), float(end[at])))
-        if index in on_path:
-            at = on_path[index]
-            critical.append(CriticalOp(index, grid.rank_at(*at), float(start[at]), float(end[at])))
-
-    run_step(program.ops, base, grid, begin, _noise_of(scenario, step), write=write)
-    runs = tuple(
-        RankRun(program, rank, float(begin[places[rank]]), tuple(spans[rank])) for rank in chosen
-    )
-    return Simulated(program, scenario, tuple(steps_s), _spread(took), runs, tuple(critical))
-
-
-def _chosen_ranks(ends: Floats, grid: Grid, asked: Sequence[int] | None) -> list[int]:
+def _chosen_ranks(ends: Times, grid: Grid, asked: Sequence[int] | None) -> list[int]:
     """Return the slowest rank, then those asked for, or else the median and the fastest."""
-    order = np.argsort(-ends, kind="stable")
+    order = np.argsort(-grid.unfold(ends), kind="stable")
     if asked is not None:
         return list(dict.fromkeys([int(order[0]), *asked]))
     places = [grid.place(int(order[number])) for number in (0, len(order) // 2, -1)]
     return list(dict.fromkeys(grid.rank_at(*place) for place in places))
 
 
-def _noise_of(scenario: Scenario, step: int) -> Callable[[tuple[int, ...]], Floats] | None:
-    """Return what draws a step's factors, 1 on average; the same factors at every call."""
+def _noise_of(scenario: Scenario, step: int) -> Noise | None:
+    """Return the function that draws a step's factors, 1 on average; the same at every call."""
     sigma = scenario.jitter_sigma
     if not sigma:
         return None
@@ -284,6 +217,8 @@ def _noise_of(scenario: Scenario, step: int) -> Callable[[tuple[int, ...]], Floa
 
 
 def _spread(seconds: Floats) -> TimeSpread:
+    if len(seconds) == 1:
+        return TimeSpread(*seconds.tolist() * 5)
     minimum, median, p95, maximum = np.quantile(seconds, (0, 0.5, 0.95, 1))
     return TimeSpread(
         float(seconds.mean()), float(minimum), float(median), float(p95), float(maximum)
@@ -327,18 +262,19 @@ def _contended_seconds(
     return tuple(lasted)
 
 
-# -- many ranks as arrays [num_replicas, num_shards]; see Notes [Folding] and [Memory of a pass]
+# -- the ranks that differ
 @dataclass(frozen=True)
 class Grid:
     """The ranks that differ: factors of work and links; the ranks of each row and column.
 
     **Shapes** ``compute`` [rows, columns], ``shard_link`` [rows, 1], ``replicate_link``
-    [1, columns], ``row_of`` [num_replicas], ``column_of`` [num_shards].
+    [1, columns], or floats if one rank without noise stands for all; ``row_of`` [num_replicas],
+    ``column_of`` [num_shards].
     """
 
-    compute: Floats
-    shard_link: Floats
-    replicate_link: Floats
+    compute: Times
+    shard_link: Times
+    replicate_link: Times
     row_of: NDArray[np.intp]
     column_of: NDArray[np.intp]
 
@@ -352,9 +288,19 @@ class Grid:
         replica, shard = np.argmax(self.row_of == row), np.argmax(self.column_of == column)
         return int(replica) * len(self.column_of) + int(shard)
 
-    def unfold(self, values: Floats) -> Floats:
-        """Return one value for each rank, in the order of the ranks."""
+    def unfold(self, values: Times) -> Floats:
+        """Return one value for each rank, in the order of the ranks; one value if all are equal."""
+        if isinstance(values, float):
+            return np.array([values])
         return values[self.row_of][:, self.column_of].ravel()
+
+    def factor(self, op: Op) -> Times:
+        """Return the factor of an operation's seconds on each rank, or in each group."""
+        if isinstance(op.work, Collective):
+            return self.replicate_link if op.work.axis == "replicate" else self.shard_link
+        if isinstance(op.work, Compute):
+            return self.compute
+        return 1.0 if isinstance(self.compute, float) else np.ones(self.compute.shape)
 
 
 def grid_of(scenario: Scenario, fold: bool = True) -> Grid:
@@ -362,9 +308,8 @@ def grid_of(scenario: Scenario, fold: bool = True) -> Grid:
     rows, columns = scenario.num_replicas, scenario.num_shards
     plain = not (scenario.stragglers or scenario.slow_links or scenario.jitter_sigma)
     if plain and fold:
-        one = np.ones((1, 1))
-        return Grid(one, one, one, np.zeros(rows, np.intp), np.zeros(columns, np.intp))
-    compute: Floats = np.ones(scenario.num_ranks)
+        return Grid(1.0, 1.0, 1.0, np.zeros(rows, np.intp), np.zeros(columns, np.intp))
+    flat: Floats = np.ones(scenario.num_ranks)
     rng = np.random.default_rng(scenario.seed)
     for straggler in scenario.stragglers:
         if straggler.rank is not None:
@@ -372,32 +317,26 @@ def grid_of(scenario: Scenario, fold: bool = True) -> Grid:
         else:
             count = math.ceil((straggler.fraction or 0.0) * scenario.num_ranks)
             picked = rng.permutation(scenario.num_ranks)[:count]
-        compute[picked] = np.maximum(compute[picked], straggler.slowdown)
-    compute = compute.reshape(rows, columns)
-    shard_link, replicate_link = _link_factors(scenario)
-    if scenario.jitter_sigma or not fold:
-        row_of, column_of = np.arange(rows), np.arange(columns)
-        return Grid(compute, shard_link[:, None], replicate_link[None], row_of, column_of)
-    kept_rows, row_of = _classes(np.column_stack([shard_link, compute]))
-    compute, shard_link = compute[kept_rows], shard_link[kept_rows]
-    kept, column_of = _classes(np.column_stack([replicate_link, compute.T]))
-    return Grid(
-        compute[:, kept], shard_link[:, None], replicate_link[None, kept], row_of, column_of
-    )
-
-
-def _link_factors(scenario: Scenario) -> tuple[Floats, Floats]:
-    """Return the factor of each shard group and of each replicate group: its slowest link's."""
-    shard, replicate = np.ones(scenario.num_replicas), np.ones(scenario.num_shards)
-    for link in scenario.slow_links:
+        flat[picked] = np.maximum(flat[picked], straggler.slowdown)
+    compute = flat.reshape(rows, columns)
+    shard, replicate = np.ones(rows), np.ones(columns)
+    for link in scenario.slow_links:  # a group is as slow as its slowest link
         if link.rank is not None:
-            row, column = divmod(link.rank, scenario.num_shards)
+            row, column = divmod(link.rank, columns)
             hit = [(shard, row), (replicate, column)]
         else:
             hit = [(shard if link.axis == "shard" else replicate, link.group or 0)]
         for factors, group in hit:
             factors[group] = max(factors[group], link.factor)
-    return shard, replicate
+    if scenario.jitter_sigma or not fold:
+        return Grid(compute, shard[:, None], replicate[None], np.arange(rows), np.arange(columns))
+    kept, row_of = _classes(np.column_stack([shard, compute]))
+    compute, shard = compute[kept], shard[kept]
+    kept, column_of = _classes(np.column_stack([replicate, compute.T]))
+    compute, replicate = compute[:, kept], replicate[kept]
+    if compute.size == 1:
+        return Grid(compute.item(), shard.item(), replicate.item(), row_of, column_of)
+    return Grid(compute, shard[:, None], replicate[None], row_of, column_of)
 
 
 def _classes(rows: Floats) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -408,116 +347,111 @@ def _classes(rows: Floats) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     return first, class_of
 
 
+# -- one pass
 @dataclass
-class Decisions:
-    """Why each operation began when it did: its last predecessor, the last rank of its group."""
+class SteppedRanks:
+    """A pass over a program on all ranks of a grid; see Note [Times of a pass].
 
-    last_input: list[NDArray[np.signedinteger] | None] = field(default_factory=list)
-    last_member: list[NDArray[np.intp] | None] = field(default_factory=list)
-    last_ended: NDArray[np.intp] = field(default_factory=lambda: np.zeros((0, 0), np.intp))
+    ``begin`` and ``end`` are those of the ranks, ``ends`` of the operations, ``met`` the begins of
+    collectives, ``previous`` the operation before each on its stream, -1 for none.
+    """
 
-    def path(self, ops: Sequence[Op], row: int, column: int) -> list[tuple[int, int, int]]:
-        """Return (operation, row, column) of the critical path that ends at a place, begin first.
+    ops: Sequence[Op]
+    begin: Times
+    end: Times
+    ends: list[Times] = field(default_factory=list)
+    met: dict[int, Times] = field(default_factory=dict)
+    previous: list[int] = field(default_factory=list)
 
-        At each operation the walk continues at its last input, or at the last rank of its group.
+    def ready(self, index: int) -> Times:
+        """Return when a rank's stream is free and the inputs of the operation are there."""
+        before = self.previous[index]
+        ready = self.begin if before == -1 else self.ends[before]
+        later = _later(self.begin)
+        for j in self.ops[index].after:
+            ready = later(ready, self.ends[j])
+        return ready
+
+    def spans(self, place: tuple[int, int]) -> Iterable[Span]:
+        """Yield the operations of one rank."""
+        begin, met, ends = _at(self.begin, place), self.met, self._ends_at(place)
+        for index, (op, before, end) in enumerate(zip(self.ops, self.previous, ends, strict=True)):
+            ready = begin if before == -1 else ends[before]
+            for j in op.after:
+                if ends[j] > ready:
+                    ready = ends[j]
+            yield Span(index, ready, _at(met[index], place) if index in met else ready, end)
+
+    def _ends_at(self, place: tuple[int, int]) -> Sequence[float]:
+        return [_at(end, place) for end in self.ends]
+
+    def critical_path(self, place: tuple[int, int]) -> list[tuple[int, tuple[int, int], float]]:
+        """Return (operation, place, begin) along the critical path to a rank's end, begin first.
+
+        At each operation the walk continues at its last input, or at that of the last rank of its
+        group.
         """
-        previous = _stream_predecessors(ops)
-        index, path = int(self.last_ended[row, column]), []
+        ends, path = self._ends_at(place), list[tuple[int, tuple[int, int], float]]()
+        last = max(ends, default=0.0)
+        index = ends.index(last) if last > _at(self.begin, place) else -1
         while index != -1:
-            members, op = self.last_member[index], ops[index]
-            if members is not None and isinstance(op.work, Collective):
-                if op.work.axis != "replicate":
-                    column = int(members[row, 0])
-                else:
-                    row = int(members[0, column])
-            path.append((index, row, column))
-            inputs = self.last_input[index]
-            choice = _FROM_STREAM if inputs is None else int(inputs[row, column])
-            index = previous[index] if choice == _FROM_STREAM else op.after[choice]
+            op, before = self.ops[index], self.previous[index]
+            if index in self.met:
+                place = _last_of_group(self.ready(index), op.stream, place)
+            now, index = index, before
+            last = _at(self.begin if before == -1 else self.ends[before], place)
+            for j in op.after:
+                if _at(self.ends[j], place) > last:
+                    last, index = _at(self.ends[j], place), j
+            path.append((now, place, last))
         return path[::-1]
 
 
-def _stream_predecessors(ops: Sequence[Op]) -> list[int]:
-    last: dict[str, int] = {}
-    previous = []
-    for index, op in enumerate(ops):
-        previous.append(last.get(op.stream, -1))
-        last[op.stream] = index
-    return previous
-
-
 def run_step(
-    ops: Sequence[Op],
-    seconds: Sequence[float],
-    grid: Grid,
-    begin: Floats,
-    noise: Callable[[tuple[int, ...]], Floats] | None,
-    decisions: Decisions | None = None,
-    write: Callable[[int, Floats, Floats, Floats], None] | None = None,
-) -> Floats:
-    """Run one step on all ranks; return when each ends.
-
-    ``begin`` [rows, columns] is when each rank begins. ``noise`` draws factors of a shape.
-    ``write`` gets an operation's index and when it was ready, began and ended.
-
-    **Cost** operations times ranks; memory see Note [Memory of a pass].
-    """
-    last_use = {j: index for index, op in enumerate(ops) for j in op.after}
-    free: dict[str, Floats] = {}
-    ends: dict[int, Floats] = {}
-    finished = begin
-    if decisions is not None:
-        decisions.last_ended = np.full(begin.shape, -1, np.intp)
+    ops: Sequence[Op], seconds: Sequence[float], grid: Grid, begin: Times, noise: Noise | None
+) -> SteppedRanks:
+    """Run one step on all ranks, which begin at ``begin``; ``noise`` draws factors of a shape."""
+    made = SteppedRanks(ops, begin, begin)
+    ends, later = made.ends, _later(begin)
+    newest: dict[Stream, int] = {}
     for index, op in enumerate(ops):
-        inputs = [ends[j] for j in op.after]
-        ready, last_input = _latest(free.get(op.stream, begin), inputs, decisions is not None)
-        start, last_member = ready, None
-        if isinstance(op.work, Collective):
-            axis = 0 if op.work.axis == "replicate" else 1
-            if ready.shape[axis] > 1:
-                start = ready.max(axis=axis, keepdims=True)
-                if decisions is not None:
-                    last_member = ready.argmax(axis=axis, keepdims=True)
-        end = np.broadcast_to(start + _duration(op, seconds[index], grid, noise), begin.shape)
-        free[op.stream] = end
+        before = newest.get(op.stream, -1)
+        start = begin if before == -1 else ends[before]
         for j in op.after:
-            if last_use[j] == index:
-                ends.pop(j, None)
-        if index in last_use:
-            ends[index] = end
-        if decisions is not None:
-            decisions.last_input.append(last_input)
-            decisions.last_member.append(last_member)
-            decisions.last_ended[end > finished] = index
-        if decisions is not None or write is not None:
-            finished = np.maximum(finished, end)
-        if write is not None:
-            write(index, ready, start, end)
-    return reduce(np.maximum, free.values(), begin)
+            start = later(start, ends[j])
+        if isinstance(op.work, Collective) and not isinstance(start, float):
+            axis = 0 if op.work.axis == "replicate" else 1
+            start = made.met[index] = start.max(axis=axis, keepdims=True)
+        factor = grid.factor(op)
+        took = seconds[index] * factor
+        if noise is not None:
+            took = took * noise(np.shape(factor))
+        ends.append(start + took)
+        made.previous.append(before)
+        newest[op.stream] = index
+    for index in newest.values():
+        made.end = later(made.end, ends[index])
+    return made
 
 
-def _latest(
-    ready: Floats, inputs: Sequence[Floats], decide: bool
-) -> tuple[Floats, NDArray[np.signedinteger] | None]:
-    """Return when the last input is there and, if asked, its number (the stream: -1)."""
-    chosen: NDArray[np.signedinteger] | None = None
-    if decide and inputs:
-        small = np.int8 if len(inputs) < 128 else np.int32
-        chosen = np.full(ready.shape, _FROM_STREAM, small)
-    for number, end in enumerate(inputs):
-        if chosen is not None:
-            chosen[end > ready] = number
-        ready = np.maximum(ready, end)
-    return ready, chosen
+def _later(times: Times) -> Callable[[Times, Times], Times]:
+    """Return the maximum of two times of this kind."""
+    return max if isinstance(times, float) else np.maximum
 
 
-def _duration(
-    op: Op, seconds: float, grid: Grid, noise: Callable[[tuple[int, ...]], Floats] | None
-) -> Floats:
-    if isinstance(op.work, Collective):
-        factor = grid.replicate_link if op.work.axis == "replicate" else grid.shard_link
-    elif isinstance(op.work, Compute):
-        factor = grid.compute
-    else:
-        factor = np.ones((1, 1)) if noise is None else np.ones(grid.compute.shape)
-    return seconds * factor if noise is None else seconds * factor * noise(factor.shape)
+def _at(times: Times, place: tuple[int, int]) -> float:
+    """Return the time at a place; an axis of one stands for all of it."""
+    if isinstance(times, float):
+        return times
+    rows, columns = times.shape
+    return times.item(place[0] * (rows > 1), place[1] * (columns > 1))
+
+
+def _last_of_group(ready: Times, stream: Stream, place: tuple[int, int]) -> tuple[int, int]:
+    """Return the place of the rank that a collective waited for, in the group of a place."""
+    row, column = place
+    if isinstance(ready, float):
+        return place
+    if stream == "replicate":
+        return int(ready[:, column * (ready.shape[1] > 1)].argmax()), column
+    return row, int(ready[row * (ready.shape[0] > 1)].argmax())

@@ -13,7 +13,7 @@ events X, metadata events M, flow events s and f; times in microseconds.
 from typing import Any, get_args
 
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream, Transfer
-from shardwise.plan.timing.breakdown import COMMUNICATING, RankRun, Span, category, unit_name
+from shardwise.plan.timing.breakdown import COMMUNICATING, RankRun, category, unit_name
 from shardwise.plan.timing.simulate import Simulated
 from shardwise.trace_events import ChromeTrace
 
@@ -38,10 +38,7 @@ def simulated_trace(simulated: Simulated, num_micro_batches: int | None = None) 
             if stream in used
         }
         trace.name_process(run.rank, f"rank {run.rank}{slowest}", order, threads)
-        for span in run.spans:
-            _add_op(trace, run, span, first)
-        _add_waits(trace, run, first)
-        _add_arrows(trace, run, first)
+        _add_ops(trace, run, first)
     return trace.to_json(
         source="shardwise simulate",
         simulated_s=simulated.step_s,
@@ -51,24 +48,44 @@ def simulated_trace(simulated: Simulated, num_micro_batches: int | None = None) 
     )
 
 
-def _add_op(trace: ChromeTrace, run: RankRun, span: Span, first: float) -> None:
-    """Add the span of one operation; of a collective, from the moment at which it was ready."""
-    op = run.program.ops[span.op]
-    args: dict[str, object] = {
-        "unit": unit_name(run.program, op),
-        "phase": op.phase,
-        "micro_batch": op.micro_batch,
-        **_work_args(op),
-    }
-    if span.start_s > span.ready_s:
-        args["waited_for_ranks_us"] = (span.start_s - span.ready_s) * 1e6
-    begin = _place(run, op, span.ready_s - first)
-    end = _nanoseconds(span.end_s - first)
-    trace.add_span(_name(run.program, op), category(op), begin, end, args)
+def _add_ops(trace: ChromeTrace, run: RankRun, first: float) -> None:
+    """Add the operations of one rank, what its compute waits for, and arrows from its gathers.
 
+    A span of a collective begins at the moment at which it was ready. An arrow goes from a gather
+    to the first operation on compute that needs it.
+    """
+    program, ops, spans = run.program, run.program.ops, run.spans
+    free, drawn = run.begin_s, set[int]()
 
-def _place(run: RankRun, op: Op, at_s: float) -> tuple[int, int, int]:
-    return run.rank, _STREAMS.index(op.stream), _nanoseconds(at_s)
+    def place(op: Op, at_s: float) -> tuple[int, int, int]:
+        return run.rank, _STREAMS.index(op.stream), round((at_s - first) * 1e9)
+
+    for span in spans:
+        op, (_, ready_s, start_s, end_s) = ops[span.op], span
+        args: dict[str, object] = {
+            "unit": unit_name(program, op),
+            "phase": op.phase,
+            "micro_batch": op.micro_batch,
+            **_work_args(op),
+        }
+        if start_s > ready_s:
+            args["waited_for_ranks_us"] = (start_s - ready_s) * 1e6
+        end = place(op, end_s)[2]
+        trace.add_span(_name(program, op), category(op), place(op, ready_s), end, args)
+        if op.stream != "compute":
+            continue
+        if start_s > free and op.after:
+            cause = ops[max(op.after, key=lambda j: spans[j].end_s)]
+            if cause.phase in _LABELLED and isinstance(cause.work, Collective):
+                name = f"shardwise.wait_{cause.phase}({unit_name(program, cause)})"
+                args = {"phase": op.phase, "micro_batch": op.micro_batch}
+                trace.add_span(name, "wait", place(op, free), place(op, start_s)[2], args)
+        free = end_s
+        for j in op.after:
+            if j not in drawn and category(ops[j]) == "all_gather":
+                drawn.add(j)
+                begin, end_of = place(ops[j], spans[j].ready_s), place(op, ready_s)
+                trace.add_arrow("gather to use", run.rank * len(ops) + j, begin, end_of)
 
 
 def _name(program: Program, op: Op) -> str:
@@ -97,39 +114,3 @@ def _work_args(op: Op) -> dict[str, object]:
             }
         case Transfer():
             return {"link": op.work.link, "num_bytes": op.work.num_bytes}
-
-
-def _add_waits(trace: ChromeTrace, run: RankRun, first: float) -> None:
-    """Add spans in the gaps in which compute waits for a labelled collective."""
-    ops = run.program.ops
-    free = run.begin_s
-    for span in run.spans:
-        op = ops[span.op]
-        if op.stream != "compute":
-            continue
-        if span.start_s > free and op.after:
-            cause = ops[max(op.after, key=lambda j: run.spans[j].end_s)]
-            if cause.phase in _LABELLED and isinstance(cause.work, Collective):
-                name = f"shardwise.wait_{cause.phase}({unit_name(run.program, cause)})"
-                args = {"phase": op.phase, "micro_batch": op.micro_batch}
-                begin, end = _place(run, op, free - first), _nanoseconds(span.start_s - first)
-                trace.add_span(name, "wait", begin, end, args)
-        free = span.end_s
-
-
-def _add_arrows(trace: ChromeTrace, run: RankRun, first: float) -> None:
-    """Add an arrow from each gather to the first operation on compute that needs it."""
-    ops = run.program.ops
-    drawn: set[int] = set()
-    for span in run.spans:
-        op = ops[span.op]
-        for j in op.after if op.stream == "compute" else ():
-            if j not in drawn and category(ops[j]) == "all_gather":
-                drawn.add(j)
-                begin = _place(run, ops[j], run.spans[j].ready_s - first)
-                end = _place(run, op, span.ready_s - first)
-                trace.add_arrow("gather to use", run.rank * len(ops) + j, begin, end)
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
