@@ -178,7 +178,7 @@ class Accounting:
         self._reductions = setup.accumulation if self._reduce_every == "micro_batch" else 1
 
         if self._stage.frees_after_backward:
-            # Without masters, or beside them in papers, slices are there; else a master is gathered.
+            # Without masters, or beside them in papers, slices are there; else masters are read.
             slices = 0 if dtypes.has_master and not is_paper else here
             self.parameters = Bytes((slices + (0 if self._params_away else moved)) * self._compute)
             if self._params_away and is_paper:
