@@ -26,9 +26,9 @@ from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.activations import Execution, layer_bytes
-from shardwise.plan.model.shaped import ShapedModel, shape_tape
-from shardwise.plan.model.shapes import Experts
-from shardwise.plan.model.tape import Visit, Work
+from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.model.shapes import DecoderShape, Experts
+from shardwise.plan.model.tape import Tape, Visit, Work
 from shardwise.plan.planning import plan
 from shardwise.plan.report.facts import plan_facts
 from shardwise.plan.report.page import plans_html
@@ -224,9 +224,13 @@ def test_a_tape_has_the_visits_that_the_engine_tells_its_schedule_of(num_ranks: 
 
 
 # -- what a rank has
+def tape_of(shape: DecoderShape, **settings: int) -> Tape:
+    return ShapedModel("mixed", shape, SEQ).tape(Candidate(**settings))
+
+
 @pytest.mark.parametrize("ep", [1, 2, 8])
 def test_all_ranks_of_an_expert_group_have_the_whole_model(ep: int) -> None:
-    tape = shape_tape(MIXED, Execution(1, SEQ, ep=ep))
+    tape = tape_of(MIXED, num_shards=8, ep=ep)
     spread = [u for u in tape.units if u.experts_over is not None]
     experts = sum(torch.Size(p.shape).numel() for u in spread for p in u.params)
     assert tape.num_params + (ep - 1) * experts == MIXED.num_params
@@ -247,8 +251,7 @@ def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them() -
     """By the formula: three lines as wide as an expert and two of the stream's, for each choice."""
     routed = 2 * (3 * 96 + 2 * MIXED.dim) * SEQ * 2
     kept = [
-        layer_bytes(MIXED, Execution(1, SEQ, tp=tp, sequence_parallel=True, ep=ep))
-        for tp, ep in ((1, 1), (2, 1), (2, 2))
+        layer_bytes(MIXED, Execution(1, SEQ, tp=tp, ep=ep)) for tp, ep in ((1, 1), (2, 1), (2, 2))
     ]
     names = ("gate of experts", "up of experts", "last input of experts")
     names += ("routed rows", "output of experts")
@@ -259,11 +262,11 @@ def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them() -
 
 def test_first_layers_without_experts_are_planned_without() -> None:
     layers = [
-        shape_tape(replace(MIXED, experts=replace(MIXED.experts, dense_layers=n)), Execution(1, 64))
+        tape_of(replace(MIXED, experts=replace(MIXED.experts, dense_layers=n)))
         for n in range(4)
         if MIXED.experts is not None
     ]
-    plain = shape_tape(replace(MIXED, experts=None), Execution(1, 64))
+    plain = tape_of(replace(MIXED, experts=None))
     assert layers[3].flops == plain.flops
     assert layers[3].num_params == plain.num_params
     steps = [b.flops - a.flops for a, b in pairwise(layers)]
@@ -477,7 +480,7 @@ def test_every_rank_of_a_tensor_group_scores_all_tokens() -> None:
 
     def flops(num: int, tp: int) -> int:
         shape = replace(MIXED, experts=Experts(num, 2, 96))
-        return shape_tape(shape, Execution(1, SEQ, tp=tp, sequence_parallel=tp > 1)).flops
+        return tape_of(shape, tp=tp).flops
 
     assert flops(16, 2) - flops(8, 2) == flops(16, 1) - flops(8, 1) > 0
 

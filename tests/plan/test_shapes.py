@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from shardwise.plan.model.activations import (
     layer_bytes,
     logit_bytes,
 )
-from shardwise.plan.model.shaped import shape_tape
+from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import (
     DecoderShape,
     Experts,
@@ -39,6 +40,13 @@ LLAMA_8B = llama_shape(32, 4096, 32, 8, 14336, 128256)
 GPT3 = gpt_shape(96, 12288, 96, 51200, positions=2048)
 LLAMA_3B = llama_shape(28, 3072, 24, 8, 8192, 128256, tied=True)
 GIB = 2**30
+
+
+FULL = {"activation_checkpointing": "full"}
+
+
+def tape_of(shape: DecoderShape, seq: int, stage: int = 0, **settings: Any) -> Tape:
+    return ShapedModel("decoder", shape, seq).tape(Candidate(**settings), stage)
 
 
 # -- parameters
@@ -77,7 +85,7 @@ def test_mpt_models_have_the_printed_size(
 
 def test_the_units_of_a_tape_add_up_to_the_model_with_and_without_tied_head() -> None:
     for shape in (LLAMA_8B, LLAMA_3B):
-        assert shape_tape(shape, Execution(1, 128)).num_params == shape.num_params
+        assert tape_of(shape, 128).num_params == shape.num_params
 
 
 def test_a_mixture_has_more_parameters_than_a_token_meets() -> None:
@@ -130,45 +138,33 @@ def test_a_causal_kernel_does_half_of_the_attention() -> None:
     st.integers(1, 4),
 )
 def test_a_tapes_flops_are_the_shapes(mode: str, tp: int, batch: int) -> None:
-    run = Execution(batch, 256, mode, tp=tp, causal=False)  # type: ignore[arg-type]
-    tape = shape_tape(LLAMA_8B, run)
+    tape = tape_of(LLAMA_8B, 256, micro_batch=batch, tp=tp, activation_checkpointing=mode)
     forward = [e for e in tape.events if isinstance(e, Work) and e.phase != "recompute"]
     flops = sum(c.flops for e in forward for c in e.costs)
-    assert flops == pytest.approx(flops_per_token(LLAMA_8B, 256) * run.tokens / tp, rel=1e-6)
+    whole = flops_per_token(LLAMA_8B, 256, causal=True) * batch * 256
+    assert flops == pytest.approx(whole / tp, rel=1e-6)
 
 
-# -- activations: every cell of the paper's table 2, in units of s b h
-def cell(**settings: object) -> float:
-    run = Execution(2, 2048, loss="vocab_parallel", flash=False, dropout=True, **settings)  # type: ignore[arg-type]
-    return kept_layer_bytes(GPT3, run) / (run.tokens * GPT3.dim)
+# -- activations
+def test_a_compiled_layer_keeps_what_the_papers_table_says() -> None:
+    """34 s b h without the 2 of dropout's masks, and a log-sum-exp per head in place of scores.
 
+    Of Korthikanti et al., table 2: tensor and sequence parallelism divide all of it.
+    """
 
-def test_every_cell_of_the_activation_table() -> None:
-    scores = 5 * 96 * 2048 / 12288
-    assert scores == 80
-    assert cell() == 34 + scores
-    assert cell(tp=8) == 10 + 24 / 8 + scores / 8
-    assert cell(tp=8, sequence_parallel=True) == (34 + scores) / 8
-    assert cell(tp=8, activation_checkpointing="selective") == 10 + 24 / 8
-    both = cell(tp=8, sequence_parallel=True, activation_checkpointing="selective")
-    assert both == 34 / 8
-    assert cell(activation_checkpointing="full") == 2
+    def kept(**settings: Any) -> float:
+        run = Execution(2, 2048, implementation="compiled", **settings)
+        return kept_layer_bytes(GPT3, run) / run.tokens
 
-
-def test_a_layers_lines_split_into_the_papers_parts() -> None:
-    """Attention 11 s b h + 5 a s^2 b, feed-forward 19 s b h, norms 4 s b h."""
-    run = Execution(1, 2048, flash=False, dropout=True)
-    lines = layer_bytes(GPT3, run)
-    unit = run.tokens * GPT3.dim
-    assert lines["norm input"] == 4 * unit
-    ffn = ("ffn input", "activation input", "last input", "ffn mask")
-    assert sum(lines[name] for name in ffn) == 19 * unit
-    assert sum(lines.values()) == (34 + 80) * unit
+    plain = (34 - 2) * GPT3.dim + 4 * GPT3.heads
+    assert kept() == kept(activation_checkpointing="selective") == plain
+    assert kept(tp=8) == plain / 8
+    assert kept(activation_checkpointing="full") == 2 * GPT3.dim
 
 
 def test_a_modern_fused_block_keeps_what_its_formula_says() -> None:
     """12 h + 4 h kv / a + 6 f bytes per token, and a log-sum-exp per head."""
-    run = Execution(2, 8192)
+    run = Execution(2, 8192, implementation="compiled")
     assert sum(layer_bytes(LLAMA_8B, run).values()) == run.tokens * (139_264 + 4 * 32)
 
 
@@ -191,32 +187,30 @@ def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "stage", "in_flight"), [(1, 0, 8), (1, 7, 1), (4, 0, 8 + 7 / 4), (2, 7, 4.5)]
+    ("schedule", "stage", "in_flight"), [("1f1b", 0, 8), ("1f1b", 7, 1), ("gpipe", 3, 64)]
 )
-def test_micro_batches_in_flight(chunks: int, stage: int, in_flight: float) -> None:
-    run = Execution(1, 8, pipeline=8, pipeline_rank=stage, chunks=chunks, micro_batches=64)
-    assert run.in_flight == in_flight
+def test_micro_batches_in_flight(schedule: str, stage: int, in_flight: int) -> None:
+    tape = tape_of(GPT3, 8, stage, pp=8, accumulation=64, pp_schedule=schedule)
+    assert tape.in_flight == in_flight
 
 
 def test_the_first_stage_keeps_all_layers_worth_of_activations() -> None:
-    whole = 96 * kept_layer_bytes(GPT3, Execution(1, 2048, "full"))
-    run = Execution(1, 2048, "full", pipeline=8, micro_batches=64)
-    tape = shape_tape(GPT3, run)
+    """And the output that each micro-batch in flight has sent."""
+    tape = tape_of(GPT3, 2048, pp=8, accumulation=64, kernels="compiled", **FULL)
+    run = Execution(1, 2048, "full", "compiled")
+    whole = 96 * kept_layer_bytes(GPT3, run) + 8 * 2 * run.tokens * GPT3.dim
     assert activation_peaks(tape)["forward"].activations == whole
 
 
 # -- published differences, in GiB
-def ladder(implementation: str, loss: str, checkpointing: str = "none") -> float:
-    run = Execution(2, 4096, checkpointing, implementation, loss)  # type: ignore[arg-type]
-    peaks = activation_peaks(shape_tape(LLAMA_3B, run)).values()
-    return max(p.activations + p.logits for p in peaks) / GIB
-
-
 def test_torchtunes_ladder() -> None:
-    """Eager 60.0, compiled 51.0, chunked loss 42.9 GiB (figures of its README)."""
-    eager, compiled = ladder("eager", "eager"), ladder("compiled", "eager")
-    assert eager - compiled == pytest.approx(60.0 - 51.0, abs=0.5)
-    assert compiled - ladder("compiled", "chunked") == pytest.approx(51.0 - 42.9, abs=0.5)
+    """A chunked loss needs 51.0 - 42.9 GiB less with compiled layers (figures of its README)."""
+
+    def ladder(loss: str) -> float:
+        tape = tape_of(LLAMA_3B, 4096, micro_batch=2, kernels="compiled", loss=loss)
+        return max(p.activations + p.logits for p in activation_peaks(tape).values()) / GIB
+
+    assert ladder("held") - ladder("chunked") == pytest.approx(51.0 - 42.9, abs=0.5)
 
 
 def test_logits_of_llama_3() -> None:
@@ -231,21 +225,19 @@ def test_logits_of_llama_3() -> None:
 @given(
     st.sampled_from(["none", "full", "selective", "per_op"]),
     st.sampled_from(["eager", "chunked", "compiled", "vocab_parallel", "fused", "transformers"]),
+    st.sampled_from(["eager", "compiled"]),
     st.integers(1, 4),
     st.integers(0, 3),
     st.booleans(),
 )
 def test_what_a_tape_allocates_it_frees(
-    mode: str, loss: str, stages: int, stage: int, tied: bool
+    mode: str, loss: str, kernels: str, stages: int, stage: int, tied: bool
 ) -> None:
     shape = replace(LLAMA_8B, layers=4, tied=tied)
-    run = Execution(
-        1, 64, mode, "eager", loss, pipeline=stages, pipeline_rank=stage % stages, micro_batches=8
-    )  # type: ignore[arg-type]
-    tape = shape_tape(shape, run)
-    works = [e for e in tape.events if isinstance(e, Work)]
+    settings = {"activation_checkpointing": mode, "loss": loss, "kernels": kernels}
+    tape = tape_of(shape, 64, stage % stages, pp=stages, accumulation=8, **settings)
     live = LiveBytes()
-    for work in works:
+    for work in (e for e in tape.events if isinstance(e, Work)):
         assert work.net.temporary == 0
         assert work.peak.total >= 0
         live = LiveBytes(live.activations + work.net.activations, 0, live.logits + work.net.logits)
@@ -255,7 +247,7 @@ def test_what_a_tape_allocates_it_frees(
 
 
 def test_visits_are_nested_as_the_engine_calls_them() -> None:
-    tape = shape_tape(replace(LLAMA_8B, layers=2), Execution(1, 64, "full"))
+    tape = tape_of(replace(LLAMA_8B, layers=2, tied=True), 64, **FULL)
     visits = [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit) and not e.recomputes]
     assert visits == [
         ("before_forward", 0),
@@ -274,7 +266,7 @@ def test_visits_are_nested_as_the_engine_calls_them() -> None:
 
 
 def test_a_shapes_tape_can_be_played() -> None:
-    tape = shape_tape(replace(LLAMA_8B, layers=4), Execution(1, 1024, "full"))
+    tape = tape_of(replace(LLAMA_8B, layers=4), 1024, **FULL)
     eight, two = (play(tape, Candidate(num_shards=n)).resting for n in (8, 2))
     assert eight.param_shards == pytest.approx(tape.num_params * 4 / 8, rel=1e-3)
     assert two.optimizer_state == pytest.approx(tape.num_params * 8 / 2, rel=1e-3)
@@ -299,10 +291,9 @@ def test_a_config_json_makes_the_shape() -> None:
 
 
 def test_impossible_degrees_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tp must be at least 1"):
-        Execution(1, 8, tp=0)
-    with pytest.raises(ConfigError, match=r"pipeline_rank must be in 0 \.\. 1, got 2"):
-        Execution(1, 8, pipeline=2, pipeline_rank=2)
+    for name in ("tp", "pp", "micro_batch", "accumulation"):
+        with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+            tape_of(LLAMA_8B, 8, **{name: 0})
 
 
 # -- margins
@@ -352,8 +343,8 @@ def _latent(
 def test_the_units_of_a_latent_attention_have_the_parameters_of_its_shape(tp: int) -> None:
     """What makes a latent is whole on all ranks of a tensor group, all other products are cut."""
     shape = _latent(3, 64, 4, 128, 256, Experts(4, 2, 32, 1, 1), Latent(16, 8, 8, 4, 8))
-    tape = shape_tape(shape, Execution(1, 16, tp=tp))
-    alone = shape_tape(replace(shape, layers=1, experts=None), Execution(1, 16, tp=tp))
+    tape = tape_of(shape, 16, tp=tp)
+    alone = tape_of(replace(shape, layers=2, experts=None), 16, tp=tp)
     latents = 64 * (16 + 4 + 8)
     names = [p.name for p in alone.units[1].params]
     assert {"latent", "query latent", "query", "key, value", "out"} <= set(names)
@@ -365,12 +356,3 @@ def test_the_units_of_a_latent_attention_have_the_parameters_of_its_shape(tp: in
     assert attention == (shape.attention_params - latents) // tp + latents
     if tp == 1:
         assert tape.num_params == shape.num_params
-
-
-def test_adapters_in_float32_keep_a_copy_of_each_input() -> None:
-    """Beside q, k, v, gate and up, the attention's projection, and the last product: 4 bytes."""
-    shape = llama_shape(1, 64, 4, 4, 128, 256)
-    run = Execution(2, 16, trained=False)
-    more = replace(run, float32_adapters=True)
-    kept = sum(layer_bytes(shape, more).values()) - sum(layer_bytes(shape, run).values())
-    assert kept == 4 * 32 * (5 * 64 + 64 + 128)

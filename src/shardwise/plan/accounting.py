@@ -19,17 +19,15 @@ units in a run.
 """
 
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, tier_of
 from shardwise.layout.segments import flat_layout
 from shardwise.plan.candidate import planned_offload
-from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, Dtypes, Optimizer, row_of
+from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 from shardwise.precisions import plain_precision
 from shardwise.quantities import check_whole, parse_count
-from shardwise.stages import STAGES, ReduceEvery, Stage
+from shardwise.stages import STAGES, ReduceEvery
 
 MAX_PARAMS = 10**18
 MAX_RANKS = 10**7
@@ -141,22 +139,66 @@ class Traffic:
     nvme_written_bytes: int
 
 
-@dataclass(frozen=True)
 class Accounting:
-    """The bytes of one rank; see Note [What the lines mean]. The four lines add up to ``total``."""
+    """The bytes of one rank; see Note [What the lines mean]. The four lines add up to ``total``.
 
-    params: int
-    setup: Setup
+    ``parameters`` are those that layers compute with, and slices that gathers read;
+    ``master_weights`` those that the optimizer updates apart from them; ``gradients`` reduced ones.
+    """
+
+    def __init__(self, params: int, setup: Setup) -> None:
+        self.params, self.setup = params, setup
+        self._stage, self._dtypes = STAGES[setup.stage], PRECISIONS[setup.precision]
+        self._optimizer, offload = OPTIMIZERS[setup.optimizer], setup.offload
+        self._reduce_every = setup.reduce_every or self._stage.reduce_every
+        dtypes, is_paper = self._dtypes, self._dtypes.keeps_compute_shard
+        names = dtypes.compute, dtypes.master, dtypes.reduce
+        self._compute, self._master, self._reduce = (DTYPE_BYTES[name] for name in names)
+        # Bytes of an element that is fetched, and of a reduced gradient that is not on the device.
+        self._fetched = self._compute if is_paper else self._master
+        self._grad = self._reduce if is_paper else self._master
+        # Elements of a slice; those that the optimizer updates, and those not on the device.
+        self._shard = flat_layout(((params,),), setup.ranks).piece(0, 0).numel
+        state = self._shard if self._stage.shards_state else params
+        numerator, denominator = float(offload.fraction).as_integer_ratio()
+        moved = -(-state * numerator // denominator) if offload.moves_state else 0
+        self._moved, here = moved, state - moved
+        # True if parameters move between their place and the device for each use.
+        self._params_away = self._stage.frees_after_backward and offload.params != "device"
+        # Places of the master weights and of the state that are not updated on the device.
+        self._masters_at = tier_of(offload.optimizer if is_paper else offload.params)
+        self._masters_at = "cpu" if self._masters_at == "device" else self._masters_at
+        self._state_at = tier_of(offload.optimizer)
+        if self._state_at != "device" and not self._optimizer.by and not is_paper:
+            self._state_at = "cpu"
+        self._moved_state = self._optimizer.state_bytes(moved, dtypes.master)
+        # Gathers per step of parameters that are freed after use, and reductions.
+        frees = self._stage.frees_after_forward + self._stage.frees_after_backward
+        self._uses = frees * setup.accumulation
+        self._reductions = setup.accumulation if self._reduce_every == "micro_batch" else 1
+
+        if self._stage.frees_after_backward:
+            # Without masters, or beside them in papers, slices are there; else masters are read.
+            slices = 0 if dtypes.has_master and not is_paper else here
+            self.parameters = Bytes((slices + (0 if self._params_away else moved)) * self._compute)
+            if self._params_away and is_paper:
+                self.parameters += _at(tier_of(offload.params), moved * self._compute)
+        else:
+            self.parameters = Bytes(params * self._compute)
+        self.master_weights = Bytes(here * self._master * dtypes.has_master)
+        self.master_weights += _at(self._masters_at, moved * self._master)
+        beside = DTYPE_BYTES[dtypes.optimizer_grad] if dtypes.optimizer_grad is not None else 0
+        resting = params if self._reduce_every == "step" else here
+        self.gradients = Bytes(resting * self._reduce + here * beside)
+        self.gradients += _at(tier_of(offload.grads), moved * (self._grad + beside))
+        self.optimizer_state = Bytes(self._optimizer.state_bytes(here, dtypes.master))
+        self.optimizer_state += _at(self._state_at, self._moved_state)
 
     @property
     def lines(self) -> dict[str, Bytes]:
         """The four lines by name."""
-        return {
-            "parameters": self.parameters,
-            "master_weights": self.master_weights,
-            "gradients": self.gradients,
-            "optimizer_state": self.optimizer_state,
-        }
+        names = "parameters", "master_weights", "gradients", "optimizer_state"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def total(self) -> Bytes:
@@ -191,98 +233,47 @@ class Accounting:
 
     def of_all_stages(self) -> "list[Accounting]":
         """Return the same accounting for every stage."""
-        return [replace(self, setup=replace(self.setup, stage=each.number)) for each in STAGES]
-
-    # -- the four lines
-    @property
-    def parameters(self) -> Bytes:
-        """Parameters as they are computed with, and slices that gathers read."""
-        size, papers = DTYPE_BYTES[self._dtypes.compute], self._dtypes.keeps_compute_shard
-        if not self._stage.frees_after_backward:
-            return Bytes(device=self.params * size)
-        # Without masters, or beside them in papers, slices are there; else the master is gathered.
-        here = 0 if self._dtypes.has_master and not papers else self._shard - self._moved
-        if not self._params_away:
-            return Bytes(device=(here + self._moved) * size)
-        away = _at(tier_of(self.setup.offload.params), self._moved * size if papers else 0)
-        return Bytes(device=here * size) + away
-
-    @property
-    def master_weights(self) -> Bytes:
-        """Weights that the optimizer updates, apart from what layers compute with."""
-        here, size = self._state - self._moved, DTYPE_BYTES[self._dtypes.master]
-        device = Bytes(device=here * size * self._dtypes.has_master)
-        return device + _at(self._masters_tier, self._moved * size)
-
-    @property
-    def gradients(self) -> Bytes:
-        """Reduced gradients."""
-        size, extra = DTYPE_BYTES[self._dtypes.reduce], self._dtypes.optimizer_grad
-        resting = self.params if self._reduce_every == "step" else self._state - self._moved
-        beside = DTYPE_BYTES[extra] if extra is not None else 0
-        here = resting * size + (self._state - self._moved) * beside
-        away = self._moved * (self._grad_size + beside)
-        return Bytes(device=here) + _at(tier_of(self.setup.offload.grads), away)
-
-    @property
-    def optimizer_state(self) -> Bytes:
-        """State of the optimizer."""
-        here = self._state - self._moved
-        device = Bytes(device=self._optimizer.state_bytes(here, self._dtypes.master))
-        return device + _at(self._state_tier, self._moved_state_bytes)
+        return [Accounting(self.params, replace(self.setup, stage=s.number)) for s in STAGES]
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that the rank sends and copies in one step."""
-        setup, stage, dtypes = self.setup, self._stage, self._dtypes
-        compute, reduced = DTYPE_BYTES[dtypes.compute], DTYPE_BYTES[dtypes.reduce]
-        num_reductions = self._num_reductions
-        num_gathers, gathered = self._uses or 1, compute  # a kept copy is gathered after the step
-        if not stage.shards_state:  # the mean is gathered: with the reduction, an all-reduce
-            num_gathers, gathered = num_reductions, reduced
-        once = _share(self.params, setup.ranks)
-        replica_sent_elements = 2 * num_reductions * _share(self._shard, setup.replicas)
-        to_host = num_reductions * self._moved * self._grad_size
-        to_device = self._num_fetches * self._moved * self._fetched_size
-        if setup.offload.step_on == "device" and self._optimizer.by:
-            taken_back = self._moved_state_bytes + self._moved * DTYPE_BYTES[dtypes.master]
-            to_device += taken_back + self._moved * self._grad_size
-            to_host += taken_back
-        nvme_read, nvme_written = self._disk_traffic()
-        return Traffic(
-            num_gathers=num_gathers,
-            num_reductions=num_reductions,
-            shard_sent_elements=(num_gathers + num_reductions) * once,
-            shard_sent_bytes=(num_gathers * gathered + num_reductions * reduced) * once,
-            replica_sent_elements=replica_sent_elements,
-            replica_sent_bytes=replica_sent_elements * reduced,
-            to_host_bytes=to_host,
-            to_device_bytes=to_device,
-            nvme_read_bytes=nvme_read,
-            nvme_written_bytes=nvme_written,
-        )
+        """Bytes that the rank sends and copies in one step.
 
-    def _disk_traffic(self) -> tuple[int, int]:
-        """Return the bytes read and written: once for the step, parameters for each fetch as well.
-
+        The disks are read and written once for the step, parameters for each fetch as well.
         Gradients of a further micro-batch are read with the first, and their sum is written.
         """
-        offload, moved = self.setup.offload, self._moved
-        read = written = self._moved_state_bytes if self._state_tier == "nvme" else 0
-        if self._masters_tier == "nvme":
-            read += moved * DTYPE_BYTES[self._dtypes.master]
-            written = read
-        if tier_of(offload.params) == "nvme" and (
-            self._params_away or self._masters_tier == "nvme"
-        ):
-            read += self._num_fetches * moved * self._fetched_size
-            if self._dtypes.keeps_compute_shard:
-                written += moved * self._fetched_size
+        setup, stage, offload, moved = self.setup, self._stage, self.setup.offload, self._moved
+        reductions = self._reductions
+        gathers, gathered = self._uses or 1, self._compute  # a kept copy: once, after the step
+        if not stage.shards_state:  # the mean is gathered: with the reduction, an all-reduce
+            gathers, gathered = reductions, self._reduce
+        once = _share(self.params, setup.ranks)
+        replica_sent_elements = 2 * reductions * _share(self._shard, setup.replicas)
+        # Fetches of parameters: one for each use, or one after the step; after a step on the device
+        # its copy there has the new values.
+        has_copy = stage.frees_after_backward or not stage.shards_state or setup.ranks == 1
+        steps_there = offload.step_on == "device" and bool(self._optimizer.by)
+        fetches = self._uses if self._params_away else int(not (steps_there and has_copy))
+        fetched = fetches * moved * self._fetched
+        taken_back = (self._moved_state + moved * self._master) * steps_there
+        masters = moved * self._master if self._masters_at == "nvme" else 0
+        both = masters + (self._moved_state if self._state_at == "nvme" else 0)
         if tier_of(offload.grads) == "nvme":
-            times = 2 * self._num_reductions - 1
-            read += times * moved * self._grad_size
-            written += times * moved * self._grad_size
-        return read, written
+            both += (2 * reductions - 1) * moved * self._grad
+        in_files = tier_of(offload.params) == "nvme" and (self._params_away or masters > 0)
+        is_paper = self._dtypes.keeps_compute_shard
+        return Traffic(
+            num_gathers=gathers,
+            num_reductions=reductions,
+            shard_sent_elements=(gathers + reductions) * once,
+            shard_sent_bytes=(gathers * gathered + reductions * self._reduce) * once,
+            replica_sent_elements=replica_sent_elements,
+            replica_sent_bytes=replica_sent_elements * self._reduce,
+            to_host_bytes=reductions * moved * self._grad + taken_back,
+            to_device_bytes=fetched + taken_back + moved * self._grad * steps_there,
+            nvme_read_bytes=both + in_files * fetched,
+            nvme_written_bytes=both + in_files * is_paper * moved * self._fetched,
+        )
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -309,97 +300,6 @@ class Accounting:
         }
         return tuple(sentence for sentence, holds in sentences.items() if holds)
 
-    # -- rows of the tables, and numbers of elements
-    @property
-    def _stage(self) -> Stage:
-        return STAGES[self.setup.stage]
-
-    @property
-    def _dtypes(self) -> Dtypes:
-        return PRECISIONS[self.setup.precision]
-
-    @property
-    def _optimizer(self) -> Optimizer:
-        return OPTIMIZERS[self.setup.optimizer]
-
-    @property
-    def _reduce_every(self) -> ReduceEvery:
-        return self.setup.reduce_every or self._stage.reduce_every
-
-    @cached_property
-    def _shard(self) -> int:
-        return flat_layout(((self.params,),), self.setup.ranks).piece(0, 0).numel
-
-    @property
-    def _state(self) -> int:
-        """Elements that the optimizer of one rank updates."""
-        return self._shard if self._stage.shards_state else self.params
-
-    @cached_property
-    def _moved(self) -> int:
-        """Elements of ``_state`` that are not updated on the device."""
-        offload = self.setup.offload
-        numerator, denominator = float(offload.fraction).as_integer_ratio()
-        return -(-self._state * numerator // denominator) if offload.moves_state else 0
-
-    @property
-    def _params_away(self) -> bool:
-        """True if parameters move between their place and the device for each use."""
-        return self._stage.frees_after_backward and self.setup.offload.params != "device"
-
-    @property
-    def _masters_tier(self) -> str:
-        """Place of the master weights that are not updated on the device."""
-        offload = self.setup.offload
-        in_papers = self._dtypes.keeps_compute_shard
-        tier = tier_of(offload.optimizer if in_papers else offload.params)
-        return "cpu" if tier == "device" else tier
-
-    @property
-    def _state_tier(self) -> str:
-        """Place of the optimizer's state that is not updated on the device."""
-        tier = tier_of(self.setup.offload.optimizer)
-        in_files = bool(self._optimizer.by) or self._dtypes.keeps_compute_shard
-        return tier if in_files or tier == "device" else "cpu"
-
-    @property
-    def _moved_state_bytes(self) -> int:
-        return self._optimizer.state_bytes(self._moved, self._dtypes.master)
-
-    @property
-    def _fetched_size(self) -> int:
-        """Bytes of an element that is fetched."""
-        dtypes = self._dtypes
-        return DTYPE_BYTES[dtypes.compute if dtypes.keeps_compute_shard else dtypes.master]
-
-    @property
-    def _grad_size(self) -> int:
-        """Bytes of an element of reduced gradients that are not on the device."""
-        dtypes = self._dtypes
-        return DTYPE_BYTES[dtypes.reduce if dtypes.keeps_compute_shard else dtypes.master]
-
-    @property
-    def _num_reductions(self) -> int:
-        return self.setup.accumulation if self._reduce_every == "micro_batch" else 1
-
-    @property
-    def _uses(self) -> int:
-        """Gathers per step of parameters that are freed after use."""
-        stage = self._stage
-        return (stage.frees_after_forward + stage.frees_after_backward) * self.setup.accumulation
-
-    @property
-    def _num_fetches(self) -> int:
-        """Fetches of offloaded parameters per step: one for each use, or one after the step.
-
-        After a step on the device its copy there has the new values.
-        """
-        if self._params_away:
-            return self._uses
-        has_copy = self._stage.frees_after_backward or not self._stage.shards_state
-        stepped_there = self.setup.offload.step_on == "device" and self._optimizer.by
-        return 0 if stepped_there and (has_copy or self.setup.ranks == 1) else 1
-
 
 def _at(tier: str, num_bytes: int) -> Bytes:
     """Return bytes at a place."""
@@ -411,7 +311,7 @@ def _share(numel: int, ranks: int) -> int:
     return numel - numel // ranks
 
 
-def accounting_facts(chosen: Accounting) -> dict[str, Any]:
+def accounting_facts(chosen: Accounting) -> dict[str, object]:
     """Return an accounting of every stage as plain data; bytes are integers, of one rank."""
     setup = chosen.setup
     return {

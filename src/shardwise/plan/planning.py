@@ -1,7 +1,7 @@
 """Plan one candidate on a cluster: memory and time, with a verdict and open questions.
 
 Note [What a plan composes]
-The model's tape (``tracing`` or ``shape_tape``) is played under the candidate by the engine's own
+The model's tape (`tracing` or `shaped`) is played under the candidate by the engine's own
 schedule (``play``), which gives the ledger and the program; every operation is priced on the
 cluster (``pricing``), and the program simulated (``simulate``). Margins widen the ledger's total to
 an interval, since an allocator, a driver and a library hold bytes that no ledger of tensors sees.

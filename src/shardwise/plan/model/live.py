@@ -4,8 +4,8 @@ Each method describes one stretch of work: the bytes alive beyond those at its b
 moment and at its end. Activations of the other micro-batches that a pipeline has in flight count
 from the tape's first work until its units have finished this one.
 
-`FusedLive` has the formulas of published systems with fused or compiled layers, `EagerLive` those
-of eager PyTorch, allocation by allocation.
+`CompiledLive` has the formulas of compiled layers, as of published systems; `EagerLive` those of
+eager PyTorch, allocation by allocation.
 
 Note [Where the stream is]
 The output of a layer is the input that the next one's first norm keeps. It exists from the
@@ -24,17 +24,16 @@ stacked.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 from shardwise.plan.model.activations import (
     Execution,
-    ffn_columns,
-    gathered_bytes,
     kept_layer_bytes,
     layer_bytes,
     logit_bytes,
-    runs_again,
     saved_by_op,
     stream_bytes,
+    widths_of,
 )
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import LiveBytes
@@ -49,75 +48,80 @@ _EAGER = ("eager", "held")  # losses that are made of all logits in float32
 _NOTHING = LiveBytes(), LiveBytes()
 
 
-def live_of(shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> "FusedLive":
-    """Return the bytes that are alive on a rank that has these layers."""
-    return (EagerLive if run.by_kernel else FusedLive)(shape, run, layers)
+def live_of(shape: DecoderShape, run: Execution) -> "CompiledLive":
+    """Return the bytes that are alive on a rank."""
+    return (EagerLive if run.is_eager else CompiledLive)(shape, run)
 
 
-class FusedLive:
-    """Bytes alive on one rank; ``layers`` are the shapes of its layers, one for each.
+class CompiledLive:
+    """Bytes alive on one rank, whose ``layers`` are given by their shapes.
 
     A layer's methods take a shape with all layers like it. ``grads`` are bytes of full
     gradients that a stretch writes, for each unit of a layer.
     """
 
-    def __init__(self, shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> None:
-        self.shape, self.run, self.layers = shape, run, layers
+    def __init__(self, shape: DecoderShape, run: Execution) -> None:
+        self.shape, self.run, self.layers = shape, run, [*run.layers_of(shape).values()]
         self.size = DTYPE_BYTES[run.dtype]
         self.stream = stream_bytes(shape, run)
-        logits = run.tokens * shape.vocab // run.tp * self.size
-        self._logits = logits if run.loss != "fused" else 0
+        # The stream of all tokens that the ranks of a tensor group share, and as much if it is
+        # gathered, or not summed yet, beside a rank's part.
+        self._whole = run.tokens * shape.dim * self.size
+        self._gathered = self._whole if run.tp > 1 else 0
+        self._local_logits = run.tokens * shape.vocab // run.tp * self.size
+        self._logits = self._local_logits if run.loss != "fused" else 0
         self.buffer_bytes = 0  # alive for the whole run, beside parameters
         self.end_bytes = 0  # alive when a pipeline's schedule reduces its stage
         self.left_output = 0  # of a stage's output, alive when the last layer's backward ends
 
     def enter(self) -> Live:
         """Return the bytes of the embedding, and of the other micro-batches in flight."""
-        there = LiveBytes(activations=self.beside + self._mask())
         temporary = self.stream * (2 if self.run.first else 0)
-        return LiveBytes(there.activations, temporary), there
+        return LiveBytes(self.beside, temporary), LiveBytes(self.beside)
 
-    @property
+    @cached_property
     def beside(self) -> int:
         """Bytes of the other micro-batches in flight, and of the output that this one keeps."""
-        run = self.run
-        in_flight = run.in_flight - run.first_in_flight - 1
-        sent = self.stream if run.keeps_outputs and not run.last else 0
-        return round(in_flight * self._kept_bytes() + sent)
+        others = self.run.in_flight - self.run.first_in_flight - 1
+        return others * self._kept_bytes + (0 if self.run.last else self.stream)
 
+    @cached_property
     def _kept_bytes(self) -> int:
         """Bytes that one micro-batch keeps from its forward to its backward, logits included."""
-        run, layers = self.run, Counter(self.layers).items()
-        kept = sum(num * kept_layer_bytes(kind, run) for kind, num in layers) + self._mask()
-        if run.last:
-            logits = logit_bytes(self.shape, run, "kept") if run.loss != "fused" else 0
-            return kept + self._head_inputs() + logits
-        return kept + (self.stream if run.keeps_outputs else 0)
+        kinds = Counter(self.layers).items()
+        kept = sum(num * kept_layer_bytes(kind, self.run) for kind, num in kinds)
+        if not self.run.last:
+            return kept + self.stream
+        logits = logit_bytes(self.shape, self.run, "kept") if self.run.loss != "fused" else 0
+        return kept + self._head_inputs() + logits
 
     @property
     def first_bytes(self) -> int:
         """Bytes that are alive in the first micro-batch of a step only."""
-        return self.run.first_in_flight * self._kept_bytes()
+        return self.run.first_in_flight * self._kept_bytes
 
-    def _mask(self) -> int:
-        """Bytes of the dropout mask after the embedding."""
-        return self.run.tokens * self.shape.dim if self.run.dropout and self.run.first else 0
+    def _wide(self, shape: DecoderShape) -> int:
+        """Bytes of the feed-forward's inner product on a rank; experts are whole over tp.
+
+        Where ep spreads them, ranks of one tp group share the tokens instead; where it does not,
+        all compute the same rows.
+        """
+        widths, run = widths_of(shape, self.run), self.run
+        routed = widths["routed_ffn"] // (run.tp if run.ep > 1 else 1)
+        return (widths["ffn"] // run.tp + routed) * run.tokens * self.size
 
     def layer_forward(self, shape: DecoderShape) -> Live:
         """Return the bytes that a layer keeps, and temporaries if it keeps less than it makes."""
-        run = self.run
-        kept, made = kept_layer_bytes(shape, run), sum(layer_bytes(shape, run).values())
+        kept, made = kept_layer_bytes(shape, self.run), layer_bytes(shape, self.run)
         # A layer under checkpointing frees tensors as it runs: at most the widest part is alive.
-        columns = ffn_columns(shape, run) * (3 if shape.gated else 2)
-        widest = columns * run.tokens * self.size
-        passing = min(made, widest) if runs_again(run) else 0
-        temporary = passing + gathered_bytes(shape, run)
-        return LiveBytes(kept, temporary), LiveBytes(activations=kept)
+        widest = min(sum(made.values()), self._wide(shape) * (3 if shape.gated else 2))
+        temporary = (widest if self.run.runs_again else 0) + self._gathered
+        return LiveBytes(kept, temporary), LiveBytes(kept)
 
     def recompute(self, shape: DecoderShape) -> Live:
         """Return the bytes that a layer makes again in its backward."""
-        more = LiveBytes(activations=self._recomputed(shape))
-        return LiveBytes(more.activations, self.stream), more
+        more = self._recomputed(shape)
+        return LiveBytes(more, self.stream), LiveBytes(more)
 
     def _recomputed(self, shape: DecoderShape) -> int:
         made = sum(layer_bytes(shape, self.run).values())
@@ -129,13 +133,13 @@ class FusedLive:
         There is one for each unit of the layer. The second unit, of spread experts, runs first and
         has only its gradients.
         """
-        run = self.run
-        wide = ffn_columns(shape, run) * (2 if shape.gated else 1) * run.tokens * self.size
-        temporary = wide + 2 * self.stream + 2 * gathered_bytes(shape, run)
+        temporary = self._wide(shape) * (2 if shape.gated else 1)
+        temporary += 2 * self.stream + 2 * self._gathered
+        alive = kept_layer_bytes(shape, self.run)
+        alive += self.run.runs_again * self._recomputed(shape)
         peak = LiveBytes(temporary=temporary, grads=grads[0])
-        alive = kept_layer_bytes(shape, run) + runs_again(run) * self._recomputed(shape)
-        net = LiveBytes(activations=-alive, grads=grads[0])
         written = [LiveBytes(grads=each) for each in grads[1:]]
+        net = LiveBytes(-alive, grads=grads[0])
         return [(peak, net, None), *((each, each, None) for each in written)]
 
     def head_forward(self) -> Live:
@@ -145,16 +149,17 @@ class FusedLive:
 
     def _head_inputs(self) -> int:
         """Bytes that the last norm and the head keep; DTensor keeps the head's input gathered."""
-        head = gathered_bytes(self.shape, self.run) if self.run.loss == "loss_parallel" else 0
+        head = self._gathered if self.run.loss == "loss_parallel" else 0
         return self.stream + max(head, self.stream)
 
     def loss(self) -> Live:
         """Return the bytes that the loss adds to the logits."""
         if self.run.loss == "fused":
             return _NOTHING
-        have = self.run.tokens * self.shape.vocab // self.run.tp * self.size
-        peak = logit_bytes(self.shape, self.run, "forward") - have
-        kept = logit_bytes(self.shape, self.run, "kept") - have
+        peak, kept = (
+            logit_bytes(self.shape, self.run, when) - self._local_logits
+            for when in ("forward", "kept")
+        )
         return LiveBytes(logits=max(peak, 0)), LiveBytes(logits=kept)
 
     def loss_backward(self) -> Live:
@@ -168,7 +173,7 @@ class FusedLive:
 
     def head_backward(self, head: int) -> Live:
         """Return the bytes that the head's backward takes, with its gradient, and frees."""
-        net = LiveBytes(activations=-self._head_inputs(), logits=-self._logits, grads=head)
+        net = LiveBytes(-self._head_inputs(), logits=-self._logits, grads=head)
         return LiveBytes(temporary=self.stream, grads=head), net
 
     def leave(self, table: int, grads: int) -> Live:
@@ -178,51 +183,48 @@ class FusedLive:
         """
         if not self.run.first:
             return _NOTHING
-        peak = LiveBytes(temporary=self.stream, grads=table)
-        return peak, LiveBytes(activations=-self._mask(), grads=grads)
+        return LiveBytes(temporary=self.stream, grads=table), LiveBytes(grads=grads)
 
 
-class EagerLive(FusedLive):
+class EagerLive(CompiledLive):
     """Bytes alive on one rank that runs the built-in decoder, or layers of transformers."""
 
-    def __init__(self, shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> None:
-        super().__init__(shape, run, layers)
+    def __init__(self, shape: DecoderShape, run: Execution) -> None:
+        super().__init__(shape, run)
         self._is_float32 = run.dtype == "float32"
         # True if norms keep the stream itself, and not a copy of it in float32.
         self._norms_hold_input = self._is_float32 or shape.norm == "layer"
-        # The stream of all tokens that the ranks of a tensor group share, and as much if it is
-        # gathered, or not summed yet, beside a rank's part.
-        self._whole = run.tokens * shape.dim * self.size
-        self._gathered = self._whole if run.tp > 1 else 0
         self._logits = 0 if run.loss == "fused" else run.tokens * shape.vocab * self.size
         # The caller has logits until backward ends, as a pipeline's last stage or with such a loss.
-        is_held = run.last and (run.pipeline > 1 or run.loss == "held")
+        is_held = run.last and (run.pp > 1 or run.loss == "held")
         self._output = self._logits if is_held else 0
         # Streams and their gradients that cross to other stages, for each micro-batch: buffers
         # receive them, and sent ones stay until the schedule ends (GPipe) or the next send.
         self._crossing = self.stream * ((not run.first) + (not run.last))
-        self.buffer_bytes = run.micro_batches * self._crossing
-        sent = run.micro_batches * self._crossing if run.all_forward_first else self.stream
+        self.buffer_bytes = run.accumulation * self._crossing
+        sent = run.accumulation * self._crossing if run.all_forward_first else self.stream
         self.end_bytes = sent + (self._logits if run.last else 0)
         self.left_output = 0 if run.last else self.stream
-
-    @property
-    def _masks(self) -> int:
-        """Bytes of the masks of a layer's attention on the last context rank, which has the most.
-
-        Head and tail of a sequence meet there: one span, that sees all before its end.
-        """
-        run = self.run
-        if run.cp == 1 or not run.on_cpu or run.cp_method != "gather":
-            return 0
+        # Positions, and cosines and sines. A received stream that the first norm keeps is a buffer.
+        rotary = 8 + (shape.head_dim * 4 if shape.norm == "rms" else 0)
+        is_buffer = not run.first and self._norms_hold_input
+        # Bytes of a micro-batch that are alive from its begin to its end.
+        self._own = (0 if is_buffer else self.stream) + run.seq // run.cp * rotary
+        # Bytes kept for the loss's backward, such as the log-softmax.
+        self._kept_logits = run.tokens * shape.vocab * 4
+        if run.loss not in _EAGER:
+            self._kept_logits = 0 if run.loss == "fused" else logit_bytes(shape, run, "kept")
+        # Masks of a layer's attention on the last context rank, which has the most. Head and tail
+        # of a sequence meet there: one span, that sees all before its end.
+        has_masks = run.cp > 1 and run.on_cpu and run.cp_method == "gather"
         part = run.seq // (2 * run.cp)
-        return 2 * part * part * (run.cp + 1) * self.size
+        self._masks = 2 * part * part * (run.cp + 1) * self.size if has_masks else 0
 
     def _layer(self, shape: DecoderShape) -> int:
         return sum(layer_bytes(shape, self.run).values()) + self._masks
 
     def _kept(self, shape: DecoderShape) -> int:
-        again = runs_again(self.run)
+        again = self.run.runs_again
         return kept_layer_bytes(shape, self.run) if again else self._layer(shape)
 
     def _saved(self, shape: DecoderShape) -> int:
@@ -235,7 +237,7 @@ class EagerLive(FusedLive):
         """Bytes that are alive in the first micro-batch only; no gradient was sent before it."""
         return super().first_bytes - (self._sent if self.run.all_forward_first else 0)
 
-    @property
+    @cached_property
     def _sent(self) -> int:
         """Bytes that a stage has sent and still holds while a micro-batch runs.
 
@@ -246,84 +248,72 @@ class EagerLive(FusedLive):
         one if a pass frees less than it sends.
         """
         run = self.run
-        if run.pipeline == 1:
+        if run.pp == 1:
             return 0
         if not run.all_forward_first:
-            behind = run.pipeline - run.pipeline_rank
-            stays = behind > 1 and run.micro_batches >= 2 * behind - 1
+            behind = run.pp - run.pp_rank
+            stays = behind > 1 and run.accumulation >= 2 * behind - 1
             return self.stream * ((not run.first) + stays)
-        grows = max(0, self._crossing - self._kept_bytes())
-        return self._crossing + (run.micro_batches - 2) * grows if run.micro_batches > 1 else 0
+        grows = max(0, self._crossing - self._kept_bytes)
+        return self._crossing + (run.accumulation - 2) * grows if run.accumulation > 1 else 0
 
-    def _own(self) -> int:
-        """Bytes of a micro-batch that are alive from its begin to its end."""
-        # Positions, and cosines and sines. A received stream that the first norm keeps is a buffer.
-        rotary = 8 + (self.shape.head_dim * 4 if self.shape.norm == "rms" else 0)
-        is_buffer = not self.run.first and self._norms_hold_input
-        own = (0 if is_buffer else self.stream) + self._mask()
-        return own + self.run.seq // self.run.cp * rotary
-
+    @cached_property
     def _kept_bytes(self) -> int:
-        kept = sum(map(self._kept, self.layers)) + self._own()
+        kinds = Counter(self.layers).items()
+        kept = sum(num * self._kept(kind) for kind, num in kinds) + self._own
         if not self.run.last:
             return kept
         stream = 0 if self._norms_hold_input else self.stream
         return kept + self._head_inputs() - stream + self._kept_logits + self._output
 
-    @property
+    @cached_property
     def beside(self) -> int:
         """Bytes of the other micro-batches in flight, and of streams sent and still held."""
-        run = self.run
-        others = run.in_flight - run.first_in_flight - 1
-        return round(others * self._kept_bytes()) + self._sent
+        others = self.run.in_flight - self.run.first_in_flight - 1
+        return others * self._kept_bytes + self._sent
 
     def enter(self) -> Live:
         """Return the stream with its positions, and other micro-batches in flight."""
-        there = LiveBytes(activations=self.beside + self._own())
-        temporary = self._gathered if self.run.first else 0
-        return LiveBytes(there.activations, temporary), there
+        there = self.beside + self._own
+        return LiveBytes(there, self._gathered if self.run.first else 0), LiveBytes(there)
 
     def layer_forward(self, shape: DecoderShape) -> Live:
         """Return the bytes that a layer keeps, at its end beside updates and their sums."""
-        kept = self._kept(shape)
+        kept, again = self._kept(shape), self.run.runs_again
         # In other dtypes than float32 a layer's lines have neither its stream nor a part's norm.
         streams = 2 if self._norms_hold_input else 3 + (self.run.tp > 1)
-        passing = self.stream * streams + 2 * self._gathered
-        if runs_again(self.run):
-            wide = ffn_columns(shape, self.run) * self.run.tokens * self.size
-            passing += 3 * wide + self.stream
+        passing = self.stream * (streams + again) + 2 * self._gathered
+        passing += 3 * self._wide(shape) * again
         peak = LiveBytes(kept, passing)
         if shape.experts is not None:
             making = self._at_experts(shape)
-            if runs_again(self.run):  # of what the layer makes, only its copies of tokens are there
+            if again:  # of what the layer makes, only its copies of tokens are there
                 making = LiveBytes(kept, making.temporary)
             peak = max(peak, making, key=lambda moment: moment.total)
         # The caller of the layers has the embedding's output until they return. In float32 the
         # first norm keeps it anyway.
         is_held = self.run.first and len(self.layers) > 1 and not self._norms_hold_input
         there = LiveBytes(peak.activations, peak.temporary + (self.stream if is_held else 0))
-        return there, LiveBytes(activations=kept)
+        return there, LiveBytes(kept)
 
     def _at_experts(self, shape: DecoderShape) -> LiveBytes:
         """Return the moment at which rows come back: as sent, arrived, made, sorted, received."""
-        made = layer_bytes(shape, self.run)
-        to_come = made["output of experts"] + sum(made.get(name, 0) for name in _FEED_FORWARD)
-        copies = 5 if self.run.ep > 1 else 2
-        temporary = copies * made["routed rows"]
+        made, run = layer_bytes(shape, self.run), self.run
+        to_come = made["output of experts"] + _sum(made, _FEED_FORWARD)
+        temporary = (5 if run.ep > 1 else 2) * made["routed rows"]
         temporary += 0 if self._norms_hold_input else 2 * self.stream
         # Beside the gathered stream there are its parts, and those that are sent.
-        parts = (self.run.tp > 1) + (self.run.tp > 1 and self.run.ep > 1)
-        temporary += parts * self.stream
+        temporary += ((run.tp > 1) + (run.tp > 1 and run.ep > 1)) * self.stream
         return LiveBytes(self._layer(shape) - to_come, temporary)
 
     def recompute(self, shape: DecoderShape) -> Live:
         """Return the bytes that a layer makes again, beside the gathered gradient of its output."""
-        made = LiveBytes(activations=self._layer(shape) - self._saved(shape))
+        made = LiveBytes(self._layer(shape) - self._saved(shape))
         if shape.experts is not None:
             making = self._at_experts(shape)
             making = LiveBytes(making.activations, making.temporary + self._gathered)
             made = max(made, making, key=lambda moment: moment.total)
-        return made, LiveBytes(activations=self._recomputed(shape))
+        return made, LiveBytes(self._recomputed(shape))
 
     def _recomputed(self, shape: DecoderShape) -> int:
         """Bytes that a layer keeps beside its input, which exists already."""
@@ -332,15 +322,14 @@ class EagerLive(FusedLive):
 
     def layer_backward(self, shape: DecoderShape, grads: Sequence[int]) -> list[Moments]:
         """Return the largest of the moments of the Note, and the bytes freed."""
-        alive = self._kept(shape) + runs_again(self.run) * self._recomputed(shape)
+        alive = self._kept(shape) + self.run.runs_again * self._recomputed(shape)
         begin = [*self._feed_forward(shape)]
         begin += self._experts(shape) if shape.experts is not None else ()
         if len(grads) == 1:
             end = self._attention(shape, grads[0], 0)
             return [_largest([*begin, *end], LiveBytes(-alive, grads=grads[0]))]
         made = layer_bytes(shape, self.run)
-        gone = self._of_shared(made) + made["output of experts"]
-        gone += sum(made[name] for name in _EXPERTS)
+        gone = self._of_shared(made) + made["output of experts"] + _sum(made, _EXPERTS)
         end = self._attention(shape, grads[0], gone)
         return [
             _largest([*end], LiveBytes(gone - alive, grads=grads[0])),
@@ -349,16 +338,15 @@ class EagerLive(FusedLive):
 
     def _feed_forward(self, shape: DecoderShape) -> Iterator[Moment]:
         """Yield the moments of a dense or shared feed-forward."""
-        run, made = self.run, layer_bytes(shape, self.run)
-        width = shape.ffn if shape.experts is None else shape.experts.shared * shape.experts.ffn
-        wide = width * run.tokens * self.size // run.tp
-        matrix = shape.dim * width * self.size // run.tp
+        made, width = layer_bytes(shape, self.run), widths_of(shape, self.run)["ffn"]
         if not width:
             return
+        wide = width * self.run.tokens * self.size // self.run.tp
+        matrix = shape.dim * width * self.size // self.run.tp
         yield _moment(0, wide + self._gathered, matrix, matrix)
         num = 3 if shape.gated else 2
         yield _moment(-made["last input"], num * wide, matrix, 0)
-        freed = sum(made.get(name, 0) for name in _FEED_FORWARD)
+        freed = _sum(made, _FEED_FORWARD)
         yield _moment(-freed, wide + 2 * self._whole, num * matrix, matrix)
 
     def _attention(self, shape: DecoderShape, grads: int, gone: int) -> Iterator[Moment]:
@@ -371,20 +359,19 @@ class EagerLive(FusedLive):
         all_made = self._layer(shape) - gone
         projections = shape.dim * (shape.q_dim + 2 * shape.kv_dim) * self.size // run.tp
         matrix = shape.dim * shape.q_dim * self.size // run.tp
-        # Out of the kernel come gradients of the keys and values of all context ranks.
-        left = sum(made.get(name, 0) for name in _BEFORE_ATTENTION)
         # Of the first norm; in float32 its input is what the layer before has made.
         there = made["attention input"]
-        in_float32 = made.get("norms in float32", 0) + made.get("normed", 0)
+        in_float32 = _sum(made, ("norms in float32", "normed"))
         there += in_float32 // (4 if self._is_float32 else 2)
         if run.cp > 1 and run.cp_method == "ring":
-            there += sum(made[name] for name in _ATTENDED)
+            there += _sum(made, _ATTENDED)
             yield _moment(there - all_made, self._ring(shape), grads - projections, 0)
         if run.cp > 1 and run.cp_method == "gather":
             swapped = shape.q_dim * heads + self._swapped(shape)
             yield _moment(there - all_made, swapped, grads - projections, matrix)
-        flows = (shape.q_dim + 2 * shape.kv_dim * run.cp) * heads
-        flows += self._whole + self.stream
+        # Out of the kernel come gradients of the keys and values of all context ranks.
+        left = _sum(made, _BEFORE_ATTENTION)
+        flows = (shape.q_dim + 2 * shape.kv_dim * run.cp) * heads + self._whole + self.stream
         yield _moment(left - all_made, flows, grads - projections, matrix)
         left = (in_float32 + made.get("norm inputs", 0)) // 2 + made["attention input"]
         flows = (shape.q_dim + 2 * shape.kv_dim) * heads + self._whole
@@ -419,8 +406,7 @@ class EagerLive(FusedLive):
 
         In float32 the router keeps their input as well; else it has a copy in float32.
         """
-        own = 0 if self._norms_hold_input else made["ffn input"]
-        return own + sum(made.get(name, 0) for name in _FEED_FORWARD)
+        return (0 if self._norms_hold_input else made["ffn input"]) + _sum(made, _FEED_FORWARD)
 
     def _experts(self, shape: DecoderShape) -> Iterator[Moment]:
         """Yield the weighing of what experts made, the first and last expert, and the stacks.
@@ -432,8 +418,7 @@ class EagerLive(FusedLive):
         run, made = self.run, layer_bytes(shape, self.run)
         matrix = shape.dim * shape.experts.ffn * self.size
         num, rows = shape.experts.num // run.ep, made["routed rows"]
-        shared = self._of_shared(made)
-        of_shared = 3 * shape.experts.shared * matrix // run.tp
+        shared, of_shared = self._of_shared(made), 3 * shape.experts.shared * matrix // run.tp
         flow = self._whole if shape.experts.shared else 0
         yield _moment(-shared, self._gathered + flow + 2 * rows, of_shared, 0)
         one = made["gate of experts"] // num
@@ -441,9 +426,9 @@ class EagerLive(FusedLive):
         product = made["last input of experts"] // num
         passing = flow + (rows if num > 1 else 0) + 3 * one
         yield _moment(-freed - product, passing + matrix, of_shared, 0)
-        freed += sum(made[name] for name in _EXPERTS)
         # Of the last expert all is there that it keeps, and all copies of tokens.
-        left = made["routed rows"] + (freed - shared - made["output of experts"] - rows) // num
+        kept = _sum(made, _EXPERTS)
+        left, freed = rows + (kept - rows) // num, freed + kept
         passing = flow + rows + rows * (num - 1) // num + one
         yield _moment(left - freed, passing + (3 * num - 2) * matrix, of_shared, 0)
         yield _moment(-freed, flow + 2 * rows + 3 * num * matrix, of_shared, 0)
@@ -456,19 +441,11 @@ class EagerLive(FusedLive):
         parts = 0 if self.run.tp == 1 else logits + logits // self.run.tp
         return LiveBytes(kept, logits=logits + parts), LiveBytes(kept, logits=logits)
 
-    @property
-    def _kept_logits(self) -> int:
-        """Bytes kept for the loss's backward, such as the log-softmax."""
-        if self.run.loss in _EAGER:
-            return self.run.tokens * self.shape.vocab * 4
-        return 0 if self.run.loss == "fused" else logit_bytes(self.shape, self.run, "kept")
-
     def _head_inputs(self) -> int:
         """Bytes that the last norm and the head keep, but for the stream."""
-        divides = self.run.tp if self.run.sequence_parallel else 1
-        normed = self.run.tokens * (self.shape.dim + 1) * 4 // divides
-        upcast = 0 if self._norms_hold_input else self.run.tokens * self.shape.dim * 4 // divides
-        return normed + upcast + self._whole
+        normed = self.run.tokens * (self.shape.dim + 1) * 4 // self.run.tp
+        upcast = self.run.tokens * self.shape.dim * 4 // self.run.tp
+        return normed + (0 if self._norms_hold_input else upcast) + self._whole
 
     def loss(self) -> Live:
         """Return the log-softmax and, in other dtypes than float32, the logits in float32."""
@@ -489,10 +466,9 @@ class EagerLive(FusedLive):
     def head_backward(self, head: int) -> Live:
         """Return the bytes of the gradients of the head and of its input, and the bytes freed."""
         parts = self._logits // self.run.tp if self.run.tp > 1 else 0
-        peak = LiveBytes(temporary=self._whole, logits=parts, grads=head)
         stream = 0 if self._norms_hold_input else self.stream
-        freed = stream - self._head_inputs()
-        return peak, LiveBytes(freed, logits=-self._logits, grads=head)
+        net = LiveBytes(stream - self._head_inputs(), logits=-self._logits, grads=head)
+        return LiveBytes(temporary=self._whole, logits=parts, grads=head), net
 
     def leave(self, table: int, grads: int) -> Live:
         """Return the gradient of the table beside the stream's, and the bytes freed.
@@ -501,10 +477,14 @@ class EagerLive(FusedLive):
         they are reduced.
         """
         others = table * (self.run.tp - 1)
-        freed = LiveBytes(-self._own(), logits=-self._output, grads=grads + others)
+        freed = LiveBytes(-self._own, logits=-self._output, grads=grads + others)
         if not self.run.first:
             return LiveBytes(), freed
         return LiveBytes(temporary=self._gathered, grads=table + others), freed
+
+
+def _sum(made: Mapping[str, int], names: Sequence[str]) -> int:
+    return sum(made.get(name, 0) for name in names)
 
 
 def _largest(moments: Sequence[Moment], net: LiveBytes) -> Moments:

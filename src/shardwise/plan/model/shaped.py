@@ -5,16 +5,16 @@ operations. This file puts them in program order.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.activations import Execution, Implementation, runs_again, stream_bytes
-from shardwise.plan.model.costs import backward_costs, eager_cost, layer_costs, recomputed_costs
-from shardwise.plan.model.live import FusedLive, live_of
+from shardwise.plan.candidate import ALL_DEGREES, Candidate
+from shardwise.plan.model.activations import Execution, Implementation, stream_bytes
+from shardwise.plan.model.costs import eager_cost, layer_costs, recomputed_costs
+from shardwise.plan.model.live import CompiledLive, live_of
 from shardwise.plan.model.shapes import DecoderShape, Matrix
 from shardwise.plan.model.tape import (
     Cost,
@@ -29,12 +29,15 @@ from shardwise.plan.model.tape import (
 )
 from shardwise.plan.sizes import PRECISIONS, row_of
 
+# Fields of an `Execution` that are the candidate's.
+_SAME = ("micro_batch", "activation_checkpointing", "accumulation", "cp_method", *ALL_DEGREES)
+
 
 class Least(NamedTuple):
     """Lower bounds of a tape: its costs, and bytes.
 
-    ``alive_bytes`` are alive at once at the loss or in the last layer's backward, without
-    gradients; ``input_bytes`` of them are inputs of checkpointed blocks.
+    ``alive_bytes`` are alive at once, without gradients; ``input_bytes`` of them are inputs of
+    checkpointed blocks.
     """
 
     costs: tuple[Cost, ...]
@@ -70,7 +73,6 @@ class ShapedModel:
         self._shape = shape
         self._eager, self._notes = eager, notes
         self._tapes: dict[Execution, Tape] = {}
-        self._least: dict[Execution, Least] = {}
 
     @property
     def num_params(self) -> int:
@@ -95,14 +97,28 @@ class ShapedModel:
 
     def tape(self, candidate: Candidate, stage: int = 0) -> Tape:
         """Return one rank's micro-batch; with a pipeline, on one of its stages."""
-        return self._tape(self._execution(candidate, stage))
+        run = self._execution(candidate, stage)
+        if run not in self._tapes:
+            # The vocabulary is padded to a multiple of the ranks that share it, as in Megatron-LM.
+            padded = replace(self._shape, vocab=-(-self._shape.vocab // run.tp) * run.tp)
+            self._tapes[run] = _tape(padded, run, self.name)
+        return self._tapes[run]
 
     def least(self, candidate: Candidate) -> Least:
         """Return lower bounds of the costs and bytes of a micro-batch on the first stage."""
-        run = self._execution(candidate)
-        if run not in self._least:
-            self._least[run] = least_of(self._padded(run), run)
-        return self._least[run]
+        tape = self.tape(candidate)
+        works = [event for event in tape.events if isinstance(event, Work)]
+        there = most = 0
+        for work in works:
+            most = max(most, there + work.peak.total - work.peak.grads)
+            there += work.net.total - work.net.grads
+        inputs = sum(e.input_bytes for e in tape.events if isinstance(e, Visit))
+        counts = Counter(cost for work in works for cost in work.costs)
+        costs = (
+            Cost(c.kind, c.dtype, num * c.flops, num * c.moved_bytes, num * c.num_ops)
+            for c, num in counts.items()
+        )
+        return Least(tuple(costs), most, inputs)
 
     def stages(self, candidate: Candidate) -> dict[int, Tape]:
         """Return one micro-batch on a rank of each pipeline stage that differs from all others.
@@ -110,14 +126,12 @@ class ShapedModel:
         Of middle stages with layers of the same kinds, it is the first one, which has the most
         micro-batches in flight.
         """
-        found: dict[object, tuple[int, Execution]] = {}
+        found: dict[object, int] = {}
         for stage in range(candidate.pp):
             run = self._execution(candidate, stage)
-            first, num = run.first_here(self._shape), run.layers_here(self._shape)
-            kinds = Counter(self._shape.of_layer(first + i) for i in range(num))
-            alike = (run.first, run.last, frozenset(kinds.items()))
-            found.setdefault(alike, (stage, run))
-        return {stage: self._tape(run) for stage, run in found.values()}
+            kinds = Counter(run.layers_of(self._shape).values())
+            found.setdefault((run.first, run.last, frozenset(kinds.items())), stage)
+        return {stage: self.tape(candidate, stage) for stage in found.values()}
 
     def boundary_bytes(self, candidate: Candidate) -> int:
         """Return the bytes of a micro-batch that a rank sends to the next stage."""
@@ -125,44 +139,25 @@ class ShapedModel:
 
     def _execution(self, candidate: Candidate, stage: int = 0) -> Execution:
         self.check_degrees(candidate)
-        each, more = divmod(self._shape.layers, candidate.pp)
         is_compiled = candidate.kernels == "compiled"
         return Execution(
-            candidate.micro_batch,
-            self.seq,
-            activation_checkpointing=candidate.activation_checkpointing,  # type: ignore[arg-type]
-            tp=candidate.tp,
-            sequence_parallel=candidate.tp > 1,
-            pipeline=candidate.pp,
-            pipeline_rank=stage,
-            rank_layers=each + (stage < more),
-            first_layer=stage * each + min(stage, more),
-            micro_batches=candidate.accumulation,
+            seq=self.seq,
+            pp_rank=stage,
             all_forward_first=candidate.pp_schedule == "gpipe",
-            cp=candidate.cp,
-            cp_method=candidate.cp_method,
-            ep=candidate.ep,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
-            implementation=self._eager if candidate.kernels == "eager" else "compiled",
+            implementation="compiled" if is_compiled else self._eager,
             # Compiled layers have the bytes of theirs by the table of losses.
             loss="freed" if is_compiled and candidate.loss == "eager" else candidate.loss,
-            keeps_outputs=True,
-            large_units=True,
             on_cpu=candidate.transport == "point_to_point",
+            **{name: getattr(candidate, name) for name in _SAME},
         )
-
-    def _tape(self, run: Execution) -> Tape:
-        if run not in self._tapes:
-            self._tapes[run] = shape_tape(self._padded(run), run, name=self.name)
-        return self._tapes[run]
-
-    def _padded(self, run: Execution) -> DecoderShape:
-        """Pad the vocabulary to a multiple of the ranks that share it, as Megatron-LM does."""
-        return replace(self._shape, vocab=-(-self._shape.vocab // run.tp) * run.tp)
 
 
 def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
     """Refuse degrees that leave a rank with a part of a head, of a token or of a layer."""
+    for name in ("micro_batch", "accumulation", *ALL_DEGREES):
+        if getattr(candidate, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, got {getattr(candidate, name)}")
     tensor, context = candidate.tp, candidate.cp
     experts = shape.experts
     widths = [(shape.heads, "heads")]
@@ -209,24 +204,22 @@ def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
 
 
 # -- one rank's tape
-def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") -> Tape:
+def _tape(shape: DecoderShape, run: Execution, name: str) -> Tape:
     """Return the tape of one rank: unit 0 is the root (embedding, last norm, head), then layers.
 
     **Cost** linear in the number of layers, no tensors.
 
     **Source** ``data/layers.toml``, and the Notes of `activations`, `live` and `costs`.
     """
-    layers, first = run.layers_here(shape), run.first_here(shape)
-    kinds = [shape.of_layer(first + i) for i in range(layers)]
-    live = live_of(shape, run, kinds)
-    made = {kind: _Layer.of(kind, live) for kind in set(kinds)}
-    embedding, root, head = _end_units(shape, run, kinds)
+    live, kinds = live_of(shape, run), run.layers_of(shape)
+    made = {kind: _Layer.of(kind, live) for kind in set(kinds.values())}
+    embedding, root, head = _end_units(shape, run, live.layers)
     units = [root, *([embedding] if embedding else ())]
     passes: list[tuple[_Layer, range]] = []
     whole = range(1)  # the units that run with the model: the root, and experts of a layer in it
-    for number, kind in enumerate(kinds, first):
+    for number, kind in kinds.items():
         own = [replace(u, name=f"layers.{number}{u.name}") for u in made[kind].units]
-        if _only_layer(run, kinds):
+        if len(kinds) == 1:
             units += own[1:]
             whole = range(len(own))
             passes.append((made[kind], range(0)))
@@ -236,29 +229,30 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     begin = range(1 if embedding else 0, 2 if embedding else 0)
     end = range(len(units), len(units) + 1) if head else range(0)
     units += [head] if head else []
+    # A checkpoint around a layer saves the stream that comes in.
+    input_bytes = live.stream if run.runs_again else 0
+    ends = _ends(live)
     events: list[Work | Visit] = [Visit("before_forward", unit) for unit in whole]
-    events += _called(begin, _enter(live))
+    events += _called(begin, ends.enter)
     for layer, numbers in passes:
-        events += _called(numbers, layer.forward, input_bytes=_saved_input(live))
-    events += _called(end, _head_forward(live))
-    events += [*(Visit("after_forward", unit) for unit in reversed(whole)), _loss(live)]
+        events += _called(numbers, layer.forward, input_bytes=input_bytes)
+    events += _called(end, ends.head)
+    events += [*(Visit("after_forward", unit) for unit in reversed(whole)), ends.loss]
     events += [Visit("before_backward", unit) for unit in reversed(whole)]
-    events.append(_loss_backward(live))  # the root's: the head is called with its gradient
-    events += [*_passed(end, whole, _head_backward(live)), _norm_backward(live)]
+    events.append(ends.loss_backward)  # the root's: the head is called with its gradient
+    events += [*_passed(end, whole, ends.head_backward), ends.norm_backward]
     left = live.left_output
     for layer, numbers in reversed(passes):
-        again = layer.recompute if runs_again(run) else None
         work, *others = layer.backward
         net = replace(work.net, activations=work.net.activations + left)
-        summed_net = work.summed_net and replace(net, grads=0)
-        work = replace(work, net=net, summed_net=summed_net)
+        work = replace(work, net=net, summed_net=work.summed_net and replace(net, grads=0))
+        again = layer.recompute if run.runs_again else None
         events += _passed(numbers, whole, work, *others, again=again)
         left = 0
-    events += _passed(begin, whole, _leave(live))
+    events += _passed(begin, whole, ends.leave)
     events += [Visit("after_backward", unit) for unit in reversed(whole)]  # at the pass's end
     # Bytes beside a micro-batch count until its last unit has ended.
-    there = LiveBytes(activations=-live.beside - live.left_output)
-    events.append(Work(0, "backward", (), LiveBytes(), there))
+    events.append(_work("backward", net=LiveBytes(-live.beside - live.left_output)))
     return Tape(
         model=name,
         units=tuple(units),
@@ -273,80 +267,6 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
         end_bytes=live.end_bytes,
         in_flight=run.in_flight,
     )
-
-
-def least_of(shape: DecoderShape, run: Execution) -> Least:
-    """Return the lower bounds of a micro-batch of a rank.
-
-    **Cost** does not grow with the number of layers.
-    """
-    layers, first = run.layers_here(shape), run.first_here(shape)
-    kinds = [shape.of_layer(first + i) for i in range(layers)]
-    live = live_of(shape, run, kinds)
-    counts = Counter(kinds)
-    works = [_enter(live), _head_forward(live), _loss(live), _loss_backward(live)]
-    works += [_head_backward(live), _norm_backward(live), _leave(live)]
-    costs = [cost for work in works for cost in work.costs]
-    kept = works[0].net.total
-    again = 0
-    for kind, num in counts.items():
-        layer = _Layer.of(kind, live)
-        runs = [layer.forward, *layer.backward, *([layer.recompute] * runs_again(run))]
-        costs += [
-            replace(
-                cost,
-                flops=num * cost.flops,
-                moved_bytes=num * cost.moved_bytes,
-                num_ops=num * cost.num_ops,
-            )
-            for work in runs
-            for cost in work.costs
-        ]
-        kept += num * layer.forward.net.total
-        if kind == kinds[-1] and runs_again(run):
-            again = layer.recompute.peak.total
-    there, most = kept, kept + again
-    for work in works[1:4]:
-        most = max(most, there + work.peak.total)
-        there += work.net.total
-    return Least(tuple(costs), most, layers * _saved_input(live))
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One layer: its units, that of its spread experts second if it has any, and their passes."""
-
-    units: tuple[TapeUnit, ...]
-    forward: Work
-    recompute: Work
-    backward: tuple[Work, ...]  # of each unit
-
-    @classmethod
-    def of(cls, shape: DecoderShape, live: FusedLive) -> "_Layer":
-        """Make the layer of a shape with one kind of layers."""
-        run = live.run
-        units = _layer_units(shape, run)
-        grads = [full_bytes(unit, run.dtype) for unit in units]
-        forward, again = live.layer_forward(shape), live.recompute(shape)
-        costs = [backward_costs(shape, run), ()]
-        backward = [
-            Work(1, "backward", cost, peak, net, summed, replace(net, grads=0) if summed else None)
-            for cost, (peak, net, summed) in zip(
-                costs[: len(units)], live.layer_backward(shape, grads), strict=True
-            )
-        ]
-        return cls(
-            units,
-            Work(1, "forward", layer_costs(shape, run), *forward),
-            Work(1, "recompute", recomputed_costs(shape, run), *again),
-            tuple(backward),
-        )
-
-
-def _saved_input(live: FusedLive) -> int:
-    """Return the bytes that a checkpoint around a layer saves: the stream that comes in."""
-    saves = live.run.activation_checkpointing in ("full", "per_op")
-    return live.stream if saves else 0
 
 
 def _called(
@@ -376,104 +296,120 @@ def _passed(
     ]
 
 
-def _enter(live: FusedLive) -> Work:
-    """The embedding; other micro-batches in flight are counted from here on."""
-    run = live.run
+_NONE = LiveBytes()
+
+
+def _work(
+    phase: Phase,
+    peak: LiveBytes = _NONE,
+    net: LiveBytes = _NONE,
+    *costs: Cost,
+    sums: bool = False,
+) -> Work:
+    """Return a work of the root; ``sums``: its peak is the same if gradients are summed at once."""
+    if sums:
+        return Work(0, phase, costs, peak, net, peak, replace(net, grads=0))
+    return Work(0, phase, costs, peak, net)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer: its units, that of its spread experts second if it has any, and their passes."""
+
+    units: tuple[TapeUnit, ...]
+    forward: Work
+    recompute: Work
+    backward: tuple[Work, ...]  # of each unit
+
+    @classmethod
+    def of(cls, shape: DecoderShape, live: CompiledLive) -> "_Layer":
+        """Make the layer of a shape with one kind of layers."""
+        run, units = live.run, _layer_units(shape, live.run)
+        moments = live.layer_backward(shape, [full_bytes(unit, run.dtype) for unit in units])
+        costs = [layer_costs(shape, run, backward=True), ()]
+        backward = [
+            Work(1, "backward", cost, peak, net, summed, replace(net, grads=0) if summed else None)
+            for cost, (peak, net, summed) in zip(costs, moments, strict=False)
+        ]
+        return cls(
+            units,
+            _work("forward", *live.layer_forward(shape), *layer_costs(shape, run)),
+            _work("recompute", *live.recompute(shape), *recomputed_costs(shape, run)),
+            tuple(backward),
+        )
+
+
+class _Ends(NamedTuple):
+    """Works before and after the layers, in program order."""
+
+    enter: Work
+    head: Work
+    loss: Work
+    loss_backward: Work
+    head_backward: Work
+    norm_backward: Work
+    leave: Work
+
+
+def _ends(live: CompiledLive) -> _Ends:
+    """Return what a rank does beside its layers; without an end it does nothing there."""
+    shape, run, size = live.shape, live.run, live.size
     # Tables of positions are tiny; transformers makes more of them, and a mask.
     kernels = {"decoder": 10, "transformers": 17}.get(run.implementation, 2)
-    costs = (Cost("memory", run.dtype, 0, 3 * live.stream, kernels),) if run.first else ()
-    return Work(0, "forward", costs, *live.enter())
-
-
-def _head_forward(live: FusedLive) -> Work:
-    shape, run = live.shape, live.run
+    lookup = [Cost("memory", run.dtype, 0, 3 * live.stream, kernels)] if run.first else []
+    enter = _work("forward", *live.enter(), *lookup)
+    leave = _work("backward", *live.leave(0, 0))
+    if run.first:
+        table = shape.vocab * shape.dim * size // run.tp
+        cost = Cost("memory", run.dtype, 0, 2 * table + live.stream, 2)
+        # A tied table has one gradient; the lookup's is added to the head's.
+        grads = (0 if shape.tied and run.last else table) + shape.positions * shape.dim * size
+        leave = _work("backward", *live.leave(table, grads), cost, sums=True)
     if not run.last:
-        return _nothing("forward")
+        nothing = _work("backward")
+        forward, loss = _work("forward"), _work("loss")
+        return _Ends(enter, forward, loss, nothing, nothing, nothing, leave)
+    head = shape.vocab * shape.dim * size // run.tp
     peak, net = live.head_forward()
-    flops = shape.head_flops_per_token * run.tokens // run.tp
-    moved = shape.vocab * shape.dim * live.size // run.tp + net.logits + net.activations
-    product = Cost("matmul", run.dtype, flops, moved, 2)
-    if not run.by_kernel:
-        return Work(0, "forward", (product,), peak, net)
-    costs = replace(product, num_ops=1), eager_cost("end", shape, run)
-    return Work(0, "forward", costs, peak, net)
-
-
-def _loss(live: FusedLive) -> Work:
-    shape, run = live.shape, live.run
-    if not run.last or run.loss == "fused":
-        return _nothing("loss")
-    peak, net = live.loss()
-    have = run.tokens * shape.vocab // run.tp * live.size
-    cost = Cost("memory", "float32", 0, 3 * max(peak.logits, have), 4)
-    if run.as_in_torch and run.loss in ("eager", "held", "freed"):
-        cost = eager_cost("loss", shape, run)
-    return Work(0, "loss", (cost,), peak, net)
-
-
-def _loss_backward(live: FusedLive) -> Work:
-    run = live.run
-    if not run.last:
-        return _nothing("backward")
-    peak, net = live.loss_backward()
-    cost = Cost("memory", "float32", 0, 3 * max(peak.logits, 0), 4)
-    if run.as_in_torch and run.loss in ("eager", "held", "freed"):
-        cost = eager_cost("loss", live.shape, run, backward=True)
-    return Work(0, "backward", (cost,), peak, net, peak, net)
-
-
-def _head_backward(live: FusedLive) -> Work:
-    shape, run = live.shape, live.run
-    if not run.last:
-        return _nothing("backward")
-    head = shape.vocab * shape.dim * live.size // run.tp
-    peak, net = live.head_backward(head)
+    flops, moved = shape.head_flops_per_token * run.tokens // run.tp, net.logits + net.activations
+    norm, norm_backward = (
+        [eager_cost("end", shape, run, backward=b)] if run.is_eager else [] for b in (False, True)
+    )
+    product = Cost("matmul", run.dtype, flops, head + moved, 1 if run.is_eager else 2)
     flops = 2 * shape.head_flops_per_token * run.tokens // run.tp
-    cost = Cost("matmul", run.dtype, flops, 2 * head + 2 * live.stream, 2)
-    return Work(0, "backward", (cost,), peak, net)
-
-
-def _norm_backward(live: FusedLive) -> Work:
-    """The last norm, which is the root's."""
-    if not live.run.last:
-        return _nothing("backward")
-    eager = live.run.by_kernel
-    costs = (eager_cost("end", live.shape, live.run, backward=True),) if eager else ()
-    grads = LiveBytes(grads=live.shape.norm_params * live.size)
-    return Work(0, "backward", costs, grads, grads)
-
-
-def _leave(live: FusedLive) -> Work:
-    shape, run = live.shape, live.run
-    if not run.first:
-        return Work(0, "backward", (), *live.leave(0, 0))
-    table = shape.vocab * shape.dim * live.size // run.tp
-    cost = Cost("memory", run.dtype, 0, 2 * table + live.stream, 2)
-    # A tied table has one gradient; the lookup's is added to the head's.
-    grads = (0 if shape.tied and run.last else table) + shape.positions * shape.dim * live.size
-    peak, net = live.leave(table, grads)
-    return Work(0, "backward", (cost,), peak, net, peak, replace(net, grads=0))
-
-
-def _nothing(phase: Phase) -> Work:
-    return Work(0, phase, (), LiveBytes(), LiveBytes())
+    products = Cost("matmul", run.dtype, flops, 2 * head + 2 * live.stream, 2)
+    of_norm = LiveBytes(grads=shape.norm_params * size)
+    of_loss, again = live.loss(), live.loss_backward()
+    if run.loss in ("eager", "held", "freed"):
+        costs = [eager_cost("loss", shape, run, backward=b) for b in (False, True)]
+    else:
+        have = run.tokens * shape.vocab // run.tp * size
+        moves = max(of_loss[0].logits, have), max(again[0].logits, 0)
+        costs = [Cost("memory", "float32", 0, 3 * each, 4) for each in moves]
+    return _Ends(
+        enter,
+        _work("forward", peak, net, product, *norm),
+        _work("loss", *of_loss, *costs[: run.loss != "fused"]),
+        _work("backward", *again, costs[1], sums=True),
+        _work("backward", *live.head_backward(head), products),
+        _work("backward", of_norm, of_norm, *norm_backward),
+        leave,
+    )
 
 
 # -- units: rows and columns of matrices are cut as `train.degrees` does it
 def _end_units(
-    shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]
+    shape: DecoderShape, run: Execution, layers: list[DecoderShape]
 ) -> tuple[TapeUnit | None, TapeUnit, TapeUnit | None]:
     """Return the units beside the layers: embedding, root and head; None if the root has it.
 
-    With ``run.large_units`` a table that belongs to one end alone, and is as large as one of
-    ``layers``, is a unit, as in `layout.units`; and a single layer belongs to the root with all
-    that is there.
+    A table that belongs to one end alone, and is as large as one of ``layers``, is a unit, as in
+    `layout.units`; and a single layer belongs to the root with all that is there.
     """
-    alone = _only_layer(run, layers)
+    alone = layers[0] if len(layers) == 1 else None
     shares = shape.tied and run.first and run.last
-    smallest = min((kind.layer_params() for kind in layers), default=0)
-    is_large = run.large_units and not shares and shape.vocab * shape.dim >= smallest > 0
-    is_large = is_large and alone is None
+    smallest = min(kind.layer_params() for kind in set(layers))
+    is_large = alone is None and not shares and shape.vocab * shape.dim >= smallest
     table = (shape.vocab // run.tp, shape.dim)
     embedding = head = None
     root: list[TapeParam] = []
@@ -493,11 +429,6 @@ def _end_units(
     elif run.last and not shares:
         root.append(_param("head", *table))
     return embedding, TapeUnit("", "Decoder", tuple(root)), head
-
-
-def _only_layer(run: Execution, layers: Sequence[DecoderShape]) -> DecoderShape | None:
-    """Return the single layer, which belongs to the root; None if there are several."""
-    return layers[0] if run.large_units and len(layers) == 1 else None
 
 
 def _layer_units(shape: DecoderShape, run: Execution) -> tuple[TapeUnit, ...]:

@@ -9,17 +9,21 @@ summed over a tape, ``net.grads`` is the gradients of one micro-batch and the ot
 A player takes a unit's gradients away at its ``after_backward``: they are all that works booked
 for its parameters, those of other units that use them included. A tied weight's gradient is booked
 from the first of its parts on, which autograd holds until the last has come.
+
+Note [Which bytes are logits]
+Those of tensors as wide as the vocabulary, which is the largest embedding of the model. A model
+without one has no logits; its last bytes count as activations.
 """
 
+import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,11 +45,10 @@ from shardwise.plan.model.tape import (
     VisitKind,
     Work,
 )
-from shardwise.plan.model.tracking import Change, Head, Tracker, dtype_name
+from shardwise.plan.model.tracking import Change, Tracker, dtype_name
 from shardwise.plan.sizes import DtypeName
 
-BatchBuilder = Callable[[], Any]
-Loss = Callable[[nn.Module, Any], torch.Tensor]
+Batch = TypeVar("Batch")
 
 _COMPUTE_DTYPES: dict[DtypeName, torch.dtype | None] = {
     "float32": None,  # precision fp32 keeps each parameter's own dtype and casts nothing
@@ -56,8 +59,8 @@ _COMPUTE_DTYPES: dict[DtypeName, torch.dtype | None] = {
 
 def trace(
     model: nn.Module,
-    make_batch: BatchBuilder,
-    loss: Loss,
+    make_batch: Callable[[], Batch],
+    loss: Callable[[nn.Module, Batch], Tensor],
     *,
     name: str,
     micro_batch: int,
@@ -68,9 +71,9 @@ def trace(
 ) -> Tape:
     """Run forward, loss and backward of a plain module on fake tensors, and write the tape.
 
-    The model may be on meta or on the CPU; its values are not read and it is as before afterwards.
-    ``make_batch`` is called where every new tensor is fake; ``loss(model, batch)`` calls the model
-    and returns a scalar. ``activation_checkpointing`` is what the model does already, for the
+    The model may be on meta or on the CPU; a copy of fake tensors is run, and its values are not
+    read. ``make_batch`` is called where every new tensor is fake; ``loss(model, batch)`` calls the
+    model and returns a scalar. ``activation_checkpointing`` is what the model does already, for the
     record.
 
     Events: visits with one `Work` after each, zero ones included; several where a checkpoint inside
@@ -83,39 +86,40 @@ def trace(
     **Cost** no memory of the model's size; about 0.1 ms per operation.
 
     **Raises** ConfigError when the model reads values (which fake tensors have not), gives no
-    scalar loss, or fails; the message is the model's own.
+    scalar loss, cannot be copied, or fails; the message is the model's own.
     """
     if compute_dtype not in _COMPUTE_DTYPES:
         names = ", ".join(_COMPUTE_DTYPES)
         raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {names}")
     cast_to = _COMPUTE_DTYPES[compute_dtype]
     specs = partition_into_units(model, units)
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        fakes = stack.enter_context(_as_fake(model, cast_to))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params = _fake_params(model, cast_to)
+        units_run = _copied_units(specs, params, name)
+        recorder = _Recorder(units_run, cast_to)
         batch = make_batch()
-        run = _Run(model, specs, fakes, cast_to)
-        stack.callback(run.close)
-        run.own(model, batch)
-        _step(run, batch, loss, name)
-        written = {i: run.wrote(p) for i, p in fakes.items()}
+        recorder.own(batch)
+        _step(recorder, lambda: loss(units_run[0].module, batch), name)
+        written = {i: recorder.wrote(p) for i, p in params.items()}
         return Tape(
             model=name,
             units=_all_unit_facts(specs, written),
-            events=run.events(),
+            events=recorder.events(),
             micro_batch=micro_batch,
             seq=seq,
             compute_dtype=compute_dtype,
             activation_checkpointing=activation_checkpointing,
-            input_bytes=run.input_bytes,
-            buffer_bytes=run.buffer_bytes,
+            input_bytes=recorder.input_bytes,
+            buffer_bytes=recorder.buffer_bytes,
         )
 
 
-def _step(run: "_Run", batch: Any, loss: Loss, name: str) -> None:
+def _step(recorder: "_Recorder", compute_loss: Callable[[], object], name: str) -> None:
+    # torch logs the stack of an operation that fails; the error describes it.
+    log = logging.getLogger(fake_tensor.__name__)
+    was, log.disabled = log.disabled, True
     try:
-        with _quiet():
-            run.step(batch, loss)
+        recorder.step(compute_loss)
     except ConfigError:
         raise
     except Exception as error:
@@ -125,15 +129,6 @@ def _step(run: "_Run", batch: Any, loss: Loss, name: str) -> None:
             f"{first_line.rstrip('.')}. A forward that reads values (.item(), branches on data) "
             "cannot be traced; nor can a batch that does not fit it"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging the stack of an operation that fails: the error describes it."""
-    log = logging.getLogger(fake_tensor.__name__)
-    was, log.disabled = log.disabled, True
-    try:
-        yield
     finally:
         log.disabled = was
 
@@ -166,53 +161,64 @@ def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> TapeUnit:
     return TapeUnit(spec.name, type(spec.module).__name__, params, reads)
 
 
-@contextmanager
-def _as_fake(model: nn.Module, cast_to: torch.dtype | None) -> Iterator[dict[int, nn.Parameter]]:
-    """Put fake tensors in the place of all that the model holds; yield parameters by id.
+# -- a copy of fake tensors
+@dataclass(frozen=True)
+class _Unit:
+    """A unit with the attributes that `engine.passes` reads."""
 
-    Called under a fake mode. A tensor that stands in several places stays one tensor.
-    """
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    params: dict[int, nn.Parameter] = {}
-    others: dict[int, torch.Tensor] = {}
-    was_training = [(m, m.training) for m in model.modules()]
+    index: int
+    name: str
+    module: nn.Module
+    params: tuple[nn.Parameter, ...]
 
-    def fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.module,)
 
-    def fake_param(param: nn.Parameter) -> nn.Parameter:
-        if id(param) not in params:
-            casts = cast_to is not None and param.is_floating_point()
-            made = fake(param, cast_to if casts and cast_to else param.dtype)
-            params[id(param)] = nn.Parameter(made, requires_grad=param.requires_grad)
-        return params[id(param)]
+    def read_versions(self) -> tuple[int, ...]:
+        return ()
 
-    def fake_other(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in others:
-            others[id(tensor)] = fake(tensor, tensor.dtype)
-        return others[id(tensor)]
 
-    for module in model.modules():
-        module.training = True
-        tables: tuple[tuple[dict[str, Any], Callable[[Any], Any]], ...] = (
-            (module._parameters, fake_param),
-            (module._buffers, fake_other),
-            (vars(module), fake_other),
+def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+
+
+def _fake_params(model: nn.Module, cast_to: torch.dtype | None) -> dict[int, nn.Parameter]:
+    """Return a fake parameter for each of a model's, by the id of the real one."""
+    return {
+        id(param): nn.Parameter(
+            _fake(param, (param.is_floating_point() and cast_to) or param.dtype),
+            requires_grad=param.requires_grad,
         )
-        for table, make in tables:
-            for key, value in list(table.items()):
-                if isinstance(value, torch.Tensor):
-                    replaced.append((table, key, value))
-                    table[key] = make(value)
+        for param in model.parameters()
+    }
+
+
+def _copied_units(
+    specs: Sequence[UnitSpec], params: Mapping[int, nn.Parameter], name: str
+) -> list[_Unit]:
+    """Copy a model with all tensors that it holds fake; return its units, the whole model first.
+
+    A tensor that stands in several places stays one tensor.
+    """
+    model = specs[0].module
+    copies: dict[int, object] = {**params}
+    for module in model.modules():
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor) and id(value) not in copies:
+                copies[id(value)] = _fake(value, value.dtype)
     try:
-        yield params
-    finally:
-        for table, key, value in replaced:
-            table[key] = value
-        for module, training in was_training:
-            module.training = training
+        copied = copy.deepcopy(model, copies).train()
+    except Exception as error:
+        raise ConfigError(f"model {name}: it cannot be copied to be traced: {error}") from error
+    modules = dict(zip(map(id, model.modules()), copied.modules(), strict=True))
+    return [
+        _Unit(n, s.name, modules[id(s.module)], tuple(params[id(p.param)] for p in s.params))
+        for n, s in enumerate(specs)
+    ]
 
 
+# -- recording
 @dataclass
 class _Span:
     """One `Work` before its bytes have kinds: a stretch of the log."""
@@ -224,61 +230,71 @@ class _Span:
     costs: tuple[Cost, ...]
 
 
-class _Run:
-    """One traced micro-batch."""
+class _Recorder:
+    """Receives the calls of a model's units, as the engine does, and cuts the log into works.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        specs: tuple[UnitSpec, ...],
-        fakes: dict[int, nn.Parameter],
-        cast_to: torch.dtype | None,
-    ) -> None:
-        self.model = model
+    `engine.passes` finds the moments. Nothing is gathered or reduced.
+    """
+
+    suspended = False
+
+    def __init__(self, units: list[_Unit], cast_to: torch.dtype | None) -> None:
+        self.units, self._cast_to = units, cast_to
         self.tracker = Tracker(self._switch)
         self.input_bytes = self.buffer_bytes = 0
         self._items: list[_Span | Visit] = []
-        self._begin = 0
-        self._grads: set[int] = set()
-        self._with_grad: set[int] = set()
+        self._begin = 0  # of the current span
+        self._grads: set[int] = set()  # serials
+        self._with_grad: set[int] = set()  # parameters by id
         self._written: list[tuple[int, Change]] = []  # place in the log, the release if summed
-        self._visitor = _Visitor(
-            specs, fakes, cast_to, self._visit, self._take_grads, self._note_grad
-        )
-        self._head = Head(model, self.tracker)
+        self._first_in_checkpoint: set[int] = set()  # units by index
+        self._region: Callable[[], object] = lambda: None  # the checkpoint seen last
+        self._backward: list[int] = []  # units whose backward has begun and is not over
+        self._begun = False  # the backward pass
+        tables = (m for m in units[0].module.modules() if isinstance(m, nn.Embedding))
+        self._vocab = max((table.num_embeddings for table in tables), default=-1)
+        self._passes = Passes(self)
+        self._passes.take_units(units)
+        for unit in units:
+            register_hooks(self, unit)
+            for param in unit.params:
+                if param.requires_grad:
+                    self._passes.watch_grad(unit, param)
 
-    def close(self) -> None:
-        """Take all hooks off the model."""
-        self._visitor.remove()
-        self._head.remove()
-
-    def own(self, model: nn.Module, batch: Any) -> None:
+    def own(self, batch: object) -> None:
         """Leave parameters, buffers and inputs out of the log; count the latter two."""
-        for param in model.parameters():
+        for param in self.units[0].module.parameters():
             self.tracker.own(param)
-        for module in model.modules():
+        for module in self.units[0].module.modules():
             for tensor in (*module._buffers.values(), *vars(module).values()):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, Tensor):
                     self.buffer_bytes += self.tracker.own(tensor)
         self.input_bytes = sum(self.tracker.own(t) for t in tensors_in(batch))
 
-    def step(self, batch: Any, loss: Loss) -> None:
+    def step(self, compute_loss: Callable[[], object]) -> None:
         """Run forward, loss and backward."""
         with self.tracker:
-            value: Any = loss(self.model, batch)
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            value = compute_loss()
+            if not isinstance(value, Tensor) or value.numel() != 1:
                 what = type(value).__name__
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     what = f"a tensor of shape {tuple(value.shape)}"
                 raise ConfigError(f"loss: expected a scalar tensor, got {what}")
             value.backward()
             del value
         self._end_span()
 
-    def _visit(self, visit: Visit) -> None:
+    def wrote(self, param: Tensor) -> bool:
+        """Tell whether autograd wrote a gradient of this parameter."""
+        return id(param) in self._with_grad
+
+    # -- visits and spans
+    def _visit(
+        self, kind: VisitKind, unit: _Unit, recomputes: bool = False, input_bytes: int = 0
+    ) -> None:
         if self._items:
             self._end_span()
-        self._items.append(visit)
+        self._items.append(Visit(kind, unit.index, recomputes, input_bytes))
         self._begin = len(self.tracker.log)
         self.tracker.recomputes = False
 
@@ -288,189 +304,29 @@ class _Run:
             self._begin = len(self.tracker.log)
 
     def _end_span(self) -> None:
-        unit, phase = self._visitor.place()
+        unit, phase = self._place()
         if phase == "backward" and self.tracker.recomputes:
             phase = "recompute"
         costs = self.tracker.take_costs()
         self._items.append(_Span(unit, phase, self._begin, len(self.tracker.log), costs))
 
-    def wrote(self, param: torch.Tensor) -> bool:
-        """Tell whether autograd wrote a gradient of this parameter."""
-        return id(param) in self._with_grad
-
-    def _note_grad(self, param: torch.Tensor) -> None:
-        self._with_grad.add(id(param))
-        serial = None if param.grad is None else self.tracker.serial_of(param.grad)
-        if serial is not None:
-            num_bytes = self.tracker.lives[serial].num_bytes
-            self._written.append((len(self.tracker.log), Change(serial, -num_bytes)))
-
-    def _take_grads(self, params: list[nn.Parameter]) -> None:
-        for param in params:
-            if param.grad is not None:
-                serial = self.tracker.serial_of(param.grad)
-                if serial is not None:
-                    self._grads.add(serial)
-                self.tracker.take(param.grad)
-                param.grad = None
-
-    def events(self) -> tuple[Work | Visit, ...]:
-        """Return visits and works in order, each byte under its kind."""
-        self._keep_inputs_of_checkpoints()
-        root_end = self._place_of(lambda v: v == Visit("after_forward", 0))
-        body = self._place_of(lambda v: v.kind == "before_backward" and v.unit != 0)
-        begin, end, input_grad = self._head.stretch(root_end, body)
-        logits = {
-            serial
-            for serial, life in enumerate(self.tracker.lives)
-            if begin <= life.born < end and serial != input_grad
-        }
-        for item in self._items:
-            if isinstance(item, _Span) and item.unit == 0 and item.phase == "forward":
-                item.phase = "loss" if item.hi > begin else "forward"
-        return tuple(i if isinstance(i, Visit) else self._work(i, logits) for i in self._items)
-
-    def _keep_inputs_of_checkpoints(self) -> None:
-        """Let blocks alone that run again have bytes of inputs: a checkpoint saves theirs.
-
-        One is around them or, where no unit's forward was seen again, inside.
-        """
-        seen = {v.unit for v in self._items if isinstance(v, Visit) and v.recomputes}
-        again = {s.unit for s in self._items if isinstance(s, _Span) and s.phase == "recompute"}
-        saved = (again - seen) | self._visitor.first_in_checkpoint
-        for place, item in enumerate(self._items):
-            if isinstance(item, Visit) and item.input_bytes and item.unit not in saved:
-                self._items[place] = replace(item, input_bytes=0)
-
-    def _place_of(self, is_it: Callable[[Visit], bool]) -> int:
-        """Return the place in the log of the first such visit, or of the end."""
-        spans = zip(self._items, self._items[1:], strict=False)
-        for item, after in spans:
-            if isinstance(item, Visit) and isinstance(after, _Span) and is_it(item):
-                return after.lo
-        return len(self.tracker.log)
-
-    def _work(self, span: _Span, logits: set[int]) -> Work:
-        changes = self.tracker.log[span.lo : span.hi]
-        peak, net = self._peak_and_net(changes, span, logits)
-        inside = [(p, c) for p, c in self._written if span.lo < p <= span.hi]
-        if not inside and not net.grads and not peak.grads:
-            return Work(span.unit, span.phase, span.costs, peak, net, peak, net)
-        for place, change in reversed(inside):
-            changes.insert(place - span.lo, change)
-        summed = self._peak_and_net(changes, span, logits)
-        return Work(span.unit, span.phase, span.costs, peak, net, *summed)
-
-    def _peak_and_net(
-        self, changes: list[Change], span: _Span, logits: set[int]
-    ) -> tuple[LiveBytes, LiveBytes]:
-        total = best = num_at_peak = 0
-        for place, change in enumerate(changes, 1):
-            total += change.num_bytes
-            if total > best:
-                best, num_at_peak = total, place
-        peak = self._sum(changes[:num_at_peak], span, logits)
-        return peak, self._sum(changes, span, logits)
-
-    def _sum(self, changes: list[Change], span: _Span, logits: set[int]) -> LiveBytes:
-        kinds = {"activations": 0, "temporary": 0, "logits": 0, "grads": 0}
-        for serial, num_bytes in changes:
-            life = self.tracker.lives[serial]
-            if serial in self._grads:
-                kind = "grads"
-            elif serial in logits:
-                kind = "logits"
-            elif life.born >= span.lo and life.died is not None and life.died < span.hi:
-                kind = "temporary"
-            else:
-                kind = "activations"
-            kinds[kind] += num_bytes
-        return LiveBytes(**kinds)
-
-
-# -- visits
-class _Unit:
-    """A unit with the attributes that `engine.passes` reads."""
-
-    def __init__(self, index: int, spec: UnitSpec, params: list[nn.Parameter]) -> None:
-        self.index = index
-        self.name = spec.name
-        self.module = spec.module
-        self.modules = (spec.module,)
-        self.params = params
-
-    def read_versions(self) -> tuple[int, ...]:
-        return ()
-
-
-class _Visitor:
-    """Hooks a module's units; calls ``visit`` and, when a unit is closed, ``take_grads``.
-
-    `engine.passes` finds the moments, as for the engine. Nothing is gathered or reduced.
-
-    ``written`` is called with a parameter when autograd has written its gradient.
-
-    ``place`` tells inside which unit, and in which phase, what runs now runs.
-    """
-
-    suspended = False
-
-    def __init__(
-        self,
-        specs: tuple[UnitSpec, ...],
-        params: dict[int, nn.Parameter],
-        cast_to: torch.dtype | None,
-        visit: Callable[[Visit], None],
-        take_grads: Callable[[list[nn.Parameter]], None],
-        written: Callable[[torch.Tensor], None],
-    ) -> None:
-        self.units = [
-            _Unit(i, s, [params[id(p.param)] for p in s.params]) for i, s in enumerate(specs)
-        ]
-        self._cast_to = cast_to
-        self._visit = visit
-        self._take_grads = take_grads
-        self._written = written
-        self.first_in_checkpoint: set[int] = set()  # units by index
-        self._region: Callable[[], Any] = lambda: None
-        self._backward: list[_Unit] = []
-        self._begun = False
-        self._passes = Passes(self)
-        self._passes.take_units(self.units)
-        self._handles: list[Any] = []
-        for unit in self.units:
-            self._handles += register_hooks(self, unit)
-            for param in unit.params:
-                if param.requires_grad:
-                    self._handles.append(self._passes.watch_grad(unit, param))
-
-    def remove(self) -> None:
-        """Take all hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
-
-    def place(self) -> tuple[int, Phase]:
+    def _place(self) -> tuple[int, Phase]:
         """Return the innermost unit that runs now, and the phase."""
         if self._passes.stack:
-            unit: _Unit = self._passes.stack[-1].unit
-            return unit.index, "recompute" if self._begun else "forward"
+            index: int = self._passes.stack[-1].unit.index
+            return index, "recompute" if self._begun else "forward"
         if self._begun:
-            return (self._backward[-1].index if self._backward else 0), "backward"
+            return (self._backward[-1] if self._backward else 0), "backward"
         return 0, "loss"
 
-    def _say(
-        self, kind: VisitKind, unit: _Unit, recomputes: bool = False, input_bytes: int = 0
-    ) -> None:
-        self._visit(Visit(kind, unit.index, recomputes, input_bytes))
-
     # -- forward (hooks.Watcher)
-    def before_forward(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
+    def before_forward(self, unit: _Unit, args: object, kwargs: object) -> object:
         """Record the visit, cast the inputs, watch them for backward."""
         call = self._passes.enter(unit)
         taken = 0
-        if not call.in_backward and unit is not self.units[0]:  # masks and tables are not computed
+        if not call.in_backward and unit.index:  # masks and tables are not computed
             taken = sum(t.nbytes for t in tensors_in(args) if t.grad_fn is not None)
-        self._say("before_forward", unit, call.recomputes, taken)
+        self._visit("before_forward", unit, call.recomputes, taken)
         if not call.in_backward:
             self._note_checkpoint(unit)
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
@@ -484,22 +340,22 @@ class _Visitor:
 
         It is known by its hooks on saved tensors, which live as long as its graph.
         """
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0] is not self._region():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks and hooks[0] is not self._region():  # type: ignore[redundant-expr]  # None, too
             self._region = weakref.ref(hooks[0])
-            self.first_in_checkpoint.add(unit.index)
+            self._first_in_checkpoint.add(unit.index)
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, tensor: Tensor) -> Tensor:
         if self._cast_to is None or not tensor.is_floating_point():
             return tensor
         return tensor.to(self._cast_to)
 
-    def after_forward(self, unit: _Unit, output: Any) -> None:
+    def after_forward(self, unit: _Unit, output: object) -> None:
         """Record the visit, watch the outputs for backward."""
         stack = self._passes.stack
         if not stack or stack[-1].unit is not unit:
             return
-        self._say("after_forward", unit, stack[-1].recomputes)
+        self._visit("after_forward", unit, stack[-1].recomputes)
         call = self._passes.leave()
         if call.is_recorded:
             self._passes.watch_outputs(call, output)
@@ -508,27 +364,37 @@ class _Visitor:
     def on_pass(self, order: list[int]) -> None:
         """Do nothing: the first visit says that backward has begun."""
 
-    def on_grad(self, unit: _Unit, leaf: torch.Tensor) -> None:
-        """Say which gradient is there."""
-        self._written(leaf)
+    def on_grad(self, unit: _Unit, leaf: Tensor) -> None:
+        """Note which gradient is there, and from which place in the log on."""
+        self._with_grad.add(id(leaf))
+        serial = None if leaf.grad is None else self.tracker.serial_of(leaf.grad)
+        if serial is not None:
+            release = Change(serial, -self.tracker.lives[serial].num_bytes)
+            self._written.append((len(self.tracker.log), release))
 
     def on_reached(self, call: Call) -> None:
         """Do nothing: nothing is refused here."""
 
     def on_backward(self, unit: _Unit, is_first: bool) -> None:
         """Record the visit."""
-        self._say("before_backward", unit)
+        self._visit("before_backward", unit)
         self._begun = True
-        self._backward.append(unit)
+        self._backward.append(unit.index)
 
     def on_call_over(self, call: Call) -> None:
         """Do nothing: what counts is the unit."""
 
     def on_unit_over(self, unit: _Unit) -> None:
         """Record the visit; the gradients are not this unit's any more."""
-        self._say("after_backward", unit)
-        self._backward = [u for u in self._backward if u is not unit]
-        self._take_grads(unit.params)
+        self._visit("after_backward", unit)
+        self._backward = [index for index in self._backward if index != unit.index]
+        for param in unit.params:
+            if param.grad is not None:
+                serial = self.tracker.serial_of(param.grad)
+                if serial is not None:
+                    self._grads.add(serial)
+                self.tracker.take(param.grad)
+                param.grad = None
 
     def on_pass_end(self) -> None:
         """Close the units that are still open; there is one pass only."""
@@ -541,3 +407,62 @@ class _Visitor:
 
     def on_double(self) -> None:
         """Do nothing: a pass with create_graph=True is not traced."""
+
+    # -- the tape
+    def events(self) -> tuple[Work | Visit, ...]:
+        """Return visits and works in order, each byte under its kind.
+
+        What the root does after the last unit's forward is the loss. Blocks alone that run again
+        have bytes of inputs, which a checkpoint saves: it is around them or, where no unit's
+        forward was seen again, inside.
+        """
+        visits = [(n, item) for n, item in enumerate(self._items) if isinstance(item, Visit)]
+        ends = [n for n, v in visits if v.kind == "after_forward" and v.unit and not v.recomputes]
+        last = max(ends, default=-1)
+        seen = {v.unit for _, v in visits if v.recomputes}
+        again = {s.unit for s in self._items if isinstance(s, _Span) and s.phase == "recompute"}
+        saved = (again - seen) | self._first_in_checkpoint
+        found: list[Work | Visit] = []
+        for place, item in enumerate(self._items):
+            if isinstance(item, Visit):
+                found.append(item if item.unit in saved else replace(item, input_bytes=0))
+                continue
+            if place > last and item.unit == 0 and item.phase == "forward":
+                item.phase = "loss"
+            found.append(self._work(item))
+        return tuple(found)
+
+    def _work(self, span: _Span) -> Work:
+        changes = self.tracker.log[span.lo : span.hi]
+        peak, net = self._peak_and_net(changes, span)
+        inside = [(p, c) for p, c in self._written if span.lo < p <= span.hi]
+        if not inside and not net.grads and not peak.grads:
+            return Work(span.unit, span.phase, span.costs, peak, net, peak, net)
+        for place, change in reversed(inside):
+            changes.insert(place - span.lo, change)
+        return Work(
+            span.unit, span.phase, span.costs, peak, net, *self._peak_and_net(changes, span)
+        )
+
+    def _peak_and_net(self, changes: list[Change], span: _Span) -> tuple[LiveBytes, LiveBytes]:
+        total = best = num_at_peak = 0
+        for place, change in enumerate(changes, 1):
+            total += change.num_bytes
+            if total > best:
+                best, num_at_peak = total, place
+        return self._sum(changes[:num_at_peak], span), self._sum(changes, span)
+
+    def _sum(self, changes: list[Change], span: _Span) -> LiveBytes:
+        kinds = {"activations": 0, "temporary": 0, "logits": 0, "grads": 0}
+        for serial, num_bytes in changes:
+            life = self.tracker.lives[serial]
+            if serial in self._grads:
+                kind = "grads"
+            elif life.width == self._vocab:
+                kind = "logits"
+            elif life.born >= span.lo and life.died is not None and life.died < span.hi:
+                kind = "temporary"
+            else:
+                kind = "activations"
+            kinds[kind] += num_bytes
+        return LiveBytes(**kinds)
