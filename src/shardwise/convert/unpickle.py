@@ -45,6 +45,7 @@ _UNIQUE = (1 << 61) - 1  # Python's hash of integers below this has no collision
 _FREE_MADE, _MADE_TIMES = 16 << 20, 32  # may be made: bytes of memory, and times the bytes read
 _FREE_CODES, _CODES_SHARE = 1_000_000, 0.75  # opcodes, and their share of the bytes read
 _ENTRY_BYTES = 72  # of a key or member
+_STACK_BYTES = 64  # of a mark inside of all others
 _BUILT_BYTES = 160  # of the result of a table's function, beside its arguments
 
 
@@ -124,7 +125,7 @@ class _Machine:
         self._memo: list[object] = []
         self._data, self._where, self._allowed = data, where, allowed
         self._persistent, self._any_name = persistent, any_name
-        self._made_bytes = self._num_codes = self._num_collisions = 0
+        self._made_bytes = self._num_codes = self._num_collisions = self._num_stacks = 0
         self._hashes: set[tuple[int, int]] = set()
 
     def run(self) -> object:
@@ -163,6 +164,9 @@ class _Machine:
     def mark(self, _: None) -> None:
         self._outer.append(self.stack)
         self.stack = []
+        if len(self._outer) > self._num_stacks:  # a mark after another was taken reuses its memory
+            self._num_stacks += 1
+            self._charge(_STACK_BYTES)
 
     def since_mark(self) -> list[object]:
         values, self.stack = self.stack, self._outer.pop()
@@ -262,7 +266,7 @@ _Action = Callable[[_Machine, Any], None]
 # Each opcode with about the bytes of memory that it takes; keys and members are charged apart.
 _CODES: Mapping[str, tuple[int, _Action]] = {
     **dict.fromkeys(("PROTO", "FRAME"), (0, lambda machine, _: None)),
-    "MARK": (64, _Machine.mark),
+    "MARK": (8, _Machine.mark),
     "NONE": (8, lambda machine, _: machine.push(None)),
     "NEWTRUE": (8, lambda machine, _: machine.push(True)),
     "NEWFALSE": (8, lambda machine, _: machine.push(False)),
