@@ -19,7 +19,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _MAX_DIGITS = 4300  # Python's own default; the time to read an int is quadratic in it
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """Write what `encode` returned as compact UTF-8 JSON; keys keep their order."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8")
@@ -86,7 +86,7 @@ def check_containers(data: bytes) -> None:
             )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

@@ -401,12 +401,6 @@ class SimulatedDisk:
         walk(self._root, "/")
         return found
 
-    def pending(self) -> Sequence[str]:
-        """Return the changes that a power cut may undo."""
-        names = [change.what for change in self._log if not change.synced]
-        files = [n for n in _reachable(_names(self._root), self._root) if n.synced < len(n.data)]
-        return names + [f"data of inode {node.inode}" for node in files]
-
     def crash(self, choose: Choose) -> "SimulatedDisk":
         """Return the disk as it is after a power cut now; this one stays as it is."""
         names = {folder: dict(entries) for folder, entries in self._durable.items()}

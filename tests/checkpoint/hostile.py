@@ -2,8 +2,9 @@
 
 The attacker can write anything, and all digests are right again afterwards (xxh3 is a checksum, not
 a signature), so a refusal is for the content. The cases here go through every way in, to see that
-no code runs, no file outside is opened and no memory is taken on a claim. What each single check
-refuses is in test_manifest, test_values, test_container, test_pieces and test_verify.
+no code runs, no file outside is opened and no memory is taken on a claim. Here is one case of each
+kind; what each single check refuses is in test_manifest, test_values, test_container, test_pieces,
+test_generators and test_verify.
 
 A case gets a `Target`: the folder of one checkpoint, alone in the folder of a run. Its outcome must
 be `refused` (no load succeeds, and verify finds it), `unfit` (no load succeeds; each byte is in
@@ -146,16 +147,6 @@ class Target:
         value = self.json(name)
         yield value
         self.put(value, name)
-
-    @contextlib.contextmanager
-    def header(self, number: int = 0) -> Iterator[dict[str, Any]]:
-        """Edit the header of a file of rank 0; the index and the manifest follow."""
-        path = self.path(f"rank00000-{number}.safetensors")
-        data = path.read_bytes()
-        begin = 8 + int.from_bytes(data[:8], "little")
-        value = json.loads(data[8:begin])
-        yield value
-        self.put_header(json.dumps(value).encode(), number)
 
     def put_header(self, text: bytes, number: int = 0, length: int | None = None) -> None:
         name = f"rank00000-{number}.safetensors"
@@ -347,8 +338,9 @@ _add(
     "refused",
     {
         f"a file that {kind} {part}": _replace(kind, name)
-        for kind in KINDS
-        for part, name in PARTS.items()
+        for number, kind in enumerate(KINDS)
+        for turn, (part, name) in enumerate(PARTS.items())
+        if number % len(PARTS) == turn or kind in ("is a pipe", "has a hole of two gib")
     },
 )
 
@@ -417,25 +409,14 @@ _add("harmless", {"names that look like ours": _names_like_ours})
 
 # -- numbers and rows of the manifest
 
-NUMBERS = {
-    "below zero": -1,
-    "of 64 bits": 1 << 63,
-    "of 31 digits": 10**30,
-    "with a fraction": 1.5,
-    "that is true": True,
-    "that is a text": "1",
-    "that is an object": {"$": "int", "of": "0x1"},
-}
 _add("refused", {"a format of the future": 3, "a format of meshes": 2}, _set("format"))
-_add("refused", {f"a step {how}": value for how, value in NUMBERS.items()}, _set("step"))
 _add(
     "refused",
-    {"no ranks": 0, "2 to 23 ranks": 1 << 23, "10 to 7 ranks": 10**7},
-    _set("num_shards"),
+    {"a step of 31 digits": 10**30, "a step that is an object": {"$": "int", "of": "0x1"}},
+    _set("step"),
 )
+_add("refused", {"2 to 23 ranks": 1 << 23, "10 to 7 ranks": 10**7}, _set("num_shards"))
 _add("refused", {"10 to 7 replicas": 10**7}, _set("num_replicas"))
-_add("refused", {"a layout that is none": 9}, _set("tensors", 0, "layout"))
-_add("refused", {"a place that is none in a layout": 99}, _set("tensors", 0, "index"))
 _add("refused", {"an index of a pib": (1 << 50) - 1}, _set("ranks", 0, "index_bytes"))
 _add("refused", {"64 files": 64}, _set("ranks", 0, "num_files"))
 _add("refused", {"files of a pib": (1 << 50) - 1}, _set("ranks", 0, "file_bytes"))
@@ -445,7 +426,6 @@ _add(
         "a shape that explodes": [1 << 49] * 32,
         "a shape of many dims": [1] * 100_000,
         "a shape with a zero that hides it": [1 << 49] * 31 + [0],
-        "a shape of another size": [5, 7],
     },
     _set("tensors", 0, "shape"),
 )
@@ -453,7 +433,6 @@ _add(
     "refused",
     {
         "a dtype that is code": "os.system",
-        "a narrower dtype": "BF16",
         "a wider dtype": "F64",
         "another dtype of the same width": "I32",
         "a dtype of a megabyte": "F" * (1 << 20),
@@ -461,17 +440,8 @@ _add(
     _set("tensors", 0, "dtype"),
 )
 _add("refused", {"another kind of layout": "rows"}, _set("layouts", 0, "kind"))
-_add(
-    "refused",
-    {"huge layouts": [[1 << 49] * 32] * 9, "wrong layouts": [[7, 5], [1], [2], [3]]},
-    _set("layouts", 0, "shapes"),
-)
-_add(
-    "refused",
-    {"another digest": "0" * 32, "a digest with a line end": "0" * 32 + "\n"},
-    _set("ranks", 0, "digest"),
-)
-_add("refused", {"another run": "0" * 16}, _set("run"))
+_add("refused", {"huge layouts": [[1 << 49] * 32] * 9}, _set("layouts", 0, "shapes"))
+_add("refused", {"a digest with a line end": "0" * 32 + "\n"}, _set("ranks", 0, "digest"))
 _add("refused", {"no tensors": []}, _set("tensors"))
 _add("refused", {"a lot of zeros for ranks": [0] * 10**5}, _set("ranks"))
 _add("refused", {"a lot of ties": {f"{n}": 0 for n in range(10**4)}}, _set("tied"))
@@ -562,31 +532,17 @@ def _in_index(*keys: Any) -> Callable[[Target, Any], None]:
     return _set(*keys, name=INDEX)
 
 
-_add("refused", {"an index of another format": 2}, _in_index("format"))
 _add("refused", {"an index of another run": "0" * 16}, _in_index("run"))
-_add("refused", {"an index of another step": 4}, _in_index("step"))
-_add("refused", {"an index of another rank": 1}, _in_index("rank"))
-_add("refused", {"a box that is null": None, "a box too long": [0] * 5}, _in_index("boxes", 0))
+_add("refused", {"a box too long": [0] * 5}, _in_index("boxes", 0))
 _add("refused", {"a box of no tensor": 999}, _in_index("boxes", 0, 0))
-_add("refused", {"a box in file 64": 64}, _in_index("boxes", 0, 1))
+_add("refused", {"a box that begins far behind": (1 << 50) - 1}, _in_index("boxes", 0, 2))
 _add(
     "refused",
-    {"a box that begins in the header": 0, "a box that begins far behind": (1 << 50) - 1},
-    _in_index("boxes", 0, 2),
-)
-_add(
-    "refused",
-    {"no digests": "", "a lot of digests": "0" * (22 << 15), "other digests": "ABCDEF01234" * 2},
+    {"a lot of digests": "0" * (22 << 15), "other digests": "ABCDEF01234" * 2},
     _in_index("boxes", 0, 3),
 )
-_add("refused", {"no own tensors": []}, _in_index("own"))
 _add("refused", {"an own tensor far behind": (1 << 50) - 1}, _in_index("own", 0, "begin"))
-_add(
-    "refused",
-    {"an own tensor of half a tib": [1 << 37], "another own tensor": [2]},
-    _in_index("own", 0, "shape"),
-)
-_add("refused", {"no files": []}, _in_index("files"))
+_add("refused", {"an own tensor of half a tib": [1 << 37]}, _in_index("own", 0, "shape"))
 _add("refused", {"a file of a pib": (1 << 50) - 1}, _in_index("files", 0, "num_bytes"))
 _add("found", {"another digest of a header": "0" * 32}, _in_index("files", 0, "header"))
 _add("refused", {"an index that says nothing": lambda target: target.put({}, INDEX)})
@@ -640,16 +596,6 @@ _add(
 # -- headers of files: our loads follow the index, so only verify reads them
 
 
-def _edit_header(change: Callable[[list[Any]], Any]) -> Callable[[Target], None]:
-    """Change the entries of a header's float32 tensors."""
-
-    def attack(target: Target) -> None:
-        with target.header() as header:
-            change([entry for entry in header.values() if entry.get("dtype") == "F32"])
-
-    return attack
-
-
 def _headers_length(target: Target) -> None:
     data = target.path(TENSORS).read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
@@ -657,24 +603,12 @@ def _headers_length(target: Target) -> None:
 
 
 DIMS = b",".join([b"%d" % ((1 << 62) - 1)] * 30_000)
+_add("found", {"a header of 2 to 63 bytes": _headers_length})
 _add(
     "found",
     {
-        "a header with a hole": _edit_header(lambda all: all[-1]["data_offsets"].reverse()),
-        "a header of overlapping tensors": _edit_header(
-            lambda all: all[1].update(data_offsets=all[0]["data_offsets"])
-        ),
-        "a header with another dtype": _edit_header(lambda all: all[0].update(dtype="I32")),
-        "a header of 2 to 63 bytes": _headers_length,
-    },
-)
-_add(
-    "found",
-    {
-        "a header that is a list": b"[]",
         "a header that is no json": b"\xff\xfe",
         "a header that is deep": b"[" * 10**5,
-        "a header of sharding of numbers": b'{"__metadata__":{"DCP_SHARDING_INFO":"{\\"a\\":1}"}}',
         "a header of dims without end": b'{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}'
         % DIMS,
     },
@@ -694,21 +628,13 @@ def _array(shape: list[int], dtype: str = "<f4") -> dict[str, Any]:
 VALUES = {
     "a tensor from nowhere": {"$": "tensor", "of": "nowhere"},
     "a tensor from outside": {"$": "tensor", "of": CLIMBS},
-    "a torch dtype that is code": {"$": "torch.dtype", "of": "os.system"},
     "a tag that is code": {"$": "os.system", "of": ["true"]},
-    "a tag that is a class": {"$": "builtins.eval", "of": "1"},
-    "a tag that is a list": {"$": [], "of": 1},
     "a factory that is code": {"$": "defaultdict", "keys": [], "values": [], "factory": "eval"},
     "an array of objects": _array([1], "|O"),
     "an array of a tib": _array([1 << 38]),
     "an array that explodes": _array([(1 << 62) - 1] * 10_000),
-    "an array of nothing that explodes": _array([1 << 62, 1 << 62, 0]),
-    "a deque without end": {"$": "deque", "of": [1], "maxlen": 10**30},
     "keys that all collide": {"$": "dict", "keys": COLLIDING, "values": [0] * len(COLLIDING)},
-    "members that all collide": {"$": "set", "of": COLLIDING},
-    "an int that is code": {"$": "int", "of": "__import__('os')"},
     "a pickle": {"$": "pickle", "of": "gASVDwAAAAAAAAA="},
-    "fields too many": {"$": "tuple", "of": [], "class": "os"},
     "depth beyond ours": json.loads('{"$":"tuple","of":[' * 31 + "]}" * 31),
 }
 _add(
@@ -718,23 +644,15 @@ _add(
 )
 _add(
     "unfit",
-    {f"a group with {what}": value for what, value in list(VALUES.items())[::3]},
+    {f"a group with {what}": value for what, value in list(VALUES.items())[::5]},
     _set("optimizer", "groups", 0, "lr"),
 )
 _add(
     "unfit",
-    {
-        "groups of numbers": [1],
-        "groups of nothing": [{}],
-        "too many groups": [{"params": []}] * 1000,
-    },
+    {"groups of numbers": [1], "too many groups": [{"params": []}] * 1000},
     _set("optimizer", "groups"),
 )
-_add(
-    "unfit",
-    {"params of numbers": [1], "params of nothing": [], "params outside": [CLIMBS]},
-    _set("optimizer", "groups", 0, "params"),
-)
+_add("unfit", {"params outside": [CLIMBS]}, _set("optimizer", "groups", 0, "params"))
 _add("unfit", {"state that is a number": {"up.bias": 5}}, _set("optimizer", "state"))
 _add("unfit", {"no optimizer": None, "another optimizer": {"class_name": "SGD"}}, _set("optimizer"))
 _add("unfit", {"an optimizer that is code": "os.system"}, _set("optimizer", "class_name"))
@@ -762,17 +680,11 @@ _add("unfit", {"no values": {}, "values of a number": {"extra": 1}}, _in_index("
 _add("unfit", {"extra that is a text": "loader", "no extra": {}}, _in_index("values", "extra"))
 _add("unfit", {"modules that are a list": []}, _in_index("values", "modules"))
 _add("unfit", {"generators of others": {"a": 1}}, _in_index("values", "generators"))
-for _generator in ("torch", "numpy", "python"):
-    _add(
-        "unfit",
-        {
-            f"a generator of {_generator} {how}": state
-            for how, state in {
-                "of nothing": "",
-                "of zeros": "A" * 6742 + "==",  # as many bytes as torch's has
-                "of a megabyte": "A" * (1 << 20),
-                "that is null": None,
-            }.items()
-        },
-        _in_index("values", "generators", _generator),
-    )
+_add(
+    "unfit",
+    {
+        "a generator of zeros": "A" * 6742 + "==",  # as many bytes as torch's has
+        "a generator of a megabyte": "A" * (1 << 20),
+    },
+    _in_index("values", "generators", "torch"),
+)

@@ -5,21 +5,45 @@ The truth about a saved run is taken by gathering the slices, never from the che
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from ranks import run_ranks
 from roundings import SMOOTH_EPS, of_gradient
 from shardwise.engine.api import engine_of
 from trainer import full_all
+
+Body = Callable[[int, int, Path], None]
+
+
+def each_rank(*sizes: int) -> Callable[[Body], Callable[[int, Path], None]]:
+    """Turn a body (rank, world_size, folder) into a test that runs it on ranks of each size."""
+
+    def decorate(body: Body) -> Callable[[int, Path], None]:
+        # Ranks find the body by its module and name; the test takes the name that it had.
+        body.__name__ = body.__qualname__ = f"body_of_{body.__name__}"
+        setattr(sys.modules[body.__module__], body.__name__, body)
+
+        @pytest.mark.parametrize("world_size", sizes)
+        def run(world_size: int, tmp_path: Path) -> None:
+            run_ranks(body, world_size, tmp_path)
+
+        run.__doc__ = body.__doc__
+        return run
+
+    return decorate
+
 
 VOCABULARY, WIDTH, BATCH = 11, 6, 120  # every number of ranks of the tests divides the batch
 

@@ -8,8 +8,9 @@ place it is of, so that a checkpoint of two saves cannot pass for one of either.
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -155,16 +156,18 @@ def newest(files: Files, ranks: int) -> tuple[int, str] | None:
 class Verdicts:
     """`newest` of many disks that differ little: disks with the same files are read once."""
 
+    _known: ClassVar[dict[Any, tuple[int, str] | None]] = {}
+
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._known: dict[Any, tuple[int, str] | None] = {}
-        self.num_disks = 0
 
     def of(self, disk: SimulatedDisk) -> tuple[int, str] | None:
         """Return the verdict on one disk; what stands under a temporary name does not count."""
-        self.num_disks += 1
-        found = frozenset(
-            (name, data) for name, data in disk.tree().items() if not name.startswith("/run/.")
+        found = (
+            self._ranks,
+            frozenset(
+                (name, data) for name, data in disk.tree().items() if not name.startswith("/run/.")
+            ),
         )
         if found not in self._known:
             self._known[found] = newest(disk, self._ranks)
@@ -185,11 +188,16 @@ def kept(disk: SimulatedDisk) -> SimulatedDisk:
 
 def disk_with(ranks: int, saves: Mapping[int, str]) -> SimulatedDisk:
     """Return a disk that holds these saves, by step, written by the code under test."""
+    return kept(_written_disk(ranks, tuple(saves.items())))
+
+
+@cache
+def _written_disk(ranks: int, saves: tuple[tuple[int, str], ...]) -> SimulatedDisk:
     disk = SimulatedDisk()
-    for step, save in saves.items():
+    for step, save in saves:
         results = Lockstep().run(ranks, lambda c, s=save, n=step: write(disk, c, s, n))  # type: ignore[misc]
         assert all(isinstance(r, Written) for r in results), results
-    return kept(disk)
+    return disk
 
 
 def run_ranks_on(

@@ -6,7 +6,6 @@ import errno
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,17 @@ import torch
 import shardwise
 from disk import Fault, FaultyFiles
 from inner import Checkpoints, Files, Saving
-from ranks import HANG_S, run_ranks
-from saving import Run, Setting, build, differences, local_bytes, take_step, truth_of
+from ranks import HANG_S
+from saving import (
+    Run,
+    Setting,
+    build,
+    differences,
+    each_rank,
+    local_bytes,
+    take_step,
+    truth_of,
+)
 from shardwise.checkpoint import checkpoints
 from shardwise.errors import CheckpointError
 
@@ -67,8 +75,10 @@ def scribble(run: Run) -> None:
     run.schedule.last_epoch = 7
 
 
-def save_and_scribble(rank: int, world_size: int, root: Path) -> list[str]:
-    problems = []
+@each_rank(*SIZES, 4)
+def test_what_is_overwritten_right_after_is_saved_as_it_was(
+    rank: int, world_size: int, root: Path
+) -> None:
     for stage, layout, precision in ((0, "rows", "fp32"), (1, "flat", "bf16"), (3, "flat", "fp32")):
         gate = Gate()
         num_replicas = 2 if world_size == 4 else 1
@@ -89,20 +99,15 @@ def save_and_scribble(rank: int, world_size: int, root: Path) -> list[str]:
             loaded = shardwise.load(
                 saving.wait().path, other.model, other.optimizer, extra=other.extra
             )
-            problems += differences(truth_of(other), before)
+            assert not differences(truth_of(other), before)
             assert loaded.extra["mine"].tolist() == [rank, rank + 1, rank + 2, rank + 3]
             assert loaded.extra["text"] == [rank]
-    return problems
 
 
-@pytest.mark.parametrize("world_size", [*SIZES, 4])
-def test_what_is_overwritten_right_after_is_saved_as_it_was(
-    tmp_path: Path, world_size: int
+@each_rank(*SIZES)
+def test_a_second_save_waits_for_the_first_and_says_so(
+    rank: int, world_size: int, root: Path
 ) -> None:
-    assert run_ranks(save_and_scribble, world_size, tmp_path) == [[]] * world_size
-
-
-def save_twice(rank: int, world_size: int, root: Path) -> list[Any]:
     gate = Gate()
     run = build(Setting(world_size))
     with Checkpoints(root, run.model, run.optimizer, files=gate.files) as c:
@@ -118,40 +123,30 @@ def save_twice(rank: int, world_size: int, root: Path) -> list[Any]:
 
         first.join = joined  # type: ignore[method-assign]
         second = c.save(2)
-        found = [first.done, waits, first.waited_s, second.waited_s]
+        assert first.done and waits[0] is False
+        assert first.waited_s >= 0 and second.waited_s > 0.05
         second.wait()
         idle = c.save(3, wait=True)
-        return [*found, second.done, idle.done]
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path, world_size: int) -> None:
-    for first_done, waits, first_s, second_s, second_done, idle_done in run_ranks(
-        save_twice, world_size, tmp_path / "run"
-    ):
-        assert first_done and second_done and idle_done
-        assert waits[0] is False
-        assert first_s >= 0 and second_s > 0.05
-    names = sorted(p.name for p in (tmp_path / "run").iterdir() if p.name[0] != ".")
+        assert second.done and idle.done
+    names = sorted(p.name for p in root.iterdir() if p.name[0] != ".")
     assert names == ["step-00000001", "step-00000002", "step-00000003"]
 
 
-def close_while_saving(rank: int, world_size: int, root: Path) -> bool:
+@each_rank(*SIZES)
+def test_closing_waits_for_the_save_in_flight(rank: int, world_size: int, root: Path) -> None:
     gate = Gate()
     run = build(Setting(world_size))
     with Checkpoints(root, run.model, run.optimizer, files=gate.files) as c:
         gate.shut()
         saving = c.save(1)
         gate.open(after_s=0.1)
-    return saving.done and (root / "step-00000001" / "manifest.json").exists()
+    assert saving.done and (root / "step-00000001" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_closing_waits_for_the_save_in_flight(tmp_path: Path, world_size: int) -> None:
-    assert all(run_ranks(close_while_saving, world_size, tmp_path / "run"))
-
-
-def fail_behind(rank: int, world_size: int, root: Path) -> list[Any]:
+@each_rank(*SIZES)
+def test_a_failure_is_raised_by_the_next_pass_on_every_rank_once(
+    rank: int, world_size: int, root: Path
+) -> None:
     """Let the last rank's disk be full during the second save."""
     files = FaultyFiles(Files())
     run = build(Setting(world_size))
@@ -170,28 +165,19 @@ def fail_behind(rank: int, world_size: int, root: Path) -> list[Any]:
         take_step(run, 2)  # told once, and training goes on
         other = build(Setting(world_size), seed=3)
         loaded = shardwise.load(root, other.model, other.optimizer, extra=other.extra)
-        problems = differences(truth_of(other), at_1)
-        third = c.save(2, wait=True)
+        assert loaded.step == 1 and not differences(truth_of(other), at_1)
+        assert c.save(2, wait=True).wait().path.name == "step-00000002"
+    text, victim = str(caught.value), world_size - 1
+    assert "No space left" in text and f"rank{victim:05d}-0.safetensors" in text
+    assert (f"rank {victim}: " in text) == (world_size > 1)
     names = sorted(p.name for p in root.iterdir() if p.name != ".shardwise.lock")
-    return [str(caught.value), loaded.step, problems, third.wait().path.name, names]
+    assert names == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_failure_is_raised_by_the_next_pass_on_every_rank_once(
-    tmp_path: Path, world_size: int
+@each_rank(*SIZES)
+def test_a_failure_is_raised_by_the_next_call_and_the_folder_is_free_again(
+    rank: int, world_size: int, root: Path
 ) -> None:
-    found = run_ranks(fail_behind, world_size, tmp_path / "run")
-    for text, step, problems, third, names in found:
-        assert text == found[0][0]
-        assert "No space left" in text and f"rank{world_size - 1:05d}-0.safetensors" in text
-        assert (f"rank {world_size - 1}: " in text) == (world_size > 1)
-        assert step == 1 and not problems
-        assert third == "step-00000002"
-        assert names == ["step-00000001", "step-00000002"]
-
-
-def fail_and_close(rank: int, world_size: int, root: Path) -> list[str]:
-    texts = []
     run = build(Setting(world_size))
     for call in ("save", "finish", "load", "close", "wait"):
         fault = Fault(0, errno.EIO, op="sync") if rank == 0 else Fault(0, errno.EIO, op="never")
@@ -204,23 +190,15 @@ def fail_and_close(rank: int, world_size: int, root: Path) -> list[str]:
                     c.save(2)
                 elif call in ("finish", "load"):
                     getattr(c, call)()
-        texts.append(str(caught.value))
+        assert "(errno 5)" in str(caught.value)
         take_step(run, 0)  # a closed folder says nothing any more
         assert not [p for p in root.iterdir() if p.name != ".shardwise.lock"]
-    return texts
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_failure_is_raised_by_the_next_call_and_the_folder_is_free_again(
-    tmp_path: Path, world_size: int
+@each_rank(*SIZES)
+def test_after_reserve_saves_allocate_nothing_and_bytes_are_counted(
+    rank: int, world_size: int, root: Path
 ) -> None:
-    found = run_ranks(fail_and_close, world_size, tmp_path / "run")
-    for texts in found:
-        assert texts == found[0]
-        assert len(texts) == 5 and all("(errno 5)" in text for text in texts)
-
-
-def count_allocations(rank: int, world_size: int, root: Path) -> list[Any]:
     sizes = []
     host_buffer = checkpoints.host_buffer
 
@@ -241,40 +219,22 @@ def count_allocations(rank: int, world_size: int, root: Path) -> list[Any]:
                 saves.append(c.save(step, extra={"a": step}).held_bytes)
     finally:
         checkpoints.host_buffer = host_buffer
+    assert after_reserve == 1 and len(sizes) == 1
+    assert saves == [sizes[0]] * 3
+    # Parameters and two moments of most of them, each rounded up to 64 bytes; some scalars.
     params = local_bytes(run.model)
-    return [after_reserve, sizes, saves, params]
+    assert 2 * params < sizes[0] < 3 * params + 64 * 120
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_after_reserve_saves_allocate_nothing_and_bytes_are_counted(
-    tmp_path: Path, world_size: int
-) -> None:
-    for after_reserve, sizes, saves, params in run_ranks(
-        count_allocations, world_size, tmp_path / "run"
-    ):
-        assert after_reserve == 1 and len(sizes) == 1
-        assert saves == [sizes[0]] * 3
-        # Parameters and two moments of most of them, each rounded up to 64 bytes; some scalars.
-        assert 2 * params < sizes[0] < 3 * params + 64 * 120
-
-
-def count_written(rank: int, world_size: int, root: Path) -> list[int]:
+@each_rank(*SIZES)
+def test_written_bytes_are_those_on_disk(rank: int, world_size: int, root: Path) -> None:
     run = build(Setting(world_size))
     take_step(run, 0)
     seen: list[int] = []
     with Checkpoints(root, run.model, run.optimizer) as c:
         written = c.save(1, extra=run.extra, progress=seen.append, wait=True).wait()
-    return [written.num_bytes, written.rank_bytes, sum(seen)]
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_written_bytes_are_those_on_disk(tmp_path: Path, world_size: int) -> None:
-    found = run_ranks(count_written, world_size, tmp_path / "run")
-    folder = tmp_path / "run" / "step-00000001"
-    sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
-    manifest = sizes.pop("manifest.json")
-    for rank, (total, mine, seen) in enumerate(found):
-        assert total == sum(sizes.values()) and manifest > 0
-        own = {name: size for name, size in sizes.items() if name.startswith(f"rank{rank:05d}")}
-        assert mine == sum(own.values())
-        assert seen == sum(size for name, size in own.items() if name.endswith(".safetensors"))
+    sizes = {p.name: p.stat().st_size for p in written.path.iterdir()}
+    assert sizes.pop("manifest.json") > 0 and written.num_bytes == sum(sizes.values())
+    own = {name: size for name, size in sizes.items() if name.startswith(f"rank{rank:05d}")}
+    assert written.rank_bytes == sum(own.values())
+    assert sum(seen) == sum(size for name, size in own.items() if name.endswith(".safetensors"))

@@ -149,69 +149,6 @@ def test_the_owners_of_a_range_cover_it_once_and_in_order(
     assert found == list(range(lo, hi))
 
 
-# Any layout is read into any other: {1, 2, 3, 4, 5, 8} ranks x 4 stages x 2 layouts, all pairs.
-
-RANKS, STAGES = (1, 2, 3, 4, 5, 8), (0, 1, 2, 3)
-SHAPES: list[Shape] = [(), (7,), (0, 4), (5, 3), (3, 0), (1,), (3, 2, 4), (2, 1, 3), ()]
-# Every element of every tensor has its own number.
-STAMPS = [np.arange(prod(shape)) + 100 * index for index, shape in enumerate(SHAPES)]
-Saved = dict[tuple[int, int], list[tuple[Box, Ints]]]  # by tensor and rank
-
-
-@cache
-def layout_of(kind: LayoutName, num_ranks: int) -> Layout:
-    return build_layout(kind, SHAPES, num_ranks)
-
-
-def wanted_ranges(layout: Layout, stage: int, rank: int) -> list[tuple[int, int]]:
-    """Return what one rank reads of each tensor: all of it where nothing is sharded."""
-    if stage == 0:
-        return [(0, placed.numel) for placed in layout.params]
-    pieces = [layout.piece(index, rank) for index in range(len(layout.params))]
-    return [(piece.lo, piece.hi) for piece in pieces]
-
-
-def save(layout: Layout) -> Saved:
-    """Write every element once: each rank the boxes of its piece, replicas at stage 0 too."""
-    saved: Saved = {}
-    for (index, shape), rank in product(enumerate(SHAPES), range(layout.num_ranks)):
-        piece = layout.piece(index, rank)
-        boxes = boxes_of_range(shape, piece.lo, piece.hi)
-        saved[index, rank] = [(box, elements(STAMPS[index], shape, box)) for box in boxes]
-    return saved
-
-
-def load(saved: Saved, layout: Layout, index: int, lo: int, hi: int) -> Ints:
-    """Read elements [lo, hi) out of the boxes of those ranks that own some of them."""
-    out = np.full(hi - lo, -1)
-    for part in owners_of(layout, index, lo, hi):
-        for box, data in saved[index, part.rank]:
-            begin, end = max(part.lo, box.lo), min(part.hi, box.hi)
-            if begin < end:
-                out[begin - lo : end - lo] = data[begin - box.lo : end - box.lo]
-    return out
-
-
-@pytest.mark.parametrize("saved_ranks", RANKS)
-@pytest.mark.parametrize("saved_kind", KINDS)
-def test_what_any_layout_saved_every_other_layout_reads_exactly(
-    saved_kind: LayoutName, saved_ranks: int
-) -> None:
-    saved_layout = layout_of(saved_kind, saved_ranks)
-    for saved_stage, kind, num_ranks, stage in product(STAGES, KINDS, RANKS, STAGES):
-        saved = save(saved_layout)
-        layout = layout_of(kind, num_ranks)
-        times_read = 0
-        for rank in range(num_ranks):
-            wanted = wanted_ranges(layout, stage, rank)
-            loaded = [load(saved, saved_layout, i, lo, hi) for i, (lo, hi) in enumerate(wanted)]
-            expected = [STAMPS[i][lo:hi] for i, (lo, hi) in enumerate(wanted)]
-            case = (saved_stage, kind, num_ranks, stage, rank)
-            assert np.array_equal(np.concatenate(loaded), np.concatenate(expected)), case
-            times_read += sum(map(len, loaded))
-        assert times_read == layout.numel * (num_ranks if stage == 0 else 1)
-
-
 @pytest.mark.parametrize("reading_ranks", [3, 9_999])
 @pytest.mark.parametrize("kind", KINDS)
 def test_planning_over_ten_thousand_ranks_works_only_on_the_overlaps(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disk import Fault, Killed, PowerCut, SimulatedDisk, all_crashes
-from inner import Files, Written, check_quickly, clean_up, remove_checkpoint, step_name, steps_in
+from inner import Files, Written, check_quickly, clean_up, step_name, steps_in
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CollectiveError
 from tables import RUN, Verdicts, disk_with, kept, run_ranks_on, write, write_and_rotate
@@ -82,7 +82,7 @@ def test_a_power_cut_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
     seed=st.integers(0, 1 << 32),
     at=st.floats(0, 1),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_in_whatever_order_the_ranks_run_a_power_cut_leaves_one_checkpoint_whole(
     ranks: int, replace: bool, seed: int, at: float
 ) -> None:
@@ -183,16 +183,19 @@ def test_a_power_cut_while_old_checkpoints_are_removed_never_costs_the_newest(ra
     def check(disk: SimulatedDisk, results: list[Any]) -> None:
         told = any(isinstance(result, Written) for result in results)
         removing = any(op == "rename" and name[0] != "." for op, name in disk.operations)
-        found = set(verdicts.after_power_cut(disk, 128, seed=0))
-        assert found <= ({(4, "D")} if told or removing else {(3, "C"), (4, "D")}), found
-        seen.update(found)
+        allowed = {(4, "D")} if told or removing else {(3, "C"), (4, "D")}
+        for after in all_crashes(disk, 128):
+            assert verdicts.of(after) in allowed
+            seen.add(verdicts.of(after))
+            for step in steps_in(after, RUN):  # half a removal is never half a checkpoint
+                check_quickly(after, RUN / step_name(step))
 
     cut_everywhere(start, ranks, saving_and_rotating, check)
     assert seen == {(3, "C"), (4, "D")}
 
 
 @given(at=st.integers(0, 60), cut=st.integers(0, 12), seed=st.integers(0, 1 << 32))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_killed_while_rotating_then_cut_while_cleaning_up_the_newest_stays(
     at: int, cut: int, seed: int
 ) -> None:
@@ -210,28 +213,7 @@ def test_killed_while_rotating_then_cut_while_cleaning_up_the_newest_stays(
     assert set(Verdicts(ranks).after_power_cut(disk, 64, seed)) <= allowed
 
 
-def test_half_a_removal_is_a_leftover_and_never_half_a_checkpoint() -> None:
-    start, verdicts = disk_with(1, {1: "A", 2: "B"}), Verdicts(1)
-    allowed, k = {A, B}, 0
-    while True:
-        disk = kept(start)
-        disk.crash_at = k
-        done = True
-        try:
-            remove_checkpoint(disk, RUN / step_name(2))
-        except PowerCut:
-            done = False
-        disk.crash_at = None
-        for after in all_crashes(disk, LIMIT):
-            assert verdicts.of(after) in allowed
-            for step in steps_in(after, RUN):
-                check_quickly(after, RUN / step_name(step))
-        if done:
-            return
-        k += 1
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_many_saves_and_crashes_in_a_row_end_in_a_checkpoint_that_was_last_or_last_but_one(
     seed: int,
 ) -> None:

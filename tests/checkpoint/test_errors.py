@@ -8,7 +8,6 @@ import errno
 import os
 import resource
 import subprocess
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ from inner import (
     Manifest,
     Request,
     Written,
-    load_newest,
+    load_from,
     step_name,
     write_checkpoint,
 )
@@ -73,11 +72,14 @@ def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
     assert ("saved, leftovers" in seen) == (0 in failing)
 
 
-@pytest.mark.parametrize("number", ERRNOS)
-@pytest.mark.parametrize("op", ["create", "write", "sync", "sync_folder", "rename", "exchange"])
-def test_every_kind_of_operation_may_fail_with_every_errno_even_on_all_ranks(
-    op: str, number: int
-) -> None:
+@pytest.mark.parametrize(
+    ("op", "number"),
+    [
+        *(("write", number) for number in ERRNOS),
+        *zip(("create", "sync", "sync_folder", "rename", "exchange"), ERRNOS * 2, strict=False),
+    ],
+)
+def test_every_kind_of_operation_may_fail_even_on_all_ranks(op: str, number: int) -> None:
     at, seen = 0, []
     while "saved" not in seen:
         faults = {rank: Fault(at, number, op) for rank in range(2)}
@@ -192,7 +194,7 @@ def save_where_one_rank_cannot(rank: int, world_size: int, folder: str, victim: 
     return said
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(
     tmp_path: Path, world_size: int
 ) -> None:
@@ -237,7 +239,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it_was(
     tmp_path: Path, world_size: int
 ) -> None:
@@ -248,47 +250,6 @@ def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it
         assert f"No space left on device (errno {errno.ENOSPC})" in text and "/rank0000" in text
         assert " wants " in text and " are free there" in text and "free some space" in text
         assert left == step_name(1)
-
-
-def save_behind_training(rank: int, world_size: int, folder: str, victim: int) -> list[str]:
-    model, optimizer = build()
-    faults = [Fault(at, errno.EIO, "sync") for at in range(3)] if rank == victim else []
-    files = FaultyFiles(Files(), *faults)
-    said = []
-    with Checkpoints(folder, model, optimizer, files=files) as checkpoints:
-        stamp(model, optimizer, "A")
-        saving = checkpoints.save(1)
-        while not saving.done:
-            time.sleep(0.001)
-        dist.barrier()
-        said.append(raised(lambda: model(torch.zeros(1, 13))))  # the next pass raises it, once
-        said.append(raised(lambda: model(torch.zeros(1, 13))))
-        checkpoints.save(1)
-        said.append(raised(lambda: checkpoints.save(1)))  # and so does the next call
-        said.append(raised(checkpoints.save(1).wait))  # or who waits for it
-        said.append(raised(lambda: model(torch.zeros(1, 13))))
-        dist.barrier()
-        said.append(" ".join(sorted(os.listdir(folder))))
-        dist.barrier()
-        checkpoints.save(1, wait=True)
-        stamp(model, optimizer, "Z")
-        loaded = checkpoints.load()
-        assert loaded is not None and set(count(model, optimizer)) == {"A"}
-    return said
-
-
-@pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (3, 2)])
-def test_a_background_save_that_fails_is_raised_on_every_rank_and_never_becomes_the_newest(
-    tmp_path: Path, world_size: int, victim: int
-) -> None:
-    results = run_ranks(save_behind_training, world_size, str(tmp_path), victim)
-    assert len({tuple(said) for said in results}) == 1
-    passed, passed_again, saved, waited, passed_after, left = results[0]
-    name = f"rank0000{victim}-0.safetensors"
-    assert f"{name}: Input/output error (errno {errno.EIO})" in passed
-    assert (passed_again, passed_after) == ("", "")
-    assert f"rank0000{victim}" in saved and f"rank0000{victim}" in waited
-    assert left == ".shardwise.lock"
 
 
 # ------------------------------------------------------------------------------------------- loads
@@ -308,7 +269,7 @@ def load_with_each_operation_failing(
         faults = [Fault(at, errno.ESTALE)] if rank == victim else []
         files = FaultyFiles(Files(), *faults)
         request = Request(files, control, model, optimizer)
-        text = raised(lambda r=request: load_newest(r, Path(folder)))
+        text = raised(lambda r=request: load_from(r, Path(folder)))
         if control.exchange(bytes([at >= len(files.operations)]))[victim] != b"\0":
             return said, looked_again
         if text:

@@ -350,7 +350,7 @@ def attack(scratch: Path, every: bool = False) -> list[Report]:
     """Try the whole corpus."""
     run_ranks(save_good, 2, str(scratch / "good"))
     names = [case.name for case in CASES]
-    assert len(set(names)) == len(names) >= 50
+    assert len(set(names)) == len(names) >= 100
     # In two processes at once, of one rank each; both begin with the probe.
     halves = [start_ranks(attack_all, 1, str(scratch), names[n::2], every) for n in range(2)]
     outcomes = [half.wait() for half in halves]

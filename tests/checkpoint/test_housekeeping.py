@@ -32,6 +32,7 @@ from inner import (
     take_lock,
 )
 from ranks import run_ranks, start_ranks
+from saving import each_rank
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp
@@ -180,7 +181,10 @@ def test_a_leftover_that_cannot_be_removed_is_reported_as_kept() -> None:
 # -------------------------------------------------------------------------------------- real ranks
 
 
-def keep_two(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int]]:
+@each_rank(1, 3)
+def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_from(
+    rank: int, world_size: int, folder: Path
+) -> None:
     model, optimizer = build()
     stamp(model, optimizer, "A")
     shardwise.save(folder, model, optimizer, step=1)
@@ -210,7 +214,7 @@ def keep_two(rank: int, world_size: int, folder: str) -> tuple[list[int], list[i
         with pytest.raises(CheckpointError, match="exists already"):
             checkpoints.save(8, wait=True)
         assert checkpoints.run == loaded.run
-    return seen, left
+    assert seen == list(range(1, 9)) and left == [8, 7, 5]
 
 
 def train_one_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -218,15 +222,10 @@ def train_one_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_from(
-    tmp_path: Path, world_size: int
+@each_rank(1, 2)
+def test_a_run_that_went_on_behind_damaged_steps_can_save_them_again(
+    rank: int, world_size: int, folder: Path
 ) -> None:
-    for seen, left in run_ranks(keep_two, world_size, str(tmp_path)):
-        assert seen == list(range(1, 9)) and left == [8, 7, 5]
-
-
-def go_on_after_damage(rank: int, world_size: int, folder: str) -> list[int]:
     """Steps 3 and 4 are damaged; training goes on from 2 and comes to 3 and 4 again."""
     model, optimizer = build()
     root = Path(folder)
@@ -251,20 +250,12 @@ def go_on_after_damage(rank: int, world_size: int, folder: str) -> list[int]:
         assert set(count(model, optimizer, "DF")) == {"F"}
         with pytest.raises(CheckpointError, match="exists already"):  # a good one is not replaced
             checkpoints.save(4, wait=True)
-    return steps_in(Files(), root)
+    assert steps_in(Files(), root) == [4, 3]
 
 
 class _nothing:  # noqa: N801
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_that_went_on_behind_damaged_steps_can_save_them_again(
-    tmp_path: Path, world_size: int
-) -> None:
-    for left in run_ranks(go_on_after_damage, world_size, str(tmp_path)):
-        assert left == [4, 3]
 
 
 def test_numbers_of_checkpoints_to_keep_are_checked(tmp_path: Path) -> None:
@@ -410,7 +401,10 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
     held[0].release()
 
 
-def two_savers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+@each_rank(2, 3)
+def test_a_save_beside_a_background_save_disturbs_neither(
+    rank: int, world_size: int, folder: Path
+) -> None:
     """A save in the foreground, and one of another folder, while one is under way behind."""
     model, optimizer = build(width=120, depth=3)
     with Checkpoints(Path(folder, "run"), model, optimizer) as checkpoints:
@@ -424,11 +418,5 @@ def two_savers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         for step in range(1, 9):
             shardwise.load(Path(folder, "run"), model, optimizer, step=step)
             found[step] = "".join(count(model, optimizer, "ABCDEFGH"))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_save_beside_a_background_save_disturbs_neither(tmp_path: Path, world_size: int) -> None:
-    for found in run_ranks(two_savers, world_size, str(tmp_path)):
-        assert found == {step: "ABCDEFGH"[step - 1] for step in range(1, 9)}
-    assert steps_in(Files(), tmp_path / "aside") == list(range(8, 0, -1))
+    assert found == {step: "ABCDEFGH"[step - 1] for step in range(1, 9)}
+    assert steps_in(Files(), folder / "aside") == list(range(8, 0, -1))

@@ -116,7 +116,7 @@ def test_an_index_is_read_back_and_its_boxes_are_found() -> None:
 SEALED = {"manifest": seal(manifest_of([{"w": (3, 2)}], 2, "rows")), "index": seal(index())}
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(SEALED)), st.data())
 def test_any_changed_byte_breaks_the_seal(name: str, data: st.DataObject) -> None:
     damaged = bytearray(SEALED[name])

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
 from disk import Fault, FaultyFiles
 from inner import Files, step_name, steps_in
 from ranks import HANG_S, run_ranks
+from saving import each_rank
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from stamped import build, count, stamp
@@ -33,7 +32,10 @@ class SlowFiles(Files):
         return super().create(path)
 
 
-def interrupted_wait(rank: int, world_size: int, folder: str) -> int:
+@each_rank(1, 3)
+def test_a_wait_that_is_interrupted_leaves_the_save_in_flight_and_its_copy_alone(
+    rank: int, world_size: int, folder: Path
+) -> None:
     model, optimizer = build()
     files = SlowFiles()
     with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
@@ -49,46 +51,17 @@ def interrupted_wait(rank: int, world_size: int, folder: str) -> int:
     for step, save in ((1, "A"), (2, "B")):
         shardwise.load(folder, model, optimizer, step=step)
         assert set(count(model, optimizer)) == {save}
-    return len(steps_in(Files(), Path(folder)))
+    assert len(steps_in(Files(), folder)) == 2
 
 
 def _interrupted() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_wait_that_is_interrupted_leaves_the_save_in_flight_and_its_copy_alone(
-    tmp_path: Path, world_size: int
+@each_rank(2)
+def test_state_of_l_bfgs_is_saved_at_stage_0_and_state_of_several_parameters_nowhere_else(
+    rank: int, world_size: int, folder: Path
 ) -> None:
-    assert run_ranks(interrupted_wait, world_size, str(tmp_path)) == [2] * world_size
-
-
-def save_in_a_window(rank: int, world_size: int, folder: str, stage: int) -> None:
-    model = shardwise.shard(nn.Linear(5, 3), stage=stage)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with shardwise.accumulate(model, last=False):
-        F.mse_loss(model(torch.ones(2, 5)), torch.zeros(2, 3)).backward()
-    with pytest.raises(StateError, match="accumulation window"):
-        shardwise.save(Path(folder, "a"), model, optimizer)
-    with shardwise.accumulate(model, last=True):
-        F.mse_loss(model(torch.ones(2, 5)), torch.zeros(2, 3)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    shardwise.save(Path(folder, "a"), model, optimizer)
-    with shardwise.accumulate(model, last=False):
-        F.mse_loss(model(torch.ones(2, 5)), torch.zeros(2, 3)).backward()
-    optimizer.zero_grad()  # the window was given up
-    shardwise.save(Path(folder, "b"), model, optimizer)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_save_between_two_micro_batches_is_refused_at_every_stage(
-    tmp_path: Path, stage: int
-) -> None:
-    run_ranks(save_in_a_window, 2, str(tmp_path), stage)
-
-
-def save_l_bfgs(rank: int, world_size: int, folder: str) -> None:
     """L-BFGS goes on at stage 0; state that is cut otherwise than its parameter is refused."""
     x = torch.linspace(0, 1, 7)
 
@@ -127,13 +100,10 @@ def save_l_bfgs(rank: int, world_size: int, folder: str) -> None:
     assert [each.name for each in sorted(Path(folder).iterdir())] == ["all", "fresh"]
 
 
-def test_state_of_l_bfgs_is_saved_at_stage_0_and_state_of_several_parameters_nowhere_else(
-    tmp_path: Path,
+@each_rank(2)
+def test_saves_and_loads_inside_gathered_are_refused(
+    rank: int, world_size: int, folder: Path
 ) -> None:
-    run_ranks(save_l_bfgs, 2, str(tmp_path))
-
-
-def inside_gathered(rank: int, world_size: int, folder: str) -> None:
     model, optimizer = build()
     shardwise.save(Path(folder, "a"), model, optimizer)
     with shardwise.gathered(model, writeback=True):
@@ -147,10 +117,6 @@ def inside_gathered(rank: int, world_size: int, folder: str) -> None:
     engine_of(model).conditions.end_load(())
 
 
-def test_saves_and_loads_inside_gathered_are_refused(tmp_path: Path) -> None:
-    run_ranks(inside_gathered, 2, str(tmp_path))
-
-
 def damage(path: Path, key: str) -> None:
     """Flip a bit of a tensor in the file of rank 0."""
     data = bytearray(path.read_bytes())
@@ -162,12 +128,17 @@ def damage(path: Path, key: str) -> None:
     path.write_bytes(data)
 
 
-def half_loaded_moments(rank: int, world_size: int, folder: str, key: str) -> None:
+@each_rank(1, 3)
+def test_moments_that_were_half_loaded_are_gone_when_parameters_alone_are_loaded(
+    rank: int, world_size: int, folder: Path
+) -> None:
     model, optimizer = build()
+    name = next(name for name, p in model.named_parameters() if p.ndim == 2)
     stamp(model, optimizer, "A")
     shardwise.save(folder, model, optimizer, step=1)
     if rank == 0:
-        damage(Path(folder, step_name(1), "rank00000-0.safetensors"), key)
+        path = folder / step_name(1) / "rank00000-0.safetensors"
+        damage(path, f"optim.state.{name}.exp_avg_sq")
     dist.barrier()
     with pytest.raises(DamagedCheckpoint):
         shardwise.load(folder, model, optimizer, step=1)
@@ -177,19 +148,10 @@ def half_loaded_moments(rank: int, world_size: int, folder: str, key: str) -> No
     assert not optimizer.state, "half loaded moments would have been stepped with"
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_moments_that_were_half_loaded_are_gone_when_parameters_alone_are_loaded(
-    tmp_path: Path, world_size: int
+@each_rank(1, 3)
+def test_a_run_cannot_go_back_behind_checkpoints_that_it_would_return_to(
+    rank: int, world_size: int, folder: Path
 ) -> None:
-    name = run_ranks(name_of_a_parameter, 1)[0]
-    run_ranks(half_loaded_moments, world_size, str(tmp_path), f"optim.state.{name}.exp_avg_sq")
-
-
-def name_of_a_parameter(rank: int, world_size: int) -> str:
-    return next(name for name, p in build()[0].named_parameters() if p.ndim == 2)
-
-
-def go_back(rank: int, world_size: int, folder: str) -> None:
     model, optimizer = build()
     with shardwise.Checkpoints(folder, model, optimizer) as checkpoints:
         for step in (5, 10):
@@ -205,14 +167,10 @@ def go_back(rank: int, world_size: int, folder: str) -> None:
         shardwise.load(folder, model, optimizer, step=7)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_run_cannot_go_back_behind_checkpoints_that_it_would_return_to(
-    tmp_path: Path, world_size: int
+@each_rank(1, 3)
+def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(
+    rank: int, world_size: int, folder: Path
 ) -> None:
-    run_ranks(go_back, world_size, str(tmp_path))
-
-
-def failing_rotation(rank: int, world_size: int, folder: str) -> list[int]:
     model, optimizer = build()
     failed: list[str] = []
 
@@ -231,14 +189,7 @@ def failing_rotation(rank: int, world_size: int, folder: str) -> list[int]:
         checkpoints.save(3, wait=True)
     dist.barrier()  # rank 0 removes behind the others' backs
     assert len(failed) == (rank == 0)
-    return steps_in(Files(), Path(folder))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(
-    tmp_path: Path, world_size: int
-) -> None:
-    assert run_ranks(failing_rotation, world_size, str(tmp_path)) == [[3]] * world_size
+    assert steps_in(Files(), folder) == [3]
 
 
 def failing_in_the_same_pass(rank: int, world_size: int, folder: str) -> tuple[int, str]:
@@ -264,7 +215,10 @@ def test_a_failure_in_the_background_is_raised_in_the_same_pass_on_every_rank(
     assert len(set(results)) == 1 and "(errno 5)" in results[0][1]
 
 
-def with_default_device(rank: int, world_size: int, folder: str) -> None:
+@each_rank(2)
+def test_a_default_device_disturbs_neither_saves_nor_loads(
+    rank: int, world_size: int, folder: Path
+) -> None:
     with torch.device("meta"):
         model = shardwise.shard(nn.Linear(4, 4), stage=3)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -272,8 +226,3 @@ def with_default_device(rank: int, world_size: int, folder: str) -> None:
         shardwise.load(folder, model, optimizer)
         with shardwise.Checkpoints(folder, model, optimizer) as checkpoints:
             checkpoints.save(2, wait=True)
-
-
-def test_a_default_device_disturbs_neither_saves_nor_loads(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        run_ranks(with_default_device, 2, str(tmp_path))

@@ -16,6 +16,7 @@ import shardwise
 from inner import Checkpoint, Files, check_quickly
 from models import Block
 from ranks import run_ranks
+from saving import each_rank
 from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ReplicaError
@@ -153,7 +154,10 @@ def test_stages_make_one_checkpoint_that_any_other_model_loads(
     assert exported[0] == exported[1]
 
 
-def stages_train_beside_a_save(rank: int, num_ranks: int, folder: Path) -> None:
+@each_rank(2)
+def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(
+    rank: int, world_size: int, folder: Path
+) -> None:
     axes = shardwise.Axes(pp=2)
     model = stage_of(axes, [0, 2], "shard")
     optimizer = trained(model)
@@ -167,12 +171,6 @@ def stages_train_beside_a_save(rank: int, num_ranks: int, folder: Path) -> None:
             torch.distributed.send(y.detach(), 1)
         y.square().mean().backward()
         checkpoints.check()
-
-
-def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(
-    tmp_path: Path,
-) -> None:
-    run_ranks(stages_train_beside_a_save, 2, tmp_path)
 
 
 def one_stage_alone_is_tensor_parallel(rank: int, num_ranks: int, folder: Path) -> None:

@@ -1,7 +1,5 @@
 """A checkpoint of any ranks loads into a plain model; what cannot be read, and what fails late."""
 
-import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,18 @@ import torch.distributed as dist
 import shardwise
 from inner import step_name
 from ranks import run_ranks
-from saving import Net, Setting, adamw, build, differences, full, take_step, tokens_of, truth_of
+from saving import (
+    Net,
+    Setting,
+    adamw,
+    build,
+    differences,
+    each_rank,
+    full,
+    take_step,
+    tokens_of,
+    truth_of,
+)
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 
@@ -138,79 +147,6 @@ def test_each_process_of_a_group_loads_a_plain_model_on_its_own(tmp_path: Path) 
     assert run_ranks(load_alone, 3, tmp_path, newest) == [[]] * 3
 
 
-# -- manifests and indexes that cannot be read: the older checkpoint is taken
-
-
-def _as_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _as_pipe(path: Path) -> None:
-    import os
-
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _as_link(path: Path) -> None:
-    aside = path.parent.parent / f"aside-{path.name}"
-    shutil.move(path, aside)
-    path.symlink_to(aside)
-
-
-KINDS = {"folder": _as_folder, "pipe": _as_pipe, "link": _as_link, "errno": None}
-
-
-def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
-    from inner import Files
-    from shardwise.checkpoint import save_load
-
-    problems = []
-    run = build(Setting(world_size, 1), 9)
-    for part in ("manifest.json", "rank00001.json"):
-        for kind, change in KINDS.items():
-            folder = root / f"{part}-{kind}"
-            newest = folder / step_name(2) / part
-            if rank == 0:
-                shutil.copytree(root / "good", folder)
-                if change is not None:
-                    change(newest)
-            dist.barrier()
-
-            class Failing(Files):
-                """A disk that has lost the sectors of one file."""
-
-                def open(self, path: Path) -> Any:
-                    if kind == "errno" and path == newest:  # noqa: B023
-                        raise OSError(5, "Input/output error", str(path))
-                    return super().open(path)
-
-            real, save_load.Files = save_load.Files, Failing
-            try:
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    loaded = shardwise.load(folder, run.model, run.optimizer, extra=run.extra)
-            finally:
-                save_load.Files = real
-            said = [str(w.message) for w in caught if "passed over" in str(w.message)]
-            if loaded.step != 1 or part not in str(loaded.skipped):
-                problems.append(f"{part} {kind}: {loaded}")
-            if rank == 0 and (len(said) != 1 or str(newest) not in said[0]):
-                problems.append(f"{part} {kind}: {said}")
-            problems += differences(truth_of(run), older)
-    return problems
-
-
-def test_what_stands_in_place_of_a_manifest_or_index_lets_all_ranks_take_the_older_one(
-    tmp_path: Path,
-) -> None:
-    older, _ = run_ranks(save, 2, tmp_path / "good", Setting(2))[0]
-    older = {k: v for k, v in older.items() if not k.startswith("buffer")}
-    found = run_ranks(fall_back, 2, tmp_path, older)
-    assert [[p for p in of_rank if "only here: buffer" not in p] for of_rank in found] == [[], []]
-
-
 # -- what fails late
 
 
@@ -227,7 +163,10 @@ class Stubborn(torch.nn.Linear):
             raise KeyError("version 3 was expected")
 
 
-def refuse_on_one_rank(rank: int, world_size: int, root: Path) -> None:
+@each_rank(2)
+def test_a_checkpoint_that_fits_all_ranks_but_one_changes_nothing_on_any(
+    rank: int, world_size: int, root: Path
+) -> None:
     run = build(Setting(world_size, 3))
     take_step(run, 1, norm=False)
     shardwise.save(root / "one", run.model, run.optimizer, extra={"n": 1})
@@ -239,10 +178,6 @@ def refuse_on_one_rank(rank: int, world_size: int, root: Path) -> None:
     assert differences(truth_of(run), before) == []
 
 
-def test_a_checkpoint_that_fits_all_ranks_but_one_changes_nothing_on_any(tmp_path: Path) -> None:
-    run_ranks(refuse_on_one_rank, 2, tmp_path)
-
-
 class Scheduler:
     def state_dict(self) -> dict[str, Any]:
         return {"last": 1}
@@ -251,7 +186,10 @@ class Scheduler:
         raise ValueError("not of this kind")
 
 
-def fail_late(rank: int, world_size: int, root: Path) -> None:
+@each_rank(2)
+def test_what_fails_late_is_found_early_or_named_and_nothing_runs(
+    rank: int, world_size: int, root: Path
+) -> None:
     from shardwise.checkpoint import save_load
     from shardwise.errors import StateError
 
@@ -284,7 +222,3 @@ def fail_late(rank: int, world_size: int, root: Path) -> None:
     optimizer.param_groups[0]["lr"] = torch.tensor([0.5])  # of another shape than what was saved
     shardwise.load(root / "good", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1)
-
-
-def test_what_fails_late_is_found_early_or_named_and_nothing_runs(tmp_path: Path) -> None:
-    run_ranks(fail_late, 2, tmp_path)

@@ -13,6 +13,7 @@ import shardwise
 from inner import Checkpoint, Files
 from pipelines import NUM_BLOCKS, Net, batch_of, full, loss_of, pipeline_of, stage_of, whole_batch
 from ranks import run_ranks
+from saving import each_rank
 from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError
@@ -162,7 +163,10 @@ def test_two_stages_with_one_name_and_other_values_are_refused(tmp_path: Path) -
         assert whole.table.detach().eq(1).all()
 
 
-def stages_of_one_rank_with_one_name(rank: int, num_ranks: int, folder: Path) -> None:
+@each_rank(2)
+def test_stages_of_one_rank_are_one_model_with_one_tensor_of_a_name(
+    rank: int, world_size: int, folder: Path
+) -> None:
     for values, fits in (((1.0, 1.0), True), ((1.0, 2.0), False)):
         parts = [shardwise.shard(Named(v, f"own_{n}")) for n, v in enumerate(values)]
         if fits:
@@ -196,7 +200,3 @@ def a_flipped_bit_is_named(parts: Sequence[nn.Module], rank: int) -> None:
         param.sharded.to_local().view(-1)[0] += 1
     with pytest.raises(ReplicaError, match=r"'table', value: ranks 0, 1 differ"):
         shardwise.check.replicas(copies)
-
-
-def test_stages_of_one_rank_are_one_model_with_one_tensor_of_a_name(tmp_path: Path) -> None:
-    run_ranks(stages_of_one_rank_with_one_name, 2, tmp_path)

@@ -24,6 +24,7 @@ from saving import (
     adamw,
     build,
     differences,
+    each_rank,
     full,
     take_step,
     truth_of,
@@ -48,11 +49,14 @@ def steps(run: Any, *numbers: int) -> list[float]:
 # ---------------------------------------------------------------------------------- what is refused
 
 
-def save_inside_a_window(rank: int, world_size: int, path: Path) -> list[str]:
+@each_rank(*SIZES)
+def test_a_save_inside_an_accumulation_window_is_refused(
+    rank: int, world_size: int, root: Path
+) -> None:
     texts = []
     for stage in range(4):
         run = build(Setting(world_size, stage))
-        save = lambda run=run: shardwise.save(path, run.model, run.optimizer, replace=True)  # noqa: E731
+        save = lambda run=run: shardwise.save(root / "c", run.model, run.optimizer, replace=True)  # noqa: E731
         with shardwise.accumulate(run.model, last=False):
             run.model(torch.zeros(4, 3, dtype=torch.int64)).sum().backward()
             texts.append(message(StateError, save))
@@ -60,19 +64,16 @@ def save_inside_a_window(rank: int, world_size: int, path: Path) -> list[str]:
             texts.append(message(StateError, save))
         run.optimizer.zero_grad()
         save()
-    return texts
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_save_inside_an_accumulation_window_is_refused(tmp_path: Path, world_size: int) -> None:
-    texts = run_ranks(save_inside_a_window, world_size, tmp_path / "c")[0]
     assert len(texts) == 6
     assert all("accumulation window" in text and "zero_grad" in text for text in texts)
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert [p.name for p in root.iterdir()] == ["c"]
 
 
-def save_twice(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
-    run = build(Setting(world_size))
+@each_rank(*SIZES)
+def test_a_checkpoint_that_exists_is_only_replaced_when_asked(
+    rank: int, world_size: int, root: Path
+) -> None:
+    run, path = build(Setting(world_size)), root / "c"
     shardwise.save(path, run.model, run.optimizer)
     steps(run, 0)
     text = message(CheckpointError, lambda: shardwise.save(path, run.model, run.optimizer))
@@ -80,41 +81,24 @@ def save_twice(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
     other = build(Setting(world_size), seed=4)
     shardwise.load(path, other.model, other.optimizer, extra={})
     other.schedule, other.scaler = run.schedule, run.scaler
-    return text, differences(truth_of(other), truth_of(run))
+    assert "exists already" in text and "replace=True" in text
+    assert not differences(truth_of(other), truth_of(run))
+    assert [p.name for p in root.iterdir()] == ["c"]
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_checkpoint_that_exists_is_only_replaced_when_asked(
-    tmp_path: Path, world_size: int
-) -> None:
-    for text, problems in run_ranks(save_twice, world_size, tmp_path / "c"):
-        assert "exists already" in text and "replace=True" in text
-        assert not problems
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
-
-
-def load_what_is_not_there(rank: int, world_size: int, root: Path) -> list[str]:
+@each_rank(*SIZES)
+def test_a_missing_checkpoint_is_named(rank: int, world_size: int, root: Path) -> None:
     run = build(Setting(world_size))
     before = truth_of(run)
-    texts = [
-        message(kind, lambda path=path, step=step: shardwise.load(path, run.model, step=step))
-        for path, step, kind in (
-            (root / "nowhere", None, CheckpointError),
-            (root, None, CheckpointError),
-            (root / "nowhere", 7, DamagedCheckpoint),
-        )
-    ]
+    for path, step, kind, said in (
+        (root / "nowhere", None, CheckpointError, f"{root}/nowhere: there is no checkpoint"),
+        (root, None, CheckpointError, f"{root}: there is no checkpoint"),
+        (root / "nowhere", 7, DamagedCheckpoint, "step-00000007"),
+    ):
+        load = lambda path=path, step=step: shardwise.load(path, run.model, step=step)  # noqa: E731
+        assert said in message(kind, load)
     assert not differences(truth_of(run), before)
     steps(run, 0)  # it is not broken
-    return texts
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_missing_checkpoint_is_named(tmp_path: Path, world_size: int) -> None:
-    for nowhere, empty, step in run_ranks(load_what_is_not_there, world_size, tmp_path):
-        assert f"{tmp_path}/nowhere: there is no checkpoint" in nowhere
-        assert f"{tmp_path}: there is no checkpoint" in empty
-        assert "step-00000007" in step
 
 
 class Wider(Net):
@@ -139,48 +123,37 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [first], "lr": 0.5}, {"params": others}], lr=0.02)
 
 
-def load_into_others(rank: int, world_size: int, path: Path) -> dict[str, str]:
-    setting = Setting(world_size)
+@each_rank(*SIZES)
+def test_what_does_not_fit_is_refused_before_anything_changes(
+    rank: int, world_size: int, root: Path
+) -> None:
+    setting, path = Setting(world_size), root / "c"
     run = build(setting)
     steps(run, 0)
     shardwise.save(path, run.model, run.optimizer, extra={"a": 1})
-    plain = path.with_name("plain")
+    plain = root / "plain"
     shardwise.save(plain, run.model)
-    texts = {}
 
-    def refused(
-        name: str, folder: Path, other: Any, kind: Any = CheckpointError, **more: Any
-    ) -> None:
+    def refused(folder: Path, other: Any, *parts: str, **more: Any) -> None:
         before = truth_of(other)
-        text = message(kind, lambda: shardwise.load(folder, other.model, other.optimizer, **more))
-        assert not differences(truth_of(other), before), name
+        load = lambda: shardwise.load(folder, other.model, other.optimizer, **more)  # noqa: E731
+        text = message(CheckpointError, load)
+        assert all(part in text for part in parts), text
+        assert not differences(truth_of(other), before), parts
         steps(other, 0)  # nothing was changed, so it runs on
-        texts[name] = text
 
-    refused("shape", path, build(setting, make_model=Wider))
-    refused("names", path, build(setting, make_model=More))
-    refused("class", path, build(setting, make_optimizer=sgd))
-    refused("groups", path, build(setting, make_optimizer=two_groups))
-    refused("no optimizer", plain, build(setting))
-    refused("extra", path, build(setting), extra={"schedule": run.schedule})
-    return texts
+    refused(path, build(setting, make_model=Wider), "'few' has shape (2,) there and (4,) here")
+    refused(path, build(setting, make_model=More), "further.weight", "ones", "strict=False")
+    refused(path, build(setting, make_optimizer=sgd), "AdamW there and SGD here")
+    refused(path, build(setting, make_optimizer=two_groups), "1 groups there and 2 here")
+    refused(plain, build(setting), "optimizer=None")
+    refused(path, build(setting), "no 'schedule'", extra={"schedule": run.schedule})
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_what_does_not_fit_is_refused_before_anything_changes(
-    tmp_path: Path, world_size: int
-) -> None:
-    for texts in run_ranks(load_into_others, world_size, tmp_path / "c"):
-        assert "'few' has shape (2,) there and (4,) here" in texts["shape"]
-        assert "further.weight" in texts["names"] and "ones" in texts["names"]
-        assert "strict=False" in texts["names"]
-        assert "AdamW there and SGD here" in texts["class"]
-        assert "1 groups there and 2 here" in texts["groups"]
-        assert "optimizer=None" in texts["no optimizer"]
-        assert "no 'schedule'" in texts["extra"]
+@each_rank(1)
+def test_a_parameter_in_another_group_is_named(rank: int, world_size: int, root: Path) -> None:
+    path = root / "c"
 
-
-def other_group_members(rank: int, world_size: int, path: Path) -> str:
     def split(at: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
         def make(model: nn.Module) -> torch.optim.Optimizer:
             params = [p for p in model.parameters() if p.requires_grad]
@@ -191,55 +164,43 @@ def other_group_members(rank: int, world_size: int, path: Path) -> str:
     run = build(Setting(world_size), make_optimizer=split(2))
     shardwise.save(path, run.model, run.optimizer)
     other = build(Setting(world_size), make_optimizer=split(1))
-    return message(CheckpointError, lambda: shardwise.load(path, other.model, other.optimizer))
-
-
-def test_a_parameter_in_another_group_is_named(tmp_path: Path) -> None:
-    (text,) = run_ranks(other_group_members, 1, tmp_path / "c")
+    text = message(CheckpointError, lambda: shardwise.load(path, other.model, other.optimizer))
     assert "is in group 0 of the optimizer there, not here" in text
 
 
-def strangers(rank: int, world_size: int, path: Path) -> str:
+@each_rank(*SIZES)
+def test_an_optimizer_of_other_parameters_is_refused(
+    rank: int, world_size: int, path: Path
+) -> None:
     run = build(Setting(world_size))
     stranger = torch.optim.SGD([*run.model.parameters(), nn.Parameter(torch.ones(3))], lr=1.0)
-    return message(ConfigError, lambda: shardwise.save(path, run.model, stranger))
+    text = message(ConfigError, lambda: shardwise.save(path / "c", run.model, stranger))
+    assert "not one of the sharded model's" in text and not list(path.iterdir())
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path, world_size: int) -> None:
-    assert "not one of the sharded model's" in run_ranks(strangers, world_size, tmp_path / "c")[0]
-    assert not list(tmp_path.iterdir())
-
-
-def one_rank_cannot_save(rank: int, world_size: int, path: Path) -> str:
+@each_rank(3)
+def test_state_that_one_rank_cannot_write_raises_on_all(
+    rank: int, world_size: int, path: Path
+) -> None:
     run = build(Setting(world_size))
     extra = {"fine": 1, "odd": (lambda: 0) if rank == 1 else 2}
-    text = message(CheckpointError, lambda: shardwise.save(path, run.model, extra=extra))
-    shardwise.save(path, run.model, extra={"fine": 1})
-    return text
+    text = message(CheckpointError, lambda: shardwise.save(path / "c", run.model, extra=extra))
+    assert text.startswith("rank 1: ") and "odd" in text
+    shardwise.save(path / "c", run.model, extra={"fine": 1})
+    assert [p.name for p in path.iterdir()] == ["c"]
 
 
-def test_state_that_one_rank_cannot_write_raises_on_all(tmp_path: Path) -> None:
-    texts = run_ranks(one_rank_cannot_save, 3, tmp_path / "c")
-    assert len(set(texts)) == 1
-    assert texts[0].startswith("rank 1: ") and "odd" in texts[0]
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
-
-
-def one_rank_has_stepped(rank: int, world_size: int, path: Path) -> str:
+@each_rank(3)
+def test_ranks_with_other_tensors_to_save_are_told(rank: int, world_size: int, root: Path) -> None:
+    path = root / "c"
     run = build(Setting(world_size, 0))
     if rank == 2:
         run.optimizer.zero_grad()
         for p in run.model.parameters():
             p.grad = torch.zeros_like(p)
         run.optimizer.step()
-    return message(CheckpointError, lambda: shardwise.save(path, run.model, run.optimizer))
-
-
-def test_ranks_with_other_tensors_to_save_are_told(tmp_path: Path) -> None:
-    texts = run_ranks(one_rank_has_stepped, 3, tmp_path / "c")
-    assert len(set(texts)) == 1
-    assert "rank 2 has other" in texts[0] and "stepped on some ranks only" in texts[0]
+    text = message(CheckpointError, lambda: shardwise.save(path, run.model, run.optimizer))
+    assert "rank 2 has other" in text and "stepped on some ranks only" in text
 
 
 # ------------------------------------------------------------------------ what is loaded, and how
@@ -250,8 +211,9 @@ def partly(rank: int) -> AbstractContextManager[object]:
     return pytest.warns(UserWarning, match="in part") if rank == 0 else nullcontext()
 
 
-def load_without_strict(rank: int, world_size: int, path: Path) -> list[Any]:
-    run = build(Setting(world_size))
+@each_rank(*SIZES)
+def test_without_strict_what_both_have_is_loaded(rank: int, world_size: int, root: Path) -> None:
+    run, path = build(Setting(world_size)), root / "c"
     steps(run, 0)
     shardwise.save(path, run.model, run.optimizer)
     other = build(Setting(world_size), seed=3, make_model=More)
@@ -266,27 +228,23 @@ def load_without_strict(rank: int, world_size: int, path: Path) -> list[Any]:
     problems = differences(new, {key: before[key] for key in new})
     problems += differences(shared, {key: saved[key] for key in shared})
     steps(other, 2)
-    shardwise.save(path.with_name("more"), other.model, other.optimizer)
+    shardwise.save(root / "more", other.model, other.optimizer)
     with partly(rank):
-        loaded = shardwise.load(path.with_name("more"), run.model, run.optimizer, strict=False)
+        loaded = shardwise.load(root / "more", run.model, run.optimizer, strict=False)
     assert loaded.unexpected and not loaded.missing
     problems += differences(
         {k: v for k, v in truth_of(run).items() if k.startswith("param")},
         {k: v for k, v in truth_of(other).items() if k.startswith("param") and k in saved},
     )
-    return [len(new), problems]
+    assert len(new) == 3  # two parameters, a buffer; no state for a parameter without gradient
+    assert not problems
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_without_strict_what_both_have_is_loaded(tmp_path: Path, world_size: int) -> None:
-    for num_new, problems in run_ranks(load_without_strict, world_size, tmp_path / "c"):
-        assert (
-            num_new == 3
-        )  # two parameters and a buffer, no state for a parameter without gradient
-        assert not problems
-
-
-def cast_between_masters(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
+@each_rank(*SIZES)
+def test_another_master_dtype_is_only_loaded_with_cast(
+    rank: int, world_size: int, root: Path
+) -> None:
+    path = root / "c"
     short = shardwise.Precision(torch.bfloat16, torch.bfloat16, torch.float32)
 
     def bf16(setting: Setting, seed: int) -> Any:
@@ -311,9 +269,9 @@ def cast_between_masters(rank: int, world_size: int, path: Path) -> tuple[str, l
     loss = model(torch.ones(4, 3, dtype=torch.int64)).float().pow(2).mean()
     loss.backward()
     optimizer.step()
-    shardwise.save(path.with_name("bf16"), model, optimizer)
+    shardwise.save(root / "bf16", model, optimizer)
     other, other_optimizer = bf16(Setting(world_size, 1), 5)
-    shardwise.load(path.with_name("bf16"), other, other_optimizer)
+    shardwise.load(root / "bf16", other, other_optimizer)
     problems += differences(
         {n: full(p) for n, p in other.named_parameters()},
         {n: full(p) for n, p in model.named_parameters()},
@@ -324,17 +282,15 @@ def cast_between_masters(rank: int, world_size: int, path: Path) -> tuple[str, l
             {k: full(v) for k, v in other_optimizer.state[theirs[name]].items()},
             {k: full(v) for k, v in optimizer.state[p].items()},
         )
-    return text, problems
+    assert "torch.float32 there and torch.bfloat16 here" in text and "cast=True" in text
+    assert not problems
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_another_master_dtype_is_only_loaded_with_cast(tmp_path: Path, world_size: int) -> None:
-    for text, problems in run_ranks(cast_between_masters, world_size, tmp_path / "c"):
-        assert "torch.float32 there and torch.bfloat16 here" in text and "cast=True" in text
-        assert not problems
-
-
-def load_parameters_alone(rank: int, world_size: int, path: Path) -> list[str]:
+@each_rank(*SIZES)
+def test_without_an_optimizer_parameters_and_buffers_alone_are_loaded(
+    rank: int, world_size: int, root: Path
+) -> None:
+    path = root / "c"
     run = build(Setting(world_size))
     steps(run, 0)
     shardwise.save(path, run.model, run.optimizer)
@@ -344,17 +300,14 @@ def load_parameters_alone(rank: int, world_size: int, path: Path) -> list[str]:
     shardwise.load(path, other.model)
     after, saved = truth_of(other), truth_of(run)
     expected = {k: saved[k] if k.split()[0] in ("param", "buffer") else before[k] for k in before}
-    return differences(after, expected)
+    assert not differences(after, expected)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_without_an_optimizer_parameters_and_buffers_alone_are_loaded(
-    tmp_path: Path, world_size: int
+@each_rank(*SIZES)
+def test_a_save_before_the_first_step_takes_the_state_away(
+    rank: int, world_size: int, root: Path
 ) -> None:
-    assert run_ranks(load_parameters_alone, world_size, tmp_path / "c") == [[]] * world_size
-
-
-def load_before_the_first_step(rank: int, world_size: int, path: Path) -> list[str]:
+    path = root / "c"
     run = build(Setting(world_size))
     shardwise.save(path, run.model, run.optimizer, extra=run.extra)
     straight = truth_of(run)
@@ -366,16 +319,14 @@ def load_before_the_first_step(rank: int, world_size: int, path: Path) -> list[s
         shardwise.load(path, other.model, other.optimizer, extra=other.extra)
         problems += differences(truth_of(other), straight)
         assert all(not state for state in other.optimizer.state.values())
-    first = steps(run, 0)
-    return problems if steps(other, 0) == first else [*problems, "another loss"]
+    assert not problems and steps(other, 0) == steps(run, 0)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_save_before_the_first_step_takes_the_state_away(tmp_path: Path, world_size: int) -> None:
-    assert run_ranks(load_before_the_first_step, world_size, tmp_path / "c") == [[]] * world_size
-
-
-def load_into_used_memory(rank: int, world_size: int, path: Path) -> list[bool]:
+@each_rank(*SIZES)
+def test_memory_is_used_again_and_gradients_are_dropped(
+    rank: int, world_size: int, root: Path
+) -> None:
+    path = root / "c"
     run = build(Setting(world_size))
     steps(run, 0)
     shardwise.save(path, run.model, run.optimizer)
@@ -395,12 +346,8 @@ def load_into_used_memory(rank: int, world_size: int, path: Path) -> list[bool]:
 
     before = memory()
     shardwise.load(path, other.model, other.optimizer)
-    return [memory() == before, all(p.grad is None for p in params), len(before) > len(params)]
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_memory_is_used_again_and_gradients_are_dropped(tmp_path: Path, world_size: int) -> None:
-    assert all(map(all, run_ranks(load_into_used_memory, world_size, tmp_path / "c")))
+    assert memory() == before and len(before) > len(params)
+    assert all(p.grad is None for p in params)
 
 
 class Counter(nn.Module):
@@ -421,19 +368,18 @@ class Counter(nn.Module):
         return self.linear(x)
 
 
-def load_module_state(rank: int, world_size: int, path: Path) -> list[Any]:
+@each_rank(*SIZES)
+def test_a_modules_own_state_comes_back_to_each_rank(
+    rank: int, world_size: int, root: Path
+) -> None:
+    path = root / "c"
     models = [shardwise.shard(nn.Sequential(Counter(), nn.Linear(3, 2))) for _ in range(2)]
     models[0][0].seen = {"rank": rank, "amax": torch.arange(3) + rank, (1, "x"): {2, 3}}
     shardwise.save(path, models[0])
     shardwise.load(path, models[1])
     seen = models[1][0].seen
-    return [seen["rank"], seen["amax"].tolist(), seen[1, "x"]]
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_modules_own_state_comes_back_to_each_rank(tmp_path: Path, world_size: int) -> None:
-    found = run_ranks(load_module_state, world_size, tmp_path / "c")
-    assert found == [[r, [r, r + 1, r + 2], {2, 3}] for r in range(world_size)]
+    assert seen["rank"] == rank and seen["amax"].tolist() == [rank, rank + 1, rank + 2]
+    assert seen[1, "x"] == {2, 3}
 
 
 def draws() -> list[Any]:
@@ -486,28 +432,25 @@ class Wrapped(nn.Module):
         self.layers = nn.ModuleList(inner)
 
 
-def load_through_wrappers(rank: int, world_size: int, root: Path) -> list[list[str]]:
+@each_rank(*SIZES)
+def test_names_do_not_depend_on_wrappers(rank: int, world_size: int, root: Path) -> None:
     models = {}
     for number, wrap in enumerate(("plain", "checkpoint", "compile")):
         torch.manual_seed(number)
         models[wrap] = shardwise.shard(Wrapped(wrap), units=[nn.Linear])
-    found = []
     for wrap, model in models.items():
         shardwise.save(root / wrap, model)
         expected = {str(n): full(p) for n, p in enumerate(model.parameters())}
         for other in models.values():
             shardwise.load(root / wrap, other)
             actual = {str(n): full(p) for n, p in enumerate(other.parameters())}
-            found.append(differences(actual, expected))
-    return found
+            assert not differences(actual, expected)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_names_do_not_depend_on_wrappers(tmp_path: Path, world_size: int) -> None:
-    assert run_ranks(load_through_wrappers, world_size, tmp_path) == [[[]] * 9] * world_size
-
-
-def tie_and_untie(rank: int, world_size: int, root: Path) -> list[Any]:
+@each_rank(*SIZES)
+def test_tied_weights_load_into_both_and_two_that_differ_are_never_taken_for_one(
+    rank: int, world_size: int, root: Path
+) -> None:
     tied, untied = build(Setting(world_size)), build(Setting(world_size), 2, Untied)
     problems = []
     steps(tied, 0)
@@ -544,7 +487,7 @@ def tie_and_untie(rank: int, world_size: int, root: Path) -> list[Any]:
     other = build(Setting(world_size, 1), seed=5)
     assert shardwise.load(root / "equal", other.model, other.optimizer).unexpected == ()
     other.schedule, other.scaler = tied.schedule, tied.scaler
-    return [*problems, *differences(truth_of(other), expected)]
+    assert not [*problems, *differences(truth_of(other), expected)]
 
 
 class Untied(Net):
@@ -552,17 +495,11 @@ class Untied(Net):
         super().__init__(tied=False)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_tied_weights_load_into_both_and_two_that_differ_are_never_taken_for_one(
-    tmp_path: Path, world_size: int
-) -> None:
-    assert run_ranks(tie_and_untie, world_size, tmp_path) == [[]] * world_size
-
-
 # ----------------------------------------------------------- whether what was loaded is also used
 
 
-def load_between_passes(rank: int, world_size: int, path: Path) -> list[str]:
+@each_rank(*SIZES)
+def test_the_next_pass_uses_what_was_loaded(rank: int, world_size: int, path: Path) -> None:
     """Load while full copies are fresh; the next pass must use the values that were loaded."""
     problems = []
     tokens = torch.arange(9).view(3, 3)
@@ -587,7 +524,7 @@ def load_between_passes(rank: int, world_size: int, path: Path) -> list[str]:
                 if not (torch.equal(found, expected) and torch.equal(again, expected)):
                     problems.append(f"{precision}, stage {stage}, {units}: old values")
                 assert not torch.equal(before, expected)
-    return problems
+    assert not problems
 
 
 class Holder(nn.Module):
@@ -614,12 +551,6 @@ def _with_units(world_size: int, stage: int, precision: str, units: str, seed: i
     torch.manual_seed(seed)
     chosen = {"found": None, "few": [Holder], "root": [Holding]}[units]
     return shardwise.shard(Holding(), stage=stage, precision=precision, units=chosen)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_the_next_pass_uses_what_was_loaded(tmp_path: Path, world_size: int) -> None:
-    found = run_ranks(load_between_passes, world_size, tmp_path)
-    assert found == [[]] * world_size
 
 
 def cast_between_passes(rank: int, world_size: int, path: Path) -> list[bool]:
@@ -655,24 +586,21 @@ def test_the_next_pass_uses_what_was_cast(tmp_path: Path, world_size: int) -> No
     assert all(map(all, run_ranks(cast_between_passes, world_size, tmp_path)))
 
 
-def backward_over_a_load(rank: int, world_size: int, path: Path) -> bool:
+@each_rank(*SIZES)
+def test_a_backward_pass_over_a_load_is_refused(rank: int, world_size: int, root: Path) -> None:
+    path = root / "c"
     run = build(Setting(world_size))
     shardwise.save(path, run.model)
     loss = run.model(torch.ones(2, 3, dtype=torch.int64)).pow(2).sum()
     shardwise.load(path, run.model)
-    try:
+    with pytest.raises(RuntimeError):
         loss.backward()
-    except RuntimeError:
-        return True
-    return False
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_backward_pass_over_a_load_is_refused(tmp_path: Path, world_size: int) -> None:
-    assert all(run_ranks(backward_over_a_load, world_size, tmp_path / "c"))
-
-
-def break_and_heal(rank: int, world_size: int, root: Path) -> list[Any]:
+@each_rank(*SIZES)
+def test_a_broken_load_stops_training_until_a_good_one(
+    rank: int, world_size: int, root: Path
+) -> None:
     run = build(Setting(world_size))
     steps(run, 0)
     for name in ("good", "bad"):
@@ -695,15 +623,7 @@ def break_and_heal(rank: int, world_size: int, root: Path) -> list[Any]:
         with mode():
             texts.append(message(StateError, lambda: other.model(tokens)))
     load("good")
-    problems = differences(truth_of(other), truth)
-    return [texts, problems, steps(other, 1) == steps(run, 1)]
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_broken_load_stops_training_until_a_good_one(tmp_path: Path, world_size: int) -> None:
-    results = run_ranks(break_and_heal, world_size, tmp_path)
-    for texts, problems, same_loss in results:
-        assert texts == results[0][0]
-        assert f"rank{world_size - 1:05d}-0.safetensors" in texts[0] and "is damaged" in texts[0]
-        assert "not to be used" in texts[1] and texts[1] == texts[2]
-        assert not problems and same_loss
+    assert f"rank{world_size - 1:05d}-0.safetensors" in texts[0] and "is damaged" in texts[0]
+    assert "not to be used" in texts[1] and texts[1] == texts[2]
+    assert not differences(truth_of(other), truth)
+    assert steps(other, 1) == steps(run, 1)

@@ -26,8 +26,7 @@ from inner import (
     hold,
     is_held,
     let_go,
-    load_newest,
-    load_one,
+    load_from,
     remove_checkpoint,
     rotate,
     step_name,
@@ -35,6 +34,7 @@ from inner import (
     temporary,
 )
 from ranks import HANG_S, run_ranks, start_ranks
+from saving import each_rank
 from shardwise.comm.control import SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -340,9 +340,11 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
 # ----------------------------------------------------------------------------- damage and old runs
 
 
-def go_on_behind_damage(rank: int, world_size: int, folder: str) -> list[int]:
+@each_rank(1, 3)
+def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(
+    rank: int, world_size: int, root: Path
+) -> None:
     model, optimizer = build()
-    root = Path(folder)
     stamp(model, optimizer, "A")
     with Checkpoints(root, model, optimizer) as checkpoints:
         for step in (1, 2, 3, 4):
@@ -359,22 +361,17 @@ def go_on_behind_damage(rank: int, world_size: int, folder: str) -> list[int]:
             assert loaded is not None and loaded.step == 2
             checkpoints.save(5, wait=True)
             dist.barrier()  # rank 0 removes after the others have gone on
-            found = steps_in(FILES, root)
+            assert steps_in(FILES, root) == [5, 4, 3, 2]
             dist.barrier()
             checkpoints.save(6, wait=True)
         dist.barrier()
-    return found + steps_in(FILES, root)
+    assert steps_in(FILES, root) == [6, 5, 4, 3]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(
-    tmp_path: Path, world_size: int
+@each_rank(1, 3)
+def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_would_not_take(
+    rank: int, world_size: int, folder: Path
 ) -> None:
-    for found in run_ranks(go_on_behind_damage, world_size, str(tmp_path)):
-        assert found == [5, 4, 3, 2, 6, 5, 4, 3]
-
-
-def start_anew(rank: int, world_size: int, folder: str) -> list[Any]:
     model, optimizer = build()
     stamp(model, optimizer, "A")
     with Checkpoints(folder, model, optimizer) as old:
@@ -403,26 +400,21 @@ def start_anew(rank: int, world_size: int, folder: str) -> list[Any]:
                 Path(folder, step_name(12)).rmdir()
             told += [str(warning.message) for warning in caught]
     dist.barrier()
-    loaded = shardwise.load(folder, model, optimizer)
-    return [told, loaded.step, set(count(model, optimizer))]
+    assert shardwise.load(folder, model, optimizer).step == 11
+    assert set(count(model, optimizer)) == {"B"}
+    (refusal,) = told[1:2] if rank == 0 else told
+    assert f"step 3: {folder} holds step 10, which the next load would take" in refusal
+    if rank == 0:
+        warned, _, beside = told
+        assert "(newest: step 10)" in warned and "load()" in warned and str(folder) in warned
+        assert f"{folder} holds step 11 too" in beside
+    assert steps_in(FILES, folder) == [11, 10, 4]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_would_not_take(
-    tmp_path: Path, world_size: int
+@each_rank(1, 3)
+def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(
+    rank: int, world_size: int, root: Path
 ) -> None:
-    found = run_ranks(start_anew, world_size, str(tmp_path))
-    for rank, (told, step, save) in enumerate(found):
-        assert step == 11 and save == {"B"}
-        (refusal,) = told[1:2] if rank == 0 else told
-        assert f"step 3: {tmp_path} holds step 10, which the next load would take" in refusal
-    warned, _, beside = found[0][0]
-    assert "(newest: step 10)" in warned and "load()" in warned and str(tmp_path) in warned
-    assert f"{tmp_path} holds step 11 too" in beside
-    assert steps_in(FILES, tmp_path) == [11, 10, 4]
-
-
-def change_directory(rank: int, world_size: int, root: str) -> list[str]:
     here, there = Path(root, "here"), Path(root, "there")
     for folder in (here, there):
         folder.mkdir(exist_ok=True)
@@ -439,17 +431,8 @@ def change_directory(rank: int, world_size: int, root: str) -> list[str]:
     written = shardwise.save("one", model, optimizer)
     loaded = shardwise.load("one", model, optimizer)
     assert again is not None
-    return [str(path) for path in (saving.wait().path, again.path, written.path, loaded.path)]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(
-    tmp_path: Path, world_size: int
-) -> None:
-    run, one = tmp_path / "here" / "run" / step_name(1), tmp_path / "here" / "one"
-    for found in run_ranks(change_directory, world_size, str(tmp_path)):
-        assert found == [str(path) for path in (run, run, one, one)]
-    assert not list((tmp_path / "there").iterdir())
+    assert saving.wait().path == again.path == here / "run" / step_name(1)
+    assert written.path == loaded.path == here / "one" and not list(there.iterdir())
 
 
 # ------------------------------------------------------------------------- loads beside a rotation
@@ -483,7 +466,7 @@ def load_beside_a_rotation(rank: int, world_size: int, root: str, moments: list[
         stamp(model, optimizer, "Z")
         files = Rotating(folder, at) if rank == 0 else FILES
         control = engine_of(model).comm.control
-        loaded = load_newest(Request(files, control, model, optimizer), folder)
+        loaded = load_from(Request(files, control, model, optimizer), folder)
         assert loaded is not None
         found.append((loaded.step, "".join(count(model, optimizer)), loaded.skipped))
         dist.barrier()
@@ -532,9 +515,7 @@ def load_beside_a_replacement(
             stamp(model, optimizer, "Z")
             files = Replacing(folder, at) if rank == 0 else FILES
             request = Request(files, engine_of(model).comm.control, model, optimizer)
-            loaded = (
-                load_one(request, folder / step_name(2)) if is_one else load_newest(request, folder)
-            )
+            loaded = load_from(request, folder, folder / step_name(2) if is_one else None)
             assert loaded is not None
             letters = "".join(count(model, optimizer))
             found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))

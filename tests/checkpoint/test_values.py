@@ -129,7 +129,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(values)
 def test_every_value_comes_back_with_its_type_and_its_bits(value: Any) -> None:
     assert same(there_and_back(value), value)
@@ -363,7 +363,7 @@ def test_json_at_the_limits_is_read() -> None:
     assert loads(b'["\\ud83d\\ude00"]', "m") == ["\U0001f600"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.one_of(st.binary(max_size=30), st.text('[]{}",\\:019.eE-+truflsn \n', max_size=30)))
 def test_reading_any_bytes_gives_a_value_or_a_checkpoint_error(data: bytes | str) -> None:
     raw = data if isinstance(data, bytes) else data.encode()
@@ -456,7 +456,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(json_values)
 def test_decoding_any_json_gives_what_can_be_saved_or_a_checkpoint_error(
     value: Any,

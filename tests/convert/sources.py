@@ -25,6 +25,7 @@ class MemorySource:
         self.step: int | None = None
         self.optimizer = optimizer
         self.extra: Mapping[str, Any] = {}
+        self.left_out: list[str] = []
         self.tied = dict(tied or {})
         self.largest_read_bytes = 0
         self.total_read_bytes = 0

@@ -27,22 +27,26 @@ SCALARS = (
     | st.binary(max_size=20)
 )
 KEYS = SCALARS | st.tuples(SCALARS, SCALARS)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=5)
-        | st.lists(inner, max_size=5).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=5)
-        | st.sets(KEYS, max_size=3)
-        | st.frozensets(KEYS, max_size=3)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict)
-    ),
-    max_leaves=20,
-)
 
 
-@given(VALUES, st.sampled_from([2, 3, 4, 5]))
-def test_plain_values_come_back_as_they_were(value: Any, protocol: int) -> None:
+def values(sets: bool) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        SCALARS,
+        lambda inner: (
+            st.lists(inner, max_size=5)
+            | st.lists(inner, max_size=5).map(tuple)
+            | st.dictionaries(KEYS, inner, max_size=5)
+            | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict)
+            | (st.sets(KEYS, max_size=3) | st.frozensets(KEYS, max_size=3) if sets else inner)
+        ),
+        max_leaves=20,
+    )
+
+
+# torch.save writes protocol 2; the table of DCP has the default one, and no sets.
+@given(st.tuples(values(True), st.just(2)) | st.tuples(values(False), st.sampled_from([3, 4, 5])))
+def test_plain_values_come_back_as_they_were(case: tuple[Any, int]) -> None:
+    value, protocol = case
     got = read_pickle(pickle.dumps(value, protocol), "f", PLAIN)
     assert got == value
     assert type(got) is type(value)
@@ -72,6 +76,7 @@ def hostile_pickles(marker: Path) -> dict[str, bytes]:
         "the oldest protocol": f"cos\nsystem\n(S'{command}'\ntR.".encode(),
         "INST": f"(S'{command}'\nios\nsystem\n.".encode(),
         "OBJ": b"(cos\nsystem\n" + short + b"o.",
+        "EMPTY_SET": b"\x80\x04\x8f.",
         "NEWOBJ_EX": b"\x80\x04cbuiltins\nset\n)}\x92.",
         "EXT1": b"\x80\x02\x82\x01).",
         "a dotted name": b"\x80\x04\x8c\x0bcollections\x8c\x0fOrderedDict.get\x93.",
@@ -105,17 +110,11 @@ def nested(depth: int) -> tuple[Any, ...]:
 BOMBS = {
     "a memo index of 4 GB": b"\x80\x02Nr\xff\xff\xff\xff0.",
     "text of 2^63 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b".",
-    "a bytearray of 2^40 zeros": b"\x80\x02c__builtin__\nbytearray\n\x8a\x06"
-    + (1 << 40).to_bytes(6, "little")
-    + b"\x85R.",
     "a key whose hash takes 2^60 steps": b"\x80\x04}(" + pickle.dumps(nested(60))[2:-1] + b"Nu.",
     "a member whose hash takes 2^60 steps": b"\x80\x04\x8f("
     + pickle.dumps(nested(60))[2:-1]
     + b"\x90.",
     "marks without end": b"\x80\x04" + b"(" * 1000 + b".",
-    "a path that doubles 40 times": b"\x80\x02X\x01\x00\x00\x00xq\x00"
-    + b"".join(b"cpathlib\nPosixPath\nh%ch%c\x86Rq%c" % (n, n, n + 1) for n in range(40))
-    + b".",
     "bytes of one text many times": b"\x80\x02X\x00\x00\x01\x00"
     + b"x" * 65536
     + b"q\x00]("
@@ -126,8 +125,10 @@ BOMBS = {
     + b"c__builtin__\nset\nh\x00\x85R" * 1000
     + b"e\x86.",
     "keys of one hash": pickle.dumps({n * ((1 << 61) - 1): None for n in range(3000)}),
-    "members of one hash": pickle.dumps({n * ((1 << 61) - 1) for n in range(3000)}),
-    "frozen members of one hash": pickle.dumps(frozenset(n * ((1 << 61) - 1) for n in range(3000))),
+    "members of one hash": pickle.dumps({n * ((1 << 61) - 1) for n in range(3000)}, 2),
+    "frozen members of one hash": pickle.dumps(
+        frozenset(n * ((1 << 61) - 1) for n in range(3000)), 2
+    ),
     "a number of 2^31 bytes": b"\x80\x02\x8b\xff\xff\xff\x7f.",
 }
 
@@ -172,7 +173,7 @@ def test_any_bytes_give_a_value_or_our_error(data: bytes) -> None:
 
 
 SAMPLE = pickle.dumps(
-    {"a": [1, 2.5, (True, None)], "b": {1, 2}, "c": collections.OrderedDict(x=b"y")}
+    {"a": [1, 2.5, (True, None)], "b": (1, 2, 3, 4), "c": collections.OrderedDict(x=b"y")}
 )
 
 

@@ -67,20 +67,20 @@ class Key(NamedTuple):
     region: Region
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """The manifest's tables; this rank's items by row, and the tensors that it saves for itself.
+@dataclass
+class Merged:
+    """The tensors of all ranks.
 
-    Where ranks differ in a tensor, the first rank's is the one in the manifest's row.
+    ``cut`` has each layout and index at which a tensor is cut. ``uncut`` has the ranks that hold a
+    whole tensor, and its digests; if they are several, each rank saves its own.
     """
 
-    meshes: Sequence[Ranks]
-    layouts: tuple[LayoutRow, ...]
-    tied: Mapping[str, str]
     optimizer: OptimizerRow | None
-    rows: tuple[TensorRow, ...]
-    items: Mapping[int, Item]
-    own: Sequence[Item]
+    meshes: dict[Ranks, int] = field(default_factory=dict)
+    layouts: dict[LayoutRow, int] = field(default_factory=dict)
+    cut: dict[Key, dict[tuple[int, int], None]] = field(default_factory=dict)
+    uncut: dict[Key, tuple[list[int], set[object]]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 def assemble(control: Control, table: Table, run: str, step: int | None) -> tuple[Manifest, Part]:
@@ -94,10 +94,21 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
     digests = [digest_of(_bytes_of(item.data)) for item in table.uncut]
     said = _exchange(control, table, digests)
     if said is not None:
-        contents = _of_equal_ranks(control, table, digests, said)
+        merged = _merged_equals(control, table, digests, said)
     else:
-        contents = _of_groups(control, table, digests)
-    first = contents.meshes[0]
+        merged = merge(control, table, digests)
+        _check_tied_copies(control, table, merged)
+    mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
+    rows, owned = list[TensorRow](), list(table.own)
+    for number, (key, places) in enumerate(merged.cut.items()):
+        rows.append(row_of(key, *tuple(places)[number % len(places)]))
+    for number, (key, (ranks, found)) in enumerate(merged.uncut.items()):
+        # Every rank reads all of them: a thousand step counts must not be a thousand files to open.
+        takes_turns = len(found) == 1 and key.info.num_bytes >= CHUNK_BYTES
+        rows.append(row_of(key, rank=ranks[number % len(ranks) if takes_turns else 0]))
+        if len(found) > 1 and key in mine and ranks[0] != control.rank:
+            owned.append(mine[key])
+    meshes = tuple(merged.meshes)
     manifest = Manifest(
         format=PIECES_FORMAT if said is None else FORMAT,
         shardwise=__version__,
@@ -106,21 +117,22 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
         step=step,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds") if control.rank == 0 else "",
         stage=table.stage,
-        num_shards=len(first[0]),
-        num_replicas=len(first),
-        layouts=contents.layouts,
-        tensors=contents.rows,
-        tied=dict(contents.tied),
-        optimizer=contents.optimizer,
+        num_shards=len(meshes[0][0]),
+        num_replicas=len(meshes[0]),
+        layouts=tuple(merged.layouts) if said is None else table.layouts,
+        tensors=tuple(rows),
+        tied=dict(merged.tied),
+        optimizer=merged.optimizer,
         ranks=(),
-        meshes=tuple(MeshRow(ranks=ranks) for ranks in contents.meshes) if said is None else (),
+        meshes=tuple(MeshRow(ranks=ranks) for ranks in meshes) if said is None else (),
     )
+    keys = (*merged.cut, *merged.uncut)
 
     def read(number: int, box: Box) -> memoryview:
-        item = contents.items[number]
+        item = mine[keys[number]]
         return _bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
 
-    own = [(row_of(key_of(i)), partial(_bytes_of, i.data)) for i in (*table.own, *contents.own)]
+    own = [(row_of(key_of(item)), partial(_bytes_of, item.data)) for item in owned]
     return manifest, Part(control.rank, read, own, table.values)
 
 
@@ -192,62 +204,27 @@ def _exchange(control: Control, table: Table, digests: Sequence[str]) -> list[by
     return rows
 
 
-def _of_equal_ranks(
+def _merged_equals(
     control: Control, table: Table, digests: Sequence[str], said: Sequence[bytes]
-) -> _Contents:
-    """Describe ranks that have the same tensors."""
-    differing = set[int]()
+) -> Merged:
+    """Return the tensors of ranks that have the same ones."""
+    found: list[set[object]] = [{digest} for digest in digests]
     if any(row != said[0] for row in said):
         rows = control.exchange(b"".join(map(bytes.fromhex, digests)))
-        for number in range(len(digests)):
-            if len({row[DIGEST_BYTES * number :][:DIGEST_BYTES] for row in rows}) > 1:
-                differing.add(number)
-    ranks = range(control.num_ranks)
-    listed = [row_of(key_of(item), item.layout, item.index) for item in table.sharded]
-    for number, item in enumerate(table.uncut):
-        writer = 0 if number in differing else _writer(item.info, number, ranks)
-        listed.append(row_of(key_of(item), rank=writer))
-    items = dict(enumerate((*table.sharded, *table.uncut)))
-    own = [table.uncut[number] for number in sorted(differing) if control.rank != 0]
-    return _Contents(
-        table.meshes, table.layouts, table.tied, table.optimizer, tuple(listed), items, own
+        ends = range(0, len(rows[0]), DIGEST_BYTES)
+        found = [{row[at : at + DIGEST_BYTES] for row in rows} for at in ends]
+    ranks = list(range(control.num_ranks))
+    cut: dict[Key, dict[tuple[int, int], None]] = {}
+    for item in table.sharded:
+        assert item.layout is not None and item.index is not None
+        cut[key_of(item)] = {(item.layout, item.index): None}
+    return Merged(
+        table.optimizer,
+        meshes={mesh: number for number, mesh in enumerate(table.meshes)},
+        cut=cut,
+        uncut={key_of(item): (ranks, held) for item, held in zip(table.uncut, found, strict=True)},
+        tied=dict(table.tied),
     )
-
-
-def _of_groups(control: Control, table: Table, digests: Sequence[str]) -> _Contents:
-    """Describe groups of ranks with different tensors; choose one writer for each tensor."""
-    merged = merge(control, table, digests)
-    _check_tied_copies(control, table, merged)
-    rows, own = list[TensorRow](), list[Item]()
-    mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
-    for number, (key, places) in enumerate(merged.cut.items()):
-        rows.append(row_of(key, *tuple(places)[number % len(places)]))
-    for number, (key, held) in enumerate(merged.uncut.items()):
-        differs = len(set(held.values())) > 1
-        ranks = list(held)
-        rows.append(row_of(key, rank=ranks[0] if differs else _writer(key.info, number, ranks)))
-        if differs and key in mine and ranks[0] != control.rank:
-            own.append(mine[key])
-    keys = enumerate((*merged.cut, *merged.uncut))
-    items = {number: mine[key] for number, key in keys if key in mine}
-    return _Contents(
-        tuple(merged.meshes),
-        tuple(merged.layouts),
-        merged.tied,
-        merged.optimizer,
-        tuple(rows),
-        items,
-        own,
-    )
-
-
-def _writer(info: TensorInfo, number: int, ranks: Sequence[int]) -> int:
-    """Return the rank that writes a whole tensor: for large ones in turn, for small ones the first.
-
-    Every rank reads all of them: a thousand step counts must not be a thousand files to open.
-    """
-    is_large = info.num_bytes >= CHUNK_BYTES
-    return ranks[number % len(ranks)] if is_large else ranks[0]
 
 
 # -- descriptions of ranks
@@ -266,22 +243,6 @@ class Described(SealedPart):
     optimizer: OptimizerRow | None
     apart: Rows[Name]
     takes_turns: bool  # only the tensors were copied that this rank writes if all ranks are equal
-
-
-@dataclass
-class Merged:
-    """The tensors of all ranks.
-
-    ``cut`` has each layout and index at which a tensor is cut. ``uncut`` has the digest that each
-    rank has of a whole tensor.
-    """
-
-    optimizer: OptimizerRow | None
-    meshes: dict[Ranks, int] = field(default_factory=dict)
-    layouts: dict[LayoutRow, int] = field(default_factory=dict)
-    cut: dict[Key, dict[tuple[int, int], None]] = field(default_factory=dict)
-    uncut: dict[Key, dict[int, str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
 
 
 _Groups = Sequence[tuple[Sequence[int], Described]]  # ranks, and their common description
@@ -365,7 +326,9 @@ def _merged(groups: _Groups) -> Merged:
             merged.cut.setdefault(key, {})[place] = None
             on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
         for row, digest in zip(one.uncut, one.digests, strict=True):
-            merged.uncut.setdefault(key_of(row), {}).update(dict.fromkeys(ranks, digest))
+            held, found = merged.uncut.setdefault(key_of(row), ([], set()))
+            held += ranks
+            found.add(digest)
         for name, holder in one.tied.items():
             if merged.tied.setdefault(name, holder) != holder:
                 both = f"'{merged.tied[name]}' and '{holder}'"
@@ -447,7 +410,7 @@ def _merged_optimizer(groups: _Groups) -> OptimizerRow | None:
     rows = [(name_ranks(ranks), one.optimizer) for ranks, one in groups]
     first_ranks, first = rows[0]
     merged: list[Any] = []
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for ranks, row in rows:
         kinds = [each.class_name if each else "none" for each in (first, row)]
         if kinds[0] != kinds[1] or (first and row and len(first.groups) != len(row.groups)):

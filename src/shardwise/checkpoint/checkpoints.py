@@ -10,10 +10,10 @@ which is as slow as the copy itself. On an accelerator it is page-locked.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
-from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
+from shardwise.checkpoint.loading import Loaded, Request, load_from
 from shardwise.checkpoint.save_load import (
     NOTHING,
     checked_step,
@@ -205,23 +205,13 @@ class Checkpoints:
         """
         self._check_open()
         self.finish()
-        request = Request(
-            self._files,
-            self._engine.everyone,
-            self._model,
-            self._optimizer,
-            extra,
-            strict=strict,
-            cast=cast,
-            restore_generators=restore_generators,
-            progress=progress,
-        )
+        place = self._files, self._engine.everyone, self._model, self._optimizer
+        request = Request(*place, extra, strict, cast, restore_generators, progress)
         with self._tracer.span("load", ""), naming(f"the load of {self.folder}"):
+            only = None if step is None else self.folder / step_name(checked_step(step))
             if step is not None:
-                on_all_ranks(self._control, lambda: self._refuse_newer(checked_step(step)))
-                loaded: Loaded | None = load_one(request, self.folder / step_name(step))
-            else:
-                loaded = load_newest(request, self.folder)
+                on_all_ranks(self._control, lambda: self._refuse_newer(step))
+            loaded = load_from(request, self.folder, only)
         self._unread = None
         on_all_ranks(self._control, self._continue_run)
         return loaded
@@ -453,47 +443,42 @@ class Saving:
         self.waited_s = waited_s
         self.stall_s = stall_s
         self.write_s = 0.0
-        self._written: Written | None = None
-        self._failure: BaseException | None = None
         self._raised = False
-        self._thread: threading.Thread | None = None
+        self._ended: futures.Future[Written] = futures.Future()
 
     def start(self, work: Callable[[], Written]) -> None:
         """Start the work in a thread; the process does not exit before it ends."""
-        self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise-save")
-        self._thread.start()
 
-    def _run(self, work: Callable[[], Written]) -> None:
-        started_s = time.perf_counter()
-        try:
-            self._written = work()
-        except BaseException as error:  # raised by `wait`
-            self._failure = error
-        self.write_s = time.perf_counter() - started_s
+        def run() -> Written:
+            started_s = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self.write_s = time.perf_counter() - started_s
+
+        pool = futures.ThreadPoolExecutor(1, "shardwise-save")
+        self._ended = pool.submit(run)
+        pool.shutdown(wait=False)
 
     @property
     def done(self) -> bool:
         """Tell whether it has ended, in success or failure."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._ended.done()
 
     @property
     def failed(self) -> bool:
         """Tell whether it has failed."""
-        return self.done and self._failure is not None
+        return self.done and self._ended.exception() is not None
 
     def wait(self) -> Written:
         """Return when the checkpoint is on disk. **Raises** the failure of the background."""
         self.join()
         self._raised = True
-        if self._failure is not None:
-            raise self._failure
-        assert self._written is not None
-        return self._written
+        return self._ended.result()
 
     def join(self) -> None:
         """Return when the thread has ended."""
-        assert self._thread is not None
-        self._thread.join()
+        futures.wait([self._ended])
 
     def raise_once(self) -> None:
         """Raise the failure, unless `wait` has raised it already."""

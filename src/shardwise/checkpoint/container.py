@@ -126,7 +126,7 @@ def build_header(stored: Sequence[Stored], metadata: Mapping[str, str] | None = 
         "DCP_VERSION": "1.0",
         "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
     }
-    header: dict[str, Any] = {"__metadata__": described if metadata is None else dict(metadata)}
+    header: dict[str, object] = {"__metadata__": described if metadata is None else dict(metadata)}
     for s in stored:
         header[s.key] = {"dtype": s.dtype, "shape": s.lengths, "data_offsets": (s.begin, s.end)}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -172,7 +172,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, Stored]:
     return {s.key: s for s in stored}
 
 
-def _saved_offsets(metadata: Any, where: str) -> dict[str, Any]:
+def _saved_offsets(metadata: object, where: str) -> dict[str, object]:
     text = metadata.get("DCP_SHARDING_INFO", "{}") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise DamagedCheckpoint(f"{where}: __metadata__ is no map of strings")

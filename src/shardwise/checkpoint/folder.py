@@ -46,6 +46,7 @@ LOCK = ".shardwise.lock"
 MAX_LOOKS = 100  # how often a checkpoint may vanish or change while it is checked or read
 _LOCK_CHARS = 4096
 _SIZE_BYTES = 8
+_SHOWN = 5
 
 
 def step_name(step: int) -> str:
@@ -84,7 +85,7 @@ def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
         except (DamagedCheckpoint, OSError):  # OSError: on NFS, of a folder that was replaced
             if _manifest_now(files, path) == data:
                 raise
-    raise CheckpointError(f"{path}: it is replaced faster than it can be read; load it again later")
+    raise too_fast(path)
 
 
 def _manifest_now(files: Files, path: Path) -> bytes | None:
@@ -291,17 +292,24 @@ class Chosen:
     data: bytes
 
 
-def choose(control: Control, files: Files, folder: Path, skipped: dict[int, str]) -> Chosen | None:
+def choose(
+    control: Control,
+    files: Files,
+    folder: Path,
+    skipped: dict[int, str],
+    only: Path | None = None,
+) -> Chosen | None:
     """Find the highest step that passes the quick check and was not ``skipped``, on all ranks.
 
     Rank 0 searches and sends the others the manifest. Adds to ``skipped`` the reasons of newer
-    steps that do not pass. **Raises** CheckpointError.
+    steps that do not pass. With ``only`` that checkpoint is taken, or its damage raised.
+    **Raises** CheckpointError.
     """
     found: list[tuple[Manifest | None, bytes]] = []
 
     def search() -> None:
         if control.rank == 0:
-            found.append(_search(files, folder, skipped))
+            found.append(_search(files, folder, skipped, only))
 
     on_all_ranks(control, search)
     manifest, said = found[0] if found else (None, b"")
@@ -311,16 +319,31 @@ def choose(control: Control, files: Files, folder: Path, skipped: dict[int, str]
     skipped.update(answer["skipped"])
     if answer["step"] is None:
         return None
-    path, data = folder / step_name(answer["step"]), said[_SIZE_BYTES + size :]
+    path, data = only or folder / step_name(answer["step"]), said[_SIZE_BYTES + size :]
     if manifest is None:
         manifest = parse_manifest(data, str(path / MANIFEST))
     return Chosen(path, answer["step"], manifest, data)
 
 
-def _search(files: Files, folder: Path, known: Collection[int]) -> tuple[Manifest | None, bytes]:
+def _search(
+    files: Files, folder: Path, known: Collection[int], only: Path | None
+) -> tuple[Manifest | None, bytes]:
     """Return the newest manifest that passes, and the answer for the other ranks."""
+
+    def answer(step: int | None) -> bytes:
+        text = json.dumps({"step": step, "skipped": skipped}).encode()
+        return len(text).to_bytes(_SIZE_BYTES, "little") + text
+
+    skipped: list[tuple[int, str]] = []
+    if only is not None:
+        steps = [step_name(step) for step in steps_in(files, only.parent)]
+        if only.name.startswith("step-") and steps and only.name not in steps:
+            there = ", ".join(steps[:_SHOWN])
+            raise CheckpointError(f"{folder}: there is no {only.name}; the newest are {there}")
+        manifest, data = check_quickly(files, only)
+        return manifest, answer(manifest.step or 0) + data
     for _ in range(MAX_LOOKS):
-        skipped: list[tuple[int, str]] = []
+        skipped.clear()
         for step in (step for step in steps_in(files, folder) if step not in known):
             path = folder / step_name(step)
             try:
@@ -332,22 +355,17 @@ def _search(files: Files, folder: Path, known: Collection[int]) -> tuple[Manifes
                     raise
                 skipped.append((step, str(error)))
                 continue
-            return manifest, _answer(step, skipped) + data
+            return manifest, answer(step) + data
         else:
-            return None, _answer(None, skipped)
-    raise CheckpointError(vanishing(folder))
+            return None, answer(None)
+    raise too_fast(folder)
 
 
-def _answer(step: int | None, skipped: list[tuple[int, str]]) -> bytes:
-    text = json.dumps({"step": step, "skipped": skipped}).encode()
-    return len(text).to_bytes(_SIZE_BYTES, "little") + text
-
-
-def vanishing(folder: Path) -> str:
-    """Return the error for a folder whose run removes each checkpoint while it is read."""
-    return (
-        f"{folder}: its checkpoints are removed faster than they can be read; let the run that "
-        "saves there keep more of them (keep_last)"
+def too_fast(path: Path) -> CheckpointError:
+    """Return the error for a folder whose run changes each checkpoint while it is read."""
+    return CheckpointError(
+        f"{path}: checkpoints are removed or replaced faster than they can be read; load later, or "
+        "let the run that saves there keep more of them (keep_last)"
     )
 
 
@@ -361,11 +379,6 @@ def has_changed(control: Control, files: Files, chosen: Chosen) -> bool:
             return not _is_there(files, chosen.path)
 
     return ask_first_rank(control, differs)
-
-
-def is_there(control: Control, files: Files, path: Path) -> bool:
-    """Tell whether rank 0 finds a checkpoint under its name; all ranks call it."""
-    return ask_first_rank(control, lambda: _is_there(files, path))
 
 
 def _is_there(files: Files, path: Path) -> bool:

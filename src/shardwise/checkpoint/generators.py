@@ -10,9 +10,7 @@ import json
 import math
 import random
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -27,17 +25,6 @@ _PYTHON_VERSION = 3  # of random.getstate()
 _NAMES = "torch", "accelerator", "numpy", "python"
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """States that the generators accept."""
-
-    of_torch: torch.Tensor
-    of_accelerator: torch.Tensor | None
-    of_numpy: tuple[Any, ...]
-    of_python: tuple[Any, ...]
-    digest: bytes
-
-
 def read_generators(device: torch.device) -> dict[str, str | None]:
     """Return the states of this process's generators, for JSON; draws nothing.
 
@@ -45,13 +32,25 @@ def read_generators(device: torch.device) -> dict[str, str | None]:
 
     **Raises** CheckpointError if numpy's global generator is not its default one.
     """
-    accelerator = accelerator_generator(device)
-    return {
-        "torch": _write(torch.get_rng_state().numpy().tobytes()),
-        "accelerator": _write(accelerator.numpy().tobytes()) if accelerator is not None else None,
-        "numpy": _write(_pack_numpy()),
-        "python": _write(_pack_python()),
+    of_numpy = np.random.get_state(legacy=False)
+    if of_numpy["bit_generator"] != "MT19937":
+        raise CheckpointError(
+            "generators: expected numpy's global generator to be its default, MT19937, got "
+            f"{of_numpy['bit_generator']}; leave out np.random.set_bit_generator, and keep a "
+            "Generator of your own in your state"
+        )
+    version, words, gauss = random.getstate()
+    if version != _PYTHON_VERSION:
+        raise CheckpointError(f"generators: Python's random state has an unknown version {version}")
+    accelerator, inner = accelerator_generator(device), of_numpy["state"]
+    cached = int(of_numpy["has_gauss"]), float(of_numpy["gauss"])
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "accelerator": None if accelerator is None else accelerator.numpy().tobytes(),
+        "numpy": _NUMPY.pack(*inner["key"].tolist(), int(inner["pos"]), *cached),
+        "python": _PYTHON.pack(*words, int(gauss is not None), gauss or 0.0),
     }
+    return {k: None if s is None else base64.b64encode(s).decode() for k, s in states.items()}
 
 
 def set_generators(value: object, device: torch.device) -> None:
@@ -62,14 +61,11 @@ def set_generators(value: object, device: torch.device) -> None:
 
     **Raises** CheckpointError for other values than `read_generators` returns.
     """
-    checked = _check(value, device)
-    torch.set_rng_state(checked.of_torch)
-    np.random.set_state(checked.of_numpy)
-    random.setstate(checked.of_python)
-    if checked.of_accelerator is not None:
-        set_accelerator_generator(device, checked.of_accelerator)
-    elif accelerator_generator(device) is not None:
-        fresh = torch.Generator(device).manual_seed(_seed(checked.digest))
+    setters, digest = _check(value, device)
+    for set_state in setters:
+        set_state()
+    if len(setters) < len(_NAMES) and accelerator_generator(device) is not None:
+        fresh = torch.Generator(device).manual_seed(_seed(digest))
         set_accelerator_generator(device, fresh.get_state())
 
 
@@ -81,7 +77,7 @@ def derive_generators(value: object, rank: int, device: torch.device) -> None:
 
     **Raises** CheckpointError for other values than `read_generators` returns.
     """
-    saved = _check(value, device).digest
+    _, saved = _check(value, device)
     mine = hashlib.blake2b(saved + struct.pack("<Q", rank), digest_size=32).digest()
     # torch's CPU generator uses 32 bits of a seed: adding the rank makes all ranks differ.
     torch.manual_seed((_seed(saved) + rank) % 2**63)
@@ -94,31 +90,23 @@ def check_generators(value: object, device: torch.device) -> None:
     _check(value, device)
 
 
-def _check(value: object, device: torch.device) -> _Checked:
-    """Try every state on a new generator."""
+def _check(value: object, device: torch.device) -> tuple[list[Callable[[], None]], bytes]:
+    """Try every state on a new generator; return what sets each, and the digest of all."""
     if not isinstance(value, Mapping) or set(value) != set(_NAMES):
         raise CheckpointError(
             f"generators: expected the states {', '.join(_NAMES)}, got "
             f"{sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__}"
         )
-    part = ""
+    setters, part = list[Callable[[], None]](), ""
     try:
-        part = "torch"
-        cpu = _tensor(value["torch"])
-        torch.Generator().set_state(cpu)
-        part = "accelerator"
-        accelerator = None
-        if value["accelerator"] is not None:
-            state = _tensor(value["accelerator"])
-            if accelerator_generator(device) is not None:
-                torch.Generator(device).set_state(state)
-                accelerator = state
-        part = "numpy"
-        of_numpy = _unpack_numpy(_read(value["numpy"]))
-        np.random.RandomState(0).set_state(of_numpy)
-        part = "python"
-        of_python = _unpack_python(_read(value["python"]))
-        random.Random(0).setstate(of_python)
+        for part in _NAMES:
+            if part == "accelerator" and value[part] is None:
+                continue
+            if type(value[part]) is not str:
+                raise TypeError(f"expected base64, got a {type(value[part]).__name__}")
+            data = base64.b64decode(value[part], validate=True)
+            if part != "accelerator" or accelerator_generator(device) is not None:
+                setters.append(_TRIED[part](data, device))
     except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
@@ -127,58 +115,52 @@ def _check(value: object, device: torch.device) -> _Checked:
             "with other random draws"
         ) from None
     text = json.dumps([value[name] for name in _NAMES])
-    digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
-    return _Checked(cpu, accelerator, of_numpy, of_python, digest)
+    return setters, hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
-def _pack_numpy() -> bytes:
-    state = np.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        raise CheckpointError(
-            "generators: expected numpy's global generator to be its default, MT19937, got "
-            f"{state['bit_generator']}; leave out np.random.set_bit_generator, and keep a "
-            "Generator of your own in your state"
-        )
-    inner = state["state"]
-    return _NUMPY.pack(
-        *inner["key"].tolist(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
-    )
+# Each tries a state on a new generator, and returns the call that sets it.
 
 
-def _unpack_numpy(data: bytes) -> tuple[Any, ...]:
+def _try_torch(data: bytes, device: torch.device) -> Callable[[], None]:
+    state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    torch.Generator().set_state(state)
+    return lambda: torch.set_rng_state(state)
+
+
+def _try_accelerator(data: bytes, device: torch.device) -> Callable[[], None]:
+    state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    torch.Generator(device).set_state(state)
+    return lambda: set_accelerator_generator(device, state)
+
+
+def _try_numpy(data: bytes, device: torch.device) -> Callable[[], None]:
     *keys, position, has_gauss, gauss = _NUMPY.unpack(data)
-    if position > _NUM_WORDS or has_gauss > 1 or not math.isfinite(gauss):
-        raise ValueError(f"position {position}, has_gauss {has_gauss}, cached_gaussian {gauss}")
-    return ("MT19937", np.array(keys, np.uint32), position, has_gauss, gauss)
+    _check_numbers(position, has_gauss, gauss)
+    state = ("MT19937", np.array(keys, np.uint32), position, has_gauss, gauss)
+    np.random.RandomState(0).set_state(state)
+    return lambda: np.random.set_state(state)
 
 
-def _pack_python() -> bytes:
-    version, words, gauss = random.getstate()
-    if version != _PYTHON_VERSION:
-        raise CheckpointError(f"generators: Python's random state has an unknown version {version}")
-    return _PYTHON.pack(*words, int(gauss is not None), gauss or 0.0)
-
-
-def _unpack_python(data: bytes) -> tuple[Any, ...]:
+def _try_python(data: bytes, device: torch.device) -> Callable[[], None]:
     *words, has_gauss, gauss = _PYTHON.unpack(data)
-    if words[-1] > _NUM_WORDS or has_gauss > 1 or not math.isfinite(gauss):
-        raise ValueError(f"position {words[-1]}, has_gauss {has_gauss}, gauss_next {gauss}")
-    return (_PYTHON_VERSION, tuple(words), gauss if has_gauss else None)
+    _check_numbers(words[-1], has_gauss, gauss)
+    state = (_PYTHON_VERSION, tuple(words), gauss if has_gauss else None)
+    random.Random(0).setstate(state)
+    return lambda: random.setstate(state)
+
+
+_TRIED = {
+    "torch": _try_torch,
+    "accelerator": _try_accelerator,
+    "numpy": _try_numpy,
+    "python": _try_python,
+}
+
+
+def _check_numbers(position: int, has_gauss: int, gauss: float) -> None:
+    if position > _NUM_WORDS or has_gauss > 1 or not math.isfinite(gauss):
+        raise ValueError(f"position {position}, has_gauss {has_gauss}, gauss {gauss}")
 
 
 def _seed(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _tensor(text: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_read(text)), dtype=torch.uint8)
-
-
-def _write(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _read(text: object) -> bytes:
-    if type(text) is not str:
-        raise TypeError(f"expected base64, got a {type(text).__name__}")
-    return base64.b64decode(text, validate=True)

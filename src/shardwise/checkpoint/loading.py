@@ -24,21 +24,16 @@ from shardwise.checkpoint.all_ranks import collector_paused, on_all_ranks
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
     MAX_LOOKS,
-    Chosen,
-    check_quickly,
     choose,
     has_changed,
-    is_there,
-    step_name,
-    steps_in,
-    vanishing,
+    too_fast,
 )
 from shardwise.checkpoint.generators import (
     check_generators,
     derive_generators,
     set_generators,
 )
-from shardwise.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import (
     Matched,
@@ -58,8 +53,6 @@ from shardwise.comm.control import Control, SoloControl, exchange_any
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -99,13 +92,13 @@ class Request:
 class Host:
     """The model to load into, sharded or plain.
 
-    A plain model is whole on every rank: each process reads all of it, without communication. It
-    has no engine, so a half-loaded plain model cannot be kept from running.
+    A plain model has no engine and is whole on every rank: each process reads all of it, without
+    communication.
     """
 
     def __init__(self, model: Model) -> None:
         """Prepare a model for a load. **Raises** ConfigError if another library sharded it."""
-        self._engine = engine = _engine_of(model)
+        self.engine = engine = _engine_of(model)
         self.elsewhere = frozenset[str]()  # names of other pipeline stages
         self.control: Control
         self.places: Sequence[Place]
@@ -131,47 +124,6 @@ class Host:
             rows = exchange_any(self.control, json.dumps(names).encode())
             self.elsewhere = frozenset(name for row in rows for name in json.loads(row))
 
-    def check(self) -> None:
-        """Refuse a load inside `gathered`. **Raises** StateError."""
-        if self._engine is not None and self._engine.suspended:
-            raise StateError("load() inside gathered(): leave that context first")
-
-    def begin(self, names: set[str], path: Path) -> None:
-        """Mark the parameters of these names as half loaded."""
-        if self._engine is not None:
-            self._engine.finish_reductions()
-            why = f"a load of {path} did not come to its end; load a whole checkpoint first"
-            self._engine.begin_load(names, why)
-
-    def failed(self, error: Exception) -> Exception:
-        """Return the error of a load that failed after `begin`."""
-        if self._engine is not None or not isinstance(error, CheckpointError):
-            return error
-        kind = DamagedCheckpoint if isinstance(error, DamagedCheckpoint) else CheckpointError
-        return kind(
-            f"{error}. What was read before it is in the model: do not use that before a load has "
-            "succeeded"
-        )
-
-    def end(self, names: set[str], path: Path) -> None:
-        """Mark them as loaded. **Raises** CheckpointError if others are still half loaded."""
-        left = None if self._engine is None else self._engine.end_load(names)
-        if left is not None:
-            raise CheckpointError(
-                f"{path}: '{left}' is half loaded from another checkpoint, and not in this "
-                "one; load one that has all of the model"
-            )
-
-    def stop(self, why: str) -> None:
-        """Refuse all passes until a load succeeds."""
-        if self._engine is not None:
-            self._engine.refuse(why)
-
-    def note_origin(self, origin: Origin) -> None:
-        """Note the checkpoint that was loaded."""
-        if self._engine is not None:
-            self._engine.origin = origin
-
 
 def _engine_of(model: Model) -> Parts | None:
     params = (param for each in modules_of(model) for param in each.parameters())
@@ -184,75 +136,39 @@ def _engine_of(model: Model) -> Parts | None:
 
 
 @collector_paused()
-def load_newest(request: Request, folder: Path) -> Loaded | None:
+def load_from(request: Request, folder: Path, only: Path | None = None) -> Loaded | None:
     """Load the newest checkpoint of a folder that is whole; warn about damaged newer ones.
 
-    Returns None if the folder holds no checkpoint. **Raises** CheckpointError, the same on all
-    ranks, if all are damaged, or if one does not fit the model (an older one would not either).
-    Checkpoints that are removed while they are read: Note [Beside a running run] in `folder`.
+    With ``only``, that one. Returns None if the folder holds no checkpoint. **Raises**
+    CheckpointError, the same on all ranks, if all are damaged, or if one does not fit the model (an
+    older one would not either). Checkpoints that are removed or replaced while they are read: Note
+    [Beside a running run] in `folder`.
     """
     skipped: dict[int, str] = {}
+
+    def reasons(above: int) -> tuple[str, ...]:
+        return tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
+
     for _ in range(MAX_LOOKS):
-        chosen = choose(request.control, request.files, folder, skipped)
+        chosen = choose(request.control, request.files, folder, skipped, only)
         if chosen is None:
             if skipped:
-                reasons = "; ".join(_reasons(skipped, -1))
-                raise CheckpointError(f"{folder}: no checkpoint can be used: {reasons}")
+                raise CheckpointError(
+                    f"{folder}: no checkpoint can be used: {'; '.join(reasons(-1))}"
+                )
             return None
         try:
-            loaded = _load(request, chosen.path, chosen.manifest, _reasons(skipped, chosen.step))
+            loaded = _load(request, chosen.path, chosen.manifest, reasons(chosen.step))
         except CheckpointError as error:
             if has_changed(request.control, request.files, chosen):
                 continue
-            if not isinstance(error, DamagedCheckpoint):
+            if only is not None or not isinstance(error, DamagedCheckpoint):
                 raise
             skipped[chosen.step] = str(error)
             continue
         _warn(request, loaded)
         return loaded
-    raise CheckpointError(vanishing(folder))
-
-
-def _reasons(skipped: Mapping[int, str], above: int) -> tuple[str, ...]:
-    """Return the reasons for skipping checkpoints newer than ``above``, the newest first."""
-    return tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
-
-
-@collector_paused()
-def load_one(request: Request, path: Path) -> Loaded:
-    """Load the checkpoint of this folder only; again if it is replaced meanwhile."""
-    for _ in range(MAX_LOOKS):
-        chosen = _check_one(request, path)
-        try:
-            loaded = _load(request, path, chosen.manifest, ())
-        except CheckpointError as error:
-            if not has_changed(request.control, request.files, chosen):
-                raise
-            if not is_there(request.control, request.files, path):
-                raise CheckpointError(f"{path} was removed while it was read") from error
-            continue
-        _warn(request, loaded)
-        return loaded
-    raise CheckpointError(f"{path}: it is replaced faster than it can be read; load it again later")
-
-
-def _check_one(request: Request, path: Path) -> Chosen:
-    """Check one checkpoint quickly, and send all ranks its manifest."""
-    found: list[tuple[Manifest, bytes]] = []
-
-    def check() -> None:
-        if request.control.rank == 0:
-            folder, step = path.parent, path.name
-            steps = [step_name(s) for s in steps_in(request.files, folder)]
-            if step.startswith("step-") and steps and step not in steps:
-                there = ", ".join(steps[:_SHOWN])
-                raise CheckpointError(f"{folder}: there is no {step}; the newest are {there}")
-            found.append(check_quickly(request.files, path))
-
-    on_all_ranks(request.control, check)
-    said = request.control.broadcast(found[0][1] if found else b"")
-    manifest = found[0][0] if found else parse_manifest(said, str(path / MANIFEST))
-    return Chosen(path, manifest.step or 0, manifest, said)
+    raise too_fast(only or folder)
 
 
 def _warn(request: Request, loaded: Loaded) -> None:
@@ -272,15 +188,17 @@ def _warn(request: Request, loaded: Loaded) -> None:
 def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
     """Load one checkpoint whose manifest all ranks have. See Note [Damage while loading]."""
     control, host = request.control, Host(request.model)
+    engine = host.engine  # None: a half-loaded plain model cannot be kept from running
     optimizer = None if request.optimizer is None else Joined(request.optimizer)
     # A rank beyond those that saved takes the own state of one of them.
     checkpoint = Checkpoint(request.files, path, manifest, host.rank % manifest.num_ranks)
     found: list[_Plan] = []
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, object]] = {}
     begun = False
 
     def match() -> None:
-        host.check()
+        if engine is not None and engine.suspended:
+            raise StateError("load() inside gathered(): leave that context first")
         values.update(checkpoint.values_of(checkpoint.rank))
         found.append(_plan(request, host, checkpoint, values))
 
@@ -292,7 +210,10 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
     try:
         on_all_ranks(control, match)
         plan = found[0]
-        host.begin(plan.names, path)
+        if engine is not None:
+            engine.finish_reductions()
+            why = f"a load of {path} did not come to its end; load a whole checkpoint first"
+            engine.begin_load(plan.names, why)
         begun = True
         on_all_ranks(control, read)
     except BaseException as error:
@@ -301,12 +222,20 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
         if begun and optimizer is not None and found:
             for place in found[0].states:
                 optimizer.state.pop(place.held, None)
-        if begun and isinstance(error, Exception):
-            raise host.failed(error) from error
+        if begun and engine is None and isinstance(error, CheckpointError):
+            raise type(error)(
+                f"{error}. What was read before it is in the model: do not use that before a load "
+                "has succeeded"
+            ) from error
         raise
     finally:
         checkpoint.close()
-    host.end(plan.names, path)
+    left = None if engine is None else engine.end_load(plan.names)
+    if left is not None:
+        raise CheckpointError(
+            f"{path}: '{left}' is half loaded from another checkpoint, and not in this one; load "
+            "one that has all of the model"
+        )
     if optimizer is not None:
         apply_optimizer(optimizer, plan.groups, plan.states)
     for place, _ in plan.matched.places:
@@ -315,9 +244,11 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
     try:
         on_all_ranks(control, lambda: _apply_values(request, host, values, same_ranks))
     except CheckpointError as error:
-        host.stop(f"a load of {path} did not come to its end: {error}")
+        if engine is not None:
+            engine.refuse(f"a load of {path} did not come to its end: {error}")
         raise
-    host.note_origin(Origin(path, manifest.step, manifest.run, bool(skipped)))
+    if engine is not None:
+        engine.origin = Origin(path, manifest.step, manifest.run, bool(skipped))
     return Loaded(
         path,
         manifest.step,
@@ -338,12 +269,12 @@ class _Plan:
     matched: Matched
     targets: list[Target]
     names: set[str]
-    groups: list[dict[str, Any]]
-    states: dict[Place, dict[str, Any]]
+    groups: list[dict[str, object]]
+    states: dict[Place, dict[str, object]]
 
 
 def _plan(
-    request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, dict[str, Any]]
+    request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, dict[str, object]]
 ) -> _Plan:
     """Match a checkpoint with the model, the optimizer, the user's state and the generators."""
     model = request.model
@@ -373,7 +304,7 @@ def _plan(
 
 
 def _apply_values(
-    request: Request, host: Host, values: Mapping[str, dict[str, Any]], same_ranks: bool
+    request: Request, host: Host, values: Mapping[str, dict[str, object]], same_ranks: bool
 ) -> None:
     """Restore the user's state and the modules' own, in code of the user, which may raise."""
     for key, target in request.extra.items():

@@ -380,7 +380,7 @@ class Manifest(SealedPart):
 
     @field_validator("tied", mode="before")
     @classmethod
-    def _check_tied(cls, tied: Any) -> Any:
+    def _check_tied(cls, tied: object) -> object:
         if isinstance(tied, dict) and not all(type(name) is str for name in tied.values()):
             raise ValueError("expected names")  # one error, however many are wrong
         return tied
@@ -435,19 +435,15 @@ def optimizer_info(row: OptimizerRow, decode: Callable[[Any], object]) -> Optimi
     **Raises** DamagedCheckpoint when they are not an optimizer's groups and state.
     """
     groups, state = decode(row.groups), decode(row.state)
-    if not (
-        isinstance(groups, list)
-        and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)
-        and isinstance(state, dict)
-        and _are_names(list(state))
-        and all(isinstance(of_param, dict) for of_param in state.values())
-    ):
-        raise DamagedCheckpoint("the optimizer's groups or state are not those of an optimizer")
-    return OptimizerInfo(row.class_name, tuple(groups), state)
 
+    def is_of(kind: type, value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if isinstance(groups, list) and isinstance(state, dict) and is_of(dict, groups):
+        of_groups = all(is_of(str, group.get("params")) for group in groups)
+        if of_groups and is_of(str, list(state)) and is_of(dict, list(state.values())):
+            return OptimizerInfo(row.class_name, tuple(groups), state)
+    raise DamagedCheckpoint("the optimizer's groups or state are not those of an optimizer")
 
 
 # -- the index of a rank
@@ -549,25 +545,24 @@ def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> 
 
     **Raises** DamagedCheckpoint naming the first difference.
     """
-    if text := _find_difference(manifest, rank, index):
+    tensors, row, num_files = manifest.tensors, manifest.ranks[rank], len(index.files)
+    file_bytes = sum(file.num_bytes for file in index.files)
+    for what, found, expected in (
+        ("run", index.run, manifest.run),
+        ("step", index.step, manifest.step),
+        ("rank", index.rank, rank),
+        ("format", index.format, manifest.format),
+        ("files", num_files, row.num_files),
+        ("bytes of files", file_bytes, row.file_bytes),
+    ):
+        if found != expected:
+            raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {expected}")
+    if text := _find_difference(tensors, index):
         raise DamagedCheckpoint(f"{where}: {text}")
 
 
-def _find_difference(manifest: Manifest, rank: int, index: RankIndex) -> str:
-    tensors, row, num_files = manifest.tensors, manifest.ranks[rank], len(index.files)
-    if (index.run, index.step, index.rank) != (manifest.run, manifest.step, rank):
-        return (
-            f"it is of run {index.run}, step {index.step}, rank {index.rank}; expected run "
-            f"{manifest.run}, step {manifest.step}, rank {rank}"
-        )
-    if index.format != manifest.format:
-        return f"format {index.format}, and the manifest is {manifest.format}"
-    file_bytes = sum(file.num_bytes for file in index.files)
-    if (num_files, file_bytes) != (row.num_files, row.file_bytes):
-        return (
-            f"it names {num_files} files of {file_bytes} bytes; the manifest {row.num_files} of "
-            f"{row.file_bytes}"
-        )
+def _find_difference(tensors: Sequence[TensorRow], index: RankIndex) -> str:
+    num_files = len(index.files)
     if len(index.box_places) != len(index.boxes):
         return "a box stands in it twice"
     if any(box.tensor >= len(tensors) or box.file >= num_files for box in index.boxes):

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.checkpoint.container import (
     CHUNK_BYTES,
@@ -37,7 +37,6 @@ from shardwise.checkpoint.files import Files, Reader, is_unreadable
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     MAX_PART_BYTES,
-    BoxPlace,
     Manifest,
     OwnRow,
     RankIndex,
@@ -56,6 +55,7 @@ from shardwise.layout.boxes import Box, Overlap, Region, full_region, owners_of
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 _OPEN_FILES = 64
 _SMALL_BYTES = 64 << 10
@@ -86,6 +86,8 @@ class Checkpoint:
 
     ``rank`` is the saved rank whose own state is read, where ranks differ.
     """
+
+    left_out: Sequence[str] = ()
 
     def __init__(
         self, files: Files, folder: Path, manifest: Manifest | None = None, rank: int = 0
@@ -150,11 +152,11 @@ class Checkpoint:
         return optimizer_info(row, lambda value: decode(value, tensor))
 
     @property
-    def extra(self) -> Mapping[str, Any]:
+    def extra(self) -> Mapping[str, object]:
         """The user's own state, as this rank saved it."""
         return self.values_of(self.rank)["extra"]
 
-    def values_of(self, rank: int) -> dict[str, dict[str, Any]]:
+    def values_of(self, rank: int) -> dict[str, dict[str, object]]:
         """Return the values of a rank, decoded, with their tensors."""
         import torch
 
@@ -169,7 +171,7 @@ class Checkpoint:
             if row is None:
                 raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
             out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
-            self._fill(_chunks_of_own(rank, row, 0, row.region.numel, memory_of(out)))
+            self._fill(list(extent_of_own(rank, row).chunks(memory_of(out))))
             return out
 
         values = {key: decode(value, tensor) for key, value in index.values.items()}
@@ -244,7 +246,8 @@ class Checkpoint:
         """
         want, width = piece or full_region(tensor.shape), element_bytes(tensor.dtype)
         if self._own and (tensor, want) in self._own:
-            return _chunks_of_own(self.rank, self._own[tensor, want], lo, hi, out)
+            own = extent_of_own(self.rank, self._own[tensor, want])
+            return list(own.chunks(out, lo * width, hi * width)) if lo < hi else []
         chunks: list[Chunk] = []
         for number in self.manifest.rows_of[tensor]:
             have = self.manifest.tensors[number].region
@@ -259,7 +262,7 @@ class Checkpoint:
                 chunks += [c for c in self._chunks_of(number, begin, end, into) if c.out]
         return chunks
 
-    def place_of(self, number: int, file: int, box: Box, rank: int) -> BoxPlace:
+    def extent_of(self, number: int, file: int, box: Box, rank: int) -> Extent:
         """Return the place of a box. **Raises** DamagedCheckpoint if it has another size there."""
         row = self.manifest.tensors[number]
         found = self.index_of(rank).box_places.get((number, file))
@@ -269,7 +272,7 @@ class Checkpoint:
                 f"{self.folder / index_name(rank)}: tensor '{row.name}' is cut otherwise than the "
                 f"manifest says: expected {expected} bytes for {box}, got {found}"
             )
-        return found
+        return Extent(file_name(rank, file), row.info.key, *found)
 
     def close(self) -> None:
         """Close the files."""
@@ -288,15 +291,9 @@ class Checkpoint:
         row = self.manifest.tensors[number]
         width = element_bytes(row.dtype)
         for rank, file, box, begin, end in self._parts(number, lo, hi):
-            yield from chunks_around(
-                file_name(rank, file),
-                row.info.key,
-                self.place_of(number, file, box, rank),
-                (box.hi - box.lo) * width,
-                (begin - box.lo) * width,
-                (end - box.lo) * width,
-                out[(begin - lo) * width : (end - lo) * width],
-            )
+            extent = self.extent_of(number, file, box, rank)
+            inside = out[(begin - lo) * width : (end - lo) * width]
+            yield from extent.chunks(inside, (begin - box.lo) * width, (end - box.lo) * width)
 
     def _parts(self, number: int, lo: int, hi: int) -> list[tuple[int, int, Box, int, int]]:
         """Return (rank, file, box, begin, end) for each box that has some of elements [lo, hi)."""
@@ -332,17 +329,10 @@ class Checkpoint:
 # -- chunks
 
 
-class Target(Protocol):
-    """Memory for some bytes, to be sliced; a memoryview is one."""
-
-    def __getitem__(self, part: slice, /) -> memoryview | Scattered:
-        """Return the memory of a range of the bytes."""
-
-
 class Chunk(NamedTuple):
     """A chunk of ``num_bytes`` at ``begin`` of a file; bytes [lo, hi) of it are wanted in ``out``.
 
-    ``key`` names its tensor.
+    ``key`` names its tensor. Without ``out`` it is only checked.
     """
 
     name: str
@@ -352,41 +342,44 @@ class Chunk(NamedTuple):
     key: str
     lo: int
     hi: int
-    out: memoryview | Scattered
+    out: memoryview | Scattered | None
 
 
-def chunks_around(
-    name: str,
-    key: str,
-    box: BoxPlace | OwnRow,
-    box_bytes: int,
-    first: int,
-    last: int,
-    out: Target,
-) -> Iterator[Chunk]:
-    """Yield the chunks around bytes [first, last) of a box of ``box_bytes`` in file ``name``."""
-    for number in range(first // CHUNK_BYTES, num_chunks(last)):
-        begin = number * CHUNK_BYTES
-        end = min(begin + CHUNK_BYTES, box_bytes)
-        lo, hi = max(begin, first), min(end, last)
-        yield Chunk(
-            name,
-            box.begin + begin,
-            end - begin,
-            box.digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
-            key,
-            lo - begin,
-            hi - begin,
-            out[lo - first : hi - first],
-        )
+class Extent(NamedTuple):
+    """Bytes [begin, end) of file ``name``: one box of a tensor, and the digests of its chunks."""
+
+    name: str
+    key: str
+    begin: int
+    end: int
+    digests: str
+
+    def chunks(
+        self, out: memoryview | Scattered | None = None, first: int = 0, last: int | None = None
+    ) -> Iterator[Chunk]:
+        """Yield the chunks around bytes [first, last) of the box, which go to ``out``."""
+        num_bytes = self.end - self.begin
+        last = num_bytes if last is None else last
+        for number in range(first // CHUNK_BYTES, num_chunks(last)):
+            begin = number * CHUNK_BYTES
+            end = min(begin + CHUNK_BYTES, num_bytes)
+            lo, hi = max(begin, first), min(end, last)
+            yield Chunk(
+                self.name,
+                self.begin + begin,
+                end - begin,
+                self.digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
+                self.key,
+                lo - begin,
+                hi - begin,
+                None if out is None else out[lo - first : hi - first],
+            )
 
 
-def _chunks_of_own(rank: int, row: OwnRow, lo: int, hi: int, out: memoryview) -> list[Chunk]:
-    if hi <= lo:
-        return []
-    width = element_bytes(row.dtype)
-    bounds = row.num_bytes, lo * width, hi * width
-    return list(chunks_around(file_name(rank, 0), row.info.key, row, *bounds, out))
+def extent_of_own(rank: int, row: OwnRow) -> Extent:
+    """Return the place of a tensor that a rank saved for itself."""
+    end = row.begin + row.num_bytes
+    return Extent(file_name(rank, 0), row.info.key, row.begin, end, row.digests)
 
 
 class ChunkReader:
@@ -415,19 +408,20 @@ class ChunkReader:
             first = run[0]
             is_one = len(run) == 1 and first.hi - first.lo == first.num_bytes
             if is_one and isinstance(first.out, memoryview):
-                self.fill(first, first.out)
+                self._fill(first, first.out)
                 self._check(first, first.out)
             else:
                 span = memoryview(bytearray(run[-1].begin + run[-1].num_bytes - first.begin))
-                self.fill(first, span)
+                self._fill(first, span)
                 for chunk in run:
                     data = span[chunk.begin - first.begin :][: chunk.num_bytes]
                     self._check(chunk, data)
-                    chunk.out[:] = data[chunk.lo : chunk.hi]
+                    if chunk.out is not None:
+                        chunk.out[:] = data[chunk.lo : chunk.hi]
             yield sum(chunk.hi - chunk.lo for chunk in run)
             at = end
 
-    def fill(self, first: Chunk, out: memoryview) -> None:
+    def _fill(self, first: Chunk, out: memoryview) -> None:
         """Fill memory with the bytes from a chunk's begin on, unchecked. **Raises** as `read`."""
         try:
             self.open(first.name).read_into(first.begin, out)
@@ -536,7 +530,7 @@ class Scattered:
                 if common is not None:
                     yield common, (source, begin), (target, at)
 
-    def _array(self, data: memoryview, box: Region, first: int) -> np.ndarray[Any, Any]:
+    def _array(self, data: memoryview, box: Region, first: int) -> NDArray[np.generic]:
         """Return a box's elements, which are contiguous in ``data``, as an array."""
         import numpy as np
 

@@ -94,16 +94,16 @@ class Place:
         made = torch.zeros_like(local)
         return made if self.param is None else self.param.form.like(made)
 
-    def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:
+    def state_like(self, dtype: torch.dtype, before: object) -> torch.Tensor:
         """Return memory for state that is cut as the parameter is: ``before``, if it fits."""
+        held = before if isinstance(before, torch.Tensor) and before.dtype == dtype else None
         if self.param is None:
-            fits = type(before) is torch.Tensor and tuple(before.shape) == self.shape
-            if fits and before.dtype == dtype and before.device == self.data.device:
-                return before
+            is_plain = type(held) is torch.Tensor and held.device == self.data.device
+            if held is not None and is_plain and tuple(held.shape) == self.shape:
+                return held
             return torch.empty(self.shape, dtype=dtype, device=self.data.device)
-        if self.param.form.is_alike(before) and before.dtype == dtype:
-            found: torch.Tensor = before
-            return found
+        if held is not None and self.param.form.is_alike(held):
+            return held
         shape, home = self.param.cut.local_shape, self.param.unit.home
         if isinstance(home, Home) and home.files.optimizer is not None:
             return self.param.form.like(
@@ -301,7 +301,7 @@ def _check(
         )
 
 
-def match_optimizer(source: Source, optimizer: Joined, matched: Matched) -> list[dict[str, Any]]:
+def match_optimizer(source: Source, optimizer: Joined, matched: Matched) -> list[dict[str, object]]:
     """Return the saved settings of each of the optimizer's groups; nothing is changed.
 
     **Raises** CheckpointError when the checkpoint holds no optimizer, another one, or other groups.
@@ -346,8 +346,8 @@ def optimizer_targets(
     source: Checkpoint,
     optimizer: Joined,
     matched: Matched,
-    groups: Sequence[Mapping[str, Any]],
-) -> tuple[dict[Place, dict[str, Any]], list[Target]]:
+    groups: Sequence[Mapping[str, object]],
+) -> tuple[dict[Place, dict[str, object]], list[Target]]:
     """Return new state for each place, and the targets of its tensors.
 
     Memory that the optimizer already has is reused. **Cost** the state's bytes of this rank, where
@@ -367,7 +367,7 @@ def optimizer_targets(
         for group, saved in zip(optimizer.param_groups, groups, strict=True)
         for p in group["params"]
     }
-    states: dict[Place, dict[str, Any]] = {}
+    states: dict[Place, dict[str, object]] = {}
     targets = []
     for place, name in matched.places:
         if id(place.held) not in in_optimizer or not place.is_first:
@@ -413,7 +413,7 @@ def optimizer_targets(
 
 
 def _states_of_class(
-    source: Checkpoint, found: Sequence[TensorInfo], place: Place, before: Mapping[str, Any]
+    source: Checkpoint, found: Sequence[TensorInfo], place: Place, before: Mapping[str, object]
 ) -> tuple[dict[str, tuple[torch.Tensor, list[Target]]], list[TensorInfo]]:
     """Return the state that has the parameter's own class, by key, with targets; and the rest."""
     by_state = {tensor.state: tensor for tensor in found}
@@ -487,8 +487,8 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
 
 def apply_optimizer(
     optimizer: Joined,
-    groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Place, dict[str, Any]],
+    groups: Sequence[Mapping[str, object]],
+    states: Mapping[Place, dict[str, object]],
 ) -> None:
     """Give the optimizer its settings and its state, once all tensors are read."""
     for each in optimizer.optimizers:
@@ -504,7 +504,9 @@ def apply_optimizer(
                 each.state.pop(place.held, None)
 
 
-def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def _apply_settings(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]]
+) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if key in ARGUMENTS and key not in group:  # of our AdamW's moments, for another AdamW
@@ -519,8 +521,8 @@ def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
 
 
 def _settings_for(
-    where: str, optimizer: Joined, saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+    where: str, optimizer: Joined, saved: list[dict[str, object]]
+) -> list[dict[str, object]]:
     """Return the saved settings that the optimizer takes.
 
     **Raises** CheckpointError if they would change its steps.
@@ -533,7 +535,11 @@ def _settings_for(
 
 
 def _moment_of(
-    optimizer: Joined, place: Place, key: str, group: Mapping[str, Any], before: Mapping[str, Any]
+    optimizer: Joined,
+    place: Place,
+    key: str,
+    group: Mapping[str, Any],
+    before: Mapping[str, object],
 ) -> Moment | None:
     """Return a moment to be filled, if the optimizer is our AdamW; ``before`` is used if it fits.
 

@@ -14,7 +14,7 @@ from shardwise.checkpoint.assemble import assemble, drop_copies, written_items
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
 from shardwise.checkpoint.generators import read_generators
-from shardwise.checkpoint.loading import Host, Loaded, Request, load_newest, load_one
+from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.state import Item, Table, collect
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
@@ -145,23 +145,13 @@ def load(
     for each in modules_of(model):
         _check_model(each)
     control = Host(model).control
-    request = Request(
-        files,
-        control,
-        model,
-        optimizer,
-        extra,
-        strict=strict,
-        cast=cast,
-        restore_generators=restore_generators,
-        progress=progress,
-    )
-    if step is not None:
-        with naming(f"the load of step {step} of {folder}"):
-            return load_one(request, folder / step_name(checked_step(step)))
-    with naming(f"the load of {folder}"):
-        is_one = ask_first_rank(control, lambda: holds_checkpoint(files, folder))
-        loaded = load_one(request, folder) if is_one else load_newest(request, folder)
+    place = files, control, model, optimizer
+    request = Request(*place, extra, strict, cast, restore_generators, progress)
+    only = None if step is None else folder / step_name(checked_step(step))
+    with naming(f"the load of {only or folder}"):
+        if only is None and ask_first_rank(control, lambda: holds_checkpoint(files, folder)):
+            only = folder
+        loaded = load_from(request, folder, only)
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
     return loaded

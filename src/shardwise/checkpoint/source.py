@@ -57,7 +57,7 @@ class OptimizerInfo:
 
     class_name: str
     groups: tuple[Mapping[str, Any], ...]
-    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    state: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 class Source(Protocol):
@@ -78,8 +78,12 @@ class Source(Protocol):
         """The optimizer's groups and values, if it holds any."""
 
     @property
-    def extra(self) -> Mapping[str, Any]:
+    def extra(self) -> Mapping[str, object]:
         """The user's own state."""
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Entries that `extra` lacks because their classes are not read, once it was asked for."""
 
     @property
     def tied(self) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ of other ranks.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -343,7 +343,7 @@ def _collect_optimizer(
     for each in optimizer.optimizers:
         cut_plain_state(each)
     optimizer.check_settings()
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, object]] = {}
     for param in (param for group in by_group for param in group):
         cut = cuts[id(param)]
         for key, value in optimizer.saved_state(param.sharded).items():

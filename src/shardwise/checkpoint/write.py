@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.container import (
@@ -173,40 +173,51 @@ def write_checkpoint(
     )
 
 
+class _Stored(NamedTuple):
+    """A tensor for a file of a rank: its row, its box, its key in the file, and its bytes."""
+
+    row: TensorRow
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    key: str
+    read: Callable[[], memoryview]
+
+
 def write_rank(
     files: Files, folder: Path, manifest: Manifest, part: Part, progress: Progress | None = None
 ) -> bytes:
     """Write the files and the index of one rank, synced; return the row for the manifest."""
-    boxes: dict[int, list[tuple[int, Box]]] = {}
+    numbers: dict[int, list[int]] = {}  # of the tensors in each file
+    contents: dict[int, list[_Stored]] = {}
     for number, file, box in manifest.all_boxes(part.rank):
-        boxes.setdefault(file, []).append((number, box))
-    if part.own:
-        boxes.setdefault(0, [])
+        row, key = manifest.tensors[number], manifest.tensors[number].info.key
+        stored = _Stored(row, box.lengths, box.offsets, key, partial(part.read, number, box))
+        numbers.setdefault(file, []).append(number)
+        contents.setdefault(file, []).append(stored)
+    for row, read in part.own:
+        key = f"rank{part.rank:05d}.{row.info.key}"
+        contents.setdefault(0, []).append(_Stored(row, row.shape, row.region.at, key, read))
     file_rows, box_rows, own_rows = [], [], []
-    for file, listed in sorted(boxes.items()):
-        described: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
-        reads: list[Callable[[], memoryview]] = []
-        for number, box in listed:
-            row = manifest.tensors[number]
-            described.append((row.info.key, row.dtype, box.lengths, box.offsets))
-            reads.append(partial(part.read, number, box))
-        own = part.own if file == 0 else ()
-        for row, read in own:
-            key = f"rank{part.rank:05d}.{row.info.key}"
-            described.append((key, row.dtype, row.shape, row.region.at))
-            reads.append(read)
-        assert len({key for key, *_ in described}) == len(described), "one key twice in a file"
-        stored = place(described)
-        header = build_header(stored)
-        path = folder / file_name(part.rank, file)
-        digests = _write_file(files, path, header, stored, reads, progress)
-        num_bytes = len(header) + (stored[-1].end if stored else 0)
+    for file, listed in sorted(contents.items()):
+        assert len({each.key for each in listed}) == len(listed), "one key twice in a file"
+        placed = place([(e.key, e.row.dtype, e.lengths, e.offsets) for e in listed])
+        header = build_header(placed)
+        num_bytes = len(header) + placed[-1].end
+        digests = []
+        with _new_file(files, folder / file_name(part.rank, file), num_bytes) as writer:
+            batch = _Batch(writer, progress)
+            batch.add(memoryview(header))
+            for s, each in zip(placed, listed, strict=True):
+                digests.append(_add_tensor(batch, each.read(), s))
+            batch.flush()
         file_rows.append(FileRow(num_bytes=num_bytes, header=digest_of(header)))
-        places = [(len(header) + s.begin, d) for s, d in zip(stored, digests, strict=True)]
-        for (number, _), (begin, digest) in zip(listed, places, strict=False):
-            box_rows.append(BoxRow(number, file, begin, digest))
-        for (row, _), (begin, digest) in zip(own, places[len(listed) :], strict=True):
-            own_rows.append(OwnRow(**row.model_dump(), begin=begin, digests=digest))
+        of_tensors = numbers.get(file, [])
+        for at, (s, each, digest) in enumerate(zip(placed, listed, digests, strict=True)):
+            begin = len(header) + s.begin
+            if at < len(of_tensors):
+                box_rows.append(BoxRow(of_tensors[at], file, begin, digest))
+            else:
+                own_rows.append(OwnRow(**each.row.model_dump(), begin=begin, digests=digest))
     index = seal(
         RankIndex(
             format=manifest.format,
@@ -230,25 +241,6 @@ def index_row(row: bytes) -> IndexRow:
     return IndexRow(
         index_bytes=index_bytes, num_files=num_files, file_bytes=file_bytes, digest=digest.hex()
     )
-
-
-def _write_file(
-    files: Files,
-    path: Path,
-    header: bytes,
-    stored: Sequence[Stored],
-    reads: Sequence[Callable[[], memoryview]],
-    progress: Progress | None,
-) -> list[str]:
-    """Write one file of tensors, synced; return the digests of each tensor's chunks."""
-    digests = []
-    with _new_file(files, path, len(header) + (stored[-1].end if stored else 0)) as writer:
-        batch = _Batch(writer, progress)
-        batch.add(memoryview(header))
-        for s, read in zip(stored, reads, strict=True):
-            digests.append(_add_tensor(batch, read(), s))
-        batch.flush()
-    return digests
 
 
 @contextmanager
@@ -363,7 +355,7 @@ def _commit(
         write_manifest()
         files.sync_folder(folder)
         replaces = replace and any(e.name == target.name for e in files.list(target.parent))
-        (_exchange if replaces else _rename)(files, folder, target)
+        _give_name(files, folder, target, replaces)
     except (OSError, CheckpointError):
         _discard(files, folder)
         raise
@@ -397,25 +389,19 @@ def _check_shared(files: Files, folder: Path, ranks: Sequence[IndexRow]) -> None
         ) from error
 
 
-def _rename(files: Files, folder: Path, target: Path) -> None:
+def _give_name(files: Files, folder: Path, target: Path, replaces: bool) -> None:
     try:
-        files.rename(folder, target)
+        (files.exchange if replaces else files.rename)(folder, target)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        raise CheckpointError(f"{_exists(target)} (another save made it meanwhile)") from error
-
-
-def _exchange(files: Files, folder: Path, target: Path) -> None:
-    try:
-        files.exchange(folder, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EINVAL):
-            raise
-        raise CheckpointError(
-            f"{target}: this file system cannot swap two folders at once, so the old checkpoint "
-            "cannot be replaced safely; save under another name and remove the old one afterwards"
-        ) from error
+        if replaces and error.errno in (errno.ENOSYS, errno.EINVAL):
+            raise CheckpointError(
+                f"{target}: this file system cannot swap two folders at once, so the old "
+                "checkpoint cannot be replaced safely; save under another name and remove the old "
+                "one afterwards"
+            ) from error
+        if not replaces and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise CheckpointError(f"{_exists(target)} (another save made it meanwhile)") from error
+        raise
 
 
 def _discard(files: Files, folder: Path) -> None:

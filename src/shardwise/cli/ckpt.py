@@ -5,12 +5,11 @@ Exit codes: 0 success; 1 damage was found, or an error; 2 wrong arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +17,6 @@ from shardwise import terminal
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.files import Files
     from shardwise.checkpoint.read import Checkpoint
     from shardwise.checkpoint.verify import Verified
 
@@ -85,30 +83,60 @@ def verify(path: _Path, as_json: _Json = False) -> None:
         from time import perf_counter
 
         from shardwise.checkpoint.files import Files
-        from shardwise.cli.facts import bytes_to_read, checkpoints_at
+        from shardwise.checkpoint.verify import verify as verify_one
+        from shardwise.cli.facts import bytes_to_read, checkpoints_at, is_gone
         from shardwise.cli.tables import show_verified
         from shardwise.progress import byte_bar
         from shardwise.terminal import open_console
 
         files, console = Files(), open_console()
         paths = checkpoints_at(files, path)
+        found: list[Verified] = []
+        removed: list[Path] = []  # by a run that is still writing
+        errors: list[str] = []  # of checkpoints that could not be verified
         started_s = perf_counter()
         with byte_bar("verify", sum(bytes_to_read(files, one) for one in paths)) as progress:
-            found = _verify_all(files, paths, progress)
-        facts = _verified_facts(path, found, perf_counter() - started_s)
+            for one in paths:
+                try:
+                    verified = verify_one(files, one, progress)
+                except CheckpointError as error:
+                    if not is_gone(files, one):
+                        errors.append(str(error))
+                        continue
+                    verified = None
+                if verified is None or (verified.findings and is_gone(files, one)):
+                    removed.append(one)
+                else:
+                    found.append(verified)
+        duration_s = perf_counter() - started_s
+        num_bytes = sum(verified.num_bytes for verified in found)
+        num_damaged = sum(not verified.ok for verified in found)
+        is_ok = bool(found) and not num_damaged and not errors
         if as_json:
             from shardwise.cli.flags import print_json
 
+            facts = {
+                "path": str(path),
+                "ok": is_ok,
+                "num_damaged": num_damaged,
+                "num_bytes": num_bytes,
+                "duration_s": duration_s,
+                "bytes_per_s": round(num_bytes / duration_s),
+                "checkpoints": [_verified_facts(verified) for verified in found],
+                "removed_meanwhile": [str(gone) for gone in removed],
+                "errors": errors,
+            }
             print_json(facts)
         else:
-            for verified in found.verified:
+            for verified in found:
                 show_verified(console, verified)
-            for gone in found.removed:
+            for gone in removed:
                 _say(f"note: {gone.name} was removed meanwhile")
-            console.print(_summary(facts), soft_wrap=True)
-        if found.errors:
-            raise CheckpointError("; ".join(found.errors))
-        if not facts["ok"]:
+            text = _summary(len(found), num_damaged, num_bytes, duration_s)
+            console.print(text, soft_wrap=True)
+        if errors:
+            raise CheckpointError("; ".join(errors))
+        if not is_ok:
             raise typer.Exit(_FAILED)
 
 
@@ -137,14 +165,15 @@ def export(
         if config_from is not None and not config_from.is_dir():
             raise ConfigError(f"--config-from {config_from}: there is no such folder")
         max_bytes = _parse_size(max_shard_size or "5GB")
-        checkpoint = _open(path, step)
-        try:
+        with closing(_open(path, step)) as checkpoint:
             if to is _To.hf:
                 _export_weights(checkpoint, target, max_bytes, dtype, config_from)
             else:
-                _export_state(checkpoint, target)
-        finally:
-            checkpoint.close()
+                from shardwise.convert.export import export_dcp
+
+                export_dcp(checkpoint, target)
+                sizes = [t.num_bytes for t in checkpoint.tensors if t.kind != "extra"]
+                _say_written(target, len(sizes), sum(sizes))
 
 
 @app.command("import")
@@ -168,7 +197,7 @@ def import_(
             raise ConfigError(f"{source} cannot be read: there is no such file or folder")
         from shardwise.checkpoint.files import Files
         from shardwise.convert.detect import FORMATS, open_any
-        from shardwise.convert.importing import import_source, left_out_of, without_prefix
+        from shardwise.convert.importing import import_source, without_prefix
         from shardwise.progress import byte_bar
 
         found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
@@ -179,80 +208,32 @@ def import_(
         with byte_bar("import", total) as progress:
             written = import_source(opened, target, files=Files(), step=step, progress=progress)
         _say_written(written.path, len(opened.tensors), written.num_bytes)
-        for place in left_out_of(opened):
+        for place in opened.left_out:
             _say(f"left out: {place}, which is made of a class that is not read")
 
 
-# -- inspect and verify
-
-
-@dataclass
-class _Found:
-    """Results of verifying several checkpoints."""
-
-    verified: list[Verified] = field(default_factory=list)
-    removed: list[Path] = field(default_factory=list)  # by a run that is still writing
-    errors: list[str] = field(default_factory=list)  # of checkpoints that could not be verified
-
-
-def _verify_all(files: Files, paths: list[Path], progress: Callable[[int], None]) -> _Found:
-    from shardwise.checkpoint.verify import verify as verify_one
-    from shardwise.cli.facts import is_gone
-
-    found = _Found()
-    for path in paths:
-        try:
-            verified = verify_one(files, path, progress)
-        except CheckpointError as error:
-            if is_gone(files, path):
-                found.removed.append(path)
-            else:
-                found.errors.append(str(error))
-            continue
-        if verified.findings and is_gone(files, path):
-            found.removed.append(path)
-        else:
-            found.verified.append(verified)
-    return found
-
-
-def _verified_facts(path: Path, found: _Found, duration_s: float) -> dict[str, Any]:
-    num_bytes = sum(v.num_bytes for v in found.verified)
-    checkpoints = [
-        {
-            "path": str(v.path),
-            "step": v.step,
-            "ok": v.ok,
-            "num_bytes": v.num_bytes,
-            "num_files": v.num_files,
-            "findings": [
-                {"file": f.file, "tensor": f.tensor or None, "text": f.text} for f in v.findings
-            ],
-            "notes": list(v.notes),
-        }
-        for v in found.verified
+def _verified_facts(verified: Verified) -> dict[str, object]:
+    findings = [
+        {"file": f.file, "tensor": f.tensor or None, "text": f.text} for f in verified.findings
     ]
     return {
-        "path": str(path),
-        "ok": bool(checkpoints) and all(v.ok for v in found.verified) and not found.errors,
-        "num_damaged": sum(not v.ok for v in found.verified),
-        "num_bytes": num_bytes,
-        "duration_s": duration_s,
-        "bytes_per_s": round(num_bytes / duration_s),
-        "checkpoints": checkpoints,
-        "removed_meanwhile": [str(gone) for gone in found.removed],
-        "errors": found.errors,
+        "path": str(verified.path),
+        "step": verified.step,
+        "ok": verified.ok,
+        "num_bytes": verified.num_bytes,
+        "num_files": verified.num_files,
+        "findings": findings,
+        "notes": list(verified.notes),
     }
 
 
-def _summary(facts: dict[str, Any]) -> str:
+def _summary(count: int, num_damaged: int, num_bytes: int, duration_s: float) -> str:
     from shardwise.quantities import format_bytes
 
-    count, damaged = len(facts["checkpoints"]), facts["num_damaged"]
-    read = f"{format_bytes(facts['num_bytes'])} in {facts['duration_s']:.2f} s"
-    speed = f"{format_bytes(facts['bytes_per_s'])}/s"
+    read = f"{format_bytes(num_bytes)} in {duration_s:.2f} s"
     what = "1 checkpoint" if count == 1 else f"{count} checkpoints"
-    state = f"{damaged} damaged" if damaged else "every byte as it was saved"
+    state = f"{num_damaged} damaged" if num_damaged else "every byte as it was saved"
+    speed = f"{format_bytes(round(num_bytes / duration_s))}/s"
     return f"{what}, {read}, {speed}: {state}" if count else "no checkpoint to verify"
 
 
@@ -262,9 +243,9 @@ def _summary(facts: dict[str, Any]) -> str:
 def _open(path: Path, step: int | None) -> Checkpoint:
     """Open a checkpoint; of a run, that step, or the newest that passes the quick check."""
     from shardwise.checkpoint.files import Files
-    from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, vanishing
+    from shardwise.checkpoint.folder import check_quickly, choose, step_name
     from shardwise.checkpoint.read import Checkpoint
-    from shardwise.cli.facts import checkpoints_at, is_gone, kind_of
+    from shardwise.cli.facts import checkpoints_at, kind_of
 
     files = Files()
     is_run = kind_of(files, path) == "run"
@@ -276,19 +257,17 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         if manifest.step != step:
             raise ConfigError(f"{one} is of step {manifest.step}, not {step}")
         return Checkpoint(files, one, manifest)
-    for _ in range(MAX_LOOKS):
-        for one in checkpoints_at(files, path):
-            try:
-                return Checkpoint(files, one, check_quickly(files, one)[0])
-            except (CheckpointError, OSError) as error:
-                if is_run and is_gone(files, one):
-                    break  # a running run removed it: there may be a newer one
-                if not is_run or not isinstance(error, CheckpointError):
-                    raise
-                terminal.complain(f"passed over: {error}\n")
-        else:
-            raise CheckpointError(f"{path}: there is no checkpoint in it that can be used")
-    raise CheckpointError(vanishing(path))
+    if not is_run:
+        return Checkpoint(files, path, check_quickly(files, path)[0])
+    from shardwise.comm.control import SoloControl  # with torch
+
+    skipped: dict[int, str] = {}
+    chosen = choose(SoloControl(), files, path, skipped)
+    for at in sorted(skipped, reverse=True):
+        terminal.complain(f"passed over: {skipped[at]}\n")
+    if chosen is None:
+        raise CheckpointError(f"{path}: there is no checkpoint in it that can be used")
+    return Checkpoint(files, chosen.path, chosen.manifest)
 
 
 def _export_weights(
@@ -317,14 +296,6 @@ def _export_weights(
         _say("it has no config.json: put the model's beside it, or give --config-from")
     if checkpoint.tied:
         _say(f"left out, as they share a tensor that is there: {', '.join(checkpoint.tied)}")
-
-
-def _export_state(checkpoint: Checkpoint, target: Path) -> None:
-    from shardwise.convert.export import export_dcp
-
-    infos = [t for t in checkpoint.tensors if t.kind != "extra"]
-    export_dcp(checkpoint, target)
-    _say_written(target, len(infos), sum(t.num_bytes for t in infos))
 
 
 def _parse_size(text: str) -> int:

@@ -134,7 +134,7 @@ def _form_of(file: Path) -> Form:
     return max(known, key=lambda form: len(known[form] & content.keys()))
 
 
-def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, Any], Report]:
+def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, object], Report]:
     if form is Form.DEEPSPEED:
         from shardwise.interop.deepspeed.run_keys import read_train_keys
 
@@ -151,7 +151,7 @@ def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, Any], Re
     return (keys if ranks is None else {**keys, "ranks": ranks}), Report(str(file), ())
 
 
-def _check(keys: dict[str, Any], file: Path) -> Any:
+def _check(keys: dict[str, object], file: Path) -> Any:
     from shardwise.keys import check_keys
     from shardwise.train.checks import resolve_batch
     from shardwise.train.config import TrainConfig

@@ -32,7 +32,6 @@ from shardwise.convert.torch_file import (
     StoredTensor,
     TorchFile,
     explained,
-    explained_property,
 )
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.layout.boxes import Region, boxes_of_range
@@ -64,6 +63,7 @@ class DcpSource:
     def __init__(self, folder: Path, metadata: DcpMetadata) -> None:
         self.where = str(folder)
         self.tied: Mapping[str, str] = {}
+        self.left_out: list[str] = []
         self._folder = folder
         self._metadata = metadata
         self._files: dict[FileRange, TorchFile] = {}  # of the key in `_reading`
@@ -76,22 +76,27 @@ class DcpSource:
         """Parameters, buffers and the optimizer's states, in the order of their bytes."""
         return tuple(self._keys)
 
-    @explained_property(_WRITER)
+    @cached_property
     def step(self) -> int | None:
         """The step that the states of all parameters agree on, if there is one."""
-        infos = [info for info in self._keys if info.state == "step" and info.numel == 1]
-        steps = {float(self.read(info, 0, 1)) for info in infos}
         values = self.optimizer.state.values() if self.optimizer else ()
         found = [state["step"] for state in values if "step" in state]
+        with explained(self.where, _WRITER):
+            infos = [info for info in self._keys if info.state == "step" and info.numel == 1]
+            steps = {float(self.read(info, 0, 1)) for info in infos}
         steps |= {
             float(step) for step in found if isinstance(step, int | float) and abs(step) < 2**53
         }
         agreed = steps.pop() if len(steps) == 1 else math.nan
         return int(agreed) if agreed.is_integer() else None
 
-    @explained_property(_WRITER)
+    @cached_property
     def optimizer(self) -> OptimizerInfo | None:
         """The optimizer's groups and values; its class only if its options tell it."""
+        with explained(self.where, _WRITER):
+            return self._find_optimizer()
+
+    def _find_optimizer(self) -> OptimizerInfo | None:
         if self._names.optimizer is None:
             return None
         groups: dict[str, dict[str, Any]] = {}
@@ -99,40 +104,38 @@ class DcpSource:
             options = {name: self._value(key) for name, key in group.options.items()}
             same = repr(sorted(options.items())) if self._names.flattened else str(number)
             groups.setdefault(same, {**options, "params": []})["params"] += group.params
-        state: dict[str, dict[str, Any]] = {}
+        state: dict[str, dict[str, object]] = {}
         for key in self._metadata.values:
             if (found := self._names.param_of(key)) is not None:
                 state.setdefault(found[0], {})[found[1]] = self._value(key)
         is_sgd = all(group.keys() >= _OF_SGD for group in groups.values())
         return OptimizerInfo("SGD" if groups and is_sgd else "", tuple(groups.values()), state)
 
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        """Entries of neither model nor optimizer, nested as they were saved; tensors are read."""
-        return self._own[0]
+    @cached_property
+    def extra(self) -> Mapping[str, object]:
+        """Entries of neither model nor optimizer, nested as they were saved; tensors are read.
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Entries that ``extra`` lacks because their classes are not read."""
-        return self._own[1]
+        Entries whose classes are not read are missing, and listed in ``left_out``.
+        """
+        with explained(self.where, _WRITER):
+            return self._find_own()
 
-    @explained_property(_WRITER)
-    def _own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    def _find_own(self) -> dict[str, object]:
         own = set(self._keys.values())
-        left_out: list[str] = []
-        tree: dict[Any, Any] = {}
+        tree = _Branch()
         for key, path in self._metadata.paths.items():
             if key in own or self._names.is_option(key) or self._names.param_of(key):
                 continue
             place = tree
             for part in path[:-1]:
-                place = place.setdefault(part, _Branch())
-                if not isinstance(place, _Branch):
+                inner = place.setdefault(part, _Branch())
+                if not isinstance(inner, _Branch):
                     raise DamagedCheckpoint(f"{self.where}: '{key}' is inside of another value")
+                place = inner
             if path[-1] in place:
                 raise DamagedCheckpoint(f"{self.where}: '{key}' holds another value")
-            place[path[-1]] = self._own_value(key, left_out)
-        return _unfold_dict(tree), tuple(left_out)
+            place[path[-1]] = self._own_value(key)
+        return _unfold_dict(tree)
 
     def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
@@ -162,7 +165,7 @@ class DcpSource:
                 kind: Kind = "buffer" if tensor.dtype in _NO_PARAMS else "param"
                 yield TensorInfo(kind, name, tensor.dtype, tensor.shape), key
 
-    def _value(self, key: str) -> Any:
+    def _value(self, key: str) -> object:
         """Return a value, or a whole tensor that is one."""
         if key in self._metadata.tensors:
             shape = self._metadata.tensors[key].shape
@@ -170,15 +173,15 @@ class DcpSource:
         file = self._file(key, self._metadata.values[key])
         return file.plain(file.value, f"'{key}'")
 
-    def _own_value(self, key: str, left_out: list[str]) -> Any:
+    def _own_value(self, key: str) -> object:
         """Return a value of the user's own, whose classes may be unknown."""
         if key in self._metadata.tensors:
             return self._value(key)
         file = self._file(key, self._metadata.values[key], any_name=True)
         try:
-            return file.plain(file.value, key, left_out)
+            return file.plain(file.value, key, self.left_out)
         except ObjectFound:
-            left_out.append(key)
+            self.left_out.append(key)
             return _LEFT_OUT
 
     def _read(self, key: str, lo: int, hi: int) -> torch.Tensor:
@@ -219,11 +222,11 @@ class DcpSource:
         )
 
 
-class _Branch(dict[Any, Any]):
+class _Branch(dict[str | int, object]):
     """A dict or list of the saved state; a value that is a dict is no branch."""
 
 
-def _unfold(value: Any) -> Any:
+def _unfold(value: object) -> object:
     if not isinstance(value, _Branch):
         return value
     if set(value) == set(range(len(value))):
@@ -232,9 +235,9 @@ def _unfold(value: Any) -> Any:
     return _unfold_dict(value)
 
 
-def _unfold_dict(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+def _unfold_dict(tree: _Branch) -> dict[str, object]:
     pairs = ((key, _unfold(member)) for key, member in tree.items())
-    return {key: member for key, member in pairs if member is not _LEFT_OUT}
+    return {key: member for key, member in pairs if member is not _LEFT_OUT}  # type: ignore[misc]
 
 
 # -- see Note [Which key is which]
@@ -281,7 +284,7 @@ class _Names:
         return self.optimizer is not None and key.startswith(f"{self.optimizer}param_groups.")
 
 
-def _find_names(metadata: DcpMetadata, where: str, value_of: Callable[[str], Any]) -> _Names:
+def _find_names(metadata: DcpMetadata, where: str, value_of: Callable[[str], object]) -> _Names:
     """Tell the model's keys from the optimizer's. See Note [Which key is which].
 
     ``value_of`` reads one value of the folder. **Raises** CheckpointError when there is no answer,
@@ -311,7 +314,7 @@ def _find_names(metadata: DcpMetadata, where: str, value_of: Callable[[str], Any
 
 
 def _numbered_groups(
-    keys: Iterable[str], prefix: str, where: str, value_of: Callable[[str], Any]
+    keys: Iterable[str], prefix: str, where: str, value_of: Callable[[str], object]
 ) -> tuple[_Group, ...]:
     options: dict[int, dict[str, str]] = {}
     for key in keys:

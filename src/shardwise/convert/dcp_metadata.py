@@ -1,7 +1,7 @@
 """The ``.metadata`` of a torch.distributed.checkpoint folder, read as data and checked.
 
 The result is a table of tensors and values with the place of each of their pieces. All of it is
-checked before it is used: pieces lie inside their tensor and cover each element once, places lie
+checked before it is used: the pieces of a tensor are a grid that has each element once, places lie
 inside a file of this folder and do not share bytes.
 """
 
@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.manifest import is_grid
 from shardwise.convert.torch_file import DTYPES, is_plain_name, open_file, sizes_of
 from shardwise.convert.unpickle import MAX_PICKLE_BYTES, PLAIN, Builder, Made, Name, read_pickle
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -20,7 +21,6 @@ from shardwise.layout.boxes import Region
 METADATA = ".metadata"
 _MAX_PATH_PARTS = 64
 _BYTES_PER_PART = 16  # of the table, at the least
-_FREE_COMPARES, _COMPARES_PER_CHUNK = 1_000_000, 100
 _PREFIX = "torch.distributed.checkpoint."
 _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = _CLASSES = tuple(
     _PREFIX + name
@@ -41,6 +41,8 @@ _NAMES: Mapping[str, Builder | None] = {
     _PREFIX + "metadata.StorageMeta": None,
     _PREFIX + "metadata._MEM_FORMAT_ENCODING": None,
     "torch.serialization._get_layout": None,
+    "pathlib.PosixPath": None,  # of the folder that was saved to
+    "pathlib._local.PosixPath": None,
     "torch.Size": sizes_of,
     # Layouts and dtypes that are described but cannot be read: refused with their tensor's name.
     "torch.float8_e4m3fnuz": None,
@@ -122,7 +124,6 @@ class _Table:
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder = folder
         self._where = str(folder / METADATA)
-        self._compares_left = _FREE_COMPARES
         self._parts_left = num_bytes // _BYTES_PER_PART
         self._places: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
 
@@ -192,7 +193,7 @@ class _Table:
         return DcpTensor(DTYPES[named.text], shape, tuple(chunks))
 
     def _check_cover(self, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-        """Check that boxes inside a tensor do not overlap and have all of its elements."""
+        """Check that boxes inside a tensor are a grid that has each element once."""
         covered = sum(chunk.region.numel for chunk in chunks)
         if covered < prod(shape):
             files = ", ".join(sorted({chunk.place.file for chunk in chunks})) or "no file"
@@ -200,43 +201,10 @@ class _Table:
                 f"{self._where}: only {covered} of {prod(shape)} elements of '{key}' are there, in "
                 f"{files}: parts of it were not saved, or a rank's file is missing"
             )
-        self._compares_left += _COMPARES_PER_CHUNK * len(chunks)
-        overlap, num_compares = _overlap([c.region for c in chunks], self._compares_left)
-        self._compares_left -= num_compares
-        if self._compares_left < 0:
-            raise CheckpointError(
-                f"{self._where}: '{key}' is cut into {len(chunks)} parts in such a way that it "
-                "takes too long to see that none overlap; save it again, with parts in a grid"
+        if not is_grid(shape, [chunk.region for chunk in chunks]):
+            raise DamagedCheckpoint(
+                f"{self._where}: parts of '{key}' overlap, or are no grid: save it again"
             )
-        if covered > prod(shape) or overlap:
-            raise DamagedCheckpoint(f"{self._where}: parts of '{key}' overlap")
-
-
-def _overlap(regions: list[Region], max_compares: int) -> tuple[bool, int]:
-    """Tell whether two boxes share an element, and about how many comparisons that took.
-
-    Swept along the dim with the most cuts; given up after ``max_compares``.
-    """
-    num_dims = len(regions[0].at) if regions else 0
-    if len(regions) < 2 or not num_dims:
-        return len(regions) > 1, 0
-    num_compares = 0
-    dim = max(range(num_dims), key=lambda d: len({region.at[d] for region in regions}))
-    open_boxes: list[Region] = []
-    for region in sorted(regions, key=lambda r: r.at[dim]):
-        num_compares += len(open_boxes)
-        if num_compares > max_compares:
-            break
-        open_boxes = [r for r in open_boxes if r.at[dim] + r.shape[dim] > region.at[dim]]
-        if any(_meet(region, other) for other in open_boxes):
-            return True, num_compares
-        open_boxes.append(region)
-    return False, num_compares
-
-
-def _meet(a: Region, b: Region) -> bool:
-    """Tell whether two boxes share an element; in a third of the time of `Region.common`."""
-    return all(x < y + m and y < x + n for x, n, y, m in zip(*a, *b, strict=True))
 
 
 def _check_files(folder: Path, metadata: DcpMetadata) -> None:
@@ -260,20 +228,20 @@ def _check_files(folder: Path, metadata: DcpMetadata) -> None:
                 )
 
 
-def _made(value: Any, name: str) -> Made:
+def _made(value: object, name: str) -> Made:
     if not isinstance(value, Made) or value.name != name:
         raise ValueError(f"{name} was expected, {reprlib.repr(value)} came")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"text was expected, {reprlib.repr(value)} came")
     return value
 
 
-def _path(value: Any) -> tuple[str | int, ...]:
-    is_right = isinstance(value, tuple) and all(type(part) in (str, int) for part in value)
-    if not is_right or not 0 < len(value) <= _MAX_PATH_PARTS:
-        raise ValueError(f"a path was expected, {reprlib.repr(value)} came")
-    return value
+def _path(value: object) -> tuple[str | int, ...]:
+    is_path = isinstance(value, tuple) and 0 < len(value) <= _MAX_PATH_PARTS
+    if isinstance(value, tuple) and is_path and all(type(part) in (str, int) for part in value):
+        return value
+    raise ValueError(f"a path was expected, {reprlib.repr(value)} came")

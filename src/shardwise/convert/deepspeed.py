@@ -29,9 +29,10 @@ and, of stage 3, the step counts.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,12 +43,12 @@ from shardwise.convert.torch_file import (
     StoredTensor,
     TorchFile,
     explained,
-    explained_property,
     is_plain_name,
 )
 from shardwise.convert.unpickle import Builder, Made, Name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
+_T = TypeVar("_T")
 _WRITER = "DeepSpeed"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
@@ -105,16 +106,17 @@ class DeepSpeedSource:
 
     def __init__(self, folder: Path, models: Sequence[TorchFile], trained: "_Trained") -> None:
         self.where = str(folder)
+        self.left_out: list[str] = []
         self._model = models[0]
         self._state: Mapping[str, Any] = models[0].value
         self._parts = dict(trained.parts)
         self._scalars = trained.scalars
-        self.step: int | None = _integer_of(self._state["global_steps"])
+        self.step: int | None = _is(int, self._state["global_steps"])
         self.optimizer: OptimizerInfo | None = OptimizerInfo(
             self._optimizer_name(), tuple(trained.groups), trained.values
         )
         tied = self._state.get("shared_params") or {}
-        self.tied: Mapping[str, str] = {_text_of(k): _text_of(v) for k, v in tied.items()}
+        self.tied: Mapping[str, str] = {_is(str, k): _is(str, v) for k, v in tied.items()}
         if trained.stage == 3:
             self._add_frozen(models)
         self._add_rest(trained.stage)
@@ -124,26 +126,20 @@ class DeepSpeedSource:
         """Parameters each with its states, then frozen parameters and buffers, then scalars."""
         return (*self._parts, *self._scalars)
 
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        """The user's ``client_state``, and ``lr_scheduler`` if there is one."""
-        return self._own[0]
+    @cached_property
+    def extra(self) -> Mapping[str, object]:
+        """The user's ``client_state``, and ``lr_scheduler`` if there is one.
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Entries that ``extra`` lacks because their classes are not read."""
-        return self._own[1]
-
-    @explained_property(_WRITER)
-    def _own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        own = {k: v for k, v in self._state.items() if k not in _OWN}
-        if own.get("lr_scheduler") is None:
-            own.pop("lr_scheduler", None)
-        left_out: list[str] = []
-        extra = self._model.plain(own, "client_state", left_out)
-        module = self._state.get("module") or {}
-        rest = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
-        return {**extra, **self._model.plain(rest, "module")}, tuple(left_out)
+        Entries whose classes are not read are missing, and listed in ``left_out``.
+        """
+        with explained(self.where, _WRITER):
+            own = {k: v for k, v in self._state.items() if k not in _OWN}
+            if own.get("lr_scheduler") is None:
+                own.pop("lr_scheduler", None)
+            extra = self._model.plain(own, "client_state", self.left_out)
+            module = self._state.get("module") or {}
+            rest = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
+            return {**extra, **self._model.plain(rest, "module")}
 
     def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
@@ -168,16 +164,12 @@ class DeepSpeedSource:
 
         Its "Adam" decays weights as AdamW does, unless ``adam_w_mode`` is off.
         """
-        config = self._state.get("ds_config")
-        named = config.get("optimizer") if isinstance(config, dict) else None
-        name = named.get("type") if isinstance(named, dict) else None
-        if not isinstance(name, str):
-            return ""
-        options = named.get("params") if isinstance(named, dict) else None
-        if name.lower() == "adam":
-            off = isinstance(options, dict) and options.get("adam_w_mode") is False
-            return "Adam" if off else "AdamW"
-        return "AdamW" if name.lower() == "adamw" else name
+        match self._state.get("ds_config"):
+            case {"optimizer": {"type": str(name), "params": {"adam_w_mode": False}}}:
+                return "Adam" if name.lower() == "adam" else name
+            case {"optimizer": {"type": str(name)}}:
+                return "AdamW" if name.lower() in ("adam", "adamw") else name
+        return ""
 
     def _add_frozen(self, models: Sequence[TorchFile]) -> None:
         """Add frozen parameters of stage 3, which cuts them as well."""
@@ -197,7 +189,7 @@ class DeepSpeedSource:
     def _add_rest(self, stage: int) -> None:
         """Add tensors of the model's file: buffers, and frozen parameters of stages 1 and 2."""
         known = {info.name for info in self._parts}
-        buffers = {_text_of(name) for name in self._state.get("buffer_names") or ()}
+        buffers = {_is(str, name) for name in self._state.get("buffer_names") or ()}
         for name, stored in (self._state.get("module") or {}).items():
             if isinstance(stored, Made | Name):
                 raise CheckpointError(
@@ -218,10 +210,10 @@ class DeepSpeedSource:
 
 def _check_ranks(folder: Path, models: Sequence[TorchFile], optims: Sequence[TorchFile]) -> None:
     """Check that the files agree on the number of ranks and on the step."""
-    world = _integer_of(models[0].value["dp_world_size"])
+    world = _is(int, models[0].value["dp_world_size"])
     saved = optims[0].value["optimizer_state_dict"]
     counts = saved.get("partition_count", world)
-    cut = {_integer_of(n) for n in (counts if isinstance(counts, list) else [counts])}
+    cut = {_is(int, n) for n in (counts if isinstance(counts, list) else [counts])}
     if cut != {world}:
         raise CheckpointError(
             f"{folder}: {world} ranks cut into {sorted(cut)} parts (MiCS, or expert parallel), "
@@ -234,12 +226,15 @@ def _check_ranks(folder: Path, models: Sequence[TorchFile], optims: Sequence[Tor
                 f"{folder}: {len(files)} files *_{kind}_states.pt, {world} ranks wrote "
                 f"{expected}; zero_pp_rank_{len(files)}_mp_rank_00_{kind}_states.pt is missing"
             )
-    steps = [_integer_of(file.value["global_steps"]) for file in models]
-    for file, step in zip(models, steps, strict=True):
-        if step != steps[0]:
+    _check_steps({file.where: _is(int, file.value["global_steps"]) for file in models})
+
+
+def _check_steps(steps: Mapping[str, float | None]) -> None:
+    (first, step), *others = steps.items()
+    for where, other in others:
+        if other != step:
             raise DamagedCheckpoint(
-                f"{file.where} is of step {step}, {models[0].where} of {steps[0]}: two "
-                "checkpoints are mixed"
+                f"{where} is of step {other}, {first} of {step}: two checkpoints are mixed"
             )
 
 
@@ -272,24 +267,24 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
         )
     lists: list[list[Path]] = []
     for pattern, kind in ((_OPTIM, "optim"), (_MODEL, "model")):
-        found = [(match, name) for name in names if (match := pattern.fullmatch(name))]
-        if more := [name for match, name in found if int(match[2])]:
-            raise CheckpointError(
-                f"{folder / more[0]}: of tensor parallel training, which is not read"
-            )
-        by_rank = {int(match[1] or 0): name for match, name in found}
-        if len(by_rank) != len(found):
-            raise DamagedCheckpoint(f"{folder}: several files *_{kind}_states.pt of one rank")
-        if kind == "optim" and not found and _UNIVERSAL in names:
-            lists.append([])
-            continue
-        missing = sorted(set(range(max(by_rank, default=0) + 1)) - set(by_rank))
-        if missing:
+        by_rank: dict[int, Path] = {}
+        for match, name in ((pattern.fullmatch(name), name) for name in names):
+            if match is None:
+                continue
+            if int(match[2]):
+                raise CheckpointError(
+                    f"{folder / name}: of tensor parallel training, which is not read"
+                )
+            if by_rank.setdefault(int(match[1] or 0), folder / name) != folder / name:
+                raise DamagedCheckpoint(f"{folder}: several files *_{kind}_states.pt of one rank")
+        is_universal = kind == "optim" and not by_rank and _UNIVERSAL in names
+        num_files = 0 if is_universal else max(by_rank, default=0) + 1
+        if missing := sorted(set(range(num_files)) - set(by_rank)):
             raise DamagedCheckpoint(
                 f"{folder}: zero_pp_rank_{missing[0]}_mp_rank_00_{kind}_states.pt is missing: that "
                 "rank's file is lost, or it was saved without ZeRO, which is not read"
             )
-        lists.append([folder / by_rank[rank] for rank in range(len(by_rank))])
+        lists.append([by_rank[rank] for rank in range(num_files)])
     return lists[0], lists[1]
 
 
@@ -318,12 +313,12 @@ class _Trained:
     """The optimizer's groups, the tensors that it updates in parts, and values of whole tensors."""
 
     stage: int
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, object]] = field(default_factory=list)
     parts: dict[TensorInfo, list[_Part]] = field(default_factory=dict)
     scalars: dict[TensorInfo, torch.Tensor] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    values: dict[str, dict[str, object]] = field(default_factory=dict)
 
-    def add_scalar(self, name: str, key: str, value: Any, file: TorchFile) -> None:
+    def add_scalar(self, name: str, key: str, value: object, file: TorchFile) -> None:
         """Add a state that holds for a whole parameter: a tensor of one element, or a value."""
         if key == "step" and isinstance(value, int | float | torch.Tensor):
             value = torch.tensor(float(value))  # as torch's own AdamW keeps it
@@ -337,7 +332,7 @@ class _Trained:
         """Add torch's param_groups, whose ``params`` are numbers of flats."""
         for group in groups:
             options = {k: v for k, v in group.items() if k not in ("params", "step")}
-            names = [name for number in group["params"] for name in shapes[_integer_of(number)]]
+            names = [name for number in group["params"] for name in shapes[_is(int, number)]]
             self.groups.append({**file.plain(options, "param_groups"), "params": names})
 
 
@@ -359,13 +354,7 @@ def _read_partitions(files: Sequence[TorchFile], shapes: Sequence[Shapes]) -> _T
     trained.add_groups(files[0], _inner(files[0], trained.stage)["param_groups"], shapes)
     for number, of_number in enumerate(shapes):
         flats = [flats[number] for flats in ranks]
-        steps = [float(f.common["step"]) if "step" in f.common else None for f in flats]
-        for flat, step in zip(flats, steps, strict=True):
-            if step != steps[0]:
-                raise DamagedCheckpoint(
-                    f"{flat.file.where} is of the optimizer's step {step}, "
-                    f"{flats[0].file.where} of {steps[0]}: two checkpoints are mixed"
-                )
+        _check_steps({f.file.where: f.common.get("step") for f in flats})
         cut = _cut_params if trained.stage == 3 else _cut_groups
         for name, parts in cut(flats, number, of_number):
             trained.parts.update(_tensors_of(name, of_number[name], flats[0], parts))
@@ -382,16 +371,16 @@ def _read_flats(file: TorchFile, stage: int) -> list[_Flat]:
     states = _inner(file, stage)["state"]
     flats: dict[int, _Flat] = {}
     for group in _inner(file, stage)["param_groups"]:
-        for number in map(_integer_of, group["params"]):
+        for number in (_is(int, n) for n in group["params"]):
             state = dict(states.get(number, {}))
             if "step" in group:  # some of DeepSpeed's own optimizers count there
                 state.setdefault("step", group["step"])
-            tensors, common = {"": _stored(masters[number])}, {}
+            tensors, common = {"": _is(StoredTensor, masters[number])}, {}
             for key, value in state.items():
                 if isinstance(value, StoredTensor) and value.shape:
-                    tensors[_text_of(key)] = value
+                    tensors[_is(str, key)] = value
                 else:
-                    common[_text_of(key)] = file.plain(value, "the optimizer's state")
+                    common[_is(str, key)] = file.plain(value, "the optimizer's state")
             flats[number] = _Flat(file, tensors, common)
     if sorted(flats) != list(range(len(masters))):
         raise ValueError("flats that are in no group")
@@ -471,7 +460,7 @@ def _tensors_of(
         yield TensorInfo(kind, name, example.dtype, shape, key), parts
 
 
-def _address(value: Any) -> tuple[int, int]:
+def _address(value: object) -> tuple[int, int]:
     if not isinstance(value, Made):
         raise ValueError("an address was expected")
     start, numel = value.field("start"), value.field("numel")
@@ -525,35 +514,25 @@ def _add_param(trained: _Trained, folder: Path, name: str, shape: tuple[int, ...
 
 
 # -- checks of values
-def _stored(value: Any) -> StoredTensor:
-    if not isinstance(value, StoredTensor):
-        raise ValueError("a tensor was expected")
-    return value
-
-
-def _text_of(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a name was expected")
-    return value
-
-
-def _integer_of(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError("a number was expected")
+def _is(kind: type[_T], value: object) -> _T:
+    if type(value) is not kind:
+        raise ValueError(f"a {kind.__name__} was expected")
     return value
 
 
 def _shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
-    shapes = {_text_of(name): tuple(map(_integer_of, shape)) for name, shape in value.items()}
+    shapes = {
+        _is(str, name): tuple(_is(int, size) for size in shape) for name, shape in value.items()
+    }
     if any(size < 0 for shape in shapes.values() for size in shape):
         raise ValueError("a shape with a negative size")
     return shapes
 
 
-def _stage_of(saved: Mapping[str, Any], where: str) -> int:
+def _stage_of(saved: Mapping[str, object], where: str) -> int:
     """Return the ZeRO stage that an optimizer's file says."""
     found = saved.get("zero_stage", 1)  # its optimizer for bf16 without ZeRO 2 does not say it
-    stage = _integer_of(found.args[0] if isinstance(found, Made) else found)
+    stage = _is(int, found.args[0] if isinstance(found, Made) else found)
     if stage not in (1, 2, 3):
         raise DamagedCheckpoint(f"{where}: ZeRO stage {stage}, expected 1, 2 or 3")
     return stage

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -287,10 +286,10 @@ def _pieces(source: Source, info: TensorInfo, stored: Stored) -> Iterator[torch.
         yield cast
 
 
-def _nested(source: Source) -> dict[str, Any]:
+def _nested(source: Source) -> dict[str, object]:
     """Return the whole state, nested as by `get_state_dict`."""
     model: dict[str, torch.Tensor] = {}
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, object]] = {}
     for info in source.tensors:
         if info.kind != "extra":
             full = source.read(info, 0, info.numel).view(info.shape)
@@ -301,7 +300,7 @@ def _nested(source: Source) -> dict[str, Any]:
     model |= {alias: model[name] for alias, name in source.tied.items()}
     if source.optimizer is None:
         return {"model": model}
-    values: Mapping[str, Mapping[str, Any]] = source.optimizer.state
+    values: Mapping[str, Mapping[str, object]] = source.optimizer.state
     for name, of_parameter in values.items():
         state.setdefault(name, {}).update(of_parameter)
     groups = [dict(group) for group in source.optimizer.groups]

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -110,12 +109,13 @@ class _Weights:
 
     step: int | None = None
     optimizer: OptimizerInfo | None = None
+    left_out: Sequence[str] = ()
 
     def __init__(
         self, where: str, files: Files, opened: Mapping[Path, tuple[Mapping[str, Stored], int]]
     ) -> None:
         self.where = where
-        self.extra: Mapping[str, Any] = {}
+        self.extra: Mapping[str, object] = {}
         self.tied: Mapping[str, str] = {}
         self._files = files
         self._places = {

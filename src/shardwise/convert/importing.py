@@ -99,12 +99,6 @@ def without_prefix(source: Source, prefix: str) -> Source:
     return _Renamed(source, prefix)
 
 
-def left_out_of(source: Source) -> tuple[str, ...]:
-    """Return the entries of the user's own state that the source had and cannot give."""
-    found: tuple[str, ...] = getattr(source, "left_out", ())  # of formats that are pickles
-    return found
-
-
 class _Renamed:
     """A source under other names; the names of the user's own state stay."""
 
@@ -114,7 +108,7 @@ class _Renamed:
         self._originals = {self._renamed(info): info for info in source.tensors}
         self.where = source.where
         self.step, self.extra = source.step, source.extra
-        self.left_out = left_out_of(source)
+        self.left_out = source.left_out
         self.tensors = list(self._originals)
         self.tied = {self._names[a]: self._names[b] for a, b in source.tied.items()}
         self.optimizer: OptimizerInfo | None = None

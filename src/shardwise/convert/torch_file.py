@@ -19,13 +19,12 @@ import reprlib
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -297,17 +296,10 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if start + offset < 0:
-            raise io.UnsupportedOperation(f"a place before the start: {start + offset}")
-        self._at = start + offset
+        self._at = (0, self._at, self._length)[whence] + offset
+        if self._at < 0:
+            raise ValueError(f"a place before the start: {self._at}")
         return self._at
 
     def read(self, size: int = -1) -> bytes:
@@ -356,7 +348,9 @@ class _Plain:
                 return type(value)([self.convert(v, depth + 1, at) for v in value])
         return value
 
-    def _pairs(self, value: dict[Any, Any], depth: int, at: str) -> Iterator[tuple[Any, Any]]:
+    def _pairs(
+        self, value: dict[object, object], depth: int, at: str
+    ) -> Iterator[tuple[object, object]]:
         for key, member in value.items():
             inside = f"{at}.{key!r:.80}"
             try:
@@ -388,14 +382,14 @@ def sizes_of(sizes: Any = ()) -> tuple[int, ...]:
     return tuple(map(_index, sizes))
 
 
-def _index(value: Any) -> int:
+def _index(value: object) -> int:
     if type(value) is not int or not 0 <= value < _MAX_INDEX:
         raise ValueError(f"a size was expected, {reprlib.repr(value)} came")
     return value
 
 
 def _tensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any, dtype: str = ""
+    storage: object, offset: object, shape: Any, strides: Any, *rest: object, dtype: str = ""
 ) -> StoredTensor:
     if not isinstance(storage, Storage):
         raise ValueError("a tensor without its bytes")
@@ -411,24 +405,24 @@ def _tensor(
 
 
 def _tensor_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+    storage: object, offset: object, shape: object, strides: object, *rest: Any
 ) -> StoredTensor:
-    return _tensor(storage, offset, shape, strides, dtype=DTYPES[dtype.text])
+    return _tensor(storage, offset, shape, strides, dtype=DTYPES[rest[2].text])
 
 
-def _tensor_of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+def _tensor_of_type(function: object, kind: object, args: Any, state: object) -> object:
     if not isinstance(function, Name) or function.text not in _TENSORS:
         raise ValueError("a tensor that is not rebuilt as torch does")
     return _TENSORS[function.text](*args)
 
 
-def _device(kind: Any, index: Any = None) -> str:
+def _device(kind: object, index: object = None) -> str:
     if not isinstance(kind, str):
         raise ValueError("a device that is no text")
     return kind if index is None else f"{kind}:{_index(index)}"
 
 
-_TENSORS: Mapping[str, Callable[..., Any]] = {
+_TENSORS: Mapping[str, Builder] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -449,9 +443,6 @@ _NAMES: Mapping[str, Builder | None] = {
 
 
 # -- for the readers of folders of such files
-_Found = TypeVar("_Found")
-
-
 @contextmanager
 def explained(where: str, writer: str) -> Iterator[None]:
     """Turn errors of Python or torch about odd input into a DamagedCheckpoint that names it."""
@@ -468,22 +459,6 @@ def explained(where: str, writer: str) -> Iterator[None]:
         raise DamagedCheckpoint(
             f"{where}: not as {writer} writes it: {type(error).__name__} {str(error)[:200]!a}"
         ) from None
-
-
-def explained_property(
-    writer: str,
-) -> Callable[[Callable[[Any], _Found]], "cached_property[_Found]"]:
-    """Make a cached property of a source whose errors are `explained`."""
-
-    def decorate(find: Callable[[Any], _Found]) -> "cached_property[_Found]":
-        def found(source: Any) -> _Found:
-            with explained(source.where, writer):
-                return find(source)
-
-        found.__doc__ = find.__doc__
-        return cached_property(found)
-
-    return decorate
 
 
 def is_plain_name(name: str) -> bool:
