@@ -12,9 +12,8 @@ import torch
 import shardwise
 from shardwise import progress as progress_lines
 from shardwise.cli.main import app
-from shardwise.progress import ProgressLines, byte_bar, share_bar, step_bar
+from shardwise.progress import ProgressLines, byte_bar, run_bar, share_bar, step_bar
 from shardwise.quantities import format_duration
-from shardwise.train.summary import run_bar
 
 
 class Clock:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from shardwise import strict_json
 from shardwise.errors import ConfigError
@@ -28,6 +29,10 @@ _MAX_NODES = 8000  # of YAML, with aliases expanded
 _MAX_DIGITS = 100
 _MAX_ERRORS = 10  # that are shown of one file
 _MAX_SHOWN = 100  # characters of a value
+_PANELS = (  # of the help, in this order
+    *("Model", "Experts", "Cluster", "Degrees", "Sharding", "Step", "Offload", "Batch"),
+    *("Optimizer", "Data", "Checkpoints", "Files", "Search", "Scenario", "Plan", "Run", "Output"),
+)
 
 
 def key(default: Any, panel: str, description: str, **limits: Any) -> Any:
@@ -44,7 +49,19 @@ def flag_of(name: str) -> str:
     return f"--{name.rstrip('_').replace('_', '-')}"
 
 
-def read_options(value: Any) -> dict[str, Any] | None:
+def panel_of(model: type[BaseModel], name: str) -> str:
+    """Return the panel of the help that a key is shown in."""
+    extra = model.model_fields[name].json_schema_extra
+    return str(extra["panel"]) if isinstance(extra, dict) else ""
+
+
+def names_in(model: type[BaseModel], *panels: str) -> list[str]:
+    """Return the names of keys by panel: those of ``panels``, or all."""
+    panels = panels or _PANELS
+    return [n for panel in panels for n in model.model_fields if panel_of(model, n) == panel]
+
+
+def read_options(value: object) -> dict[str, object] | None:
     """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text.
 
     **Raises** ValueError for other text and types.
@@ -61,7 +78,7 @@ def read_options(value: Any) -> dict[str, Any] | None:
     return {str(name): _with_numbers(item) for name, item in value.items()} or None
 
 
-def _with_numbers(value: Any) -> Any:
+def _with_numbers(value: object) -> object:
     """Read text that is a number, as in a list of them, as the number."""
     if isinstance(value, list | tuple):
         return [_with_numbers(item) for item in value]
@@ -79,8 +96,8 @@ def read_fields(value: Any) -> Any:
 
 def check_keys(
     model: type[M],
-    values: Mapping[str, Any],
-    flags: Mapping[str, Any],
+    values: Mapping[str, object],
+    flags: Mapping[str, object],
     path: Path | None,
     command: str,
 ) -> M:
@@ -98,7 +115,35 @@ def check_keys(
         raise ConfigError("\n".join(lines)) from None
 
 
-def checked_value(kind: Any, value: Any, where: str) -> Any:
+def _explain(
+    model: type[BaseModel],
+    item: ErrorDetails,
+    path: Path | None,
+    flags: Mapping[str, object],
+    command: str,
+) -> str:
+    """Describe one pydantic error: the place, the key, the expected and the actual value."""
+    name = str(item["loc"][0]) if item["loc"] else ""
+    where = f"flag {flag_of(name)}" if name in flags else f"{path or 'config'}"
+    if item["type"] == "extra_forbidden":
+        hint = near_miss(name, model.model_fields, f"; see `shardwise {command} --help`")
+        return f"{where}: unknown key {shown(name)}{hint}"
+    message = _expected(item)
+    if not name:
+        return f"{path}: {message}" if path is not None else message
+    annotation = model.model_fields[name].annotation
+    choices = [c for part in (annotation, *get_args(annotation)) for c in get_args(part)]
+    words = [choice for choice in choices if isinstance(choice, str)]
+    hint = near_miss(shown(item["input"]).strip("'"), words)
+    return f"{where}: {name}: {message}, got {shown(item['input'])}{hint}"
+
+
+def _expected(item: ErrorDetails) -> str:
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    return cut(message, 400)
+
+
+def checked_value(kind: Any, value: object, where: str) -> Any:
     """Return a value of a JSON file as ``kind``, strictly; a class ignores unknown keys.
 
     **Raises** ConfigError with ``where``, the key, the expected and the actual value.
@@ -114,36 +159,7 @@ def checked_value(kind: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}{cut(place)}: {expected}, got {got}") from None
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def _expected(item: Any) -> str:
-    message: str = item["msg"]
-    return cut(message.removeprefix("Value error, ").replace("Input should be", "expected"), 400)
-
-
-def _explain(
-    model: type[BaseModel], item: Any, path: Path | None, flags: Mapping[str, Any], command: str
-) -> str:
-    """Describe one pydantic error: the place, the key, the expected and the actual value."""
-    name = str(item["loc"][0]) if item["loc"] else ""
-    where = f"flag {flag_of(name)}" if name in flags else f"{path or 'config'}"
-    if item["type"] == "extra_forbidden":
-        hint = near_miss(name, model.model_fields, f"; see `shardwise {command} --help`")
-        return f"{where}: unknown key {shown(name)}{hint}"
-    message = _expected(item)
-    if not name:
-        return f"{path}: {message}" if path is not None else message
-    hint = near_miss(shown(item["input"]).strip("'"), map(str, _choices(model, name)))
-    return f"{where}: {name}: {message}, got {shown(item['input'])}{hint}"
-
-
-def _choices(model: type[BaseModel], name: str) -> list[Any]:
-    annotation = model.model_fields[name].annotation
-    parts = [annotation, *get_args(annotation)]
-    return [choice for part in parts for choice in get_args(part) if isinstance(choice, str)]
+_adapter = cache(TypeAdapter[Any])
 
 
 def near_miss(word: str, words: Iterable[str], otherwise: str = "") -> str:
@@ -171,11 +187,8 @@ def cut(text: str, most: int = _MAX_SHOWN) -> str:
 def shown(value: object) -> str:
     """Write a value as an error shows it: no more than a line, however large or nested it is."""
     if isinstance(value, str):
-        return (
-            repr(value)
-            if len(value) <= _MAX_SHOWN
-            else f"{value[:_MAX_SHOWN]!r}... ({len(value):,} characters)"
-        )
+        more = f"... ({len(value):,} characters)" if len(value) > _MAX_SHOWN else ""
+        return f"{value[:_MAX_SHOWN]!r}{more}"
     try:
         return cut(_SHORT.repr(value))
     except ValueError:  # Python writes no number of more than 4300 digits
@@ -225,11 +238,11 @@ def read_keys(path: Path) -> dict[str, Any]:
     return check_object(path, {} if values is None else values, "`key: value` lines")
 
 
-def check_object(path: Path, values: Any, expected: str = "an object") -> dict[str, Any]:
+def check_object(path: Path, values: object, expected: str = "an object") -> dict[str, Any]:
     """Return what a file of keys holds, its keys as text. **Raises** ConfigError."""
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected {expected}, got a {type(values).__name__} at the top")
-    rest: list[Any] = [values]
+    rest: list[dict[object, object] | list[object]] = [values]
     entries = 0
     while rest:
         entries += len(each := rest.pop())
@@ -240,7 +253,7 @@ def check_object(path: Path, values: Any, expected: str = "an object") -> dict[s
     return {str(key): value for key, value in values.items()}
 
 
-def _parse_yaml(data: bytes) -> Any:
+def _parse_yaml(data: bytes) -> object:
     """Return what YAML says. **Raises** ValueError, YAMLError. See Note [Files of others]."""
     if len(data) > MAX_YAML_BYTES:
         raise ValueError(f"more than {MAX_YAML_BYTES:,} bytes")
@@ -259,7 +272,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # nodes and levels, aliases followed
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         begin = self.peek_event().start_mark
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1

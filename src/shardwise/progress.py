@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     Task,
@@ -83,18 +84,29 @@ class ProgressLines:
 
 @contextmanager
 def _bar(
-    text: Said, clock: Clock, *columns: ProgressColumn, shown: bool = True, **task: Any
+    text: Said,
+    clock: Clock,
+    *columns: ProgressColumn,
+    shown: bool = True,
+    first: int = 0,
+    ends_always: bool = False,
+    **task: Any,
 ) -> Iterator[tuple[Progress, TaskID, ProgressLines]]:
-    """Show a bar if stderr is a terminal, else lines of ``text``; yield bar, task and lines.
+    """Show a bar if stderr is a terminal, else `ProgressLines`; yield bar, task and lines.
 
     ``task`` are arguments of rich's ``add_task``.
     """
     console = terminal.EscapingConsole(stderr=True)
-    lines = ProgressLines(text, shown=shown and not console.is_terminal, clock=clock)
+    shows_lines = shown and not console.is_terminal
+    lines = ProgressLines(
+        text, shown=shows_lines, first=first, ends_always=ends_always, clock=clock
+    )
     hidden = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        yield progress, progress.add_task(**task), lines
-    lines.end()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+            yield progress, progress.add_task(**task, completed=first), lines
+    finally:
+        lines.end()
 
 
 class _Bytes(ProgressColumn):
@@ -145,6 +157,45 @@ def step_bar(label: str, clock: Clock = time.monotonic) -> Iterator[Callable[[in
     steps = TextColumn("{task.completed:.0f} of {task.total:.0f}")
     columns = TextColumn(label, markup=False), BarColumn(None), steps, TimeRemainingColumn()
     with _bar(text, clock, *columns, description=label, total=1) as (progress, task, lines):
+        yield advance
+
+
+class Advance(Protocol):
+    """The function that `run_bar` yields."""
+
+    def __call__(self, *status: str) -> None:
+        """Count one step and show short texts beside the bar."""
+
+
+@contextmanager
+def run_bar(
+    num_steps: int, shown: bool, num_done: int = 0, clock: Clock = time.monotonic
+) -> Iterator[Advance]:
+    """Show steps, loss, speed and bytes of a run; yield the function to call after each step.
+
+    Lines have the step, the first two texts and the time left; one ends the run, also after an
+    error.
+    """
+    now = ""
+
+    def advance(*status: str) -> None:
+        nonlocal now
+        now = ", ".join(status[:2])
+        progress.update(task, advance=1, status="  ".join(status))
+        lines.add(1, num_steps)
+
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(None)
+    with _bar(
+        lambda done, total, elapsed_s: f"step {done:,.0f} of {total:,.0f}: {now}",
+        clock,
+        *(*columns, TextColumn("{task.fields[status]}"), TimeRemainingColumn()),
+        shown=shown,
+        first=num_done,
+        ends_always=True,
+        description="step",
+        total=num_steps,
+        status="",
+    ) as (progress, task, lines):
         yield advance
 
 

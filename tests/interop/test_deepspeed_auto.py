@@ -12,7 +12,7 @@ import yaml
 
 from programs import run_program
 from shardwise.cli.convert import run_command as convert
-from shardwise.cli.train import _with_deepspeed
+from shardwise.cli.train import read_run
 from shardwise.cli.train import run_command as train
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed import from_deepspeed
@@ -83,7 +83,11 @@ def write(folder: Path, content: dict[str, Any], name: str = "ds.json") -> Path:
 def read(
     file: Path, flags: dict[str, Any], yaml_file: Path | None = None, ranks: int = 2
 ) -> tuple[TrainConfig, Report]:
-    return _with_deepspeed(yaml_file, flags, file, RankPlace(0, ranks, 0, ranks))
+    config, report = read_run(
+        yaml_file, {**flags, "deepspeed": file}, RankPlace(0, ranks, 0, ranks)
+    )
+    assert report is not None
+    return config, report
 
 
 FLAGS = {"lr": "1e-4", "warmup_steps": "4", "steps": "20", "precision": "bf16", "micro_batch": "2"}

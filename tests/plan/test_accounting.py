@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import shardwise
 from ranks import run_ranks
-from shardwise.cli.plan import show_accounting
+from shardwise.cli.plan import accounting_view
 from shardwise.config import Precision
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -484,7 +484,7 @@ def test_what_is_left_out_is_said() -> None:
 
 def rendered(width: int, **options: Any) -> str:
     file = io.StringIO()
-    show_accounting(Console(file=file, width=width, highlight=False), account(**options))
+    Console(file=file, width=width, highlight=False).print(accounting_view(account(**options)))
     return file.getvalue()
 
 

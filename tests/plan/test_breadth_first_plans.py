@@ -115,5 +115,5 @@ def test_the_key_of_a_run_and_the_flag_decide_the_plan(tmp_path: Path) -> None:
     assert setup.candidate.in_rounds and "x 2 layer by layer" in setup.candidate.label
     flags = PlanRequest(ranks=2, accumulation_order="depth_first")
     assert not set_up(str(run), flags).candidate.in_rounds
-    with pytest.raises(ValueError, match="leave it out with pp, which has pp_schedule"):
+    with pytest.raises(ValueError, match="expected depth_first with pp, as pp_schedule"):
         PlanRequest(pp=2, accumulation_order="breadth_first")

@@ -163,7 +163,7 @@ def searched() -> tuple[ShapedModel, Space, SearchResult]:
     setup = set_up("llama-3-8b", request)
     assert isinstance(setup.model, ShapedModel)
     space = space_of(setup)
-    limits = limits_of(setup, request)
+    limits = limits_of(setup)
     return setup.model, space, search(setup.model, setup.cluster, space, limits, setup.prices_of)
 
 

@@ -8,15 +8,14 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.monitor.lines import JsonLines
+from shardwise.progress import run_bar
 from shardwise.train.checks import check_output, metrics_path
 from shardwise.train.config import TrainConfig
 from shardwise.train.summary import (
-    Predicted,
     RunResult,
     StateBytes,
     compare,
     format_result,
-    run_bar,
 )
 
 
@@ -59,7 +58,7 @@ def test_the_summary_compares_with_plain_data_parallelism() -> None:
     for step in (1, 2):
         result.add_step(step, 4.0 - step, 0.5, 100, state)
     result.state_bytes_of_ranks, result.peak_bytes_of_ranks = [1200, 1100], [2048, 2048]
-    text = format_result(result)
+    text = format_result(result, TrainConfig())
     for part in ("2.500 nats", "1.500 held out", "3.250", "16.0 bytes per parameter", "38%"):
         assert part in text
     assert "\x1b" not in text
@@ -71,11 +70,14 @@ def test_the_summary_tells_what_was_predicted_beside_what_was_measured() -> None
     for step, step_s in enumerate((9.0, 0.5, 0.4, 0.6), 1):  # the first one is not counted
         result.add_step(step, 2.0, step_s, 100, StateBytes(300, 300, 600, 3200, 200))
     result.state_bytes_of_ranks, result.added_bytes_of_ranks = [2048, 1024], [3072, 4096]
-    lines = compare(Predicted(step_s=0.55, state_bytes=2048, peak_bytes=2048), result)
+    config = TrainConfig(
+        predicted_step_s=0.55, predicted_state_bytes=2048, predicted_peak_bytes=2048
+    )
+    lines = compare(config, result)
     assert lines == [
         "step time 0.55 s, measured 0.5 s (+10.0%)",
         "state 2 KiB, measured 2 KiB (+0.0%)",
         "peak 2 KiB, measured 4 KiB (-50.0%)",
     ]
-    assert compare(Predicted(), result) == []
-    assert all(line in format_result(result, Predicted(step_s=0.55)) for line in lines[:1])
+    assert compare(TrainConfig(), result) == []
+    assert all(line in format_result(result, config) for line in lines[:1])

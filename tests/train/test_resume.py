@@ -35,7 +35,7 @@ from roundings import (
 from shardwise.checkpoint import checkpoints
 from shardwise.checkpoint.files import Files, Writer
 from shardwise.errors import CheckpointError
-from shardwise.train.config import load_config
+from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import StopRequest
 from shardwise.train.loop import train_prepared
 from shardwise.train.saves import RunCheckpoints
@@ -211,7 +211,7 @@ def finish_twice(rank: int, world_size: int, flags: dict[str, Any]) -> str:
     train(rank, world_size, flags)
     result = train(rank, world_size, flags)
     assert (result.steps, result.losses) == (3, [])
-    return format_result(result)
+    return format_result(result, TrainConfig())
 
 
 def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path: Path) -> None:

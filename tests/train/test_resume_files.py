@@ -148,7 +148,7 @@ def panel(field: object) -> str:
 def test_the_summary_tells_the_last_checkpoint_and_the_stall() -> None:
     result = RunResult(unigram_entropy=3.0, first_step=41, saved_step=60, save_stall_s=0.125)
     result.add_step(60, 2.0, 0.5, 100, StateBytes(1, 1, 1, 3, 1))
-    text = format_result(result)
+    text = format_result(result, TrainConfig())
     assert "checkpoints   the last of step 60; saving stopped training for 0.12 s in all" in text
     assert "resumed       from step 40, to step 60" in text
     assert text.startswith("1 steps")

@@ -60,6 +60,10 @@ def test_a_curve_of_deepspeed_has_its_own_options_and_ends_with_the_run() -> Non
             {"schedule": "LRRangeTest", "schedule_options": {"lr_range_test_min_lr": [1, 2]}},
             "one value each",
         ),
+        (
+            {"schedule": "LRRangeTest", "schedule_options": {"lr_range_test_min_lr": 10**400}},
+            "lr_range_test_min_lr: expected a number, got",
+        ),
         ({"optimizer_options": {"epsilon": 1}}, "unknown argument 'epsilon' of AdamW"),
         ({"optimizer_options": {"lr": 1}}, "lr has keys of its own"),
         ({"optimizer_options": {"moments": "int8"}}, "moments='int8': expected one of 'fp32'"),

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train.text import (
-    ByteTokenizer,
+    BYTES,
     find_documents,
     load_tokenizer,
     open_stream,
@@ -29,7 +29,7 @@ def test_the_entropy_of_one_token_is_zero() -> None:
 
 
 def test_bytes_survive_the_round_trip() -> None:
-    tokenizer = ByteTokenizer()
+    tokenizer = BYTES
     assert tokenizer.decode(list(tokenizer.encode("naïve\n"))) == "naïve\n"
 
 
@@ -40,7 +40,7 @@ def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path: Path) -> Non
     (tmp_path / "text" / "picture.bin").write_bytes(b"\0\1\2")
     (tmp_path / "text" / "latin.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "text" / ".hidden").write_text("no")
-    write_stream(find_documents(tmp_path / "text"), ByteTokenizer(), tmp_path / "run")
+    write_stream(find_documents(tmp_path / "text"), BYTES, tmp_path / "run")
     stream = open_stream(tmp_path / "run")
     assert bytes(stream.tokens) == b"A\0BB\0"
     assert stream.unigram_entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
@@ -49,13 +49,13 @@ def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path: Path) -> Non
 def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path: Path) -> None:
     text, run = tmp_path / "a.txt", tmp_path / "run"
     text.write_text("one")
-    write_stream([text], ByteTokenizer(), run)
+    write_stream([text], BYTES, run)
     before = (run / "tokens.bin").stat().st_mtime_ns
-    write_stream([text], ByteTokenizer(), run)
+    write_stream([text], BYTES, run)
     assert (run / "tokens.bin").stat().st_mtime_ns == before
     text.write_text("three")
     os.utime(text, ns=(1, 1))
-    write_stream([text], ByteTokenizer(), run)
+    write_stream([text], BYTES, run)
     assert bytes(open_stream(run).tokens) == b"three\0"
     assert sorted(path.name for path in run.iterdir()) == ["tokens.bin", "tokens.json"]
 
@@ -88,7 +88,7 @@ def test_no_text_is_an_error(tmp_path: Path) -> None:
 def test_only_binary_files_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\0")
     with pytest.raises(ConfigError, match="no UTF-8 text in 1 files"):
-        write_stream([tmp_path / "a.bin"], ByteTokenizer(), tmp_path / "run")
+        write_stream([tmp_path / "a.bin"], BYTES, tmp_path / "run")
 
 
 def test_a_missing_tokenizer_package_is_named(

@@ -1,17 +1,17 @@
 """A plan as a file that `shardwise train` runs as it is, with what the plan expects of the run."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.blocks import offload_keys
 from shardwise.keys import check_keys, flag_of
 from shardwise.optim.kinds import BLOCK
-from shardwise.plan.candidate import ALL_DEGREES, Candidate, planned_offload
+from shardwise.plan.candidate import Candidate, planned_offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
+from shardwise.plan.request import ModelRequest
 from shardwise.plan.sizes import OPTIMIZERS
 from shardwise.train.checks import check_micro_batches
 from shardwise.train.config import TrainConfig, dump_config
@@ -19,24 +19,12 @@ from shardwise.train.optimizers import is_own
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
 # Optimizers of plans, as keys of a run.
-_WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
-    **{name: (name, None) for name in ("adamw", "adam", "sgd")},
-    "adamw_bf16_moments": ("adamw", {"moments": "bf16"}),
-    "adamw_8bit": ("adamw", {"moments": "8bit"}),
+_WRITABLE: dict[str, dict[str, object]] = {
+    **{name: {"optimizer": name, "optimizer_options": None} for name in ("adamw", "adam", "sgd")},
+    "adamw_bf16_moments": {"optimizer": "adamw", "optimizer_options": {"moments": "bf16"}},
+    "adamw_8bit": {"optimizer": "adamw", "optimizer_options": {"moments": "8bit"}},
 }
-_OF_MOMENTS = {options["moments"]: name for name, (_, options) in _WRITABLE.items() if options}
-EAGER = {  # keys of `shardwise train` that a plan may vary
-    "kernels": "eager",
-    "loss": "eager",
-    "optimizer_kernel": "fused",
-    "step_in_backward": False,
-    "paged_states": False,
-}
-ALIKE = (  # settings of a candidate that a run has under the same names
-    *("stage", "layout", "precision", "gather", "reduce", "gather_block", "reduce_every"),
-    *("units", "prefetch_bytes", "bucket_bytes"),
-    *("micro_batch", "accumulation", "accumulation_order", "pp_schedule", "cp_method"),
-)
+_OF_MOMENTS = {"bf16": "adamw_bf16_moments", "8bit": "adamw_8bit"}
 
 
 def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
@@ -47,17 +35,22 @@ def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
     """
     experts = shape.experts
     sizes = shape.layers, shape.dim, shape.heads, shape.kv_heads, shape.ffn, shape.vocab
-    head_dim = shape.dim // shape.heads
-    if (
-        replace(llama_shape(*sizes), tied=shape.tied, experts=experts) != shape
-        or (shape.dim % shape.heads or head_dim % 2)
-        or shape.ffn % 32
-        or (experts is not None and experts.ffn % 32)
-    ):
+    plain = replace(llama_shape(*sizes), tied=shape.tied, experts=experts)
+    widths = (shape.ffn, experts.ffn if experts is not None else 0)
+    if plain != shape or shape.dim % (2 * shape.heads) or any(width % 32 for width in widths):
         return None
-    mixture: dict[str, Any] = {}
+    values: dict[str, object] = {
+        "dim": shape.dim,
+        "layers": shape.layers,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "ffn_multiple": shape.ffn / shape.dim,
+        "vocab": shape.vocab,
+        "tied_head": shape.tied,
+        "seq": seq,
+    }
     if experts is not None:
-        mixture = {
+        values |= {
             "experts": experts.num,
             "experts_per_token": experts.top_k,
             "expert_ffn_multiple": experts.ffn / shape.dim,
@@ -65,17 +58,7 @@ def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
             "dense_layers": experts.dense_layers,
             "expert_scoring": experts.scoring,
         }
-    return TrainConfig(
-        **mixture,
-        dim=shape.dim,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        ffn_multiple=shape.ffn / shape.dim,
-        vocab=shape.vocab,
-        tied_head=shape.tied,
-        seq=seq,
-    )
+    return TrainConfig.model_validate(values)
 
 
 def planned_optimizer(config: TrainConfig) -> str:
@@ -98,13 +81,6 @@ def planned_optimizer(config: TrainConfig) -> str:
             f"optimizer: a plan has {', '.join(OPTIMIZERS)}; got {name!r} in the file of the run"
         )
     return name
-
-
-def written_offload(candidate: Candidate, config: TrainConfig) -> Any:
-    """Return the key ``offload`` of a run as a plan has it; the run's own if that is the same."""
-    if candidate.offload == planned_offload(config.offloaded):
-        return config.offload
-    return offload_keys(candidate.offload) or None
 
 
 def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None) -> None:
@@ -130,21 +106,23 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
             "write: `shardwise train` checkpoints each block or none, not "
             f"{candidate.activation_checkpointing}"
         )
-    for name, usual in EAGER.items():
-        if getattr(candidate, name) != usual:
-            raise ConfigError(f"write: `shardwise train` has {name} {usual}; leave the flag out")
+    planned_only = ModelRequest.model_fields.keys() - TrainConfig.model_fields
+    for field in fields(candidate):
+        if field.name in planned_only and getattr(candidate, field.name) != field.default:
+            raise ConfigError(
+                f"write: `shardwise train` has {field.name} {field.default}; leave the flag out"
+            )
     if candidate.optimizer not in (planned_optimizer(config), *_WRITABLE):
         raise ConfigError(
             f"write: expected the file's own optimizer or one of {', '.join(_WRITABLE)}, got "
             f"{candidate.optimizer!r}"
         )
-    _check_degrees(candidate, config)
-    check_micro_batches(candidate.pp, candidate.accumulation)
+    trainable_degrees(candidate, [candidate.degrees], config, has_accumulation=True)
 
 
 def trainable_degrees(
     candidate: Candidate,
-    degrees: Sequence[tuple[int, int, int]],
+    degrees: Iterable[tuple[int, int, int]],
     config: TrainConfig,
     has_accumulation: bool = False,
 ) -> tuple[tuple[int, int, int], ...]:
@@ -152,67 +130,68 @@ def trainable_degrees(
 
     ``has_accumulation``: the candidate's is what the user asked for.
     """
-    kept, first = [], None
+    kept, refused = [], []
     for tp, pp, cp in degrees:
+        values = _for_stages(pp, config).model_dump() | {"tp": tp, "pp": pp, "cp": cp}
+        values |= {"ep": candidate.ep, "precision": candidate.precision}
         try:
-            _check_degrees(replace(candidate, tp=tp, pp=pp, cp=cp), config)
+            check_keys(TrainConfig, values, {}, Path("write"), "train")
             if has_accumulation:
                 check_micro_batches(pp, candidate.accumulation)
         except ConfigError as error:
-            first = first or error
+            refused.append(error)
         else:
             kept.append((tp, pp, cp))
-    if not kept and first is not None:
-        raise first
+    if refused and not kept:
+        raise refused[0]
     return tuple(kept)
 
 
-def _for_stages(candidate: Candidate, config: TrainConfig) -> TrainConfig:
+def _for_stages(pp: int, config: TrainConfig) -> TrainConfig:
     """Return the keys of a pipeline of experts, whose stages hand on no auxiliary loss.
 
     If the balance of experts is not decided, it is by biases.
     """
     decided = {"expert_balance", "expert_bias"} & config.model_fields_set
-    if candidate.pp == 1 or not config.experts or decided:
+    if pp == 1 or not config.experts or decided:
         return config
     return config.model_copy(update={"expert_balance": 0.0, "expert_bias": True})
-
-
-def _check_degrees(candidate: Candidate, config: TrainConfig) -> None:
-    names = ("precision", *ALL_DEGREES)
-    config = _for_stages(candidate, config)
-    values = {**config.model_dump(), **{name: getattr(candidate, name) for name in names}}
-    check_keys(TrainConfig, values, {}, Path("write"), "train")
 
 
 def train_file(plan: Plan, config: TrainConfig) -> str:
     """Return the YAML of a run of the built-in decoder under a plan that was checked."""
     candidate = plan.candidate
-    other: dict[str, Any] = {}
+    names = {field.name for field in fields(candidate)} & TrainConfig.model_fields.keys()
+    values = {name: getattr(candidate, name) for name in names - {"optimizer"}}
     if candidate.optimizer != planned_optimizer(config):
-        kind, options = _WRITABLE[candidate.optimizer]
-        other = {"optimizer": kind, "optimizer_options": options}
-    moves_state = candidate.offload.moves_state
+        values |= _WRITABLE[candidate.optimizer]
+    step = next(m.ledger for m in plan.played.peaks if m.phase == "optimizer")
+    moves_state = candidate.offload.moves_state  # a run counts host memory too, the plan the device
     moves = moves_state or candidate.offload.activations != "device"
-    made = _for_stages(candidate, config).model_copy(
-        update={
-            **other,
-            **{name: getattr(candidate, name) for name in (*ALIKE, *ALL_DEGREES)},
-            "activation_checkpointing": candidate.activation_checkpointing == "full",
-            "offload": written_offload(candidate, config),
-            "dp_replicate": candidate.num_replicas,
-            "dp_shard": -1,
-            "global_batch": None,
-            "accumulation_order": "breadth_first" if candidate.in_rounds else "depth_first",
-            "ranks": candidate.world_size,
-            "seq": plan.seq,
-            "predicted_step_s": plan.step_s,
-            # These are of the device, and a run counts host memory too.
-            "predicted_state_bytes": None if moves_state else _state_bytes(plan),
-            "predicted_peak_bytes": None if moves else plan.played.peak.ledger.total,
-        }
-    )
-    return dump_config(made)
+    values |= {
+        "activation_checkpointing": candidate.activation_checkpointing == "full",
+        "accumulation_order": "breadth_first" if candidate.in_rounds else "depth_first",
+        "offload": written_offload(candidate, config),
+        "dp_replicate": candidate.num_replicas,
+        "dp_shard": -1,
+        "global_batch": None,
+        "ranks": candidate.world_size,
+        "seq": plan.seq,
+        "predicted_step_s": plan.step_s,
+        # A run counts gradients that are still alive after the step as state.
+        "predicted_state_bytes": None
+        if moves_state
+        else sum(step.lines()[name] for name in _STATE_LINES),
+        "predicted_peak_bytes": None if moves else plan.played.peak.ledger.total,
+    }
+    return dump_config(_for_stages(candidate.pp, config).model_copy(update=values))
+
+
+def written_offload(candidate: Candidate, config: TrainConfig) -> str | dict[str, object] | None:
+    """Return the key ``offload`` of a run as a plan has it; the run's own if that is the same."""
+    if candidate.offload == planned_offload(config.offloaded):
+        return config.offload
+    return offload_keys(candidate.offload) or None
 
 
 def check_target(name: str, path: Path | None) -> None:
@@ -231,9 +210,3 @@ def write_file(name: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"flag {flag_of(name)}: {path}: {error.strerror}") from None
-
-
-def _state_bytes(plan: Plan) -> int:
-    """Bytes that a run reports as state, gradients still alive after the step."""
-    step = next(m.ledger for m in plan.played.peaks if m.phase == "optimizer")
-    return sum(step.lines()[name] for name in _STATE_LINES)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from shardwise import terminal
 from shardwise.cli.convert import show_report
-from shardwise.cli.flags import run_with_flags
+from shardwise.cli.flags import positional, run_with_flags
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
-from shardwise.keys import flag_of, read_keys, shown
-from shardwise.train.checks import resolve_batch
+from shardwise.keys import flag_of, key, read_keys, shown
+from shardwise.train.checks import check_output, check_run, resolve_batch
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
@@ -24,6 +21,15 @@ if TYPE_CHECKING:
 
 _BAD_CONFIG, _FAILED = 2, 1
 _MOST_RANKS = 10**8
+_FILE = positional("config_file", Path, "YAML file of keys")
+
+
+class TrainFlags(TrainConfig):
+    """The keys of a run, and flags without a key in its file."""
+
+    deepspeed: Path | None = key(
+        None, "Files", "DeepSpeed JSON: keys for what the YAML and the flags leave open"
+    )
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -37,26 +43,35 @@ def run_command(arguments: Sequence[str]) -> int:
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
     stop = StopRequest.installed(has_launcher) if place is not None else None
 
-    def run(
-        config_file: Path | None, flags: Mapping[str, Any], deepspeed: Path | None = None
-    ) -> int:
-        return _train(config_file, flags, deepspeed, place, stop, ["train", *arguments])
+    def run(file: Path | None, flags: dict[str, object]) -> int:
+        """Train the built-in decoder on text.
 
-    run.__doc__ = _train.__doc__
-    file = Annotated[Path | None, typer.Argument(help="YAML file of keys", show_default=False)]
-    argument = inspect.Parameter(
-        "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file
-    )
-    option = typer.Option(
-        help="DeepSpeed JSON: keys for what the YAML and the flags leave open", show_default=False
-    )
-    deepspeed = inspect.Parameter(
-        "deepspeed",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[Path | None, option],
-    )
-    return run_with_flags(TrainConfig, argument, arguments, "shardwise train", run, [deepspeed])
+        Every key can be in the YAML file or a flag; flags win. Under torchrun this is
+        one rank; otherwise `ranks` local ranks are launched. Ctrl-C ends all ranks after their
+        step.
+        """
+        try:
+            config, report = read_run(file, flags, place)
+            num_ranks = place.world_size if place is not None else config.ranks or 1
+            if report is not None and (place.rank == 0 if place is not None else num_ranks == 1):
+                show_report(report)
+            if place is None:
+                check_run(config, num_ranks)
+                check_output(config)
+                if num_ranks > 1:
+                    return launch_local_ranks(["train", *arguments], num_ranks)
+            return _train(config, place or RankPlace(0, 1, 0, 1), stop or StopRequest.installed())
+        except KeyboardInterrupt:
+            terminal.say("stopped before the first step, as asked\n")
+            return INTERRUPTED
+        except ShardwiseError as error:
+            is_same = _is_same_on_all_ranks(error)
+            if place is None or place.rank == 0 or not is_same:
+                where = f"rank {place.rank}: " if place is not None and not is_same else ""
+                terminal.complain(f"shardwise train: {where}{error}\n")
+            return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
+
+    return run_with_flags(TrainFlags, _FILE, arguments, "shardwise train", run)
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:
@@ -78,59 +93,48 @@ def read_place(environment: Mapping[str, str]) -> RankPlace | None:
     return RankPlace(rank, world_size, read("LOCAL_RANK", rank, local_size - 1), local_size)
 
 
-def _train(
-    config_file: Path | None,
-    flags: Mapping[str, Any],
-    deepspeed: Path | None,
-    place: RankPlace | None,
-    stop: StopRequest | None,
-    arguments: Sequence[str],
-) -> int:
-    """Train the built-in decoder on text.
-
-    Every key can be in the YAML file or a flag; flags win. Under torchrun this is
-    one rank; otherwise `ranks` local ranks are launched. Ctrl-C ends all ranks after their step.
-    """
-    is_first = place is None or place.rank == 0
-    try:
-        if deepspeed is None:
-            config, report = load_config(config_file, flags), None
-        else:
-            config, report = _with_deepspeed(config_file, flags, deepspeed, place)
-        num_ranks = place.world_size if place is not None else config.ranks or 1
-        if report is not None and (place.rank == 0 if place is not None else num_ranks == 1):
-            show_report(report)
-        return _start(config, num_ranks, place, stop, arguments)
-    except KeyboardInterrupt:
-        terminal.say("stopped before the first step, as asked\n")
-        return INTERRUPTED
-    except ShardwiseError as error:
-        is_same = _is_same_on_all_ranks(error)
-        if is_first or not is_same:
-            where = f"rank {place.rank}: " if place is not None and not is_same else ""
-            terminal.complain(f"shardwise train: {where}{error}\n")
-        return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
-
-
-def _with_deepspeed(
-    config_file: Path | None, flags: Mapping[str, Any], file: Path, place: RankPlace | None
-) -> tuple[TrainConfig, Report]:
-    """Merge both files, which must agree, and the flags, which win."""
+def read_run(
+    file: Path | None, flags: dict[str, object], place: RankPlace | None
+) -> tuple[TrainConfig, Report | None]:
+    """Read a run's keys. A YAML and a DeepSpeed file must agree; flags win."""
+    deepspeed = flags.pop("deepspeed", None)
+    if not isinstance(deepspeed, Path):
+        return load_config(file, flags), None
     from shardwise.interop.deepspeed.run_keys import read_train_keys, tell_sources
 
-    values = read_keys(config_file) if config_file is not None else {}
+    values = read_keys(file) if file is not None else {}
     if place is not None:
         num_ranks = place.world_size
     else:
-        ranks = flags.get("ranks", values.get("ranks"))
-        num_ranks = max(1, int(ranks)) if str(ranks).isdecimal() else 1
-    found, report = read_train_keys(file, values, flags, num_ranks)
-    config = load_config(config_file, flags, (file, found))
+        ranks = str(flags.get("ranks", values.get("ranks")))
+        num_ranks = max(1, int(ranks)) if ranks.isdecimal() else 1
+    found, report = read_train_keys(deepspeed, values, flags, num_ranks)
+    config = load_config(file, flags, (deepspeed, found))
 
     def source_of(name: str) -> str | None:
-        return flag_of(name) if name in flags else str(config_file) if name in values else None
+        return flag_of(name) if name in flags else str(file) if name in values else None
 
     return config, tell_sources(report, resolve_batch(config, num_ranks), source_of)
+
+
+def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
+    from shardwise.train.loop import train
+    from shardwise.train.summary import format_result
+
+    def say(line: str) -> None:
+        if place.rank == 0:
+            terminal.say(line + "\n")
+
+    config = check_run(config, place.world_size)
+    result = train(config, place, stop, say)
+    if not result.stopped:
+        say(format_result(result, config))
+        return 0
+    kept = result.saved_step == result.steps
+    hint = "; it is saved, go on with --resume auto" if kept else ""
+    reason = "the launcher is gone" if stop.is_orphan else "as asked"
+    say(f"stopped after step {result.steps}, {reason}{hint}")
+    return INTERRUPTED
 
 
 def _is_same_on_all_ranks(error: ShardwiseError) -> bool:
@@ -142,41 +146,3 @@ def _is_same_on_all_ranks(error: ShardwiseError) -> bool:
 
     same = CheckpointError, ReplicaError, ReplayError, NonFiniteLossError
     return isinstance(error, same)
-
-
-def _start(
-    config: TrainConfig,
-    num_ranks: int,
-    place: RankPlace | None,
-    stop: StopRequest | None,
-    arguments: Sequence[str],
-) -> int:
-    from shardwise.train.checks import check_output, check_run
-
-    if place is None:
-        check_run(config, num_ranks)
-        check_output(config)
-        if num_ranks > 1:
-            return launch_local_ranks(arguments, num_ranks)
-        place = RankPlace(0, 1, 0, 1)
-    stop = stop or StopRequest.installed()
-    is_first = place.rank == 0
-    from shardwise.train.loop import train
-    from shardwise.train.summary import Predicted, format_result
-
-    def say(line: str) -> None:
-        if is_first:
-            terminal.say(line + "\n")
-
-    result = train(check_run(config, place.world_size), place, stop, say)
-    if not result.stopped:
-        predicted = Predicted(
-            config.predicted_step_s, config.predicted_state_bytes, config.predicted_peak_bytes
-        )
-        say(format_result(result, predicted))
-        return 0
-    kept = result.saved_step == result.steps
-    hint = "; it is saved, go on with --resume auto" if kept else ""
-    reason = "the launcher is gone" if stop.is_orphan else "as asked"
-    say(f"stopped after step {result.steps}, {reason}{hint}")
-    return INTERRUPTED

@@ -1,15 +1,20 @@
-"""Keys of `shardwise plan` and `simulate`, with their limits and meanings."""
+"""Keys of a training step, shared by `shardwise train`, `plan` and `simulate`, and of the latter.
+
+`StepKeys` defines what a run and a plan have under the same name; `TrainConfig` and `ModelRequest`
+add their own. A setting is decided if it is in ``model_fields_set``.
+"""
 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload, offload_of
+from shardwise.homes import Offload, offload_of, resolve_offload
 from shardwise.keys import flag_of, key, read_fields
 from shardwise.plan.candidate import (
     AccumulationOrder,
@@ -24,19 +29,25 @@ from shardwise.quantities import SIZES, parse_count, parse_size
 
 _MOST_MICRO_BATCH = 10**6
 _LONGEST = 1 << 24  # tokens of a window
-_MOST = 1 << 40  # of windows, tokens or micro-batches; larger numbers are typing errors
-_ACCOUNTED = frozenset(
-    (
-        *("params", "ranks", "stage", "precision", "optimizer", "dp_replicate", "accumulation"),
-        *("offload", "offload_params", "offload_grads", "offload_optimizer", "offload_fraction"),
-        *("offload_step_on", "reduce_every"),
-        *("gpus_per_node", "json_"),
-    )
-)
+_MOST = 1 << 40  # windows, tokens or micro-batches; larger numbers are typing errors
 
 
-def _positive_size(value: Any) -> Any:
-    """Return the bytes of a size above 0; a few bytes without a unit are a slip."""
+def _read_count(value: object) -> object:
+    """Return a count that is written as 7e9 or 4M, and anything but text unchanged."""
+    try:
+        return parse_count(value) if isinstance(value, str) else value
+    except ConfigError:
+        raise ValueError("expected a whole number, such as 7e9, 7B, 1.3T or 350M") from None
+
+
+def _read_tokens(value: object) -> object:
+    """Return a count that may be written in powers of two, as 4Mi."""
+    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]I)\s*", str(value).upper())
+    return int(match[1]) * SIZES[match[2]] if match else _read_count(value)
+
+
+def _read_size(value: object) -> object:
+    """Return the bytes of a size above 0; a few bytes without a unit are refused as a slip."""
     size = parse_size(value)
     if isinstance(size, int) and size <= 0:
         raise ValueError("expected more than 0 bytes")
@@ -45,56 +56,24 @@ def _positive_size(value: Any) -> Any:
     return size
 
 
-_Room = Annotated[int | str | None, BeforeValidator(_positive_size)]
-
-
-def _read_offload(value: Any) -> Any:
+def _read_offload(value: Any, *, names_folders: bool) -> object:
+    """Read `cpu`, `nvme:FOLDER` or fields of `shardwise.Offload`; refuse what `shard()` refuses."""
     value = read_fields(value)
-    planned_offload(offload_of(value))
+    resolve_offload(offload_of(value), names_folders=names_folders)
     return value
 
 
-def offload_asked(values: Mapping[str, Any]) -> Offload:
-    """Return where state rests: ``offload``, with what ``offload_params`` and the like say over it.
-
-    **Raises** ConfigError as `shard()` does, and for a share of nothing, or a step of nothing.
-    """
-    found: dict[str, Any] = asdict(planned_offload(offload_of(values.get("offload"))))
-    given = {name: values.get(f"offload_{name}") for name in found}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.keys() & {"optimizer"}:  # gradients and the step follow it
-        found |= {"grads": None, "step_on": None}
-    made = planned_offload(Offload(**(found | given)))
-    for name in ("fraction", "step_on"):
-        if given.get(name) not in (None, "host") and made.optimizer == "device":
-            raise ConfigError(
-                f"offload_{name}: nothing is offloaded; add --offload-optimizer cpu or nvme, or "
-                "leave it out"
-            )
-    return made
+def read_words(value: object) -> object:
+    """Return words that are written with commas between."""
+    words = value.split(",") if isinstance(value, str) else value
+    if words is not None and not (
+        isinstance(words, list | tuple) and all(isinstance(w, str) and w.strip() for w in words)
+    ):
+        raise ValueError("expected names, separated by commas")
+    return words if words is None else tuple(word.strip() for word in words)
 
 
-def _read_count(value: Any) -> Any:
-    """Return a count that is written as 7e9 or 4M; leave all else to what checks whole numbers."""
-    try:
-        return parse_count(value) if isinstance(value, str) else value
-    except ConfigError:
-        return value
-
-
-def parse_positive(value: Any) -> Any:
-    """Return a count above 0 that is written as 7e9, 7B or 4M, and anything but text unchanged."""
-    if isinstance(value, str):
-        try:
-            value = parse_count(value)
-        except ConfigError:
-            raise ValueError("expected a whole number, such as 7e9, 7B, 1.3T or 350M") from None
-    if isinstance(value, int) and not 0 < value <= 10**18:
-        raise ValueError("expected 1 to 1e18")
-    return value
-
-
-def _formats(value: Any) -> Any:
+def _read_formats(value: object) -> object:
     """Return formats that are written with commas between; "none" is without."""
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, list | tuple):
@@ -102,25 +81,100 @@ def _formats(value: Any) -> Any:
     return tuple(None if word in ("none", None) else str(word).strip() for word in words)
 
 
-_Count = Annotated[int | None, BeforeValidator(_read_count)]
-_Place = Annotated[str | None, BeforeValidator(lambda place: "cpu" if place == "host" else place)]
-_Offload = Annotated[str | dict[str, Any] | None, BeforeValidator(_read_offload)]
-_Words = Annotated[
-    tuple[str, ...] | None,
-    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
+Count = Annotated[int, BeforeValidator(_read_count)]
+Words = Annotated[tuple[str, ...] | None, BeforeValidator(read_words)]
+RunOffload = Annotated[
+    str | dict[str, object] | None, BeforeValidator(partial(_read_offload, names_folders=True))
 ]
+_PlannedOffload = Annotated[
+    str | dict[str, object] | None, BeforeValidator(partial(_read_offload, names_folders=False))
+]
+_Room = Annotated[int | None, BeforeValidator(_read_size)]
+_Place = Annotated[str | None, BeforeValidator(lambda place: "cpu" if place == "host" else place)]
 
 
-class ModelRequest(BaseModel):
-    """Hold what decides a model's step; a key left at None is taken from a file, or decided."""
+class StepKeys(BaseModel):
+    """The keys of a step that a run and a plan have under the same name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    seq: _Count = key(
+    dp_replicate: int = key(
+        1, "Degrees", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
+    )
+    dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
+    ep: int = key(1, "Degrees", "ranks that share the experts, cut out of dp_shard x cp x tp", gt=0)
+    tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
+    pp: int = key(1, "Degrees", "stages of a pipeline, of consecutive blocks each", gt=0)
+    pp_schedule: PipelineSchedule = key(
+        "1f1b", "Degrees", "the order of a pipeline's passes; accumulation is its micro-batches"
+    )
+    cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
+    cp_method: ContextMethod = key("gather", "Degrees", "how attention sees whole windows under cp")
+
+    stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
+    layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
+    gather: GatherName | None = key(
+        None, "Sharding", "encoding of matrices that are gathered; unset: the compute dtype"
+    )
+    reduce: ReduceName | None = key(
+        None, "Sharding", "encoding of matrices' gradients that are reduced; unset: none"
+    )
+    gather_block: int = key(
+        256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
+    )
+    reduce_every: Literal["step", "micro_batch"] | None = key(
+        None, "Sharding", "when gradients are reduced; unset: as the stage says"
+    )
+    units: Words = key(
+        None,
+        "Sharding",
+        "classes gathered as one, with commas; unset: blocks, and modules as large",
+    )
+    prefetch_bytes: int | None = key(
+        None, "Sharding", "full parameters gathered ahead; unset: the largest unit", ge=0
+    )
+    bucket_bytes: int | None = key(
+        None, "Sharding", "gradients collected before a reduction starts; unset: 1 MiB", ge=0
+    )
+
+    micro_batch: Count = key(
+        1, "Batch", "windows per data-parallel rank and pass", gt=0, le=_MOST_MICRO_BATCH
+    )
+    accumulation: Count | None = key(
+        None,
+        "Batch",
+        "micro-batches per step; unset: 1, or as the whole batch says",
+        gt=0,
+        le=_MOST,
+    )
+    accumulation_order: AccumulationOrder = key(
+        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
+    )
+
+    @model_validator(mode="after")
+    def _check_step(self) -> Self:
+        if self.pp > 1 and self.accumulation_order == "breadth_first":
+            raise ValueError(
+                "accumulation_order: expected depth_first with pp, as pp_schedule is the order of "
+                "a pipeline's passes, got breadth_first"
+            )
+        if self.gather is not None and self.stage == 0:
+            raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
+        return self
+
+
+class ModelRequest(StepKeys):
+    """The keys of a model's step on a cluster."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    seq: Count | None = key(
         None, "Model", "tokens in a window; unset: the model's own", gt=0, le=_LONGEST
     )
 
-    ranks: _Count = key(None, "Cluster", "number of devices; unset: one node", gt=0, le=1 << 20)
+    ranks: Count | None = key(
+        None, "Cluster", "number of devices; unset: one node", gt=0, le=1 << 20
+    )
     gpu: str = key("h100-sxm", "Cluster", "device by name; `shardwise plan --list` has them")
     gpus_per_node: int | None = key(None, "Cluster", "devices in a node; unset: usual", gt=0)
     link: str | None = key(None, "Cluster", "link inside a node; unset: the device's own")
@@ -133,49 +187,28 @@ class ModelRequest(BaseModel):
         None, "Cluster", "file of `shardwise bench --calibrate`; replaces the catalogue's figures"
     )
 
-    stage: Literal[0, 1, 2, 3] | None = key(None, "Sharding", "ZeRO stage; unset: 3")
-    precision: Annotated[str | None, BeforeValidator(plain_precision)] = key(
-        None,
-        "Sharding",
-        "fp32, bf16, fp16, or zero_paper: the ZeRO paper's 16 bytes; unset: bf16",
+    precision: Annotated[str, BeforeValidator(plain_precision)] = key(
+        "bf16", "Sharding", "fp32, bf16, fp16, or zero_paper: the ZeRO paper's 16 bytes"
     )
-    gather: GatherName | None = key(
-        None, "Sharding", "what matrices travel as to be gathered; unset: as they are computed with"
-    )
-    reduce: ReduceName | None = key(
-        None, "Sharding", "what gradients of matrices travel as to be summed; unset: as they come"
-    )
-    gather_block: int = key(
-        256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
-    )
-    layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
-    units: _Words = key(None, "Sharding", "classes gathered as one; unset: found in the model")
-    reduce_every: Literal["step", "micro_batch"] | None = key(
-        None, "Sharding", "when gradients are reduced; unset: as the stage says"
-    )
-    prefetch_bytes: int | None = key(
-        None, "Sharding", "full parameters gathered ahead; unset: the largest unit", ge=0
-    )
-    bucket_bytes: int = key(1 << 20, "Sharding", "gradients collected for one reduction", ge=0)
-    activation_checkpointing: Checkpointing | None = key(
-        None,
+    activation_checkpointing: Checkpointing = key(
+        "none",
         "Step",
         "what is computed again in backward: none; selective, attention's scores, as Megatron-LM "
         "has it, with flash attention nothing; per_op, all but attention and every second "
-        "product, as torchtitan's selective; full, whole blocks. Unset: none",
+        "product, as torchtitan's selective; full, whole blocks",
     )
-    kernels: Kernels | None = key(
-        None, "Step", "eager PyTorch, or compiled by torch.compile; unset: eager, and said"
+    kernels: Kernels = key(
+        "eager", "Step", "eager PyTorch, or compiled by torch.compile; a plan says if it is open"
     )
-    loss: Literal["eager", "held", "chunked", "compiled", "fused"] | None = key(
-        None,
+    loss: Literal["eager", "held", "chunked", "compiled", "fused"] = key(
+        "eager",
         "Step",
         "cross-entropy of all logits in float32 (held: and the caller keeps them till backward "
         "ends, as torchtitan's loop of 2024), of chunks of them, compiled, or fused with the head; "
-        "unset: eager, and said",
+        "a plan says if it is open",
     )
-    optimizer_kernel: Literal["fused", "foreach", "loop"] | None = key(
-        None, "Step", "how torch runs the optimizer; unset: fused"
+    optimizer_kernel: Literal["fused", "foreach", "loop"] = key(
+        "fused", "Step", "how torch runs the optimizer"
     )
     step_in_backward: bool = key(
         False, "Step", "each gradient is used and freed as soon as it is reduced"
@@ -183,16 +216,8 @@ class ModelRequest(BaseModel):
     paged_states: bool = key(
         False, "Step", "the driver moves moments to the host when the device is short of memory"
     )
-    dp_replicate: int = key(1, "Degrees", "groups of ranks with a full set of shards each", gt=0)
-    dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
-    ep: int = key(1, "Degrees", "ranks that share the experts, cut out of dp_shard x cp x tp", gt=0)
-    tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
-    pp: int = key(1, "Degrees", "stages of a pipeline", gt=0)
-    pp_schedule: PipelineSchedule = key("1f1b", "Degrees", "the order of a pipeline's passes")
-    cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
-    cp_method: ContextMethod = key("gather", "Degrees", "how attention sees whole windows under cp")
 
-    offload: _Offload = key(
+    offload: _PlannedOffload = key(
         None,
         "Offload",
         "where state rests, as a run has it: cpu, nvme, nvme:FOLDER or fields of shardwise.Offload",
@@ -210,17 +235,14 @@ class ModelRequest(BaseModel):
         None, "Offload", "where inputs of checkpointed blocks are until they are computed again"
     )
 
-    micro_batch: _Count = key(
-        None, "Batch", "windows per rank and pass; unset: 1", gt=0, le=_MOST_MICRO_BATCH
+    tokens_per_step: Annotated[int | None, BeforeValidator(_read_tokens)] = key(
+        None,
+        "Batch",
+        "tokens of all ranks in a step (4Mi = 4194304); decides accumulation",
+        gt=0,
+        le=10**18,
     )
-    accumulation: _Count = key(None, "Batch", "micro-batches per step; unset: 1", gt=0, le=_MOST)
-    accumulation_order: AccumulationOrder = key(
-        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
-    )
-    tokens_per_step: int | str | None = key(
-        None, "Batch", "tokens of all ranks in a step (4Mi = 4194304); decides accumulation"
-    )
-    optimizer: str | None = key(None, "Batch", "optimizer by name; unset: adamw")
+    optimizer: str = key("adamw", "Batch", "optimizer by name")
 
     deepspeed: Path | None = key(None, "Files", "DeepSpeed JSON beside the model")
     accelerate: Path | None = key(None, "Files", "accelerate YAML beside the model")
@@ -228,30 +250,30 @@ class ModelRequest(BaseModel):
     list_: bool = key(False, "Output", "list models, devices, nodes and links, and end")
     json_: bool = key(False, "Output", "print JSON: bytes as integers, units in the keys")
 
-    @field_validator("tokens_per_step", mode="before")
-    @classmethod
-    def _parse_tokens(cls, value: Any) -> Any:
-        match = re.fullmatch(r"\s*(\d+)\s*([KMGT]I)\s*", str(value).upper())
-        return parse_positive(int(match[1]) * SIZES[match[2]] if match else value)
-
     @model_validator(mode="after")
-    def _check_keys_together(self) -> Self:
+    def _check_files(self) -> Self:
         if self.accumulation is not None and self.tokens_per_step is not None:
             raise ValueError("accumulation: leave it out beside tokens_per_step, which decides it")
-        if self.pp > 1 and self.accumulation_order == "breadth_first":
-            raise ValueError("accumulation_order: leave it out with pp, which has pp_schedule")
-        if self.gather is not None and self.stage == 0:
-            raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
         if self.deepspeed is not None and self.accelerate is not None:
             raise ValueError("deepspeed: give it or accelerate, not both")
         return self
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The keys that the user decided, with their values."""
+        found = {name: getattr(self, name) for name in self.model_fields_set}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class PlanRequest(ModelRequest):
     """A step's keys, those of a search, and the files to write."""
 
-    params: Annotated[int | str | None, BeforeValidator(parse_positive)] = key(
-        None, "Model", "number of parameters (7e9, 7B): accounting alone, without a model"
+    params: Annotated[int | None, BeforeValidator(_read_count)] = key(
+        None,
+        "Model",
+        "number of parameters (7e9, 7B): accounting alone, without a model",
+        gt=0,
+        le=10**18,
     )
 
     search: bool = key(False, "Search", "vary what is not given and show the best plans")
@@ -261,13 +283,12 @@ class PlanRequest(ModelRequest):
     target_tokens_per_s: float | None = key(
         None, "Search", "tokens per second that a plan has to reach", gt=0
     )
-
-    gathers: Annotated[tuple[GatherName | None, ...] | None, BeforeValidator(_formats)] = key(
+    gathers: Annotated[tuple[GatherName | None, ...] | None, BeforeValidator(_read_formats)] = key(
         None,
         "Search",
         "formats of gathers to compare, e.g. none,int8; they change what is computed",
     )
-    reduces: Annotated[tuple[ReduceName | None, ...] | None, BeforeValidator(_formats)] = key(
+    reduces: Annotated[tuple[ReduceName | None, ...] | None, BeforeValidator(_read_formats)] = key(
         None,
         "Search",
         "formats of reductions to compare, e.g. none,int8-a2a; they change what is computed",
@@ -281,14 +302,12 @@ class PlanRequest(ModelRequest):
 
     @field_validator("degrees", mode="before")
     @classmethod
-    def _split_degrees(cls, value: Any) -> Any:
+    def _split_degrees(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        found = [part.strip().split("x") for part in value.split(",")]
-        for parts in found:
-            if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
-                raise ValueError("expected tensor x pipeline x context, such as 8x4x1,8x2x2")
-        return tuple(tuple(map(int, parts)) for parts in found)
+        if not re.fullmatch(r"(\s*[1-9]\d*x[1-9]\d*x[1-9]\d*\s*(,|$))+", value):
+            raise ValueError("expected tensor x pipeline x context, such as 8x4x1,8x2x2")
+        return tuple(tuple(map(int, part.split("x"))) for part in value.split(","))
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -301,11 +320,17 @@ class PlanRequest(ModelRequest):
                 raise ValueError(f"{name}s: it has the formats to compare, so leave out --{name}")
         if self.degrees is not None and alone:
             raise ValueError(f"degrees: it has all three, so leave out {flag_of(alone[0])}")
-        if self.params is not None:
-            unused = sorted(self.model_fields_set - _ACCOUNTED)
-            if unused:
-                flags = ", ".join(map(flag_of, unused))
-                raise ValueError(f"params: an accounting without a model has no use for {flags}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_accounting(self) -> Self:
+        used = {"params", "ranks", "stage", "precision", "optimizer", "dp_replicate"}
+        used |= {"accumulation", "reduce_every", "gpus_per_node", "json_"}
+        offload = {name for name in self.model_fields_set if name.startswith("offload")}
+        unused = sorted(self.model_fields_set - used - offload | offload & {"offload_activations"})
+        if self.params is not None and unused:
+            flags = ", ".join(map(flag_of, unused))
+            raise ValueError(f"params: an accounting without a model has no use for {flags}")
         return self
 
 
@@ -314,10 +339,10 @@ class SimulateRequest(ModelRequest):
 
     steps: int = key(1, "Scenario", "steps to simulate; more than 1 with jitter", gt=0, le=100_000)
     seed: int = key(0, "Scenario", "seed of everything random", ge=0)
-    straggler: _Words = key(
+    straggler: Words = key(
         None, "Scenario", "slow ranks: rank:slowdown or share%:slowdown, e.g. 17:1.5,1%:1.2"
     )
-    slow_link: _Words = key(
+    slow_link: Words = key(
         None, "Scenario", "slow links: rank:factor, or shard/replicate:group:factor"
     )
     jitter: float = key(0.0, "Scenario", "spread of each operation's time (sigma)", ge=0, lt=3)
@@ -331,6 +356,26 @@ class SimulateRequest(ModelRequest):
         None, "Scenario", "seconds a save stops training; unset: a copy to the host", ge=0
     )
     checkpoint_load_s: float = key(60.0, "Scenario", "seconds a load takes", ge=0)
-    sweep: _Words = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
+    sweep: Words = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
     svg: Path | None = key(None, "Output", "write the scaling curve to this SVG file")
     trace: Path | None = key(None, "Output", "write the step as a Chrome trace (Perfetto opens it)")
+
+
+def offload_asked(values: Mapping[str, Any]) -> Offload:
+    """Return where state rests: ``offload``, with what ``offload_params`` and the like say over it.
+
+    **Raises** ConfigError as `shard()` does, and for a share of nothing, or a step of nothing.
+    """
+    offload: dict[str, object] = asdict(planned_offload(offload_of(values.get("offload"))))
+    given = {name: values.get(f"offload_{name}") for name in offload}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "optimizer" in given:  # gradients and the step follow it
+        offload |= {"grads": None, "step_on": None}
+    made = planned_offload(offload_of(offload | given))
+    for name in ("fraction", "step_on"):
+        if given.get(name) not in (None, "host") and made.optimizer == "device":
+            raise ConfigError(
+                f"offload_{name}: nothing is offloaded; add --offload-optimizer cpu or nvme, or "
+                "leave it out"
+            )
+    return made

@@ -1,70 +1,35 @@
 """The keys of `shardwise train`, shared by YAML and flags.
 
-`TrainConfig` defines each key once: type, limits, default, help text, and panel of the help.
-`load_config` merges a YAML file with flags, and raises a `ConfigError` that a user can act on.
+`StepKeys` and `TrainConfig` define each key once: type, limits, default, help text, and panel of
+the help. `load_config` merges a YAML file with flags, and raises a `ConfigError` that a user can
+act on.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    TypeAdapter,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, TypeAdapter, field_validator, model_validator
 
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
-from shardwise.homes import OffloadLike, offload_of, resolve_offload
-from shardwise.keys import check_keys, flag_of, key, read_fields, read_keys, read_options, shown
+from shardwise.homes import OffloadLike, offload_of
+from shardwise.keys import check_keys, flag_of, key, names_in, read_keys, read_options, shown
 from shardwise.plan.model.shapes import DecoderShape, Experts, llama_shape
-from shardwise.precisions import GatherName, ReduceName, plain_precision
+from shardwise.plan.request import Count, RunOffload, StepKeys
+from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.optimizers import check_run_options
 
-OptimizerName = Literal[
-    "adamw", "adam", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd"
-]
-ScheduleName = Literal[
-    "constant",
-    "cosine",
-    "linear",
-    "WarmupLR",
-    "WarmupDecayLR",
-    "WarmupCosineLR",
-    "OneCycle",
-    "LRRangeTest",
-]
-
-
+_Options = Annotated[dict[str, object] | None, BeforeValidator(read_options)]
 _OPTIONS = {"optimizer_options", "schedule_options"}
 
 
-def read_offload(value: Any) -> str | dict[str, Any] | None:
-    """Read `cpu`, `nvme:FOLDER` or fields of `shardwise.Offload`, as `{optimizer: cpu}`.
-
-    **Raises** ValueError if `shard()` would refuse it.
-    """
-    value = read_fields(value)
-    resolve_offload(offload_of(value))
-    return value
-
-
-_OffloadKey = Annotated[str | dict[str, Any] | None, BeforeValidator(read_offload)]
-_Options = Annotated[dict[str, Any] | None, BeforeValidator(read_options)]
-
-
-class TrainConfig(BaseModel):
+class TrainConfig(StepKeys):
     """Every key of a training run; `check_run` decides some that are None."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dim: int = key(256, "Model", "width of the residual stream", gt=0)
     layers: int = key(4, "Model", "number of decoder blocks", gt=0)
@@ -77,6 +42,7 @@ class TrainConfig(BaseModel):
     dropout: float = key(
         0.0, "Model", "share of activations zeroed in training; 0 draws nothing", ge=0, lt=1
     )
+
     experts: int = key(0, "Experts", "experts of a layer; 0: a plain feed-forward", ge=0)
     experts_per_token: int = key(2, "Experts", "experts that each token is sent to", gt=0)
     expert_ffn_multiple: float | None = key(
@@ -94,39 +60,10 @@ class TrainConfig(BaseModel):
         False, "Experts", "keep them equally busy by biases of the routers (DeepSeek-V3)"
     )
 
-    dp_replicate: int = key(
-        1, "Degrees", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
-    )
-    dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
-    ep: int = key(1, "Degrees", "ranks that share the experts, cut out of dp_shard x cp x tp", gt=0)
-    tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
-    pp: int = key(1, "Degrees", "stages of a pipeline, of consecutive blocks each", gt=0)
-    pp_schedule: Literal["1f1b", "gpipe"] = key(
-        "1f1b", "Degrees", "the order of a pipeline's passes; accumulation is its micro-batches"
-    )
-    cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
-    cp_method: Literal["gather", "heads", "ring"] = key(
-        "gather", "Degrees", "how attention sees whole windows under cp"
-    )
-
-    stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
-    layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
     precision: Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(plain_precision)] = key(
         "fp32", "Sharding", "compute dtype"
     )
-    gather: GatherName | None = key(
-        None, "Sharding", "encoding of matrices that are gathered; unset: the compute dtype"
-    )
-    reduce: ReduceName | None = key(
-        None, "Sharding", "encoding of matrices' gradients that are reduced; unset: none"
-    )
-    gather_block: int = key(
-        256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
-    )
-    reduce_every: Literal["step", "micro_batch"] | None = key(
-        None, "Sharding", "when gradients are reduced; unset: as the stage says"
-    )
-    offload: _OffloadKey = key(
+    offload: RunOffload = key(
         None,
         "Sharding",
         "cpu: slices, gradients and the optimizer's step in host memory; nvme:FOLDER: its state in "
@@ -138,31 +75,16 @@ class TrainConfig(BaseModel):
     activation_checkpointing: bool = key(
         False, "Sharding", "recompute each block in the backward pass"
     )
-    units: tuple[str, ...] | None = key(
-        None,
-        "Sharding",
-        "classes gathered as one, with commas; unset: blocks, and modules as large",
-    )
-    prefetch_bytes: int | None = key(
-        None, "Sharding", "full parameters gathered ahead; unset: the largest unit", ge=0
-    )
-    bucket_bytes: int | None = key(
-        None, "Sharding", "gradients collected before a reduction starts; unset: 1 MiB", ge=0
-    )
 
-    micro_batch: int = key(8, "Batch", "windows per data-parallel rank and pass", gt=0)
-    accumulation: int | None = key(
-        None, "Batch", "micro-batches per step; unset: 1, or what global_batch asks for", gt=0
-    )
+    micro_batch: Count = key(8, "Batch", "windows per data-parallel rank and pass", gt=0)
     global_batch: int | None = key(
         None, "Batch", "windows per step over all ranks; decides accumulation", gt=0
     )
-    accumulation_order: Literal["depth_first", "breadth_first"] = key(
-        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
-    )
 
     steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
-    optimizer: OptimizerName = key("adamw", "Optimizer", "class of the optimizer")
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd"
+    ] = key("adamw", "Optimizer", "class of the optimizer")
     optimizer_options: _Options = key(
         None,
         "Optimizer",
@@ -171,7 +93,16 @@ class TrainConfig(BaseModel):
     )
     lr: float = key(3e-4, "Optimizer", "peak learning rate", gt=0)
     min_lr: float = key(0.0, "Optimizer", "learning rate that the schedule ends at", ge=0)
-    schedule: ScheduleName = key(
+    schedule: Literal[
+        "constant",
+        "cosine",
+        "linear",
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+        "OneCycle",
+        "LRRangeTest",
+    ] = key(
         "cosine",
         "Optimizer",
         "learning rate after the warm-up; or a curve of DeepSpeed, warm-up included",
@@ -221,10 +152,7 @@ class TrainConfig(BaseModel):
         "compare one pass with one process that has all windows, before step 1",
     )
     check_replicas_every: int = key(
-        0,
-        "Checkpoints",
-        "steps between comparisons of replicated state; 0: never",
-        ge=0,
+        0, "Checkpoints", "steps between comparisons of replicated state; 0: never", ge=0
     )
     replay_every: int = key(
         0, "Checkpoints", "steps between steps computed twice and compared; 0: never", ge=0
@@ -253,69 +181,71 @@ class TrainConfig(BaseModel):
     )
     threads: int | None = key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
 
-    @property
-    def axes(self) -> Axes:
-        """The degrees of parallelism."""
-        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
-
-    def shape(self, vocab: int) -> DecoderShape:
-        """Return the shape of the run's decoder."""
-        ffn = self._width(self.ffn_multiple)
-        sizes = self.layers, self.dim, self.heads, self.kv_heads or self.heads, ffn, vocab
-        shape = llama_shape(*sizes, tied=self.tied_head)
-        if not self.experts:
-            return shape
-        experts = Experts(
-            self.experts,
-            self.experts_per_token,
-            self._width(self.expert_ffn_multiple or self.ffn_multiple),
-            shared=self.shared_experts,
-            dense_layers=self.dense_layers,
-            scoring=self.expert_scoring,
-        )
-        return replace(shape, experts=experts)
-
-    def _width(self, multiple: float) -> int:
-        return 32 * max(1, round(multiple * self.dim / 32))
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _check_resume(cls, value: object) -> object:
+        if value in ("auto", "never") or (str(value).isdecimal() and int(str(value)) > 0):
+            return value
+        raise ValueError("expected 'auto', 'never' or the step of a checkpoint")
 
     @model_validator(mode="after")
-    def _check_sizes_together(self) -> Self:
-        kv_heads = self.kv_heads or self.heads
-        for name, size in (("heads", self.heads), ("kv_heads", kv_heads)):
-            if size % self.tp:
-                raise ValueError(f"tp: expected a divisor of {name} {size}, got {self.tp}")
-        if self.experts and self.experts_per_token > self.experts:
-            raise ValueError(
+    def _check_keys_together(self) -> Self:
+        heads, kv_heads = self.heads, self.kv_heads or self.heads
+        seq = f"seq {self.seq}" if self.cp == 1 else f"seq {self.seq} / cp {self.cp}"
+        for name, value, what, size in (
+            ("tp", self.tp, f"heads {heads}", heads),
+            ("tp", self.tp, f"kv_heads {kv_heads}", kv_heads),
+            ("ep", self.ep, f"experts {self.experts}", self.experts or 1),
+            ("cp", self.cp, f"seq {self.seq}", self.seq),
+            ("tp", self.tp, seq, self.seq // self.cp),
+            ("kv_heads", kv_heads, f"heads {heads}", heads),
+        ):
+            if size % value:
+                raise ValueError(f"{name}: expected a divisor of {what}, got {value}")
+        for is_wrong, message in (
+            (
+                self.experts and self.experts_per_token > self.experts,
                 f"experts_per_token: expected at most experts {self.experts}, got "
-                f"{self.experts_per_token}"
-            )
-        if self.experts % self.ep or (self.ep > 1 and not self.experts):
-            raise ValueError(f"ep: expected a divisor of experts {self.experts}, got {self.ep}")
-        if self.pp > self.layers:
-            raise ValueError(f"pp: expected at most layers {self.layers}, got {self.pp}")
-        if self.pp > 1 and self.experts and self.expert_balance:
-            raise ValueError(
+                f"{self.experts_per_token}",
+            ),
+            (self.pp > self.layers, f"pp: expected at most layers {self.layers}, got {self.pp}"),
+            (
+                self.pp > 1 and self.experts and self.expert_balance,
                 "pp: stages hand on tokens alone, and not the loss of expert_balance; set "
-                "expert_balance to 0, and expert_bias to true"
-            )
-        if self.seq % self.cp:
-            raise ValueError(f"cp: expected a divisor of seq {self.seq}, got {self.cp}")
-        if self.seq // self.cp % self.tp:
-            part = f"seq {self.seq}" if self.cp == 1 else f"seq {self.seq} / cp {self.cp}"
-            raise ValueError(f"tp: expected a divisor of {part}, got {self.tp}")
-        if self.cp > 1:
-            self._check_method()
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(
-                f"heads: expected dim / heads to be a whole even number (rotary embeddings turn "
-                f"pairs), got dim {self.dim} / heads {self.heads}"
-            )
-        if self.heads % kv_heads:
-            raise ValueError(f"kv_heads: expected a divisor of heads {self.heads}, got {kv_heads}")
+                "expert_balance to 0, and expert_bias to true",
+            ),
+            (
+                self.dim % heads or self.dim // heads % 2,
+                "heads: expected dim / heads to be a whole even number (rotary embeddings turn "
+                f"pairs), got dim {self.dim} / heads {heads}",
+            ),
+            (
+                self.pp > 1 and self.tied_head and self.layout != "rows",
+                f"layout: expected rows with pp and tied_head, got {self.layout}",
+            ),
+            (
+                self.pp > 1 and self.precision == "fp16",
+                "precision: expected bf16 or fp32 with pp, got fp16",
+            ),
+            (
+                self.warmup_steps > self.steps,
+                f"warmup_steps: expected at most steps {self.steps}, got {self.warmup_steps}",
+            ),
+            (self.min_lr > self.lr, f"min_lr: expected at most lr {self.lr}, got {self.min_lr}"),
+            (
+                self.keep_every and not self.keep_last,
+                "keep_every: expected keep_last beside it; without it all are kept",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
         return self
 
-    def _check_method(self) -> None:
+    @model_validator(mode="after")
+    def _check_method(self) -> Self:
         """Raise what attention over parts of windows would raise at the first step."""
+        if self.cp == 1:
+            return self
         if self.cp_method == "heads" and self.heads // self.tp % self.cp:
             part = f"heads {self.heads}" if self.tp == 1 else f"heads {self.heads} / tp {self.tp}"
             raise ValueError(
@@ -324,77 +254,66 @@ class TrainConfig(BaseModel):
         if self.cp_method == "ring" and (self.dropout or self.seq % (2 * self.cp)):
             why = "no dropout" if self.dropout else f"2 x cp {self.cp} to divide seq {self.seq}"
             raise ValueError(f"cp_method: 'ring' needs {why}; take 'gather'")
+        return self
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        options, curve = self.optimizer_options or {}, self.curve
+        check_run_options(self.optimizer, options, "optimizer_options")
+        twice = {"lr", "betas", "weight_decay"} & options.keys()
+        if twice:
+            raise ValueError(
+                f"optimizer_options: {min(twice)} has keys of its own: lr, beta1 and beta2, "
+                "weight_decay"
+            )
+        if curve is None:
+            if self.schedule_options:
+                known = ", ".join(CURVES)
+                raise ValueError(f"schedule_options: expected one of {known} as schedule")
+            return self
+        if curve.missing:
+            raise ValueError(f"schedule_options: {self.schedule} needs {curve.missing[0]}")
+        if any(isinstance(value, list) for value in (self.schedule_options or {}).values()):
+            raise ValueError("schedule_options: expected one value each, not one per group")
+        own = curve.options.get("warmup_num_steps")
+        if self.warmup_steps not in (0, own) or self.min_lr:
+            way = ", or give schedule_options {warmup_num_steps: auto}, which is warmup_steps"
+            raise ValueError(
+                f"schedule: {self.schedule} has a warm-up and a lowest rate of its own; leave "
+                f"warmup_steps and min_lr out{way if own is not None and not self.min_lr else ''}"
+            )
+        return self
+
+    @property
+    def axes(self) -> Axes:
+        """The degrees of parallelism."""
+        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
     @property
     def offloaded(self) -> OffloadLike:
         """Where state is kept, as `shard()` takes it."""
         return offload_of(self.offload)
 
-    @field_validator("units", mode="before")
-    @classmethod
-    def _split_units(cls, value: Any) -> Any:
-        names = value.split(",") if isinstance(value, str) else value
-        if names is not None and not (
-            isinstance(names, list | tuple) and all(isinstance(n, str) and n.strip() for n in names)
-        ):
-            raise ValueError("expected names of classes, separated by commas")
-        return names if names is None else tuple(name.strip() for name in names)
+    def shape(self, vocab: int) -> DecoderShape:
+        """Return the shape of the run's decoder."""
 
-    @field_validator("resume", mode="before")
-    @classmethod
-    def _check_resume(cls, value: Any) -> Any:
-        if value in ("auto", "never") or (str(value).isdecimal() and int(value) > 0):
-            return value
-        raise ValueError("expected 'auto', 'never' or the step of a checkpoint")
+        def width(multiple: float) -> int:
+            return 32 * max(1, round(multiple * self.dim / 32))
 
-    @model_validator(mode="after")
-    def _check_keys_together(self) -> Self:
-        if self.pp > 1 and self.tied_head and self.layout != "rows":
-            raise ValueError(f"layout: expected rows with pp and tied_head, got {self.layout}")
-        if self.pp > 1 and self.precision == "fp16":
-            raise ValueError("precision: expected bf16 or fp32 with pp, got fp16")
-        if self.pp > 1 and self.accumulation_order == "breadth_first":
-            raise ValueError(
-                "accumulation_order: expected depth_first with pp, as pp_schedule is the order of "
-                "a pipeline's passes, got breadth_first"
-            )
-        if self.gather is not None and self.stage == 0:
-            raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
-        if self.warmup_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps: expected at most steps {self.steps}, got {self.warmup_steps}"
-            )
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr: expected at most lr {self.lr}, got {self.min_lr}")
-        if self.keep_every and not self.keep_last:
-            raise ValueError("keep_every: expected keep_last beside it; without it all are kept")
-        self._check_options()
-        return self
-
-    def _check_options(self) -> None:
-        check_run_options(self.optimizer, self.optimizer_options or {}, "optimizer_options")
-        twice = {"lr", "betas", "weight_decay"} & (self.optimizer_options or {}).keys()
-        if twice:
-            raise ValueError(
-                f"optimizer_options: {min(twice)} has keys of its own: lr, beta1 and beta2, "
-                "weight_decay"
-            )
-        if self.schedule in CURVES:
-            missing = self.curve.missing if self.curve else []
-            if missing:
-                raise ValueError(f"schedule_options: {self.schedule} needs {missing[0]}")
-            if any(isinstance(v, list) for v in (self.schedule_options or {}).values()):
-                raise ValueError("schedule_options: expected one value each, not one per group")
-            has_warmup = self.curve is not None and "warmup_num_steps" in self.curve.options
-            own = self.curve.options["warmup_num_steps"] if self.curve and has_warmup else 0
-            if self.warmup_steps not in (0, own) or self.min_lr:
-                way = ", or give schedule_options {warmup_num_steps: auto}, which is warmup_steps"
-                raise ValueError(
-                    f"schedule: {self.schedule} has a warm-up and a lowest rate of its own; leave "
-                    f"warmup_steps and min_lr out{way if has_warmup and not self.min_lr else ''}"
-                )
-        elif self.schedule_options:
-            raise ValueError(f"schedule_options: expected one of {', '.join(CURVES)} as schedule")
+        ffn = width(self.ffn_multiple)
+        sizes = self.layers, self.dim, self.heads, self.kv_heads or self.heads, ffn, vocab
+        shape = llama_shape(*sizes, tied=self.tied_head)
+        if not self.experts:
+            return shape
+        experts = Experts(
+            self.experts,
+            self.experts_per_token,
+            width(self.expert_ffn_multiple or self.ffn_multiple),
+            shared=self.shared_experts,
+            dense_layers=self.dense_layers,
+            scoring=self.expert_scoring,
+        )
+        return replace(shape, experts=experts)
 
     @property
     def curve(self) -> Curve | None:
@@ -427,8 +346,8 @@ class TrainConfig(BaseModel):
 
 def load_config(
     path: Path | None,
-    flags: Mapping[str, Any],
-    beside: tuple[Path, Mapping[str, Any]] | None = None,
+    flags: Mapping[str, object],
+    beside: tuple[Path, Mapping[str, object]] | None = None,
 ) -> TrainConfig:
     """Read a YAML file of flat keys (None: the defaults); flags win over it.
 
@@ -447,7 +366,7 @@ def load_config(
         if name in _OPTIONS and isinstance(mine, dict) and isinstance(theirs, dict):  # one by one
             theirs = {k: v for k, v in theirs.items() if k in mine and v != "auto"}
             mine = {k: v for k, v in mine.items() if k in theirs}
-        if _plain(name, mine) != _plain(name, theirs):
+        if _stored(name, mine) != _stored(name, theirs):
             text = f"{name}: {path} says {shown(mine)}, {other} says {shown(theirs)}"
             lines.append(f"{text}; change one, or give {flag_of(name)}")
     if lines:
@@ -456,28 +375,29 @@ def load_config(
     return check_keys(TrainConfig, values, _beside(flags, values), path or other, "train")
 
 
-def _beside(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(given: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
     """Merge each key that holds options with the options of ``others``; those given win."""
     merged = dict(given)
     for name in _OPTIONS & given.keys() & others.keys():
         try:
-            merged[name] = {**(others[name] or {}), **(read_options(given[name]) or {})}
-        except (TypeError, ValueError):
+            theirs, ours = (read_options(each[name]) or {} for each in (others, given))
+        except ValueError:
             continue  # `check_keys` raises
+        merged[name] = {**theirs, **ours}
     return merged
 
 
-def _plain(name: str, value: Any) -> Any:
+def _stored(name: str, value: object) -> object:
     """Return a value as the model stores it; `check_keys` raises later if it refuses it."""
-    value = plain_precision(value) if name == "precision" else value
     try:
-        return TypeAdapter[Any](TrainConfig.model_fields[name].annotation or str).validate_python(
-            value
-        )
+        field = TrainConfig.model_fields[name]
+        kind: TypeAdapter[object] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]
+        return kind.validate_python(value)
     except (KeyError, ValueError):
         return value
 
 
 def dump_config(config: TrainConfig) -> str:
     """Write a config as YAML that `load_config` reads back to the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    values = config.model_dump(mode="json")
+    return yaml.safe_dump({name: values[name] for name in names_in(TrainConfig)}, sort_keys=False)

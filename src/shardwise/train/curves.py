@@ -13,13 +13,14 @@ highest. Both are kept, so that a run which changes engines follows the same cur
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+import sys
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.keys import check_names, near_miss
+from shardwise.keys import check_names, near_miss, shown
 
 
 class _Needed(Enum):
@@ -33,7 +34,7 @@ _BASE = None  # the learning rate that the optimizer was made with
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 
 # Every option of every curve, with its default.
-CURVES: dict[str, dict[str, Any]] = {
+CURVES: dict[str, dict[str, object]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": _BASE, **_WARMUP},
     "WarmupDecayLR": {"total_num_steps": _NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
         **_WARMUP},
@@ -73,23 +74,26 @@ class Curve:
 
         **Raises** ConfigError if an option is missing.
         """
-        missing = self.missing
-        if missing:
+        for missing in self.missing:
             raise ConfigError(
-                f"scheduler {self.name}: {missing[0]} is not given; set it in the file or pass "
-                f"{missing[0]}= to scheduler()"
+                f"scheduler {self.name}: {missing} is not given; set it in the file or pass "
+                f"{missing}= to scheduler()"
             )
+        options = self.options
         if self.name == "OneCycle":
-            return self._cycle_rate(done, group)
+            low, high = self._of("cycle_min_lr", group), self._of("cycle_max_lr", group)
+            if (share := self._cycle_share(done)) is not None:
+                return float(low + (high - low) * share)
+            decay = self._decay("decay_lr_rate", done)
+            return low if decay is None else float(low / decay)
         if self.name == "LRRangeTest":
-            steps = done / self.options["lr_range_test_step_size"]
-            interval = math.floor(steps) if self.options["lr_range_test_staircase"] else steps
-            increase = 1 + self.options["lr_range_test_step_rate"] * interval
+            steps = done / options["lr_range_test_step_size"]
+            interval = math.floor(steps) if options["lr_range_test_staircase"] else steps
+            increase = 1 + options["lr_range_test_step_rate"] * interval
             return float(self._of("lr_range_test_min_lr", group) * increase)
         if self.name == "WarmupCosineLR":
             return base_lr * self._cosine_ratio(done - 1) if done else 0.0
-        low = self._of("warmup_min_lr", group)
-        high = self._of("warmup_max_lr", group)
+        low, high = self._of("warmup_min_lr", group), self._of("warmup_max_lr", group)
         high = base_lr if high is _BASE else high
         return float(low + (high - low) * self._warmup_share(done - 1)) if done else float(low)
 
@@ -100,12 +104,10 @@ class Curve:
         low, high = self._of("cycle_min_mom", group), self._of("cycle_max_mom", group)
         if done == 0:
             return low, _BETA2
-        first, second = self._halves()
-        if done - 1 < first + second:
-            return high - (high - low) * self._cycle_share(done), _BETA2
-        rate = self.options["decay_mom_rate"]
-        factor = 1 + rate * self._decay_interval(done) if self._decays(rate) else 1
-        return high * factor, _BETA2
+        if (share := self._cycle_share(done)) is not None:
+            return high - (high - low) * share, _BETA2
+        decay = self._decay("decay_mom_rate", done)
+        return high * (1 if decay is None else decay), _BETA2
 
     @property
     def missing(self) -> list[str]:
@@ -113,7 +115,7 @@ class Curve:
         return [name for name, value in self.options.items() if value is _NEEDED]
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, object]:
         """The options that differ from their defaults."""
         defaults = CURVES[self.name]
         return {k: v for k, v in self.options.items() if v != defaults[k]}
@@ -122,10 +124,8 @@ class Curve:
         """Return the curve with these options missing."""
         return Curve(self.name, {**self.options, **dict.fromkeys(names, _NEEDED)})
 
-    def given_too(self, options: Mapping[str, Any]) -> Curve:
+    def given_too(self, options: Mapping[str, object]) -> Curve:
         """Return the curve with these options as well. **Raises** ConfigError as `make_curve`."""
-        if not options:
-            return self
         given = make_curve(self.name, options, f"scheduler {self.name}").options
         return Curve(self.name, {**self.options, **{name: given[name] for name in options}})
 
@@ -143,16 +143,13 @@ class Curve:
         value = self.options[name]
         return value[group] if isinstance(value, tuple) else value
 
-    def _rising_share(self, counted: int, num_steps: int) -> float:
-        if self.options["warmup_type"] == "log":
-            return 1.0 / math.log(num_steps) * math.log(counted + 1)
-        return counted / num_steps
-
     def _warmup_share(self, counted: int) -> float:
         """Return the position between the lowest and the highest rate, 0 to 1, decay included."""
         num_steps = max(2, self.options["warmup_num_steps"])
         if counted < num_steps:
-            return self._rising_share(counted, num_steps)
+            if self.options["warmup_type"] == "log":
+                return 1.0 / math.log(num_steps) * math.log(counted + 1)
+            return float(counted / num_steps)
         if self.name == "WarmupLR":
             return 1.0
         total = self.options["total_num_steps"]
@@ -162,7 +159,7 @@ class Curve:
         num_steps = max(2, self.options["warmup_num_steps"])
         if counted < num_steps:
             low = self.options["warmup_min_ratio"]
-            return float(low + self._rising_share(counted, num_steps) * (1.0 - low))
+            return float(low + self._warmup_share(counted) * (1.0 - low))
         total, low = self.options["total_num_steps"], self.options["cos_min_ratio"]
         progress = min(1.0, (counted - num_steps + 1) / max(1, total - num_steps))
         return max(0.0, low + (1.0 - low) * ((1 + math.cos(math.pi * progress)) / 2))
@@ -172,24 +169,19 @@ class Curve:
         second = self.options["cycle_second_step_size"]
         return first, first if second is None else float(second)
 
-    def _cycle_rate(self, done: int, group: int) -> float:
-        low, high = self._of("cycle_min_lr", group), self._of("cycle_max_lr", group)
-        first, second = self._halves()
-        if done - 1 < first + second:
-            return float(low + (high - low) * self._cycle_share(done))
-        rate = self.options["decay_lr_rate"]
-        return float(low / (1 + rate * self._decay_interval(done))) if self._decays(rate) else low
+    def _decay(self, name: str, done: int) -> float | None:
+        """Return the factor of the decay after the cycle; None if there is none."""
+        rate, steps = self.options[name], self.options["decay_step_size"]
+        if math.isclose(steps, 0) or math.isclose(rate, 0):
+            return None
+        return float(1 + rate * float((done - sum(self._halves())) / steps))
 
-    def _decays(self, rate: float) -> bool:
-        return not (math.isclose(self.options["decay_step_size"], 0) or math.isclose(rate, 0))
-
-    def _decay_interval(self, done: int) -> float:
-        return float((done - sum(self._halves())) / self.options["decay_step_size"])
-
-    def _cycle_share(self, done: int) -> float:
-        """Return the height in the cycle, 0 to 1 and back, in stairs if the options say so."""
+    def _cycle_share(self, done: int) -> float | None:
+        """Return the height in the cycle, 0 to 1 and back, maybe in stairs; None after its end."""
         first, second = self._halves()
         size, stairs = first + second, self.options["cycle_first_stair_count"]
+        if done - 1 >= size:
+            return None
         ratio = first / size
         x = 1.0 + done / size - math.floor(1 + done / size)
         share = x / ratio if x <= ratio else (x - 1) / (ratio - 1)
@@ -199,10 +191,10 @@ class Curve:
             return share
         place = done % size
         position = place * stairs / first if place <= first else (size - place) * stairs / second
-        return math.floor(position) / stairs
+        return float(math.floor(position) / stairs)
 
 
-def make_curve(name: str, options: Mapping[str, Any], where: str) -> Curve:
+def make_curve(name: str, options: Mapping[str, object], where: str) -> Curve:
     """Check the options of a curve and fill in their defaults.
 
     **Raises** ConfigError that starts with ``where`` and names the option, with the nearest name.
@@ -212,37 +204,30 @@ def make_curve(name: str, options: Mapping[str, Any], where: str) -> Curve:
         raise ConfigError(f"{where}: expected one of {', '.join(CURVES)}, got {name!r}{hint}")
     known = CURVES[name]
     check_names(options, known, where, f"option {{!r}} of {name}")
-    given = {key: _checked(key, value, where) for key, value in options.items()}
-    return Curve(name, {**known, **given})
+    return Curve(name, known | {key: _checked(key, v, where) for key, v in options.items()})
 
 
-def _checked(key: str, value: Any, where: str) -> Any:
-    if key in _FLAGS:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}: {key}: expected true or false, got {value!r}")
-        return value
-    if key == "warmup_type":
-        if value not in ("log", "linear"):
-            raise ConfigError(f"{where}: warmup_type: expected 'log' or 'linear', got {value!r}")
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, str) and key in _PER_GROUP:
-        return tuple(_number(key, item, where) for item in value)
+def _checked(key: str, value: Any, where: str) -> object:
+    if isinstance(value, list | tuple) and key in _PER_GROUP:
+        return tuple(_checked(key, each, where) for each in value)
     if value is None and key in _MAY_BE_NONE:
         return None
-    number = _number(key, value, where)
-    if key in _WHOLE:
-        if number != int(number) or number < _WHOLE[key]:
-            least = "0 or more" if _WHOLE[key] == 0 else "above 0"
-            raise ConfigError(f"{where}: {key}: expected a whole number {least}, got {value!r}")
-        return int(number)
-    if key == "cycle_first_step_size" and number <= 0:
-        raise ConfigError(f"{where}: {key}: expected a number above 0, got {value!r}")
-    if ("size" in key or "count" in key) and number < 0:
-        raise ConfigError(f"{where}: {key}: expected 0 or more, got {value!r}")
-    return number
-
-
-def _number(key: str, value: Any, where: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{where}: {key}: expected a number, got {value!r}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = is_number and abs(value) <= sys.float_info.max  # neither NaN nor too large
+    if key in _FLAGS:
+        is_right, expected = isinstance(value, bool), "true or false"
+    elif key == "warmup_type":
+        is_right, expected = value in ("log", "linear"), "'log' or 'linear'"
+    elif key in _WHOLE:
+        is_right = is_number and value == int(value) and value >= _WHOLE[key]
+        expected = f"a whole number, {_WHOLE[key]} or more"
+        value = int(value) if is_right else value
+    elif key == "cycle_first_step_size":
+        is_right, expected = is_number and value > 0, "a number above 0"
+    elif "size" in key or "count" in key:
+        is_right, expected = is_number and value >= 0, "0 or more"
+    else:
+        is_right, expected = is_number, "a number"
+    if not is_right:
+        raise ConfigError(f"{where}: {key}: expected {expected}, got {shown(value)}")
     return value

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.check.compare_ranks import check_replicas
@@ -25,6 +26,7 @@ from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.observer import Observation, observe
 from shardwise.parallel.routing import balance_experts
+from shardwise.progress import Advance, run_bar
 from shardwise.quantities import format_bytes
 from shardwise.train.checks import metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
@@ -41,7 +43,7 @@ from shardwise.train.setup import (
     prepare_run,
     shard_decoder,
 )
-from shardwise.train.summary import Advance, RunResult, StateBytes, count_state, run_bar
+from shardwise.train.summary import RunResult, StateBytes, count_state
 from shardwise.train.text import rank_indices, read_windows
 
 
@@ -53,26 +55,20 @@ class NonFiniteLossError(ShardwiseError, ArithmeticError):
 
 
 @dataclass(frozen=True)
-class LocalStep:
-    """One step on this rank; ``loss`` is the mean over its own micro-batches."""
+class StepReport:
+    """One step: the mean loss over its micro-batches, of this rank or of all."""
 
     loss: float
     lr: float
     grad_norm: float
     state: StateBytes
+    stop: bool = False
+    save_failed: bool = False
 
     @property
     def numbers(self) -> dict[str, float]:
         """The numbers that a replay compares beside the state, by name."""
         return {"the loss of its own windows": self.loss, "the gradient norm": self.grad_norm}
-
-
-@dataclass(frozen=True)
-class StepReport(LocalStep):
-    """One step on all ranks; ``loss`` is the mean over ranks and micro-batches."""
-
-    stop: bool
-    save_failed: bool
 
 
 def train(
@@ -107,26 +103,25 @@ def train_prepared(
     config, place = run.config, run.place
     first = place.rank == 0
     with RunCheckpoints(run) as saves:  # locks the folder before a file in it changes
-        resumed = saves.resume(say)
-        done = resumed.step if resumed is not None else 0
+        loaded = saves.resume(say)
+        done = loaded.step if loaded is not None else 0
         if first:
             (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        result = RunResult(unigram_entropy=run.stream.unigram_entropy, first_step=done + 1)
-        result.steps = done
+        result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
         try:
             with (
                 JsonLines(metrics_path(config) if first else None, done) as metrics,
                 run_bar(config.steps, shown=first, num_done=done) as advance,
-                _observed(run, done) as observation,
+                observe(run.model, run.optimizer, config.output, first_step=done + 1)
+                if config.observe
+                else nullcontext() as observation,
             ):
-                if resumed is not None:
-                    metrics.write(
-                        step=resumed.step,
-                        load_s=resumed.load_s,
-                        loaded_bytes=resumed.num_bytes,
-                        load_bytes_per_s=resumed.num_bytes / resumed.load_s,
-                    )
-                _train_all_steps(run, stop, metrics, advance, saves, result, observation)
+                if loaded is not None:
+                    metrics.write(**loaded._asdict())
+                for step in range(done + 1, config.steps + 1):
+                    _take_step(run, step, stop, metrics, advance, saves, result, observation)
+                    if result.stopped:
+                        break
                 saves.finish(metrics)
         finally:  # a run that ended early gets a curve too
             result.picture = _draw(config, say) if first else None
@@ -138,15 +133,12 @@ def train_prepared(
     result.added_bytes_of_ranks = gather_integers(place, peak_bytes - run.base_memory_bytes)
     result.state_bytes_of_ranks = gather_integers(place, result.state.total_bytes)
     if config.pp > 1:  # world_size / pp ranks have the same pipeline stage
-
-        def whole(of_stage: int) -> int:
-            return sum(gather_integers(place, of_stage)) * config.pp // place.world_size
-
-        result.state = replace(
-            result.state,
-            num_params=whole(result.state.num_params),
-            replicated_bytes=whole(result.state.replicated_bytes),
-        )
+        sizes = {
+            name: sum(gather_integers(place, getattr(result.state, name)))
+            for name in ("num_params", "replicated_bytes")
+        }
+        whole = {name: size * config.pp // place.world_size for name, size in sizes.items()}
+        result.state = replace(result.state, **whole)
     return result
 
 
@@ -166,11 +158,7 @@ def check_run_gradients(run: Run) -> GradientReport:
     config = config.model_copy(update={"pp_schedule": "gpipe", "accumulation": 1})
     axes = config.axes.over(run.place.world_size)
     part, num_parts = run.part_of_batch
-    indices = [
-        index
-        for each in range(num_parts)
-        for index in rank_indices(config.micro_batch, 0, each, num_parts)
-    ]
+    indices = range(config.micro_batch * num_parts)
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
     ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
 
@@ -205,8 +193,9 @@ def _draw(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
         return None
 
 
-def _train_all_steps(
+def _take_step(
     run: Run,
+    step: int,
     stop: StopRequest,
     metrics: JsonLines,
     advance: Advance,
@@ -214,63 +203,53 @@ def _train_all_steps(
     result: RunResult,
     observation: Observation | None,
 ) -> None:
-    config = run.config
-    tokens_per_step = run.global_batch * config.seq
-    for step in range(result.first_step, config.steps + 1):
-        sent_before, started_s = _sent_bytes(run), time.perf_counter()
-        report = train_step(run, step, stop, saves.failed, observation)
-        step_s = time.perf_counter() - started_s
-        _write_step(run, metrics, step, report, step_s, _sent_bytes(run) - sent_before)
-        if observation is not None:
-            observation.log(loss=report.loss, lr=report.lr, grad_norm=report.grad_norm)
-            if config.precision == "fp16":
-                observation.log(loss_scale=run.scaler.get_scale())
-        result.add_step(step, report.loss, step_s, tokens_per_step, report.state)
-        advance(
-            f"loss {report.loss:.3f}",
-            f"{result.tokens_per_s:,.0f} tokens/s",
-            f"state {format_bytes(report.state.total_bytes)}",
-            f"peak {format_bytes(peak_memory_bytes(run.device))}",
-        )
-        if report.save_failed:
-            saves.finish(metrics)
-            raise CheckpointError("another rank could not save; its message says why")
-        if not math.isfinite(report.loss) and config.precision != "fp16":
-            raise NonFiniteLossError(
-                f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
-                "warmup_steps, or set grad_clip"
-            )
-        if _is_multiple(step, config.check_replicas_every):
-            check_replicas(run.model, run.optimizer)
-        result.stopped = report.stop
-        is_last = step == config.steps or result.stopped
-        is_due = is_last or _is_multiple(step, config.eval_every)
-        if config.eval_windows and not result.stopped and is_due:
-            with _paused(observation):
-                result.eval_loss = evaluate(run)
-            metrics.write(step=step, eval_loss=result.eval_loss)
-        saves.after_step(step, is_last, metrics)  # last, as it may raise
-        if result.stopped:
-            break
-
-
-def _write_step(
-    run: Run, metrics: JsonLines, step: int, report: StepReport, step_s: float, sent_bytes: int
-) -> None:
-    tokens_per_step = run.global_batch * run.config.seq
-    peak_key = "peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes"
+    """Take one step, and what is due after it: figures, checks, an evaluation, a checkpoint."""
+    config, tokens = run.config, run.global_batch * run.config.seq
+    sent_before, started_s = _sent_bytes(run), time.perf_counter()
+    report = train_step(run, step, stop, saves.failed, observation)
+    step_s = time.perf_counter() - started_s
+    peak_bytes = peak_memory_bytes(run.device)
     metrics.write(
         step=step,
         loss=report.loss,
         lr=report.lr,
         grad_norm=report.grad_norm,
-        tokens_per_s=tokens_per_step / step_s,
+        tokens_per_s=tokens / step_s,
         step_s=step_s,
-        tokens=step * tokens_per_step,
+        tokens=step * tokens,
         state_bytes=report.state.total_bytes,
-        sent_bytes=sent_bytes,
-        **{peak_key: peak_memory_bytes(run.device)},
+        sent_bytes=_sent_bytes(run) - sent_before,
+        **{"peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes": peak_bytes},
     )
+    if observation is not None:
+        observation.log(loss=report.loss, lr=report.lr, grad_norm=report.grad_norm)
+        if config.precision == "fp16":
+            observation.log(loss_scale=run.scaler.get_scale())
+    result.add_step(step, report.loss, step_s, tokens, report.state)
+    advance(
+        f"loss {report.loss:.3f}",
+        f"{result.tokens_per_s:,.0f} tokens/s",
+        f"state {format_bytes(report.state.total_bytes)}",
+        f"peak {format_bytes(peak_bytes)}",
+    )
+    if report.save_failed:
+        saves.finish(metrics)
+        raise CheckpointError("another rank could not save; its message says why")
+    if not math.isfinite(report.loss) and config.precision != "fp16":
+        raise NonFiniteLossError(
+            f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
+            "warmup_steps, or set grad_clip"
+        )
+    if _is_multiple(step, config.check_replicas_every):
+        check_replicas(run.model, run.optimizer)
+    result.stopped = report.stop
+    is_last = step == config.steps or result.stopped
+    is_due = is_last or _is_multiple(step, config.eval_every)
+    if config.eval_windows and not result.stopped and is_due:
+        with _paused(observation):
+            result.eval_loss = evaluate(run)
+        metrics.write(step=step, eval_loss=result.eval_loss)
+    saves.after_step(step, is_last, metrics)  # last, as it may raise
 
 
 def _sent_bytes(run: Run) -> int:
@@ -279,12 +258,6 @@ def _sent_bytes(run: Run) -> int:
 
 def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _observed(run: Run, num_done: int) -> AbstractContextManager[Observation | None]:
-    if not run.config.observe:
-        return nullcontext()
-    return observe(run.model, run.optimizer, run.config.output, first_step=num_done + 1)
 
 
 def _paused(observation: Observation | None) -> AbstractContextManager[None]:
@@ -310,7 +283,7 @@ def train_step(
     if _is_multiple(step, run.config.replay_every):
         first_only = iter([_paused(observation)])
 
-        def compute() -> LocalStep:
+        def compute() -> StepReport:
             with next(first_only, nullcontext()):
                 return _compute_step(run, step)
 
@@ -321,12 +294,10 @@ def train_step(
     loss, num_stopping, num_failed, num_differing = all_reduce_scalars([float(s) for s in sums])
     if num_differing:
         raise_difference(run, step, difference, local.numbers)
-    return StepReport(
-        loss, local.lr, local.grad_norm, local.state, num_stopping > 0, num_failed > 0
-    )
+    return replace(local, loss=loss, stop=num_stopping > 0, save_failed=num_failed > 0)
 
 
-def _compute_step(run: Run, step: int) -> LocalStep:
+def _compute_step(run: Run, step: int) -> StepReport:
     config, model, optimizer = run.config, run.model, run.optimizer
     lr = config.learning_rate(step)
     betas = config.curve.betas(step - 1) if config.curve is not None else None
@@ -342,41 +313,32 @@ def _compute_step(run: Run, step: int) -> LocalStep:
     balance_experts(model)
     state = count_state(model, optimizer)
     optimizer.zero_grad()
-    return LocalStep(loss.item(), lr, _number(norm), state)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return StepReport(loss.item(), lr, float(norm), state)
 
 
 def _passes(run: Run, step: int) -> Tensor:
     """Run forward and backward of all micro-batches; return this rank's mean loss."""
-    if run.pipeline is not None:
-        with shardwise.accumulate(run.model, last=True), run.cut(*run.rows_of_step(step)) as inputs:
-            return run.pipeline.step(*inputs)
-    if run.config.accumulation_order == "breadth_first":
-        return _breadth_first(run, step)
+    num, model = run.accumulation, run.model
+    if run.pipeline is not None or run.config.accumulation_order == "breadth_first":
+        rows = run.cut(*run.train_batch(step, *range(num)))
+        with shardwise.accumulate(model, last=True), rows as (ids, targets, positions):
+            if run.pipeline is not None:
+                return run.pipeline.step(ids, targets, positions)
+            batches = list(zip(ids.chunk(num), targets.chunk(num), strict=True))
+            loss_sum = shardwise.accumulate(
+                model, lambda batch: model(*batch, positions), batches, order="breadth_first"
+            )
+            run.scaler.scale(loss_sum / num).backward()
+        return loss_sum.detach() / num
     loss_sum = torch.zeros((), device=run.device)
-    for number in range(run.accumulation):
-        last = number == run.accumulation - 1
+    for number in range(num):
         batch = run.train_batch(step, number)
-        with shardwise.accumulate(run.model, last=last), run.cut(*batch) as inputs:
-            loss = run.model(*inputs)  # a mean over as many tokens on every rank
-            run.scaler.scale(loss / run.accumulation).backward()
+        with shardwise.accumulate(model, last=number == num - 1), run.cut(*batch) as inputs:
+            loss = model(*inputs)  # a mean over as many tokens on every rank
+            run.scaler.scale(loss / num).backward()
         loss_sum += loss.detach()
-    return loss_sum / run.accumulation
-
-
-def _breadth_first(run: Run, step: int) -> Tensor:
-    """Run all micro-batches through each layer before the next; return as `_passes`."""
-    num = run.accumulation
-    rows = run.cut(*run.rows_of_step(step))
-    with shardwise.accumulate(run.model, last=True), rows as (ids, targets, positions):
-        batches = list(zip(ids.chunk(num), targets.chunk(num), strict=True))
-        loss_sum = shardwise.accumulate(
-            run.model,
-            lambda batch: run.model(*batch, positions),
-            batches,
-            order="breadth_first",
-        )
-        run.scaler.scale(loss_sum / num).backward()
-    return loss_sum.detach() / num
+    return loss_sum / num
 
 
 @torch.no_grad()
@@ -427,8 +389,3 @@ def _sample(run: Run) -> str:
         multiple=config.tp,
     )
     return run.tokenizer.decode(ids.tolist())
-
-
-def _number(value: Tensor) -> float:
-    full: Callable[[], Tensor] | None = getattr(value, "full_tensor", None)
-    return float(full() if full is not None else value)

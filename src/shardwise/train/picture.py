@@ -1,45 +1,20 @@
-"""The loss of a run as a picture, drawn from its metrics file: SVG text, in light and dark.
+"""The losses of a run as a picture, drawn from its metrics file: SVG, in light and dark.
 
-Above are the training loss and the held-out loss over the steps, below the learning rate. A run
-that was resumed has all its steps in that file, so its curve continues. Imports no torch.
-
-Many points are drawn as in Note [Few shapes]. If a few losses lie so far above the others that
-these could not be read, the axis ends below them, and marks at its upper edge have their values as
-titles.
+A run that was resumed has all its steps in that file, so its curve continues. Many points are drawn
+as in Note [Few shapes]. If a few losses lie far above the others, the axis ends below them, and
+marks at its upper edge have their values as titles. Imports no torch.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
 
 from shardwise import svg
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 466, 74, 722
-_TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 374, 74, 722, 78, 318
 _COLUMN = 2  # pixels
-
-Point = tuple[int, float]  # (step, value)
-
-
-@dataclass
-class Curves:
-    """Losses and learning rates of a metrics file; ``bad`` are steps without a finite loss."""
-
-    train: list[Point] = field(default_factory=list)
-    held_out: list[Point] = field(default_factory=list)
-    rate: list[Point] = field(default_factory=list)
-    bad: list[int] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """The first and the last step."""
-        ends = [*self.bad[:1], *self.bad[-1:]]
-        for points in (self.train, self.held_out):
-            ends += [step for step, _ in (*points[:1], *points[-1:])]
-        return min(ends), max(ends)
+_LOOKS = {"loss": ("train", "training loss"), "eval_loss": ("held", "held out")}
 
 
 def write_picture(metrics: Path, target: Path) -> bool:
@@ -47,133 +22,84 @@ def write_picture(metrics: Path, target: Path) -> bool:
     if not metrics.exists():
         return False
     with metrics.open(encoding="utf-8", errors="replace") as lines:
-        curves = read_curves(lines)
-    if not (curves.train or curves.held_out or curves.bad):
-        return False
-    part = target.with_name(f"{target.name}.part")
-    part.write_text(loss_svg(curves, f"Loss of {metrics.parent}"), encoding="utf-8")
-    part.replace(target)
-    return True
+        drawn = loss_svg(lines, f"Loss of {metrics.parent}")
+    if drawn:
+        part = target.with_name(f"{target.name}.part")
+        part.write_text(drawn, encoding="utf-8")
+        part.replace(target)
+    return bool(drawn)
 
 
-def read_curves(lines: Iterable[str]) -> Curves:
-    """Read JSON lines of a metrics file; skip lines of any other kind."""
-    found = Curves()
-    for text in lines:
-        try:
-            line = json.loads(text)
-            step = int(line["step"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+def loss_svg(lines: Iterable[str], title: str) -> str:
+    """Draw the losses in JSON lines of a metrics file as an SVG document; "" if there are none."""
+    points: dict[str, list[svg.Point]] = {name: [] for name in _LOOKS}
+    bad: list[int] = []
+    resumed: list[int] = []
+    for line in map(_parse, lines):
+        step = line.get("step")
+        if not isinstance(step, int):
             continue
-        if "load_s" in line:
-            found.resumed.append(step)
-        for name, points in (("loss", found.train), ("eval_loss", found.held_out)):
-            if name in line and isinstance(line[name], int | float) and isfinite(line[name]):
-                points.append((step, float(line[name])))
-            elif name in line:
-                found.bad.append(step)
-        if isinstance(line.get("lr"), int | float):
-            found.rate.append((step, float(line["lr"])))
-    return found
-
-
-def loss_svg(curves: Curves, title: str) -> str:
-    """Draw the curves of a run: a whole SVG document, which may stand inside an HTML page."""
-    across = svg.Axis(*curves.steps, _LEFT, _RIGHT)
-    high = svg.highest_shown([value for _, value in (*curves.train, *curves.held_out)])
-    values = [v for _, v in (*curves.train, *curves.held_out) if v <= high]
-    ticks = svg.padded_ticks(values or [0.5], 7)
+        resumed += [step] * ("load_s" in line)
+        for name in _LOOKS.keys() & line.keys():
+            value = line[name]
+            if isinstance(value, int | float) and isfinite(value):
+                points[name].append(svg.Point(step, value, value, value))
+            else:
+                bad.append(step)
+    every = [point for each in points.values() for point in each]
+    steps = [*bad, *(point.step for point in every)]
+    if not steps:
+        return ""
+    across = svg.Axis(min(steps), max(steps), _LEFT, _RIGHT)
+    high = svg.highest_shown([point.high for point in every])
+    ticks = svg.padded_ticks([p.high for p in every if p.high <= high] or [0.5], 7)
     up = svg.Axis(ticks[0], ticks[-1], _BOTTOM, _TOP)
+    curves = []
+    for name, (look, words) in _LOOKS.items():  # values above the axis are kept one by one
+        below = [p for p in points[name] if p.high <= high]
+        shown = svg.thin(below, (_RIGHT - _LEFT) // _COLUMN)
+        shown += [p for p in points[name] if p.high > high]
+        curves.append(svg.Curve(look, words, sorted(shown), bad if name == "loss" else ()))
+    legend = [
+        *((curve.look, curve.name, "") for curve in curves if curve.points),
+        *[("bad", "not a number", "")] * bool(bad),
+        *[("resumed", "resumed", "3 3")] * bool(resumed),
+        *[("above", "above the axis", "")] * any(p.high > up.high for p in every),
+    ]
+    columns = {round(across.at(step) / _COLUMN): step for step in reversed(resumed)}
+    dashed = {"stroke_dasharray": "3 3", "y1": _TOP, "y2": _BOTTOM}
     parts = [
         svg.element("rect", "paper", width=_WIDTH, height=_HEIGHT, rx=6),
         svg.heading(_LEFT, 28, title),
         svg.text(_LEFT, _TOP - 14, "loss, nats per token"),
-        *svg.legend(_legend(curves, up.high), _RIGHT, _TOP - 14),
-        *(svg.draw_levels(up, ticks, across) if values else []),
-        *(svg.tick(across.at(step), _BOTTOM) for step in svg.whole_ticks(across, 9)),
-        *svg.draw_steps(across, _RATE_BOTTOM, 9),
-        svg.text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"'),
-        *_resumed(curves.resumed, across),
-        *svg.draw_curves(
-            [
-                _curve("train", "training loss", curves.train, curves.bad, high),
-                _curve("held", "held out", curves.held_out, (), high),
-            ],
-            across,
-            up,
+        *svg.legend(legend, _RIGHT, _TOP - 14),
+        *(svg.draw_levels(up, ticks, across) if every else []),
+        *svg.draw_steps(across, _BOTTOM, 9),
+        svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, "step", 'text-anchor="middle"'),
+        *(
+            svg.element("line", "resumed", f"resumed after step {step:,}", **dashed, x1=x, x2=x)
+            for step in columns.values()
+            for x in (across.at(step),)
         ),
-        *_rate(curves.rate, across),
+        *svg.draw_curves(curves, across, up),
     ]
-    return svg.document((_WIDTH, _HEIGHT), title, _description(curves), parts)
+    described = [_describe(_LOOKS[name][1], each) for name, each in points.items() if each]
+    if bad:
+        described.append(f"no number at {len(bad):,} steps, first at step {bad[0]:,}")
+    return svg.document((_WIDTH, _HEIGHT), title, f"{'; '.join(described).capitalize()}.", parts)
 
 
-def _described(name: str, points: Sequence[Point]) -> list[str]:
-    if not points:
-        return []
-    (first, begin), (last, end) = points[0], points[-1]
-    low_step, low = min(points, key=lambda point: point[1])
-    if first == last:
-        return [f"{name} {begin:.4g} at step {first:,}"]
-    text = f"{name} from {begin:.4g} at step {first:,} to {end:.4g} at step {last:,}"
-    return [f"{text}, lowest {low:.4g} at step {low_step:,}"]
+def _parse(line: str) -> Mapping[str, object]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
-def _description(curves: Curves) -> str:
-    parts = _described("training loss", curves.train) + _described("held out", curves.held_out)
-    if curves.bad:
-        parts.append(f"no number at {len(curves.bad):,} steps, first at step {curves.bad[0]:,}")
-    if curves.rate:
-        highest = max(value for _, value in curves.rate)
-        parts.append(f"learning rate at most {highest:.4g}")
-    text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def _legend(curves: Curves, high: float) -> list[tuple[str, str, str]]:
-    above = any(value > high for _, value in (*curves.train, *curves.held_out))
-    items = (
-        ("train", "training", "", curves.train),
-        ("held", "held out", "", curves.held_out),
-        ("bad", "not a number", "", curves.bad),
-        ("resumed", "resumed", "3 3", curves.resumed),
-        ("above", "above the axis", "", above),
+def _describe(name: str, points: list[svg.Point]) -> str:
+    first, last, lowest = points[0], points[-1], min(points, key=lambda point: point.low)
+    return (
+        f"{name} from {first.middle:.4g} at step {first.step:,} to {last.middle:.4g} at step "
+        f"{last.step:,}, lowest {lowest.low:.4g} at step {lowest.step:,}"
     )
-    return [(name, text, dashes) for name, text, dashes, there in items if there]
-
-
-def _resumed(steps: Sequence[int], across: svg.Axis) -> list[str]:
-    """Draw where the run was resumed, each column once."""
-    columns = {round(across.at(step) / _COLUMN): step for step in reversed(steps)}
-    dashed = {"stroke_dasharray": "3 3", "y1": _TOP, "y2": _BOTTOM}
-    return [
-        svg.element("line", "resumed", f"resumed after step {step:,}", **dashed, x1=x, x2=x)
-        for step in columns.values()
-        for x in (across.at(step),)
-    ]
-
-
-def _curve(
-    look: str, name: str, points: Sequence[Point], gaps: Sequence[int], high: float
-) -> svg.Curve:
-    """Return one loss as a curve, with the values above ``high`` as points that are marked."""
-    made = [svg.Point(step, value, value, value) for step, value in points]
-    shown = svg.thin([p for p in made if p.middle <= high], (_RIGHT - _LEFT) // _COLUMN)
-    return svg.Curve(look, name, sorted([*shown, *(p for p in made if p.middle > high)]), gaps)
-
-
-def _rate(points: Sequence[Point], across: svg.Axis) -> list[str]:
-    if not points:
-        return []
-    ticks = svg.round_ticks(0.0, max(value for _, value in points), 4)
-    up = svg.Axis(ticks[0], ticks[-1], _RATE_BOTTOM, _RATE_TOP)
-    stride = max(1, len(points) // (_RIGHT - _LEFT))
-    kept = [*points[:-1:stride], points[-1]]
-    line = [(across.at(step), up.at(value)) for step, value in kept]
-    if len(line) == 1:
-        line = [(line[0][0] - 3, line[0][1]), (line[0][0] + 3, line[0][1])]
-    ends = list(dict.fromkeys([ticks[0], ticks[-1]]))
-    return [
-        svg.text(_LEFT, _RATE_TOP - 10, "learning rate"),
-        *svg.draw_levels(up, ends, across, [f"{tick:g}" for tick in ends]),
-        svg.draw_line("rate", line, stroke_width=1.6, stroke_linejoin="round"),
-    ]

@@ -10,8 +10,7 @@ error twice is not found.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,16 +33,6 @@ class ReplayError(StateError):
     """
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """Copies of everything that a step reads and changes on this rank."""
-
-    values: list[Tensor]
-    optimizer: dict[Tensor, dict[str, Any]]
-    scaler: dict[str, Any]
-    generators: dict[str, Any]
-
-
 def compute_twice(
     run: Run, compute: Callable[[], _T], numbers_of: Callable[[_T], dict[str, float]]
 ) -> tuple[_T, int]:
@@ -54,10 +43,9 @@ def compute_twice(
 
     **Cost** a copy of this rank's state while it runs, a second step, two passes of xxh3-128.
     """
-    before = _copy(run)
-    result = compute()
-    first = _digests(run, numbers_of(result))
-    _restore(run, before)
+    restore = _snapshot(run)
+    first = _digests(run, numbers_of(compute()))
+    restore()
     result = compute()
     second = _digests(run, numbers_of(result))
     differs = (n for n, k in enumerate(second, start=1) if first.get(k) != second[k])
@@ -83,7 +71,8 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
 
 def _state_tensors(run: Run) -> dict[str, Tensor]:
     """Return all tensors that a step changes on this rank, by name."""
-    _rest(run)
+    # Reading encoded moments does not wait for a step in the background.
+    Parts(run.model).rest("computing a step twice")
     found: dict[str, Tensor] = {}
     for name, param in run.model.named_parameters():
         found[f"parameter '{name}'"] = local_of(param)
@@ -104,43 +93,28 @@ def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
     return {**found, last: numbers[last].hex()}
 
 
-def _rest(run: Run) -> None:
-    """Wait for a step in the background, as reading encoded moments does not wait for it."""
-    Parts(run.model).rest("computing a step twice")
-
-
 @torch.no_grad()
-def _copy(run: Run) -> _Snapshot:
-    _rest(run)
-    model, optimizer = run.model, run.optimizer
-    return _Snapshot(
-        [local_of(tensor).clone() for tensor in (*model.parameters(), *model.buffers())],
-        {
-            param: {
-                key: local_of(value).clone() if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
-            for param, state in optimizer.state.items()
-        },
-        run.scaler.state_dict(),
-        read_generators(run.device),
-    )
+def _snapshot(run: Run) -> Callable[[], None]:
+    """Copy what a step reads and changes on this rank; return the function that puts it back."""
+    tensors = {label: tensor.clone() for label, tensor in _state_tensors(run).items()}
+    state, scaler = run.optimizer.state, run.scaler.state_dict()
+    others = {
+        param: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for param, values in state.items()
+    }
+    generators = read_generators(run.device)
 
-
-@torch.no_grad()
-def _restore(run: Run, before: _Snapshot) -> None:
-    """Put the copies back in place; remove optimizer state that did not exist yet."""
-    model, optimizer = run.model, run.optimizer
-    for tensor, value in zip((*model.parameters(), *model.buffers()), before.values, strict=True):
-        local_of(tensor).copy_(value)
-    for param in list(optimizer.state):
-        if param not in before.optimizer:
-            del optimizer.state[param]
-            continue
-        for key, value in before.optimizer[param].items():
-            if isinstance(value, Tensor):
-                local_of(optimizer.state[param][key]).copy_(value)
+    @torch.no_grad()
+    def restore() -> None:
+        for label, tensor in _state_tensors(run).items():
+            if label in tensors:
+                tensor.copy_(tensors[label])
+        for param in list(state):
+            if param in others:
+                state[param].update(others[param])
             else:
-                optimizer.state[param][key] = value
-    run.scaler.load_state_dict(before.scaler)
-    set_generators(before.generators, run.device)
+                del state[param]  # the step made it
+        run.scaler.load_state_dict(scaler)
+        set_generators(generators, run.device)
+
+    return restore

@@ -18,12 +18,12 @@ forward pass is turned off.
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 from shardwise.checkpoint.checkpoints import Checkpoints, Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.keys import names_in
 from shardwise.monitor.lines import JsonLines
 from shardwise.progress import byte_bar
 from shardwise.train.checks import checkpoints_path
@@ -34,41 +34,37 @@ _TRAINED_WITH = ("seq", "dropout", "expert_balance")  # in the model's panels, n
 _NO_EFFECT = ("prefetch_bytes", "bucket_bytes", "loss_scale", "optimizer")  # or reported above
 
 
-def _keys_in(*panels: str) -> list[str]:
-    extras = {name: field.json_schema_extra for name, field in TrainConfig.model_fields.items()}
-    return [
-        n for n, extra in extras.items() if isinstance(extra, dict) and extra["panel"] in panels
-    ]
-
-
-_MODEL_KEYS = [key for key in _keys_in("Model", "Experts") if key not in _TRAINED_WITH]
+_MODEL_KEYS = [key for key in names_in(TrainConfig, "Model", "Experts") if key not in _TRAINED_WITH]
 _MODEL_KEYS += ["tokenizer", "optimizer"]  # an optimizer's state is of one kind
-_PANELS = _keys_in("Sharding", "Degrees", "Batch", "Optimizer")
+_PANELS = names_in(TrainConfig, "Sharding", "Degrees", "Batch", "Optimizer")
 _STEP_KEYS = [*_TRAINED_WITH, *(key for key in _PANELS if key not in _NO_EFFECT)]
 _STEP_KEYS += ["data", "eval_windows", "source"]
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The step that a run resumed from, the bytes that this rank read, and the time it took."""
+class Resumed(NamedTuple):
+    """The step that a run resumed from, and the bytes that this rank read: a line of metrics."""
 
     step: int
-    num_bytes: int
     load_s: float
+    loaded_bytes: int
+    load_bytes_per_s: float
 
 
 def find_changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], saved_ranks: int, ranks: int
+    saved: Mapping[str, object], now: Mapping[str, object], saved_ranks: int, ranks: int
 ) -> list[str]:
     """Return a line for each setting that differs from the checkpoint's and changes the steps.
 
     **Raises** ConfigError if a changed setting makes another model.
     """
-    for key in _MODEL_KEYS:
-        before = saved.get(key, _default_of(key))  # an older version did not know the key
-        if before != now.get(key):
+    fields = TrainConfig.model_fields
+    defaults = {key: fields[key].default for key in fields}  # of keys that an older version lacked
+    before = {key: saved.get(key, defaults.get(key)) for key in (*_MODEL_KEYS, *_STEP_KEYS)}
+    changed = [key for key in before if before[key] != now.get(key)]
+    for key in changed:
+        if key in _MODEL_KEYS:
             raise ConfigError(
-                f"{key}: the checkpoint is of a model with {key} {before}, got "
+                f"{key}: the checkpoint is of a model with {key} {before[key]}, got "
                 f"{now.get(key)}; set it back, or start a new run in another output"
             )
     lines = []
@@ -76,19 +72,12 @@ def find_changes(
         lines.append(
             f"ranks: {saved_ranks} -> {ranks}; random numbers (dropout) go on from new seeds"
         )
-    for key in _STEP_KEYS:
-        before = saved.get(key, _default_of(key))
-        if before != now.get(key):
-            change = f"{before} -> {now.get(key)}"
-            lines.append(
-                "data: the text files have changed since" if key == "source" else f"{key}: {change}"
-            )
-    return lines
-
-
-def _default_of(key: str) -> Any:
-    field = TrainConfig.model_fields.get(key)
-    return field.default if field is not None else None
+    return lines + [
+        "data: the text files have changed since"
+        if key == "source"
+        else f"{key}: {before[key]} -> {now.get(key)}"
+        for key in changed
+    ]
 
 
 class RunCheckpoints:
@@ -158,7 +147,7 @@ class RunCheckpoints:
         say(f"going on from step {loaded.step} ({loaded.path})")
         for line in lines:
             say(f"changed since then: {line}")
-        return Resumed(loaded.step, loaded.num_bytes, load_s)
+        return Resumed(loaded.step, load_s, loaded.num_bytes, loaded.num_bytes / load_s)
 
     @property
     def failed(self) -> bool:
@@ -228,7 +217,7 @@ class RunCheckpoints:
             self._keeper.__exit__(*error)
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, object]:
     """Return the decided keys of this run, and a fingerprint of its text."""
     header = json.loads((run.config.output / "tokens.json").read_text(encoding="utf-8"))
     return {**run.config.model_dump(mode="json"), "source": header["source"]}

@@ -53,6 +53,8 @@ from shardwise.train.text import (
     write_stream,
 )
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # ids, targets, positions
+
 
 @dataclass(frozen=True)
 class Run:
@@ -86,30 +88,23 @@ class Run:
         """The index of this rank's part of a batch, and the number of parts."""
         return self.config.axes.over(self.place.world_size).part_of_batch(self.place.rank)
 
-    def train_batch(self, step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's ids and targets of micro-batch `number`: int64 [micro_batch, seq]."""
-        indices = rank_indices(self.config.micro_batch, number, *self.part_of_batch)
+    def train_batch(self, step: int, *numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's ids and targets of micro-batches `numbers`: int64 [windows, seq]."""
+        size, part = self.config.micro_batch, self.part_of_batch
+        indices = [index for number in numbers for index in rank_indices(size, number, *part)]
         with engine_of(self.model).comm.tracer.span("data", ""):
             windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
             ids, targets = read_windows(self.stream, windows, self.config.seq)
             return ids.to(self.device), targets.to(self.device)
 
-    def rows_of_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and targets of all micro-batches of a step, concatenated."""
-        batches = [self.train_batch(step, number) for number in range(self.accumulation)]
-        ids, targets = zip(*batches, strict=True)
-        return torch.cat(ids), torch.cat(targets)
-
-    def cut(
-        self, ids: torch.Tensor, targets: torch.Tensor
-    ) -> AbstractContextManager[tuple[Any, ...]]:
+    def cut(self, ids: torch.Tensor, targets: torch.Tensor) -> AbstractContextManager[Inputs]:
         """Cut windows over context-parallel ranks, for one pass.
 
         The context gives this rank's ids and targets, and their positions (None: from 0).
         """
         if self.context is None:
             return nullcontext((ids, targets, None))
-        return self.context.cut(ids, targets)
+        return cast(AbstractContextManager[Inputs], self.context.cut(ids, targets))
 
 
 @contextmanager

@@ -1,70 +1,19 @@
-"""Output of a run: its progress bar, and its result against plain data parallelism."""
+"""The result of a run, against plain data parallelism and the plan's predictions."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Protocol
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.progress import Clock, ProgressLines
 from shardwise.quantities import format_bytes, format_count
 from shardwise.tensor.background_step import elements_of
-from shardwise.terminal import EscapingConsole
+from shardwise.train.config import TrainConfig
 
 _SPEED_MEMORY = 0.9
-
-
-class Advance(Protocol):
-    """The function that `run_bar` yields."""
-
-    def __call__(self, *status: str) -> None:
-        """Count one step and show short texts beside the bar."""
-
-
-@contextmanager
-def run_bar(
-    num_steps: int, shown: bool, num_done: int = 0, clock: Clock = time.monotonic
-) -> Iterator[Advance]:
-    """Show steps, loss, speed and bytes of a run; yield the function to call after each step.
-
-    If stdout is not a terminal, stderr gets a line every 30 s with the step, the first two texts
-    and the time left, and one at the end, also after an error.
-    """
-    console = EscapingConsole()
-    now = ""
-
-    def advance(*status: str) -> None:
-        nonlocal now
-        now = ", ".join(status[:2])
-        progress.update(task, advance=1, status="  ".join(status))
-        lines.add(1, num_steps)
-
-    lines = ProgressLines(
-        lambda done, total, elapsed_s: f"step {done:,.0f} of {total:,.0f}: {now}",
-        shown=shown and not console.is_terminal,
-        first=num_done,
-        ends_always=True,
-        clock=clock,
-    )
-    columns = MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[status]}")
-    is_hidden = not (shown and console.is_terminal)
-    progress = Progress(
-        TextColumn("step"), *columns, TimeRemainingColumn(), console=console, disable=is_hidden
-    )
-    task = progress.add_task("step", total=num_steps, completed=num_done, status="")
-    try:
-        with progress:
-            yield advance
-    finally:
-        lines.end()
 
 
 @dataclass(frozen=True)
@@ -149,16 +98,7 @@ class RunResult:
         return sum(last) / len(last)
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """A plan's predictions for the run, None for those that it does not make."""
-
-    step_s: float | None = None
-    state_bytes: int | None = None
-    peak_bytes: int | None = None
-
-
-def compare(predicted: Predicted, result: RunResult) -> list[str]:
+def compare(config: TrainConfig, result: RunResult) -> list[str]:
     """Write each predicted quantity beside the measured one, a line each.
 
     The step time is the median without the first step. State and peak are those of the rank that
@@ -167,9 +107,24 @@ def compare(predicted: Predicted, result: RunResult) -> list[str]:
     makes. On other devices it is what the allocator gave out.
     """
     rows = [
-        ("step time", predicted.step_s, median(result.steps_s[1:] or [0.0]), "{:.3g} s".format),
-        ("state", predicted.state_bytes, max(result.state_bytes_of_ranks, default=0), format_bytes),
-        ("peak", predicted.peak_bytes, max(result.added_bytes_of_ranks, default=0), format_bytes),
+        (
+            "step time",
+            config.predicted_step_s,
+            median(result.steps_s[1:] or [0.0]),
+            "{:.3g} s".format,
+        ),
+        (
+            "state",
+            config.predicted_state_bytes,
+            max(result.state_bytes_of_ranks, default=0),
+            format_bytes,
+        ),
+        (
+            "peak",
+            config.predicted_peak_bytes,
+            max(result.added_bytes_of_ranks, default=0),
+            format_bytes,
+        ),
     ]
     lines = []
     for name, expected, found, write in rows:
@@ -181,7 +136,7 @@ def compare(predicted: Predicted, result: RunResult) -> list[str]:
     return lines
 
 
-def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
+def format_result(result: RunResult, config: TrainConfig) -> str:
     """Write the result of a run: loss, speed, bytes per rank, predictions, sample."""
     if not result.losses:
         return f"nothing left to do: step {result.steps} is the last one; raise steps to go on"
@@ -207,7 +162,7 @@ def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
             f"checkpoints   the last of step {result.saved_step}; saving stopped training for "
             f"{result.save_stall_s:.2f} s in all"
         )
-    for number, line in enumerate(compare(predicted, result)):
+    for number, line in enumerate(compare(config, result)):
         lines.append(f"{'' if number else 'predicted':<14}{line}")
     if result.picture is not None:
         lines.append(f"loss curve    {result.picture}")

@@ -12,10 +12,11 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,48 +30,23 @@ _MASK = (1 << 64) - 1
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
-class Tokenizer(Protocol):
-    """Converts text to token ids and back."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back; ``name`` tells tokenizers apart."""
 
     vocab: int
     name: str
-
-    def encode(self, text: str) -> Sequence[int] | np.ndarray:
-        """Return the ids of a text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+    encode: Callable[[str], Sequence[int] | np.ndarray]
+    decode: Callable[[Sequence[int]], str]
 
 
-class ByteTokenizer:
-    """Use the bytes of UTF-8 as tokens; vocabulary 256, byte 0 ends a document."""
-
-    vocab = 256
-    name = "bytes"
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the UTF-8 bytes of a text, uint8 [num_bytes]."""
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes; invalid UTF-8 becomes the replacement character."""
-        return bytes(ids).decode("utf-8", errors="replace")
-
-
-class _FileTokenizer:
-    """A `tokenizer.json` of the `tokenizers` package."""
-
-    def __init__(self, inner: Any, name: str) -> None:
-        self._inner = inner
-        self.vocab: int = inner.get_vocab_size()
-        self.name = name
-
-    def encode(self, text: str) -> Sequence[int]:
-        ids: list[int] = self._inner.encode(text).ids
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids)))
+# The bytes of UTF-8 as tokens; byte 0 ends a document.
+BYTES = Tokenizer(
+    256,
+    "bytes",
+    lambda text: np.frombuffer(text.encode("utf-8"), dtype=np.uint8),
+    lambda ids: bytes(ids).decode("utf-8", errors="replace"),
+)
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
@@ -79,7 +55,7 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
     **Raises** ConfigError if the file cannot be read, or `tokenizers` is not installed.
     """
     if path is None:
-        return ByteTokenizer()
+        return BYTES
     try:
         from tokenizers import Tokenizer as TokenizerFile
     except ImportError:
@@ -94,7 +70,13 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
         raise ConfigError(f"tokenizer: {path} cannot be read: {error.strerror}") from None
     except Exception as error:  # the package raises plain Exception on a bad file
         raise ConfigError(f"tokenizer: {path} is not a tokenizer.json: {error}") from None
-    return _FileTokenizer(inner, hashlib.sha256(content).hexdigest())
+    name = hashlib.sha256(content).hexdigest()
+    return Tokenizer(
+        inner.get_vocab_size(),
+        name,
+        lambda text: list(inner.encode(text).ids),
+        lambda ids: str(inner.decode(list(ids))),
+    )
 
 
 def find_documents(data: Path | None) -> list[Path]:
@@ -107,15 +89,15 @@ def find_documents(data: Path | None) -> list[Path]:
     """
     if data is not None and data.is_file():
         return [data]
-    root = data or Path(sysconfig.get_paths()["stdlib"])
-    skipped = _SKIPPED_FOLDERS if data is None else frozenset()
-    pattern = "*.py" if data is None else "*"
-    found = []
+    root, pattern, skipped = data, "*", frozenset[str]()
+    if root is None:
+        root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "*.py", _SKIPPED_FOLDERS
+    documents = []
     for path in sorted(root.rglob(pattern)):
         parts = path.relative_to(root).parts
-        if skipped.isdisjoint(parts) and not any(part.startswith(".") for part in parts):
-            found.append(path)
-    documents = [path for path in found if path.is_file()]
+        is_hidden = any(part.startswith(".") for part in parts)
+        if skipped.isdisjoint(parts) and not is_hidden and path.is_file():
+            documents.append(path)
     if not documents:
         raise ConfigError(f"data: expected a text file or a folder of text, found none at {root}")
     return documents
@@ -130,11 +112,9 @@ def read_texts(path: Path) -> Iterator[str]:
     """
     if path.suffix != ".jsonl":
         content = path.read_bytes()
-        if b"\0" not in content:
-            try:
+        with suppress(UnicodeDecodeError):
+            if b"\0" not in content:
                 yield content.decode("utf-8")
-            except UnicodeDecodeError:
-                return
         return
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -171,37 +151,35 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
 
     **Raises** ConfigError if the documents hold no text.
     """
-    source = _fingerprint(documents, tokenizer)
-    header_path, tokens_path = folder / "tokens.json", folder / "tokens.bin"
-    if header_path.exists() and tokens_path.exists():
-        header = json.loads(header_path.read_text())
+    digest = hashlib.sha256(tokenizer.name.encode())
+    for path in documents:
+        facts = path.stat()
+        digest.update(f"{path.absolute()}\n{facts.st_size}\n{facts.st_mtime_ns}\n".encode())
+    source = digest.hexdigest()
+    paths = folder / "tokens.json", folder / "tokens.bin"
+    if all(path.exists() for path in paths):
+        header = json.loads(paths[0].read_text())
         nbytes = header["num_tokens"] * np.dtype(header["dtype"]).itemsize
-        if header["source"] == source and tokens_path.stat().st_size == nbytes:
+        if header["source"] == source and paths[1].stat().st_size == nbytes:
             return
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab - 1))
-    texts = (text for path in documents for text in read_texts(path))
     counts = np.zeros(tokenizer.vocab, dtype=np.int64)
-    partial_path = folder / f"tokens.bin.{os.getpid()}"
-    with partial_path.open("wb") as file:
-        for text in texts:
+    parts = [path.with_name(f"{path.name}.{os.getpid()}") for path in paths]
+    with parts[1].open("wb") as file:
+        for text in (text for path in documents for text in read_texts(path)):
             tokens = np.append(np.asarray(tokenizer.encode(text), dtype=dtype), dtype.type(0))
             counts += np.bincount(tokens, minlength=tokenizer.vocab)
             file.write(tokens.tobytes())
     num_tokens = int(counts.sum())
     if num_tokens == 0:
-        partial_path.unlink()
+        parts[1].unlink()
         raise ConfigError(f"data: no UTF-8 text in {len(documents)} files of {documents[0].parent}")
-    header = {
-        "num_tokens": num_tokens,
-        "dtype": dtype.name,
-        "unigram_entropy": unigram_entropy(counts),
-        "source": source,
-    }
-    partial_header_path = folder / f"tokens.json.{os.getpid()}"
-    partial_header_path.write_text(json.dumps(header))
-    partial_path.replace(tokens_path)
-    partial_header_path.replace(header_path)
+    entropy = unigram_entropy(counts)
+    header = {"num_tokens": num_tokens, "dtype": dtype.name, "unigram_entropy": entropy}
+    parts[0].write_text(json.dumps({**header, "source": source}))
+    for part, path in zip(reversed(parts), reversed(paths), strict=True):  # the header last
+        part.replace(path)
 
 
 def open_stream(folder: Path) -> TokenStream:
@@ -211,14 +189,6 @@ def open_stream(folder: Path) -> TokenStream:
         folder / "tokens.bin", dtype=header["dtype"], mode="r", shape=(header["num_tokens"],)
     )
     return TokenStream(tokens, header["unigram_entropy"])
-
-
-def _fingerprint(documents: Iterable[Path], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256(tokenizer.name.encode())
-    for path in documents:
-        facts = path.stat()
-        digest.update(f"{path.absolute()}\n{facts.st_size}\n{facts.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
