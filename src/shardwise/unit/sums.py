@@ -17,10 +17,10 @@ micro-batch adds these sums to its own, and the total is summed over replicas on
 gradients live on the host, that memory is missing, so every micro-batch is summed over both.
 
 Note [Dtype of a sum]
-Gradients of one micro-batch are sent in the dtype in which the layers computed them. A sum of
-several is sent in the dtype of the sum, because fewer bits would round it. All ranks must send the
-same dtype. So ``has_local_sum`` is equal on all ranks: it is set if a pass has kept its gradients
-on the ranks since the last reduction, even if this rank had no gradient to keep.
+Gradients of one micro-batch are sent in the layers' dtype, or in that of the sum if it is narrower.
+A sum of several is sent in its own, as fewer bits would round it. Without `Precision.reduce` that
+is the gradients' widest. All ranks must send one dtype, so all set ``has_local_sum`` if a pass has
+kept its gradients on the ranks since the last reduction, even if this rank had none to keep.
 """
 
 from collections.abc import Callable, Sequence
@@ -212,8 +212,8 @@ class RunningSum:
         asked = params[0].reduce_dtype
         dtype = asked or reduce(promote_types, found, storage.compute_dtype)
         # see Note [Dtype of a sum]
-        is_wider = asked is not None and dtype.itemsize >= storage.compute_dtype.itemsize
-        wire_dtype = storage.compute_dtype if is_wider and not unit.has_local_sum else dtype
+        sends_sum = asked is None or dtype.itemsize < storage.compute_dtype.itemsize
+        wire_dtype = dtype if sends_sum or unit.has_local_sum else storage.compute_dtype
         sent = [self._to_send(p, grad, wire_dtype) for p, grad in zip(params, grads, strict=True)]
         replicated = not storage.shards_state
         layout = storage.layout
