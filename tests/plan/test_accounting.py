@@ -539,7 +539,7 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
             ["torch", "numpy", "pydantic", "rich", "difflib"],
         ),
         (
-            "from shardwise.cli.plan import run_plan; run_plan(['--params', '7B'])",
+            "from shardwise.cli.main import call_command as run; run('plan', ['--params', '7B'])",
             ["torch", "numpy"],
         ),
     ],

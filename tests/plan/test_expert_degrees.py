@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import shardwise
 from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
 from ranks import run_ranks
-from shardwise.cli.plan import run_plan
+from shardwise.cli.main import call_command
 from shardwise.cli.plan_setup import padding_notes, set_up
 from shardwise.cli.plan_write import train_config_of
 from shardwise.engine.schedule import Schedule
@@ -42,6 +43,8 @@ from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 from shardwise.train.summary import count_state
+
+run_plan = partial(call_command, "plan")
 
 MIXED = replace(SHAPE, experts=Experts(8, 2, 96, shared=1, dense_layers=1))
 VOCAB = 64
