@@ -171,7 +171,7 @@ def test_arguments_fill_auto_and_nothing_else() -> None:
         from_deepspeed(HUGGING_FACE, auto={"steps_per_print": 5})
     with pytest.raises(ConfigError, match="micro_batch: expected a whole number, 1 or more"):
         from_deepspeed({}, micro_batch=0)
-    with pytest.raises(ConfigError, match="got 4, and micro_batch=3 as an argument"):
+    with pytest.raises(ConfigError, match="got 4 here and micro_batch=3 in another place"):
         from_deepspeed(WHOLE, micro_batch=3)
 
 
@@ -279,7 +279,7 @@ def zero(**keys: Any) -> dict[str, Any]:
         ({"gradient_clipping": -1}, "gradient_clipping: expected a number of 0 or more"),
         ({"gradient_clipping": True}, "gradient_clipping: expected a number"),
         ({"train_batch_size": "many"}, "train_batch_size: expected a whole number"),
-        ({"train_batch_size": 0}, "1 or more, got 0"),
+        ({"train_batch_size": 0}, "1 to .*, got 0"),
         ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
         ({"sequence_parallel_size": 2}, "only data is parallel"),
         ({"tensor_parallel": {"autotp_size": 4}}, "only data is parallel"),

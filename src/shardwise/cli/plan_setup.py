@@ -19,7 +19,8 @@ from shardwise.cli.plan_write import (
 )
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
+from shardwise.interop.foreign_keys import Report
+from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import ALL_DEGREES, Candidate, Kernels, LossKind
 from shardwise.plan.machine.calibration import (
@@ -96,7 +97,7 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     is_ours = config is not None
     flags = {k: v for k, v in request.model_dump().items() if k in request.model_fields_set}
     flags = {k: v for k, v in flags.items() if v is not None}
-    decided = {**(foreign.values if foreign else {}), **flags}
+    decided = {**(foreign[0] if foreign else {}), **flags}
     if "tokens_per_step" in flags:
         decided.pop("accumulation", None)  # a file's; beside the flag it is refused
     values = {**(_of_train(config) if config is not None else {}), **decided}
@@ -114,8 +115,9 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     model = _model(name, source, config, request.seq, candidate)
     notes: tuple[str, ...] = ()
     if foreign is not None:
-        ignored = foreign.ignored.items()
-        notes = tuple(f"{foreign.path}: {key} not used: {why}" for key, why in ignored)
+        report = foreign[1]
+        ignored = (report.ignored | report.auto).items()
+        notes = tuple(f"{report.source}: {key} not used: {why}" for key, why in ignored)
     if not (tries_batches or "layout" in given or (is_ours and not to_train)):
         candidate, why = _with_layout(candidate, model)
         notes += why
@@ -182,7 +184,7 @@ def padding_notes(made: Plan) -> tuple[str, ...]:
     )
 
 
-def _foreign(request: ModelRequest) -> ForeignSettings | None:
+def _foreign(request: ModelRequest) -> tuple[dict[str, Any], Report] | None:
     if request.deepspeed is not None:
         return read_deepspeed(request.deepspeed)
     return read_accelerate(request.accelerate) if request.accelerate is not None else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.blocks import offload_keys
+from shardwise.interop.deepspeed.offload_blocks import offload_keys
 from shardwise.keys import check_keys, flag_of
 from shardwise.optim.kinds import BLOCK
 from shardwise.plan.candidate import ALL_DEGREES, Candidate, planned_offload

@@ -20,7 +20,7 @@ from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
 if TYPE_CHECKING:
-    from shardwise.interop.deepspeed.reader import Report
+    from shardwise.interop.foreign_keys import Report
 
 _BAD_CONFIG, _FAILED = 2, 1
 _MOST_RANKS = 10**8
@@ -116,7 +116,7 @@ def _with_deepspeed(
     config_file: Path | None, flags: Mapping[str, Any], file: Path, place: RankPlace | None
 ) -> tuple[TrainConfig, Report]:
     """Merge both files, which must agree, and the flags, which win."""
-    from shardwise.interop.deepspeed.run_keys import read_train_keys, tell_sources
+    from shardwise.interop.foreign_settings import read_train_keys, tell_sources
 
     values = read_keys(config_file) if config_file is not None else {}
     if place is not None:
