@@ -14,6 +14,7 @@ from shardwise.interop.deepspeed.offload_blocks import Homes, offload_keys
 from shardwise.interop.deepspeed.reading import (
     COMPUTE_BYTES,
     PRECISION_BLOCKS,
+    SIZES,
     Reading,
     TorchSchedule,
     read_content,
@@ -39,8 +40,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.optimizers import OPTIMIZERS
 
 _BETAS = (0.9, 0.999)  # torch's default
-_SIZES = ("micro_batch", "accumulation", "global_batch")
-_SAME = (*_SIZES, "stage", "precision", "prefetch_bytes", "offload", "gather", "reduce")
+_SAME = (*SIZES, "stage", "precision", "prefetch_bytes", "offload", "gather", "reduce")
 _HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
 # accelerate refuses these beside a `deepspeed_config_file`, which sets them.
 _NOT_BESIDE_A_FILE = (
@@ -112,16 +112,15 @@ def read_train_keys(
             said[name] = reading.values[name]
     all_keys = {**_default_keys(reading), **said}
     keys = {name: v for name, v in all_keys.items() if name in said or name not in known}
-    found = {name: _whole(both.get(name)) for name in _SIZES if name in decided or name not in said}
+    found = {name: _whole(both.get(name)) for name in SIZES if name in decided or name not in said}
     given = {name: size for name, size in found.items() if size is not None}
-    batch = resolve({**keys, **given}, world_size, str(path))
-    if batch.micro_batch is None and batch.global_batch is not None:
+    sizes = resolve({**keys, **given}, world_size, str(path))
+    if sizes["micro_batch"] is None and sizes["global_batch"] is not None:
         raise ConfigError(
             f"{path}: train_micro_batch_size_per_gpu: it follows from train_batch_size and the "
             "number of ranks; give --ranks"
         )
-    sizes = zip(_SIZES, (batch.micro_batch, batch.accumulation, batch.global_batch), strict=True)
-    keys |= {k: size for k, size in sizes if size is not None and (k in said or k not in known)}
+    keys |= {k: n for k, n in sizes.items() if n is not None and (k in said or k not in known)}
     if "offload" in keys:
         keys["offload"] = offload_keys(keys["offload"])
     return keys, reading.report

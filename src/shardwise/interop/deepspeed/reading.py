@@ -34,6 +34,7 @@ from shardwise.keys import check_names, near_miss
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.optimizers import OPTIMIZERS, check_options
 
+SIZES = ("micro_batch", "accumulation", "global_batch")
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISION_BLOCKS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # one has an old name
 _SCALE = {"loss_scale": 65536.0, "loss_scale_window": 1000}
@@ -83,47 +84,34 @@ class Reading:
     report: Report
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Samples per rank and forward pass, passes per step, and samples per step over all ranks.
+def resolve(sizes: Mapping[str, int], world_size: int | None, source: str) -> dict[str, int | None]:
+    """Compute the third of the batch sizes from any two; accumulation defaults to 1.
 
-    A size of None is decided by the caller, or follows from the number of ranks, not yet known.
-    """
-
-    micro_batch: int | None
-    accumulation: int | None
-    global_batch: int | None
-
-
-def resolve(sizes: Mapping[str, int], world_size: int | None, source: str) -> Batch:
-    """Compute the third size from any two, as DeepSpeed does; accumulation defaults to 1.
-
-    Without a number of ranks, sizes that depend on it stay None.
+    ``micro_batch`` counts samples per rank and forward pass, ``accumulation`` passes per step,
+    ``global_batch`` samples per step over all ranks. A size is None if the caller decides it, or if
+    it follows from the number of ranks, which is not known.
 
     **Raises** ConfigError with the numbers if they contradict each other.
     """
-    micro, passes = sizes.get("micro_batch"), sizes.get("accumulation")
-    whole = sizes.get("global_batch")
+    micro, passes, whole = map(sizes.get, SIZES)
     if passes is None and (micro is None) != (whole is None):
         passes = 1
-    if world_size is None:
-        return Batch(micro, passes, whole)
-    if whole is None:
-        if micro is None or passes is None:
-            return Batch(micro, passes, None)
-        return Batch(micro, passes, micro * passes * world_size)
-    if micro is None and passes is not None:
-        micro = whole // (world_size * passes)
-    elif passes is None and micro is not None:
-        passes = whole // (world_size * micro)
-    if micro is None or passes is None or micro * passes * world_size != whole or not whole:
-        product = "" if micro is None or passes is None else f" = {micro * passes * world_size}"
-        raise ConfigError(
-            f"{source}: train_batch_size: expected train_micro_batch_size_per_gpu x "
-            f"gradient_accumulation_steps x ranks = {micro} x {passes} x {world_size}"
-            f"{product}, got {whole}; change one of them, or the number of ranks"
-        )
-    return Batch(micro, passes, whole)
+    if world_size is not None and whole is not None:
+        if micro is None and passes is not None:
+            micro = whole // (world_size * passes)
+        elif passes is None and micro is not None:
+            passes = whole // (world_size * micro)
+        if micro is None or passes is None or micro * passes * world_size != whole or not whole:
+            has_both = micro is not None and passes is not None
+            product = f" = {(micro or 0) * (passes or 0) * world_size}" if has_both else ""
+            raise ConfigError(
+                f"{source}: train_batch_size: expected train_micro_batch_size_per_gpu x "
+                f"gradient_accumulation_steps x ranks = {micro} x {passes} x {world_size}"
+                f"{product}, got {whole}; change one of them, or the number of ranks"
+            )
+    elif world_size is not None and micro is not None and passes is not None:
+        whole = micro * passes * world_size
+    return dict(zip(SIZES, (micro, passes, whole), strict=True))
 
 
 def read_content(content: JsonMapping, reader: Reader, precision: object = None) -> Reading:

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.config import PRECISIONS, Precision, Schedule
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.reading import (
-    Batch,
     OptimizerChoice,
     Reading,
     TorchSchedule,
@@ -75,12 +74,13 @@ def from_deepspeed(
 class DeepSpeedSettings:
     """A DeepSpeed config for a loop with ``shard()``.
 
-    ``batch`` has the three sizes, None while undecided; ``micro_batch``, ``accumulation`` and
-    ``global_batch`` are the same, never None. ``report`` has every key of the file: ``print()`` it.
+    ``batch`` has the three sizes by name, None while undecided; the attributes ``micro_batch``,
+    ``accumulation`` and ``global_batch`` are never None. ``report`` has every key of the file:
+    ``print()`` it.
     """
 
     reading: Reading = field(repr=False)
-    batch: Batch
+    batch: Mapping[str, int | None]
 
     @property
     def report(self) -> Report:
@@ -204,16 +204,10 @@ class DeepSpeedSettings:
         return {**self.reading.defaults, **self.reading.values}
 
     def _size(self, name: str) -> int:
-        batch = self.batch
-        sizes = {
-            "micro_batch": batch.micro_batch,
-            "accumulation": batch.accumulation,
-            "global_batch": batch.global_batch,
-        }
-        size = sizes[name]
+        size = self.batch[name]
         if size is None:
             ranks = ", or call that after init_process_group(), or with world_size="
-            follows = ranks if list(sizes.values()).count(None) == 1 else ""
+            follows = ranks if list(self.batch.values()).count(None) == 1 else ""
             raise self._error(f"{name} is not decided: give {name}= to from_deepspeed(){follows}")
         return size
 
