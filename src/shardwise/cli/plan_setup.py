@@ -28,7 +28,7 @@ from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Model, Plan
 from shardwise.plan.request import ModelRequest, PlanRequest, offload_asked
-from shardwise.plan.space import Limits, Space
+from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
 from shardwise.train.config import TrainConfig, load_config
