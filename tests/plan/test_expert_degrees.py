@@ -34,8 +34,7 @@ from shardwise.plan.planning import plan
 from shardwise.plan.report.facts import plan_facts
 from shardwise.plan.report.page import plans_html
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import search
-from shardwise.plan.space import Limits, Space
+from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler

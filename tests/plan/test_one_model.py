@@ -23,8 +23,7 @@ from shardwise.plan.model.shapes import DecoderShape, Experts, gpt_shape, llama_
 from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import SearchResult, search
-from shardwise.plan.space import Space
+from shardwise.plan.searching import SearchResult, Space, search
 
 LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "per_op", "full")
 # One of each family of presets.
