@@ -32,8 +32,10 @@ class _Commands(TyperGroup):
         return list(_COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command; return None for an unknown name."""
+        """Import a command; return None for an unknown name, for which typer suggests another."""
         if cmd_name not in _COMMANDS:
+            names: Any = dict.fromkeys(_COMMANDS)
+            self.commands = names
             return None
         from shardwise.cli.flags import command_of
 
