@@ -159,7 +159,7 @@ def searched() -> tuple[ShapedModel, Space, SearchResult]:
     request = check_keys(
         PlanRequest, {}, {"ranks": 64, "search": True, "degrees": DEGREES}, None, "plan"
     )
-    setup = set_up("llama-3-8b", request)
+    setup = set_up("llama-3.2-1b", request)
     assert isinstance(setup.model, ShapedModel)
     space = space_of(setup)
     limits = limits_of(setup)
