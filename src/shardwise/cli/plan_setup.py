@@ -86,9 +86,9 @@ def set_up(name: str | None, request: ModelRequest) -> Setup:
     notes: tuple[str, ...] = ()
     for read, path in ((read_deepspeed, request.deepspeed), (read_accelerate, request.accelerate)):
         if path is not None:
-            foreign = read(path)
-            decided = {**foreign.values, **decided}
-            ignored = foreign.ignored.items()
+            found, report = read(path)
+            decided = {**found, **decided}
+            ignored = (report.ignored | report.auto).items()
             notes = tuple(f"{path}: {key} not used: {why}" for key, why in ignored)
     if "tokens_per_step" in decided:
         decided.pop("accumulation", None)  # a file's; beside the flag it is refused

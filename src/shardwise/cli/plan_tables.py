@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardwise.cli.tables import make_table
 from shardwise.homes import Offload
-from shardwise.interop.deepspeed.blocks import offload_keys
+from shardwise.interop.deepspeed.offload_blocks import offload_keys
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import accelerators, links, standard_nodes
