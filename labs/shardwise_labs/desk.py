@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise_labs.course import Lab, answers_in, labs, line_of, steps_of
 from shardwise_labs.ranks import HANG_S, Job, Outcome, Verdict, run_job
@@ -241,7 +242,7 @@ def _wrapped(label: str, text: str) -> str:
     )
 
 
-def _score(folder: Path) -> dict[str, dict]:
+def _score(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / SCORE
     try:
         return dict(json.loads(path.read_text())) if path.exists() else {}

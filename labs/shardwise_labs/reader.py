@@ -16,6 +16,8 @@ BUILT_HERE = ("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.
 def forbidden_imports(path: Path) -> str | None:
     """Return in words which imports a reader's file must not have; None if it has none."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
