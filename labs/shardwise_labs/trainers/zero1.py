@@ -37,7 +37,8 @@ def mean_slice(grads: Tensor) -> Tensor:
     num_ranks = dist.get_world_size()
     mine = torch.empty(grads.numel() // num_ranks)
     dist.reduce_scatter(mine, list(grads.chunk(num_ranks)))
-    return mine / num_ranks
+    mine /= num_ranks
+    return mine
     # END
 
 
