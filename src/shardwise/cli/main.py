@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from shardwise import terminal
 
@@ -21,6 +21,7 @@ _COMMANDS = {  # each is a function in the file of its name
     "explain": "Explain a finding of `doctor` by its code.",
     "bench": "Measure this machine with all its ranks, for the planner.",
     "ckpt": "Inspect, verify, export and import checkpoints.",
+    "lab": "Learn ZeRO and FSDP: fill the gaps of a file, run it on ranks, have it checked.",
 }
 
 
@@ -34,8 +35,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import a command; return None for an unknown name, for which typer suggests another."""
         if cmd_name not in _COMMANDS:
-            names: Any = dict.fromkeys(_COMMANDS)
-            self.commands = names
+            self.commands = dict.fromkeys(_COMMANDS, TyperCommand(cmd_name))
             return None
         from shardwise.cli.flags import command_of
 
