@@ -1,6 +1,7 @@
 """Modules of `shard()` are FSDPModules: what their methods do at every stage, or refuse."""
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,37 @@ def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_w
     world: int,
 ) -> None:
     run_ranks(names, world)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage().removeprefix("FSDP::"))
+
+
+def logged(rank: int, world: int) -> None:
+    log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
+    level = log.level
+    model = sharded(3)
+    units = [unit.name for unit in engine_of(model).units]
+    log.addHandler(lines)
+    log.setLevel(logging.DEBUG)
+    try:
+        loss_of(model, 0, rank).backward()
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(level)
+    assert lines.found[0] == "root_pre_forward" and "root_post_backward" in lines.found
+    for event in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
+        told = sorted(line for line in lines.found if line.split()[0] == event)
+        assert told == sorted(f"{event} ({name})" if name else event for name in units)
+
+
+def test_passes_of_shard_are_told_in_the_log_of_torchs_own() -> None:
+    run_ranks(logged, 1)
 
 
 # -- full parameters

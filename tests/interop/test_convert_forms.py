@@ -69,7 +69,9 @@ def test_accumulation_of_accelerates_file_fills_the_json(tmp_path: Path) -> None
     keys, _ = read_accelerate_keys(write(tmp_path, content, gradient_accumulation_steps=3))
     assert (keys["micro_batch"], keys["accumulation"], keys["global_batch"]) == (4, 3, 24)
     path = write(tmp_path, {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=3)
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps: got 4 here and 3 in"):
+    with pytest.raises(
+        ConfigError, match="gradient_accumulation_steps: got 4 here and accumulation=3 in"
+    ):
         read_accelerate_keys(path)
 
 

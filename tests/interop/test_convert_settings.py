@@ -9,8 +9,8 @@ import yaml
 
 from shardwise.cli.convert import run_command
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.run_keys import read_train_keys, to_accelerate, to_deepspeed
-from shardwise.interop.foreign_settings import read_accelerate_keys
+from shardwise.interop.foreign_settings import read_accelerate_keys, read_train_keys
+from shardwise.interop.foreign_writing import to_accelerate, to_deepspeed
 from shardwise.train.config import TrainConfig, load_config
 
 OURS: list[dict[str, Any]] = [

@@ -16,8 +16,8 @@ from shardwise.cli.train import read_run
 from shardwise.cli.train import run_command as train
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed import from_deepspeed
-from shardwise.interop.deepspeed.reader import Report
-from shardwise.interop.deepspeed.run_keys import read_train_keys
+from shardwise.interop.foreign_keys import Report
+from shardwise.interop.foreign_settings import read_train_keys
 from shardwise.train.checks import resolve_batch
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import RankPlace

@@ -2,17 +2,19 @@
 
 import copy
 import inspect
+import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.run_keys import _said_keys
 from shardwise.interop.deepspeed.settings import DeepSpeedSettings, from_deepspeed
 from shardwise.interop.foreign_keys import KEYS, NOT_WRITTEN, TORCH_SCHEDULERS
+from shardwise.interop.foreign_settings import read_train_keys
 from shardwise.train.config import TrainConfig
 
 AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
@@ -99,23 +101,30 @@ def test_a_wrong_value_is_told_as_ours(build: Callable[[], object], named: str) 
         ({"zero_optimization": {"stage": 0}}, {"stage"}),
         ({"fp16": {"loss_scale": 0}, "bf16": {}, "scheduler": {}}, set()),
         ({"fp16": {"loss_scale": 64}}, {"loss_scale", "loss_scale_window"}),
-        ({"fp16": {"enabled": False, "loss_scale_window": 9}}, {"precision", "loss_scale_window"}),
-        ({"optimizer": {"params": {"lr": 0.1, "betas": "auto"}}}, {"lr"}),
+        ({"fp16": {"enabled": True, "loss_scale_window": 9}}, {"precision", "loss_scale_window"}),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {"lr", "optimizer"}),
     ],
 )
-def test_a_file_says_a_key_of_ours_where_its_own_key_has_a_value(
-    content: dict[str, Any], said: set[str]
+def test_a_file_wins_over_another_where_its_own_key_has_a_value(
+    tmp_path: Path, content: dict[str, Any], said: set[str]
 ) -> None:
-    assert _said_keys(content) == said
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    known = dict.fromkeys(TrainConfig.model_fields, "of the other file") | {"precision": "fp16"}
+    keys, _ = read_train_keys(tmp_path / "ds.json", known, {}, None)
+    assert keys.keys() & known.keys() == said
 
 
 def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates() -> None:
-    kinds = {"any", "flag", "integer", "number", "word", "block"}
+    kinds = {"any", "flag", "integer", "count", "number", "word", "block"} | {
+        "stage",
+        "names",
+        "switch",
+    }
     for section, rows in KEYS.items():
         for name, row in rows.items():
             where = f"{section}: {name}"
             assert row.kind in kinds, where
             assert {fate for fate, _ in row.answers.values()} <= {"mapped", "ignored", "refused"}
-            assert set(row.ours) <= TrainConfig.model_fields.keys(), where
+            assert set(row.ours) <= {*TrainConfig.model_fields, "dp_shard"}, where
     for library, reasons in NOT_WRITTEN.items():
         assert reasons.keys() <= TrainConfig.model_fields.keys(), library

@@ -127,7 +127,7 @@ def test_contradictions_are_named_before_anything_starts(
 
 
 def test_a_file_that_agrees_is_no_contradiction(tmp_path: Path) -> None:
-    from shardwise.interop.deepspeed.run_keys import read_train_keys
+    from shardwise.interop.foreign_settings import read_train_keys
     from shardwise.train.config import load_config
 
     file = write(tmp_path, "ds.json", DEEPSPEED)
@@ -137,7 +137,7 @@ def test_a_file_that_agrees_is_no_contradiction(tmp_path: Path) -> None:
 
 
 def test_what_the_deepspeed_file_does_not_say_is_the_yamls_to_say(tmp_path: Path) -> None:
-    from shardwise.interop.deepspeed.run_keys import read_train_keys
+    from shardwise.interop.foreign_settings import read_train_keys
     from shardwise.keys import read_keys
     from shardwise.train.config import load_config
 

@@ -539,12 +539,17 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
             ["torch", "numpy", "pydantic", "rich", "difflib"],
         ),
         (
-            "from shardwise.cli.plan import run_plan; run_plan(['--params', '7B'])",
-            ["torch", "numpy"],
+            "from shardwise.cli.main import app; "
+            "app(['plan', '--params', '7e9', '--json'], standalone_mode=False)",
+            ["torch", "numpy", "transformers"],
         ),
+        ("import shardwise.plan.planning, shardwise.plan.machine.pricing", ["torch"]),
+        ("from shardwise.plan.timing import simulate, scaling, timeline", ["torch"]),
     ],
 )
-def test_accounting_needs_neither_torch_nor_numpy(code: str, unused: list[str]) -> None:
+def test_plans_by_formulas_need_no_torch_and_an_accounting_no_numpy(
+    code: str, unused: list[str]
+) -> None:
     root = str(Path(shardwise.__file__).parent.parent)
     code = (
         f"import sys; sys.path.insert(0, {root!r}); {code}; print(set({unused}) & {{*sys.modules}})"

@@ -1,9 +1,12 @@
-"""What plans say that a rank sends over `tp`, `pp` and `cp`, against what its run has sent.
+"""What plans say that a composed run holds and sends, against runs of the built-in decoder.
 
-The oracle is `shardwise.debug.counting` around one step of the built-in decoder, on every rank.
+The oracle is `shardwise.debug` around the second step, on every rank.
 """
 
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,134 +15,167 @@ import torch
 import shardwise
 from composed_cells import candidate_of
 from ranks import run_ranks
+from shardwise.cli.plan_setup import set_up
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Work
 from shardwise.plan.planning import plan
+from shardwise.plan.request import PlanRequest
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
+from shardwise.train.summary import count_state
 
 VOCAB = 64
-# Each token goes to all experts, so how many of them are another rank's does not depend on routing.
 TINY: dict[str, Any] = {
     **{"dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "seq": 16, "micro_batch": 2},
     **{"vocab": VOCAB, "precision": "fp32"},
 }
-EXPERTS: dict[str, Any] = {
+# Each token goes to all experts, so how many of them are another rank's does not depend on routing.
+MIXED: dict[str, Any] = {
     **{"experts": 6, "experts_per_token": 6, "expert_ffn_multiple": 2.0, "shared_experts": 1},
-    **{"dense_layers": 0, "expert_balance": 0.0, "expert_bias": True},
+    "dense_layers": 1,
+}
+BY_BIASES: dict[str, Any] = {**MIXED, "expert_balance": 0.0, "expert_bias": True}
+ALL_MIXED: dict[str, Any] = {**BY_BIASES, "dense_layers": 0}
+AGAIN: dict[str, Any] = {"activation_checkpointing": True}
+BF16: dict[str, Any] = {"precision": "bf16"}
+RUNS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {**MIXED, "ep": 2, "bucket_bytes": 0},
+        {**MIXED, "ep": 2, "stage": 1, "accumulation": 2},
+        {**MIXED, "ep": 2, "tp": 2, **AGAIN},
+        {**MIXED, "ep": 2, "stage": 0},
+        {**MIXED, "tp": 2},
+        {"cp": 2, "cp_method": "heads", "accumulation": 2},
+        {"cp": 2, "cp_method": "ring", **AGAIN},
+        {"cp": 2, "cp_method": "ring", **BF16},
+        {"cp": 2, "cp_method": "gather", **AGAIN, **BF16},
+        {"pp": 2, "accumulation": 3, "layers": 4, **AGAIN},
+        {"pp": 2, "accumulation": 3, "layers": 2, **BF16},
+        {"pp": 2, "accumulation": 3, "pp_schedule": "gpipe", **ALL_MIXED},
+    ],
+    4: [
+        {**MIXED, "ep": 2},  # three experts on a rank, two of which are rank 0's of two
+        {**MIXED, "ep": 2, "tp": 2, **BF16},
+        {**MIXED, "ep": 2, "tp": 2, **BF16, "reduce": "int8-a2a"},
+        {**MIXED, "ep": 2, "tp": 4, "kv_heads": 4},  # experts are sharded, and nothing else is
+        {**MIXED, "ep": 2, "dp_replicate": 2, "stage": 2},
+        {**MIXED, "ep": 2, "dp_replicate": 2, "stage": 2, "reduce": "fp8-a2a", "gather_block": 16},
+        {**MIXED, "ep": 2, "cp": 2, "layout": "flat", "accumulation": 2, **AGAIN},
+        {"ep": 2, "pp": 2, "layers": 4, "stage": 2, "accumulation": 2, **BY_BIASES},
+        {"ep": 2, "pp": 2, "layers": 5, "accumulation": 3, **BY_BIASES},
+        {"ep": 2, "pp": 2, "layers": 2, "accumulation": 2, **BY_BIASES},  # one is the root's
+        {"ep": 2, "pp": 2, "layers": 2, "accumulation": 2, "reduce": "bf16-a2a", **BY_BIASES},
+        {"pp": 2, "layers": 2, "accumulation": 3, "pp_schedule": "gpipe", **BY_BIASES},
+        {"cp": 4, "cp_method": "heads", **AGAIN},  # keys are repeated
+        {"cp": 4, "cp_method": "ring"},
+        {"cp": 2, "tp": 2, "cp_method": "heads", "kv_heads": 4},
+        {"cp": 2, "tp": 2, "cp_method": "ring"},
+        {"pp": 2, "tp": 2, "accumulation": 3, "pp_schedule": "gpipe"},
+        {"pp": 2, "tp": 2, "accumulation": 2, "ep": 2, **ALL_MIXED},
+        {"pp": 2, "cp": 2, "accumulation": 2},
+    ],
 }
 
 
-def sent_in_a_step(rank: int, num_ranks: int, runs: list[dict[str, Any]]) -> list[Any]:
-    """Return bytes and numbers of what this rank sends in the second step of each run."""
-    return [_sent(TrainConfig(**{**TINY, **run}), num_ranks) for run in runs]
+def run_all(rank: int, num_ranks: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [measured(TrainConfig(**{**TINY, **run}), num_ranks) for run in runs]
 
 
-def _sent(config: TrainConfig, num_ranks: int) -> Any:
+def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
+    """Take two steps; return what this rank holds after the second one, and sent in it."""
     axes, num = config.axes.over(num_ranks), config.accumulation or 1
+    torch.manual_seed(0)
     with torch.device("meta"):
         model: Any = Decoder(config, VOCAB)
     model = shard_decoder(config, axes, model)
     context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
     pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
+    optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # in the first one stages tell each other of shapes
+        before = shardwise.debug.stats(model)
         with shardwise.debug.counting(model) as counted:
-            rows = config.micro_batch * (1 if pipeline is None else num)
-            for _ in range(num if pipeline is None else 1):
+            for number in range(1 if pipeline else num):
+                rows = config.micro_batch * (num if pipeline else 1)
                 ids = torch.randint(VOCAB, (rows, config.seq))
                 cut = nullcontext((ids, ids, None)) if context is None else context.cut(ids, ids)
                 with cut as inputs:
-                    if pipeline is None:
-                        model(*inputs).backward()
-                    else:
+                    if pipeline is not None:
                         pipeline.step(*inputs)
-        model.zero_grad()
-    return dict(counted.sent_bytes), dict(counted.num_collectives)
+                        continue
+                    with shardwise.accumulate(model, last=number + 1 == num):
+                        model(*inputs).backward()
+        shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        state = count_state(model, optimizer)
+        optimizer.zero_grad()
+    after = shardwise.debug.stats(model)
+    return {
+        "stage": axes["pp"].get_local_rank() if pipeline else 0,
+        "state": [state.param_bytes, state.grad_bytes, state.optimizer_bytes],
+        "sent": Counter(after.sent_bytes) - Counter(before.sent_bytes),
+        "num": Counter(after.num_collectives) - Counter(before.num_collectives),
+        "in passes": (dict(counted.sent_bytes), dict(counted.num_collectives)),
+    }
 
 
-def model_of(config: TrainConfig) -> ShapedModel:
-    return ShapedModel("tiny", config.shape(VOCAB), config.seq)
+@pytest.mark.parametrize("num_ranks", RUNS)
+def test_a_plan_with_degrees_holds_and_sends_what_its_run_does(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """State of the largest rank, and what is sent over each axis: to the byte, and how many."""
+    found = run_ranks(run_all, num_ranks, RUNS[num_ranks])
+    for number, settings in enumerate(RUNS[num_ranks]):
+        ranks = [each[number] for each in found]
+        file = tmp_path / f"{number}.yaml"
+        keys = {**TINY, **settings, "ranks": num_ranks}
+        file.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+        setup = set_up(str(file), PlanRequest())
+        on_cpu = replace(setup.candidate, transport="point_to_point")
+        made = plan(setup.model, setup.cluster, on_cpu).played
+        names = ["shard.all_gather", "shard.reduce_scatter", "replicate.all_reduce"]
+        stages = [made]
+        if "pp" in settings:
+            assert isinstance(setup.model, ShapedModel)
+            tapes = [setup.model.tape(on_cpu, stage) for stage in range(on_cpu.pp)]
+            as_played = on_cpu.with_context_shards
+            stages = [play(tape, as_played) for tape in tapes]
+        else:
+            names += ["ep.all_to_all", "ep.scalars"] + ["shard.scalars"] * ("tp" not in settings)
+        for stage, played in enumerate(stages):
+            check_stage(played, [r for r in ranks if r["stage"] == stage], names, settings)
+        for rank in ranks:  # each sends as much in its layers, and to the other stage of two
+            for name in ("cp.all_gather", "cp.all_to_all", "cp.ring", "pp.send"):
+                program, (sent, num) = made.program, rank["in passes"]
+                if name != "pp.send" and "pp" in settings:
+                    continue  # a stage has its layers alone
+                assert program.sent_bytes.get(name, 0) == sent.get(name, 0), (settings, name)
+                assert program.num_collectives.get(name, 0) == num.get(name, 0), (settings, name)
 
 
-def of_axis(counts: dict[str, int], axis: str) -> int:
-    return sum(count for name, count in counts.items() if name.startswith(f"{axis}."))
-
-
-# -- context parallelism
-CONTEXTS: dict[int, list[dict[str, Any]]] = {
-    2: [
-        {"cp": 2, "cp_method": "gather"},
-        {"cp": 2, "cp_method": "heads", "accumulation": 2},
-        {"cp": 2, "cp_method": "ring", "activation_checkpointing": True},
-        {"cp": 2, "cp_method": "ring", "precision": "bf16"},
-        {"cp": 2, "cp_method": "gather", "activation_checkpointing": True, "precision": "bf16"},
-    ],
-    4: [
-        {"cp": 4, "cp_method": "heads", "activation_checkpointing": True},  # keys are repeated
-        {"cp": 4, "cp_method": "ring"},
-        {"cp": 2, "tp": 2, "cp_method": "heads", "kv_heads": 4},
-        {"cp": 2, "tp": 2, "cp_method": "ring"},
-        {"cp": 2, "cp_method": "gather", **EXPERTS, "ep": 2},
-    ],
-}
-
-
-@pytest.mark.parametrize("num_ranks", CONTEXTS)
-def test_a_plan_says_what_each_way_of_attention_sends(num_ranks: int) -> None:
-    """To the byte and to the collective, on every rank."""
-    found = run_ranks(sent_in_a_step, num_ranks, CONTEXTS[num_ranks])
-    for number, run in enumerate(CONTEXTS[num_ranks]):
-        config = TrainConfig(**{**TINY, **run})
-        cluster = make_cluster("cpu", num_ranks)
-        program = plan(model_of(config), cluster, candidate_of(config, num_ranks)).played.program
-        for rank in found:
-            sent, num = rank[number]
-            for name in ("cp.all_gather", "cp.all_to_all", "cp.ring"):
-                assert program.sent_bytes.get(name, 0) == sent.get(name, 0), (run, name)
-                assert program.num_collectives.get(name, 0) == num.get(name, 0), (run, name)
-
-
-# -- pipelines, alone and beside tensor parallelism
-STAGES: dict[int, list[dict[str, Any]]] = {
-    2: [
-        {"pp": 2, "accumulation": 3, "pp_schedule": schedule, "layers": layers, **more}
-        for schedule, layers, more in (
-            ("1f1b", 4, {"activation_checkpointing": True}),
-            ("1f1b", 2, {"precision": "bf16"}),
-            ("gpipe", 3, EXPERTS),
-        )
-    ],
-    4: [
-        {"pp": 2, "tp": 2, "accumulation": 3, "pp_schedule": "gpipe"},
-        {"pp": 2, "tp": 2, "accumulation": 2, "ep": 2, **EXPERTS},
-        {"pp": 2, "cp": 2, "accumulation": 2},
-        {"pp": 2, "accumulation": 2, "precision": "bf16"},
-    ],
-}
-
-
-@pytest.mark.parametrize("num_ranks", STAGES)
-def test_a_plan_says_what_an_outer_stage_sends(num_ranks: int) -> None:
-    found = run_ranks(sent_in_a_step, num_ranks, STAGES[num_ranks])
-    for number, run in enumerate(STAGES[num_ranks]):
-        config = TrainConfig(**{**TINY, **run})
-        cluster = make_cluster("cpu", num_ranks)
-        program = plan(model_of(config), cluster, candidate_of(config, num_ranks)).played.program
-        for rank in found:
-            sent, num = rank[number]
-            assert program.sent_bytes["pp.send"] == sent["pp.send"], run
-            assert program.num_collectives["pp.send"] == num["pp.send"], run
+def check_stage(
+    played: Played, ranks: list[dict[str, Any]], names: list[str], settings: dict[str, Any]
+) -> None:
+    """Compare one stage's plan with its ranks, of which the first has most."""
+    ledger = next(m.ledger for m in played.peaks if m.phase == "optimizer")
+    held = [ledger.param_shards + ledger.param_full, ledger.grad_shards, ledger.optimizer_state]
+    assert held == ranks[0]["state"] == max((r["state"] for r in ranks), key=sum), settings
+    for name in names:
+        sent, num = ranks[0]["sent"].get(name, 0), ranks[0]["num"].get(name, 0)
+        assert played.program.sent_bytes.get(name, 0) == sent, (settings, name)
+        assert played.program.num_collectives.get(name, 0) == num, (settings, name)
 
 
 def test_a_stage_in_the_middle_sends_both_ways() -> None:
     run = {"pp": 4, "layers": 4, "accumulation": 4}
     config = TrainConfig(**{**TINY, **run})
-    stream = model_of(config).boundary_bytes(candidate_of(config, 4))
-    sent = [rank[0][0]["pp.send"] for rank in run_ranks(sent_in_a_step, 4, [run])]
+    model = ShapedModel("tiny", config.shape(VOCAB), config.seq)
+    stream = model.boundary_bytes(candidate_of(config, 4))
+    sent = [rank[0]["in passes"][0]["pp.send"] for rank in run_ranks(run_all, 4, [run])]
     assert sent == [4 * stream, 8 * stream, 8 * stream, 4 * stream]
 
 
@@ -147,13 +183,13 @@ def test_a_stage_in_the_middle_sends_both_ways() -> None:
 LAYERS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"tp": 2},
-        {"tp": 2, **EXPERTS},
-        {"tp": 2, **EXPERTS, "ep": 2},
-        {"tp": 2, **EXPERTS, "shared_experts": 0},
+        {"tp": 2, **ALL_MIXED},
+        {"tp": 2, **ALL_MIXED, "ep": 2},
+        {"tp": 2, **ALL_MIXED, "shared_experts": 0},
     ],
     4: [
         {"tp": 2, "pp": 2, "accumulation": 2},
-        {"tp": 2, "precision": "bf16"},
+        {"tp": 2, **BF16},
         {"tp": 4, "kv_heads": 4},
     ],
 }
@@ -170,7 +206,7 @@ def test_a_plan_says_what_a_layer_sends_to_its_tensor_group(num_ranks: int) -> N
     for run in LAYERS[num_ranks]:
         stages = run.get("pp", 1)
         runs += [{**run, "layers": stages * layers} for layers in (2, 3)]
-    found = run_ranks(sent_in_a_step, num_ranks, runs)
+    found = run_ranks(run_all, num_ranks, runs)
     for number, run in enumerate(LAYERS[num_ranks]):
         config = TrainConfig(**{**TINY, **run, "layers": 2})
         candidate = candidate_of(TrainConfig(**{**TINY, **runs[2 * number]}), num_ranks)
@@ -187,7 +223,13 @@ def test_a_plan_says_what_a_layer_sends_to_its_tensor_group(num_ranks: int) -> N
         weights = 32 * 6 * 4 * others // config.tp if config.ep > 1 else 0
         norms = 2 * 2 * config.dim * (2 if config.precision == "bf16" else 4) * others // config.tp
         for rank in found:
-            two, three = (rank[2 * number + more][0] for more in (0, 1))
+            two, three = (
+                sum(
+                    n
+                    for name, n in rank[2 * number + more]["in passes"][0].items()
+                    if name[:3] == "tp."
+                )
+                for more in (0, 1)
+            )
             passes = config.accumulation or 1
-            more = of_axis(three, "tp") - of_axis(two, "tp")
-            assert more == passes * (planned + weights) + norms, run
+            assert three - two == passes * (planned + weights) + norms, run

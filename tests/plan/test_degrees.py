@@ -196,7 +196,7 @@ def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
     assert num["tp.sent"] == 5 * SHAPE.layers * 4
     assert sent["cp.all_gather"] == sent["cp.all_to_all"] > 0
     assert set(made.model_parallel_s) == {"tensor", "context"}
-    assert 0 < sum(made.model_parallel_s.values()) < made.simulated.compute_s
+    assert 0 < sum(made.model_parallel_s.values()) < made.simulated.slowest.compute_s
     assert not make_plan(num_shards=2).model_parallel_s
 
 
@@ -261,7 +261,7 @@ def test_a_long_window_says_how_much_of_it_was_simulated() -> None:
     time = plan_facts(made)["time"]
     assert (time["num_simulated_micro_batches"], time["num_micro_batches"]) == (3, 16)
     assert time["simulated_s"] < time["step_s"]
-    share = made.simulated.exposed_s / made.simulated.step_s
+    share = made.simulated.slowest.exposed_s / made.simulated.step_s
     assert made.exposed_s == pytest.approx(share * made.step_s)
     assert time["step_exposed_communication_s"] == made.exposed_s
 

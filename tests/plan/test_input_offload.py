@@ -22,9 +22,8 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Tape, Visit
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.planning import plan
-from shardwise.plan.searching import search
+from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.sizes import PRECISIONS
-from shardwise.plan.space import Limits, Space
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Transfer

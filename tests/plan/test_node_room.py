@@ -16,8 +16,7 @@ from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import search
-from shardwise.plan.space import Space
+from shardwise.plan.searching import Space, search
 
 GIB = 1 << 30
 

@@ -16,8 +16,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan
 from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts, search_facts
 from shardwise.plan.report.page import full_page, memory_svg, plans_html, step_svg
-from shardwise.plan.searching import SearchResult, search
-from shardwise.plan.space import Limits, Space
+from shardwise.plan.searching import Limits, SearchResult, Space, search
 from shardwise.plan.timing.scaling import ScalingRow, expected_goodput, scaling_rows
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario
 

@@ -17,8 +17,7 @@ from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import Plan, plan
-from shardwise.plan.searching import SearchResult, search
-from shardwise.plan.space import Limits, Space
+from shardwise.plan.searching import Limits, SearchResult, Space, search
 from shardwise.quantities import format_bytes
 
 RANKS = 4

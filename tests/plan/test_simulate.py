@@ -1,8 +1,6 @@
 """The simulator against times worked out by hand, and against a plain event simulation."""
 
 import heapq
-import subprocess
-import sys
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -141,14 +139,16 @@ def test_gathers_run_ahead_of_the_compute_that_needs_them() -> None:
     made = timed(ops, [2, 3, 4, 1, 0.5])
     assert made.step_s == 7.5
     assert [s.start_s for s in made.slowest.spans] == [0, 2, 2, 6, 7]
-    assert made.communication_s == 6
-    assert made.exposed_s == 3
-    assert made.overlap == 0.5
-    assert made.bubble_s == 3.5
+    assert made.slowest.communication_s == 6
+    assert made.slowest.exposed_s == 3
+    assert made.slowest.overlap == 0.5
+    assert made.slowest.bubble_s == 3.5
     assert made.slowest.exposed_offload_s == 0.5
-    assert made.busy_s == {"shard": 6, "compute": 4, "to_device": 0.5}
-    assert made.phase_s == {"unshard": 6, "forward": 4, "offload": 0.5}
-    assert [(u.name, u.compute_s, u.communication_s, u.waited_s) for u in made.unit_times] == [
+    assert made.slowest.busy_s == {"shard": 6, "compute": 4, "to_device": 0.5}
+    assert made.slowest.phase_s == {"unshard": 6, "forward": 4, "offload": 0.5}
+    assert [
+        (u.name, u.compute_s, u.communication_s, u.waited_s) for u in made.slowest.unit_times
+    ] == [
         ("", 0, 0, 0),
         ("a", 3, 2, 2),
         ("b", 1, 4, 1),
@@ -159,13 +159,18 @@ def test_gathers_run_ahead_of_the_compute_that_needs_them() -> None:
 
 def test_two_collectives_at_once_are_exposed_once() -> None:
     made = timed([op("shard"), op("replicate"), op("compute", after=(0, 1))], [2, 3, 1])
-    assert made.exposed_s == made.communication_s == 3
+    assert made.slowest.exposed_s == made.slowest.communication_s == 3
     assert made.step_s == 4
 
 
 def test_a_program_without_operations_takes_no_time() -> None:
     made = timed([], [])
-    assert (made.step_s, made.exposed_s, made.overlap, made.critical_path) == (0, 0, 1, ())
+    assert (made.step_s, made.slowest.exposed_s, made.slowest.overlap, made.critical_path) == (
+        0,
+        0,
+        1,
+        (),
+    )
 
 
 def test_a_straggler_makes_all_ranks_wait_and_is_on_the_critical_path() -> None:
@@ -287,9 +292,8 @@ def test_without_jitter_all_steps_are_equal() -> None:
     assert made.step_spread.minimum_s == made.step_spread.maximum_s == made.step_s == 3
 
 
-@pytest.mark.parametrize("kind", ["lognormal", "gamma"])
-def test_jitter_is_one_on_average_and_repeats_with_its_seed(kind: Any) -> None:
-    scenario = Scenario(num_shards=5000, jitter_sigma=0.2, jitter_kind=kind, seed=3)
+def test_jitter_is_one_on_average_and_repeats_with_its_seed() -> None:
+    scenario = Scenario(num_shards=5000, jitter_sigma=0.2, seed=3)
     made = timed([op("compute")], [1], scenario=scenario)
     assert made.rank_s.mean_s == pytest.approx(1, abs=0.02)
     assert made.rank_s.p95_s == pytest.approx(1.35, abs=0.05)
@@ -378,7 +382,6 @@ BAD_SCENARIOS = [
     ({"slow_links": (SlowLink(2.0, axis="shards", group=0),)}, "did you mean 'shard'"),
     ({"slow_links": (SlowLink(2.0, axis="shard", group=2),)}, r"group=2: .* 0 to 1"),
     ({"jitter_sigma": float("nan")}, "jitter_sigma=nan"),
-    ({"jitter_kind": "log_normal"}, "did you mean 'lognormal'"),
     ({"failures": Failures(0)}, "failures.mtbf_hours=0"),
     ({"checkpoints": Checkpoints(60, stall_s=5, cost_s=2)}, "cost_s=2.*stall_s=5"),
     ({"checkpoints": Checkpoints(60, cost_s=90)}, "interval_s=60.*save less often"),
@@ -401,11 +404,3 @@ def test_times_that_cannot_be_are_refused() -> None:
         timed([], [], overlap=2)
     with pytest.raises(ConfigError, match="ranks: got 4"):
         timed([], [], ranks=[4])
-
-
-def test_the_simulator_needs_no_torch() -> None:
-    code = (
-        "import sys; from shardwise.plan.timing import simulate, scaling, timeline; "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -16,7 +16,7 @@ from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardwise.interop.deepspeed.reader import Report
+    from shardwise.interop.foreign_keys import Report
 
 
 class Form(StrEnum):
@@ -76,19 +76,19 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
     keys, report = _read(file, form, ranks)
     config = _check(keys, file)
     if form is not Form.SHARDWISE:
-        from shardwise.interop.deepspeed.run_keys import tell_sources
+        from shardwise.interop.foreign_settings import tell_sources
 
         named = str(file) if form is Form.ACCELERATE else None
         report = tell_sources(report, config, lambda key: named if key in keys else None)
     if to is Form.SHARDWISE:
         return yaml.safe_dump(keys, sort_keys=False), report
     if to is Form.DEEPSPEED:
-        from shardwise.interop.deepspeed.run_keys import to_deepspeed
+        from shardwise.interop.foreign_writing import to_deepspeed
 
         content, written = to_deepspeed(config, str(file))
         text = json.dumps(content, indent=2) + "\n"
     else:
-        from shardwise.interop.deepspeed.run_keys import to_accelerate
+        from shardwise.interop.foreign_writing import to_accelerate
 
         open_keys = {"precision"} - keys.keys() if form is Form.DEEPSPEED else set()
         report = _with_open_precision(report) if open_keys else report
@@ -111,7 +111,7 @@ def _with_open_precision(report: Report) -> Report:
 
 def _both(read: Report, written: Report) -> Report:
     """Join keys that were not read, or left open, with the report of the written ones."""
-    from shardwise.interop.deepspeed.reader import Report
+    from shardwise.interop.foreign_keys import Report
 
     lost = (x for x in read.lines if x.fate in ("ignored", "auto"))
     return Report(read.source, (*written.lines, *lost))
@@ -136,7 +136,7 @@ def _form_of(file: Path) -> Form:
 
 def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, object], Report]:
     if form is Form.DEEPSPEED:
-        from shardwise.interop.deepspeed.run_keys import read_train_keys
+        from shardwise.interop.foreign_settings import read_train_keys
 
         keys, report = read_train_keys(file, {}, {}, ranks)
         return (keys if ranks is None else {**keys, "ranks": ranks}), report
@@ -144,7 +144,7 @@ def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, object],
         from shardwise.interop.foreign_settings import read_accelerate_keys
 
         return read_accelerate_keys(file, ranks)
-    from shardwise.interop.deepspeed.reader import Report
+    from shardwise.interop.foreign_keys import Report
     from shardwise.keys import read_keys
 
     keys = read_keys(file)

@@ -9,6 +9,7 @@ import typer
 
 from shardwise import terminal
 from shardwise.cli.ckpt import app as ckpt_app
+from shardwise.cli.lab import app as lab_app
 
 _PASSED_ON = {
     "allow_extra_args": True,
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 
 app.add_typer(ckpt_app, name="ckpt")
+app.add_typer(lab_app, name="lab")
 
 
 def _show_version(is_asked: bool) -> None:

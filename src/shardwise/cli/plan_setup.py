@@ -28,7 +28,7 @@ from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Model, Plan
 from shardwise.plan.request import ModelRequest, PlanRequest, offload_asked
-from shardwise.plan.space import Limits, Space
+from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
 from shardwise.train.config import TrainConfig, load_config
@@ -86,9 +86,9 @@ def set_up(name: str | None, request: ModelRequest) -> Setup:
     notes: tuple[str, ...] = ()
     for read, path in ((read_deepspeed, request.deepspeed), (read_accelerate, request.accelerate)):
         if path is not None:
-            foreign = read(path)
-            decided = {**foreign.values, **decided}
-            ignored = foreign.ignored.items()
+            found, report = read(path)
+            decided = {**found, **decided}
+            ignored = (report.ignored | report.auto).items()
             notes = tuple(f"{path}: {key} not used: {why}" for key, why in ignored)
     if "tokens_per_step" in decided:
         decided.pop("accumulation", None)  # a file's; beside the flag it is refused

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardwise.cli.tables import make_table
 from shardwise.homes import Offload
-from shardwise.interop.deepspeed.blocks import offload_keys
+from shardwise.interop.deepspeed.offload_blocks import offload_keys
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import accelerators, links, standard_nodes
@@ -274,7 +274,7 @@ def _time_table(plan: Plan) -> RenderableType:
     program = plan.played.program
     sent = ", ".join(f"{k} {format_bytes(b)}" for k, b in program.sent_bytes.items())
     lines = [
-        f"communication: {plan.simulated.overlap:.0%} hidden; sent by a rank in a step: "
+        f"communication: {plan.simulated.slowest.overlap:.0%} hidden; sent by a rank in a step: "
         f"{sent or 'nothing'}"
     ]
     if copied := program.copied_bytes:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.blocks import offload_keys
+from shardwise.interop.deepspeed.offload_blocks import offload_keys
 from shardwise.keys import check_keys, flag_of
 from shardwise.optim.kinds import BLOCK
 from shardwise.plan.candidate import Candidate, planned_offload

@@ -17,7 +17,7 @@ from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
 if TYPE_CHECKING:
-    from shardwise.interop.deepspeed.reader import Report
+    from shardwise.interop.foreign_keys import Report
 
 _BAD_CONFIG, _FAILED = 2, 1
 _MOST_RANKS = 10**8
@@ -100,7 +100,7 @@ def read_run(
     deepspeed = flags.pop("deepspeed", None)
     if not isinstance(deepspeed, Path):
         return load_config(file, flags), None
-    from shardwise.interop.deepspeed.run_keys import read_train_keys, tell_sources
+    from shardwise.interop.foreign_settings import read_train_keys, tell_sources
 
     values = read_keys(file) if file is not None else {}
     if place is not None:

@@ -125,7 +125,7 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
     engine.finish_steps()
     comms = {id(comm): make_comm(comm.axes, comm.device) for comm in engine.comms}
     ledger = FullParamLedger()
-    made = Engine(engine.config, comms[id(engine.comm)], ledger)
+    made = Engine(engine.config, comms[id(engine.comm)], ledger, engine.rules)
     memo[id(engine)] = made
     units = [_copy_unit(u, comms[id(u.comm)], made, ledger, memo) for u in engine.units]
     return made, units
@@ -221,17 +221,7 @@ class ShardState(ModuleState):
         self.engine = engine
         self.modules = (module,)
         self.max_in_flight = engine.config.reduces_in_flight
-
-    @property
-    def device(self) -> Any:
-        """The device to compute on."""
-        return self.engine.comm.device
-
-    @property
-    def frees(self) -> bool:
-        """Tell whether the stage frees full parameters."""
-        stage = self.engine.config.stage
-        return bool(stage.frees_after_backward)
+        self.frees = engine.config.stage.frees_after_backward
 
     def start_unshard(self) -> Sequence[Unit]:
         """Pin and return the units; inside `gathered` return an empty list, as all is full."""

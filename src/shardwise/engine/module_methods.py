@@ -14,6 +14,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from shardwise.comm.packed import Packed
 from shardwise.engine.module_state import ModuleState, end_passes, noted_state
+from shardwise.errors import ConfigError
 from shardwise.unit.unit import Unit
 
 
@@ -89,12 +90,20 @@ class FSDPModule(TorchFSDPModule):
         for state in _states_of(self, recurse):
             state.change(keeps_grads=not requires_gradient_sync)
             if requires_gradient_sync:
-                state.change_sums("set_requires_gradient_sync", all_reduces=True)
+                state.change_sums(all_reduces=True)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over replicas (HSDP), or over shards only for now."""
         for state in _states_of(self, recurse):
-            state.change_sums("set_requires_all_reduce", all_reduces=requires_all_reduce)
+            at_once = not state.units[0].settings.stands_while_full  # units of shard()
+            replicates = any(unit.comm.axes.replicate is not None for unit in state.units)
+            if at_once and replicates and not requires_all_reduce:
+                raise ConfigError(
+                    "set_requires_all_reduce(): shard() sums over shards and replicas at once; "
+                    "keep gradients on the ranks until the last micro-batch, with "
+                    "accumulate(model, last=False) or set_requires_gradient_sync(False)"
+                )
+            state.change_sums(all_reduces=requires_all_reduce or at_once)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters after forward, or keep them for backward."""
@@ -138,7 +147,7 @@ class FSDPModule(TorchFSDPModule):
     # -- how gradients are reduced
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by ``factor`` instead of their number."""
-        self._get_fsdp_state().change_sums("set_gradient_divide_factor", divisor=factor)
+        self._get_fsdp_state().change_sums(divisor=factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept it: collectives only sum, and the sums are divided afterwards."""
@@ -148,9 +157,7 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Reduce missing gradients as zeros, for ranks that use different parameters."""
         for state in _states_of(self, recurse):
-            state.change_sums(
-                "set_reduce_scatter_unused_params", zero_fill=reduce_scatter_unused_params
-            )
+            state.change_sums(zero_fill=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -170,9 +177,19 @@ class FSDPModule(TorchFSDPModule):
         _state_of_one_unit(self, "set_custom_all_gather").units[0].transport = Packed(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce with the caller's own collective."""
+        """Reduce with the caller's own collective.
+
+        **Raises** ConfigError for encoded gradients.
+        """
         state = _state_of_one_unit(self, "set_custom_reduce_scatter")
-        state.change_sums("set_custom_reduce_scatter", reduce_scatter=comm)
+        unit = state.units[0]
+        if unit.precision.reduce_coding is not None:
+            raise ConfigError(
+                f"set_custom_reduce_scatter(): gradients of unit '{unit.name}' are encoded "
+                f"(reduce={unit.precision.reduce!r}), and encoded ones are summed in rank order "
+                "by Shardwise. Give a dtype as reduce="
+            )
+        state.change_sums(reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients, one flat tensor per dtype of the unit."""
@@ -180,7 +197,7 @@ class FSDPModule(TorchFSDPModule):
         if stream is not None and state.units[0].comm.axes.replicate is not None:
             raise ValueError("stream cannot be set when using native HSDP")
         runs = hook if stream is None else _on_stream(hook, stream)
-        state.change_sums("set_all_reduce_hook", after_reduce=runs)
+        state.change_sums(after_reduce=runs)
 
     # -- torch 2.15 and later
     def set_manual_backward_finalization(self, enabled: bool) -> None:

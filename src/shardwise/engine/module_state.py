@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _State
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from shardwise.engine.runtime import Engine
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import StateError
 from shardwise.layout.placements import local_of
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
@@ -103,21 +104,18 @@ class ModuleState(_State):
         self.modules: tuple[nn.Module, ...] = ()
         self.units: list[Unit] = []
         self.engine: Any = None
+        self.frees = True  # False: the stage keeps full parameters
         self.max_in_flight = 1
+        self.awaited: set[nn.Module] = set()  # modules of a pass that have not run forward yet
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleState":
         """Return self; a copied sharded model gets new states afterwards."""
         return self
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device:
         """The device to compute on."""
-        raise NotImplementedError
-
-    @property
-    def frees(self) -> bool:
-        """Tell whether full parameters are freed by default."""
-        return True
+        return self.units[0].comm.device
 
     @property
     def suspended(self) -> bool:
@@ -131,6 +129,9 @@ class ModuleState(_State):
 
     def adopt(self) -> None:
         """Take over the parameters that the modules hold now; does nothing here."""
+
+    def rest(self, what: str) -> None:
+        """Prepare the modules for ``what``, which reads the shards; does nothing here."""
 
     # -- full parameters
     def start_unshard(self) -> Sequence[Unit]:
@@ -156,26 +157,9 @@ class ModuleState(_State):
             stage = replace(unit.settings.stage, **changes)
             unit.settings = replace(unit.settings, stage=stage)
 
-    def change_sums(self, method: str, **changes: Any) -> None:
-        """Replace fields of the units' `sums`, on behalf of ``method``.
-
-        **Raises** ConfigError for a user's reduce-scatter of encoded gradients.
-        """
+    def change_sums(self, **changes: Any) -> None:
+        """Replace fields of the units' `sums`."""
         for unit in self.units:
-            if "reduce_scatter" in changes and unit.precision.reduce_coding is not None:
-                raise ConfigError(
-                    f"{method}(): gradients of unit '{unit.name}' are encoded "
-                    f"(reduce={unit.precision.reduce!r}), and encoded ones are summed in rank "
-                    "order by Shardwise. Give a dtype as reduce="
-                )
-            if changes.get("all_reduces") is False and not unit.settings.stands_while_full:
-                if unit.comm.axes.replicate is not None:
-                    raise ConfigError(
-                        f"{method}(): shard() sums over shards and replicas at once; keep "
-                        "gradients on the ranks until the last micro-batch, with "
-                        "accumulate(model, last=False) or set_requires_gradient_sync(False)"
-                    )
-                continue
             unit.sums = replace(unit.sums, **changes)
 
     def free_after_forward(self, frees: bool) -> None:

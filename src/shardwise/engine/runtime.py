@@ -3,8 +3,10 @@
 `passes` detects these moments. `schedule` decides which units are gathered, freed and reduced.
 """
 
+import logging
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -33,7 +35,7 @@ from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.seams import activations_of
 from shardwise.engine.tree import cast_floating
-from shardwise.errors import CollectiveError, StateError
+from shardwise.errors import CollectiveError, ConfigError, StateError
 from shardwise.tensor.background_step import finish_all
 from shardwise.trace import FullParamLedger
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
@@ -42,16 +44,39 @@ from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
 _RANKS = CollectiveId("gather", "(ranks)", 0)
+_GATHERED = "inside `with shardwise.gathered(model):`"
+_LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # shown by TORCH_LOGS=+fsdp
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """The rules in which `shard()`, whose are the defaults, and `fully_shard` differ.
+
+    ``each_unit_alone``: a unit's collectives start when it runs, in no order that units share, and
+    its settings name the micro-batch in which it reduces. ``owns_all``: each trainable parameter
+    must be in a unit. ``allows_jvp``: `torch.func.jvp` may run if nothing is freed. ``where_full``
+    and ``where_stays`` end the errors for calls that need full parameters.
+    """
+
+    each_unit_alone: bool = False
+    owns_all: bool = True
+    allows_jvp: bool = False
+    where_full: str = _GATHERED
+    where_stays: str = _GATHERED
 
 
 class Engine:
     """Runs the units of one model. `hooks` calls it in forward, `passes` in backward."""
 
-    where_full = where_stays = "inside `with shardwise.gathered(model):`"
-    each_unit_alone = False  # True: its collectives start when it runs, in no shared order
-
-    def __init__(self, config: ShardConfig, comm: Comm, ledger: FullParamLedger) -> None:
+    def __init__(
+        self,
+        config: ShardConfig,
+        comm: Comm,
+        ledger: FullParamLedger,
+        rules: CallRules = CallRules(),
+    ) -> None:
         self.config = config
+        self.rules = rules
         self.comm = comm
         self.ledger = ledger
         self.conditions = Conditions()
@@ -78,7 +103,7 @@ class Engine:
         self.rank_checks = RankChecks(self.comm, units, self.conditions.refuse)
         compare = self.rank_checks.before_reduction
         self.reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight, compare)
-        shared = self.comm.axes.num_ranks > 1 and not self.each_unit_alone
+        shared = self.comm.axes.num_ranks > 1 and not self.rules.each_unit_alone
         self._schedule = Schedule(config.prefetch_bytes, self.reductions, has_peers=shared)
         self._schedule.take_units(units, order)
         self.order = self._schedule.order
@@ -144,24 +169,41 @@ class Engine:
     def is_last_micro_batch(self) -> bool:
         """Tell whether the optimizer's step follows the current micro-batch."""
         is_last = self.conditions.is_last_micro_batch
-        return not self.each_unit_alone if is_last is None else is_last
+        return not self.rules.each_unit_alone if is_last is None else is_last
 
     @property
     def is_in_window(self) -> bool:
-        """Tell whether an accumulation window is open, before the end of its last micro-batch."""
-        has_grads = any(unit.grad_state is not GradState.EMPTY for unit in self.units)
-        return not self.is_last_micro_batch or (self.window_open and has_grads)
+        """Tell whether a window is open, or gradients await their sum over replicas."""
+        if self.conditions.is_last_micro_batch is False:
+            return True
+        if any(unit.is_deferred for unit in self.units):
+            return True
+        params = (param for unit in self.units for param in unit.params)
+        is_partial = any(unit.grad_state is GradState.PARTIAL for unit in self.units)
+        return self.window_open and (is_partial or any(p.grad is not None for p in params))
 
     def rest(self, what: str) -> None:
         """Finish background steps and writes, and unpin all units, for ``what``.
 
         The modules then hold only shards. **Raises** ShardError if a background step has failed or
-        if `unpin` finds a written full parameter.
+        if `unpin` finds a written full parameter; ConfigError, with the parameter, if its shard is
+        not a range of elements.
         """
+        for state in self.all_states:
+            state.rest(what)
         self.finish_steps()
         for unit in self.units:
             finish_all(unit.writes)
         self.unpin(what, self.units)
+        for param in (param for unit in self.units for param in unit.params):
+            if not param.has_cut:
+                kind = "on the meta device still"
+                if not param.encoding.in_storage:
+                    kind = "of a class that defines its own gather, and not cut along dim 0 alone"
+                raise ConfigError(
+                    f"{what}: parameter '{param.name}' is {kind}; use "
+                    "torch.distributed.checkpoint for such a model"
+                )
 
     def unpin(self, what: str, units: Sequence[Unit]) -> None:
         """End `unshard()` for the units. **Raises** ShardError if a full parameter was written."""
@@ -176,8 +218,10 @@ class Engine:
         self.forget_cut_pass()
         records = torch.is_grad_enabled()
         if not self._passes.stack and not in_backward():
+            log_event("root_pre_forward")
             self._check_call(unit, records)
             self.comm.tracer.see_inputs(args, kwargs)
+        log_event("pre_forward", unit)
         self._optional.visit_forward(unit)
         call = self._passes.enter(unit)
         call.backward_is_next = self.conditions.rounds.visit(self._schedule, call)
@@ -192,7 +236,7 @@ class Engine:
     def _check_call(self, unit: Unit, records: bool) -> None:
         """Raise for a call that would be silently wrong, before the first gather."""
         frees = any(unit.settings.stage.frees_after_forward for unit in self.units)
-        refuse_transform(self.allows_transform, frees and records, self.where_full)
+        refuse_transform(self._allows_transform, frees and records, self.rules.where_full)
         for comm in self.comms:
             comm.refuse_failed("a forward pass")
         self.conditions.check_usable("")
@@ -202,16 +246,16 @@ class Engine:
         self._num_calls += 1
         if not self._num_calls & (self._num_calls - 1):
             # only in calls 1, 2, 4, 8 ...: it costs a millisecond
-            self.check_parameters(unit)
+            shows_full = any(each.is_pinned or each.shows_full for each in self.units)
+            if self.rules.owns_all and not shows_full:
+                refuse_strangers(unit.name, unit.module)
 
-    def allows_transform(self, kind: Any) -> bool:
+    def _allows_transform(self, kind: object) -> bool:
         """Tell whether a forward pass may run inside this torch.func transform."""
-        return bool(kind == torch._C._functorch.TransformType.Vmap)
-
-    def check_parameters(self, unit: Unit) -> None:
-        """Raise StateError for trainable parameters below ``unit`` that no unit owns."""
-        if not any(each.is_pinned or each.shows_full for each in self.units):
-            refuse_strangers(unit.name, unit.module)
+        kinds = torch._C._functorch.TransformType
+        if kind == kinds.Jvp and self.rules.allows_jvp:  # its backward does not run our hooks
+            return not any(unit.settings.stage.frees_after_forward for unit in self.units)
+        return bool(kind == kinds.Vmap)
 
     def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         dtype = unit.precision.param
@@ -228,6 +272,7 @@ class Engine:
         stack = self._passes.stack
         if not stack or stack[-1].unit is not unit:
             return
+        log_event("post_forward", unit)
         if output is not None:
             self._optional.visit_forward(None)
         call = self._passes.leave()
@@ -294,18 +339,20 @@ class Engine:
     def on_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
         """Raise StateError for a parameter's gradient with a graph."""
         if torch.is_grad_enabled():
-            raise graph_of_means(self.where_full)
+            raise graph_of_means(self.rules.where_full)
         sum_as_they_come(leaf)
 
     def on_reached(self, call: Call) -> None:
         """Raise StateError if create_graph=True needs freed parameters; visit skipped units."""
         if self._passes.creates_graph and call.unit.frees_in_backward:
-            raise graph_of_freed(call.unit.name, self.where_stays)
+            raise graph_of_freed(call.unit.name, self.rules.where_stays)
         if call.parent is not None:
             self._optional.visit_backward(call.parent(), call)
 
     def on_backward(self, unit: Unit, is_first: bool) -> None:
         """Gather the unit for its backward; start gathering the next ones."""
+        if is_first:
+            log_event("pre_backward", unit)
         self._schedule.before_backward(unit)
         if is_first:
             unit.comm.tracer.mark_begin("backward", unit.name)
@@ -316,11 +363,13 @@ class Engine:
 
     def on_unit_over(self, unit: Unit) -> None:
         """Reduce the unit's gradients, or keep them until the window's end; free its parameters."""
+        log_event("post_backward", unit)
         unit.comm.tracer.mark_end("backward", unit.name)
         self._schedule.after_backward(unit, is_last=self.conditions.is_last_micro_batch)
 
     def on_pass_end(self) -> None:
         """End the backward pass: start the last reductions, free parameters, run grad hooks."""
+        log_event("root_post_backward")
         is_last = self.conditions.is_last_micro_batch
         keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
         self.window_open = is_last is False or keeps
@@ -376,6 +425,8 @@ class Engine:
         """Forget a pass that raised, with its gradients."""
         self._passes.forget_forward()
         self.on_cut()
+        for state in self.all_states:
+            state.awaited.clear()
 
     def finish_steps(self) -> None:
         """Wait until background steps of all units end. **Raises** ShardError if one failed."""
@@ -391,3 +442,10 @@ class Engine:
         if self._passes.is_under_way and not in_backward():
             self._passes.forget_forward()
             self.on_cut()
+
+
+def log_event(event: str, unit: Unit | None = None) -> None:
+    """Log ``FSDP::<event> (<unit>)`` at the moments, and in the log, of torch's ``fully_shard``."""
+    if _LOG.isEnabledFor(logging.DEBUG):
+        name = unit.name if unit is not None else ""
+        _LOG.debug("FSDP::%s%s", event, f" ({name})" if name else "")

@@ -8,10 +8,10 @@ saves model and optimizer as a checkpoint beside accelerate's files. accelerate 
 optimizers that are not sharded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from shardwise.versions import load_neighbour
 
 load_neighbour("accelerate", "shardwise.interop.accelerate")
 from accelerate import Accelerator as _Accelerator  # noqa: E402  # absent, the line above says what to do
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
 FOLDER = "shardwise"  # inside the folder of save_state; further sharded models get a number
@@ -45,16 +46,16 @@ class Accelerator(_Accelerator):
     with torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in its config.
     """
 
-    _optimizers: list[Any]
+    _optimizers: list[AcceleratedOptimizer]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._observation: Observation | None = None
-        self._hidden: list[Any] = []  # optimizers of sharded models, during save_state, load_state
+        self._hidden: list[AcceleratedOptimizer] = []  # in save_state, load_state
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: list[bool] | None = None) -> Any:
         """Prepare as accelerate does; return a sharded model unchanged.
 
         **Raises** ConfigError if accelerate is configured to shard too, does not see the ranks, or
@@ -128,11 +129,17 @@ class Accelerator(_Accelerator):
         with accumulate(_inner(model), last=True) if is_sharded(model) else stock(model):
             yield
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> torch.Tensor:
         """Clip by the norm of all gradients over all ranks and meshes."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not any(owner_of(p) is not None for p in params):
-            return super().clip_grad_norm_(params, max_norm, norm_type)
+            norm: torch.Tensor = super().clip_grad_norm_(params, max_norm, norm_type)
+            return norm
         self.unscale_gradients()
         return clip_grad_norm_(params, max_norm, norm_type)
 
@@ -156,13 +163,13 @@ class Accelerator(_Accelerator):
         self._observation = observe(sharded[0], own, output, **options)
         return self._observation
 
-    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log(self, values: dict[str, SupportsFloat], *args: object, **kwargs: object) -> None:
         """Log to accelerate's trackers, and to the observation."""
         super().log(values, *args, **kwargs)
         if self._observation is not None:
             self._observation.log(**{k: float(v) for k, v in values.items() if is_number(v)})
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict on the CPU of the main process, an empty one on other ranks.
 
         Every rank calls it, as ``save_model`` does.
@@ -170,10 +177,9 @@ class Accelerator(_Accelerator):
         **Cost** one gather per parameter, one in memory at a time; the main process keeps all.
         """
         if not is_sharded(model):
-            found: dict[str, Any] = super().get_state_dict(model, unwrap)
-            return found
+            return dict(super().get_state_dict(model, unwrap))
         state = _inner(model).state_dict(keep_vars=True)
-        fulls: dict[int, Any] = {}
+        fulls: dict[int, object] = {}
         for value in state.values():
             if id(value) not in fulls:  # tied parameters stay one tensor
                 full = _full(value)
@@ -181,8 +187,8 @@ class Accelerator(_Accelerator):
         return {k: fulls[id(v)] for k, v in state.items()} if self.is_main_process else {}
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
-    ) -> Any:
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: object
+    ) -> str:
         """Save everything that was prepared; sharded models and their optimizers as checkpoints.
 
         Every rank calls it. All ranks write the checkpoints, in the subfolder ``shardwise``; they
@@ -194,9 +200,9 @@ class Accelerator(_Accelerator):
         with self._hidden_optimizers():
             for _, model, optimizer in self._pairs(self._models, ""):
                 collect_on_all_ranks(model, optimizer, NOTHING)  # raises what `save` would
-            return super().save_state(output_dir, safe_serialization, **kwargs)
+            return str(super().save_state(output_dir, safe_serialization, **kwargs))
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | None = None, *args: object, **kwargs: object) -> None:
         """Load a state of `save_state` into the prepared objects. Every rank calls it.
 
         **Raises** CheckpointError on all ranks if one lacks the folder, or its content does not
@@ -232,19 +238,23 @@ class Accelerator(_Accelerator):
         finally:
             self._optimizers, self._hidden = every, []
 
-    def _save_sharded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+    def _save_sharded(
+        self, models: list[nn.Module], weights: list[object], output_dir: str
+    ) -> None:
         """Save the sharded models, and remove their weights from accelerate's list."""
         for path, model, optimizer in self._pairs(models, output_dir):
             save(path, model, optimizer, replace=True)
         weights[:] = [w for w, m in zip(weights, models, strict=True) if not is_sharded(m)]
 
-    def _load_sharded(self, models: list[Any], input_dir: str) -> None:
+    def _load_sharded(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the sharded models, and remove them from accelerate's list."""
         for path, model, optimizer in self._pairs(models, input_dir):
             load(path, model, optimizer, restore_generators=False)  # accelerate restores its own
         models[:] = [m for m in models if not is_sharded(m)]
 
-    def _pairs(self, models: list[Any], folder: str) -> Iterator[tuple[Path, nn.Module, Any]]:
+    def _pairs(
+        self, models: list[nn.Module], folder: str
+    ) -> Iterator[tuple[Path, nn.Module, torch.optim.Optimizer | None]]:
         """Yield each sharded model with its folder and its optimizer."""
         sharded = [_inner(m) for m in models if is_sharded(m)]
         for number, model in enumerate(sharded):
@@ -269,11 +279,11 @@ def _inner(model: nn.Module) -> nn.Module:
     return found
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _full(value: Any) -> Any:
+def _full(value: Any) -> object:
     if (owner := owner_of(value)) is not None:
         return gather_whole(value._local_tensor, owner.cut, owner.name).cpu()
     if isinstance(value, DTensor):

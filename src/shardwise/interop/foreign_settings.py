@@ -1,40 +1,46 @@
-"""DeepSpeed's and accelerate's files as settings of a plan; accelerate's as keys of a run.
+"""DeepSpeed's and accelerate's files as settings of a plan, and as keys of `shardwise train`.
 
 Every key of the table has an effect, or a reason in the report. An unknown key raises.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from shardwise.interop.deepspeed.blocks import (
+from shardwise.errors import ConfigError
+from shardwise.interop.deepspeed.offload_blocks import Homes, offload_keys
+from shardwise.interop.deepspeed.reading import (
+    COMPUTE_BYTES,
     PRECISION_BLOCKS,
-    Homes,
-    offload_keys,
-    read_precision,
-    read_zero,
+    SIZES,
+    Reading,
+    TorchSchedule,
+    read_content,
+    resolve,
 )
-from shardwise.interop.deepspeed.reader import Entry, Handler, Line, Reader, Report
-from shardwise.interop.deepspeed.run_keys import read_train_keys
 from shardwise.interop.foreign_keys import (
-    BATCH_KEYS,
+    Entry,
+    Handler,
     JsonMapping,
     JsonObject,
+    Line,
+    Reader,
+    Report,
     load_json,
     load_keys,
+    names_of,
+    shown,
+    value_at,
 )
-from shardwise.keys import near_miss
+from shardwise.keys import flag_of, read_options
+from shardwise.precisions import plain_precision
+from shardwise.train.config import TrainConfig
+from shardwise.train.optimizers import OPTIMIZERS
 
-_MOST = 1 << 40  # windows or micro-batches; more is a typing error
-_MOST_MICRO_BATCH = 10**6
-_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-_DISTRIBUTED = {"DEEPSPEED": 2, "FSDP": 3, "MULTI_GPU": 0, "MULTI_CPU": 0, "NO": 0}
-_STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
-_STRATEGIES["HYBRID_SHARD_ZERO2"] = 2
-_STRATEGIES |= {str(i + 1): s for i, s in enumerate(_STRATEGIES.values())}
+_BETAS = (0.9, 0.999)  # torch's default
+_SAME = (*SIZES, "stage", "precision", "prefetch_bytes", "offload", "gather", "reduce")
 _HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
 # accelerate refuses these beside a `deepspeed_config_file`, which sets them.
 _NOT_BESIDE_A_FILE = (
@@ -42,38 +48,148 @@ _NOT_BESIDE_A_FILE = (
     *("offload_optimizer_device", "offload_param_device"),
     *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
 )
+SourceOf = Callable[[str], str | None]
+
+# -- for a plan
 
 
-@dataclass(frozen=True)
-class ForeignSettings:
-    """The settings of a file, in the names of ``Candidate`` and of the command.
+def read_deepspeed(path: Path) -> tuple[JsonObject, Report]:
+    """Read a DeepSpeed JSON for a plan: settings in the names of `Candidate`, and the report.
 
-    ``values`` may hold ``stage``, ``precision``, ``micro_batch``, ``accumulation``,
-    ``global_batch``, ``optimizer``, ``offload``, ``prefetch_bytes``, ``units``, ``ranks``,
-    ``dp_replicate``, ``activation_checkpointing``, ``grad_clip``. ``report`` has every key.
+    They may be ``stage``, ``precision``, ``micro_batch``, ``accumulation``, ``global_batch``,
+    ``optimizer``, ``offload``, ``prefetch_bytes``, ``gather``, ``reduce``.
+
+    **Raises** ConfigError naming the key and the nearest.
     """
-
-    path: Path
-    values: JsonMapping
-    report: Report
-
-    @property
-    def ignored(self) -> dict[str, str]:
-        """The reason for each key without effect."""
-        without = (x for x in self.report.lines if x.fate in ("ignored", "auto"))
-        return {line.key: line.text for line in without}
+    reading = read_content(load_json(path), Reader(str(path), plans=True))
+    return _planned(reading), reading.report
 
 
-def read_deepspeed(path: Path) -> ForeignSettings:
-    """Read a DeepSpeed JSON for a plan. **Raises** ConfigError naming the key and the nearest."""
-    reader, values = Reader(str(path), plans=True), JsonObject()
-    _read_deepspeed(reader, load_json(path), values)
-    return ForeignSettings(path, values, reader.report())
+def _planned(reading: Reading) -> JsonObject:
+    found = {**reading.defaults, **reading.values}
+    return {name: found[name] for name in (*_SAME, "optimizer") if name in found}
 
 
-def read_accelerate(path: Path) -> ForeignSettings:
-    """Read an accelerate YAML for a plan, and the DeepSpeed JSON that it may name."""
-    return _Accelerate(path, plans=True).read()
+def read_accelerate(path: Path) -> tuple[JsonObject, Report]:
+    """Read an accelerate YAML for a plan, as `read_deepspeed`, and the JSON that it may name.
+
+    Settings may also be ``units``, ``ranks``, ``dp_replicate``, ``activation_checkpointing``.
+    """
+    file = _Accelerate(path, plans=True)
+    return file.values, file.report
+
+
+# -- for a run
+
+
+def read_train_keys(
+    path: Path, known: JsonMapping, decided: JsonMapping, world_size: int | None
+) -> tuple[JsonObject, Report]:
+    """Read a DeepSpeed JSON as keys of `shardwise train`, with the report.
+
+    ``known`` are keys of another file: they fill what this one leaves out or at "auto". ``decided``
+    are keys that win over it (flags). A key that stays at "auto" is left out, or is "auto" in
+    ``schedule_options``, so its default decides.
+
+    **Raises** ConfigError if the file is wrong, or a run has no counterpart of a key.
+    """
+    both = {**known, **decided}
+    named = plain_precision(both.get("precision"))
+    precision = named if named in COMPUTE_BYTES else None  # `check_keys` raises for others
+    reading = read_content(load_json(path), Reader(str(path)), precision)
+    if "bf16_master" in reading.values:
+        raise ConfigError(
+            f"{path}: bf16.bf16_master_weights_and_grads: `shardwise train` keeps masters in "
+            "fp32; leave it out, or use from_deepspeed() in a loop of your own"
+        )
+    said = {
+        **_read_optimizer(reading, decided),
+        **_read_schedule(reading, str(path), known, decided),
+    }
+    said |= {name: reading.values[name] for name in (*_SAME, "grad_clip") if name in reading.values}
+    for name in ("loss_scale", "loss_scale_window"):
+        if name in reading.defaults and name in reading.values:  # it is under fp16, or may be
+            said[name] = reading.values[name]
+    all_keys = {**_default_keys(reading), **said}
+    keys = {name: v for name, v in all_keys.items() if name in said or name not in known}
+    found = {name: _whole(both.get(name)) for name in SIZES if name in decided or name not in said}
+    given = {name: size for name, size in found.items() if size is not None}
+    sizes = resolve({**keys, **given}, world_size, str(path))
+    if sizes["micro_batch"] is None and sizes["global_batch"] is not None:
+        raise ConfigError(
+            f"{path}: train_micro_batch_size_per_gpu: it follows from train_batch_size and the "
+            "number of ranks; give --ranks"
+        )
+    keys |= {k: n for k, n in sizes.items() if n is not None and (k in said or k not in known)}
+    if "offload" in keys:
+        keys["offload"] = offload_keys(keys["offload"])
+    return keys, reading.report
+
+
+def _whole(value: object) -> int | None:
+    """Return a size of a file or a flag; `check_keys` raises for what is none."""
+    text = str(value)
+    return int(text) if text.isdecimal() else None
+
+
+def _default_keys(reading: Reading) -> JsonObject:
+    """Return DeepSpeed's values of keys that the file leaves out, not those at "auto"."""
+    found = dict(reading.defaults)
+    if (choice := reading.optimizer) is not None:
+        betas = choice.arguments.get("betas", _BETAS)
+        if "betas" in OPTIMIZERS[choice.name][1] and "betas" not in choice.auto:
+            found["beta1"], found["beta2"] = betas
+        found |= {name: v for name, v in choice.defaults.items() if name not in choice.auto}
+        if reading.schedule is None:  # without a scheduler DeepSpeed's optimizer keeps its rate
+            found["schedule"] = "constant"
+    return found
+
+
+def _read_optimizer(reading: Reading, decided: JsonMapping) -> JsonObject:
+    choice = reading.optimizer
+    if choice is None:
+        return {}
+    options = dict(choice.arguments)
+    keys: JsonObject = {"optimizer": choice.name}
+    keys |= {name: options.pop(name) for name in ("lr", "weight_decay") if name in options}
+    if "betas" in options:
+        keys["beta1"], keys["beta2"] = options.pop("betas")
+    if options and decided.get("optimizer", choice.name) == choice.name:
+        keys["optimizer_options"] = options
+    return keys
+
+
+def _read_schedule(
+    reading: Reading, source: str, known: JsonMapping, decided: JsonMapping
+) -> JsonObject:
+    schedule = reading.schedule
+    if schedule is None or decided.get("schedule", schedule.name) != schedule.name:
+        return {}
+    if isinstance(schedule, TorchSchedule):
+        raise ConfigError(
+            f"{source}: scheduler.type: `shardwise train` has no {schedule.name}; use "
+            "from_deepspeed() in a loop of your own, or give --schedule"
+        )
+    options = {k: v for k, v in schedule.given.items() if k not in schedule.missing}
+    has_warmup = "warmup_num_steps" in schedule.options
+    fills = "warmup_steps" in known and "warmup_num_steps" not in options
+    if has_warmup and (
+        "warmup_steps" in decided or fills or "warmup_num_steps" in schedule.missing
+    ):
+        options["warmup_num_steps"] = "auto"  # the key `warmup_steps`
+    try:
+        theirs = read_options({**known, **decided}.get("schedule_options")) or {}
+    except ValueError:
+        theirs = {}  # `check_keys` raises
+    filled = {"total_num_steps", *options, *theirs}  # without it, it is the key `steps`
+    missing = [name for name in schedule.missing if name not in filled]
+    if missing:
+        raise ConfigError(
+            f"{source}: scheduler.params.{missing[0]}: a run needs a number, and no other key says "
+            f"it; write it there, or give --schedule-options '{{{missing[0]}: NUMBER}}'"
+        )
+    listed = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+    return {"schedule": schedule.name, **({"schedule_options": listed} if listed else {})}
 
 
 def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[JsonObject, Report]:
@@ -84,19 +200,16 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[JsonObje
     **Raises** ConfigError naming file and key.
     """
     file = _Accelerate(path, plans=False)
-    found = file.read()
-    values, lines = dict(found.values), found.report.lines
+    values, lines = dict(file.values), file.report.lines
     ranks = values.get("ranks", ranks)
+    keys = {k: v for k, v in values.items() if k not in ("optimizer", "prefetch_bytes")}
     if file.deepspeed is not None:
-        known = {k: v for k, v in values.items() if k in ("precision", "accumulation")}
-        keys, inner = read_train_keys(file.deepspeed, known, {}, ranks)
-        keys = {**known, **keys}  # this file fills what the JSON leaves open
+        keys = {k: v for k, v in values.items() if k in ("precision", "accumulation")}
+        found, inner = read_train_keys(file.deepspeed, keys, {}, ranks)
+        keys |= found  # this file fills what the JSON leaves open
         lines += inner.lines
-    else:
-        names = ("stage", "precision", "accumulation", "units", "dp_replicate", "grad_clip")
-        keys = {name: values[name] for name in names if name in values}
-        if "offload" in values:
-            keys["offload"] = offload_keys(values["offload"])
+    elif "offload" in keys:
+        keys["offload"] = offload_keys(keys["offload"])
     if "activation_checkpointing" in values:
         keys["activation_checkpointing"] = values["activation_checkpointing"] == "full"
     if "units" in keys:
@@ -106,132 +219,63 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[JsonObje
     return keys, Report(str(path), lines)
 
 
-def _count(values: JsonObject, ours: str, entry: Entry) -> None:
-    """Store a positive whole number under a name of ours."""
-    value = entry.value
-    plain = int(value) if isinstance(value, str) and value.isdecimal() else value
-    most = _MOST_MICRO_BATCH if ours == "micro_batch" else _MOST
-    number = Entry(entry.reader, entry.key, plain).integer(least=1, most=most)
-    if values.setdefault(ours, number) != number:
-        why = f"got {value!r} here and {values[ours]} in another place; leave one of them out"
-        raise entry.refusal(why)
-    entry.mapped()
-
-
-def _read_deepspeed(reader: Reader, content: JsonMapping, values: JsonObject) -> None:
-    """Read a plan's settings from a DeepSpeed file into ``values``, which may have a precision."""
-    precision = read_precision(reader, content, values.get("precision")).name
-    if precision is not None:
-        values["precision"] = precision
-    if content.get("zero_optimization") is None:
-        values["stage"] = 0
-
-    def optimizer(entry: Entry) -> None:
-        kind = reader.entry(f"{entry.key}.type", entry.mapping().get("type"))
-        values["optimizer"] = kind.word().lower()
-
-    handlers: dict[str, Handler] = {
-        **{theirs: partial(_count, values, ours) for theirs, ours in BATCH_KEYS.items()},
-        "optimizer": optimizer,
-        "zero_optimization": lambda e: values.update(read_zero(e, values.get("precision"))),
-    }
-    rest = {k: v for k, v in content.items() if k not in PRECISION_BLOCKS}
-    reader.entry("", rest).walk("top", handlers)
-
-
 class _Accelerate:
-    """An accelerate file while it is read, into ``values``."""
+    """An accelerate file that was read: ``values``, ``report``, and the DeepSpeed file it names."""
 
     def __init__(self, path: Path, plans: bool) -> None:
         self.path = path
         self.reader = Reader(str(path), plans=plans)
-        self.values: JsonObject = {}
-        self.deepspeed: Path | None = None  # the file that it names
-        self._nodes: int | None = None  # until HYBRID_SHARD uses them
-        self._deepspeed_lines: tuple[Line, ...] = ()
-
-    def read(self) -> ForeignSettings:
-        """Read the file, its blocks last."""
-        content, reader = load_keys(self.path), self.reader
+        self.deepspeed: Path | None = None
+        self._homes = Homes(self.reader)
+        self._named: Reading | None = None
+        content = load_keys(path)
+        self._nodes = Entry(self.reader, "num_machines", content.get("num_machines"))
+        self._is_hybrid = False
         handlers: dict[str, Handler] = {
-            "num_processes": partial(_count, self.values, "ranks"),
-            "num_machines": self._read_nodes,
-            "mixed_precision": self._precision,
-            "distributed_type": self._distributed,
-            "gradient_accumulation_steps": partial(_count, self.values, "accumulation"),
-            "fsdp_config": self._fsdp,
-            "deepspeed_config": self._deepspeed,
-            "parallelism_config": self._parallelism,
+            "accelerate.num_machines": lambda nodes: None,
+            "accelerate.deepspeed_config": self._deepspeed,
+            "accelerate.parallelism_config": self._parallelism,
+            "accelerate.fsdp_config.fsdp_sharding_strategy": self._strategy,
+            "accelerate.fsdp_config.fsdp_reshard_after_forward": self._strategy,
+            "accelerate.deepspeed_config.deepspeed_config_file": self._file,
         }
-        ordered = sorted(content.items(), key=lambda item: item[0].endswith("_config"))
-        reader.entry("", dict(ordered)).walk("accelerate", handlers)
-        nodes = reader.entry("num_machines", content.get("num_machines"))
-        if self._nodes is not None:
-            by_flag = "the devices of a node are given by --gpus-per-node"
-            nodes.ignored(by_flag if reader.plans else "launching is torchrun's")
-        elif "dp_replicate" in self.values and nodes.value is not None:
+        for kind, name in (("params", "offload_param"), ("optimizer", "offload_optimizer")):
+            block = f"accelerate.deepspeed_config.{name}"
+            handlers[f"{block}_device"] = partial(self._homes.note_device, kind)
+            handlers[f"{block}_nvme_path"] = partial(self._homes.note_path, kind)
+        self.reader.read(content, "accelerate", handlers)
+        self._report_nodes()
+        self.values = {**self.reader.defaults, **self.reader.values}
+        self.report = self.reader.report()
+        if self._named is not None:
+            self.values |= _planned(self._named)
+            if plans:
+                lines = (*self.report.lines, *self._named.report.lines)
+                self.report = Report(str(path), lines)
+
+    def _report_nodes(self) -> None:
+        nodes, values = self._nodes, self.reader.values
+        if nodes.value is None:
+            return
+        number = nodes.integer(1, allows_text=True)
+        if self._is_hybrid and "dp_replicate" not in values:
+            values["dp_replicate"] = number
+        if "dp_replicate" in values and self._is_hybrid:
             nodes.mapped("replicas, if shards are hybrid")
-        report = reader.report()
-        report = Report(report.source, (*report.lines, *self._deepspeed_lines))
-        return ForeignSettings(self.path, self.values, report)
+        else:
+            by_flag = "the devices of a node are given by --gpus-per-node"
+            nodes.ignored(by_flag if self.reader.plans else "launching is torchrun's")
 
-    def _take(self, entry: Entry, **found: Any) -> None:
-        self.values.update(found)
-        entry.mapped()
-
-    def _read_nodes(self, entry: Entry) -> None:
-        found: JsonObject = {}
-        unreported = Reader(self.reader.source)  # `read` reports on it at the end
-        _count(found, "nodes", Entry(unreported, entry.key, entry.value))
-        self._nodes = found["nodes"]
-
-    def _precision(self, entry: Entry) -> None:
-        word = "no" if entry.value is False else str(entry.value).lower()  # YAML's unquoted `no`
-        if word == "fp8" and not self.reader.plans:
-            raise entry.refusal("fp8 is not supported; use bf16")
-        if word not in _PRECISIONS:
-            raise entry.refusal(f"expected no, bf16, fp16 or fp8, got {entry.value!r}")
-        self._take(entry, precision=_PRECISIONS[word])
-
-    def _distributed(self, entry: Entry) -> None:
-        word = "NO" if entry.value is False else str(entry.value).upper()
-        stage = _choice(entry, word, _DISTRIBUTED)
-        self._take(entry, stage=self.values.get("stage", stage))
-
-    def _fsdp(self, block: Entry) -> None:
-        values = self.values
-
-        def reshard(entry: Entry) -> None:
-            word = str(entry.value).upper()
-            stage = {"TRUE": 3, "FALSE": 2}.get(word)
-            self._take(entry, stage=_choice(entry, word, _STRATEGIES) if stage is None else stage)
-            if word in _HYBRID and self._nodes is not None:
-                values["dp_replicate"], self._nodes = self._nodes, None
-            elif word in _HYBRID and self.reader.plans:
+    def _strategy(self, entry: Entry) -> None:
+        entry.store()
+        if str(entry.value).upper() in _HYBRID:
+            self._is_hybrid = True
+            if self._nodes.value is None and self.reader.plans:
                 why = "num_machines is not given; give the number of nodes by --dp-replicate"
-                self.reader.add("ignored", f"{block.key}.HYBRID_SHARD", None, why)
-
-        def units(entry: Entry) -> None:
-            names = str(entry.value).split(",")
-            self._take(entry, units=tuple(name.strip() for name in names))
-
-        def offload(entry: Entry) -> None:
-            self._take(entry, **({"offload": "cpu"} if _flag(entry) else {}))
-
-        def checkpointing(entry: Entry) -> None:
-            self._take(entry, activation_checkpointing="full" if _flag(entry) else "none")
-
-        handlers: dict[str, Handler] = {
-            "fsdp_sharding_strategy": reshard,
-            "fsdp_reshard_after_forward": reshard,
-            "fsdp_transformer_layer_cls_to_wrap": units,
-            "fsdp_offload_params": offload,
-            "fsdp_activation_checkpointing": checkpointing,
-        }
-        block.walk("accelerate.fsdp_config", handlers)
+                self.reader.add("ignored", "fsdp_config.HYBRID_SHARD", None, why)
 
     def _deepspeed(self, entry: Entry) -> None:
-        values, homes, block = self.values, Homes(self.reader), entry.mapping()
+        block = entry.mapping()
         file = block.get("deepspeed_config_file")
         beside = [name for name in _NOT_BESIDE_A_FILE if block.get(name) is not None]
         if file is not None and beside:
@@ -240,28 +284,15 @@ class _Accelerate:
                 f"{file} decides it, and accelerate refuses both; say it there and leave it out "
                 "here",
             )
-        handlers: dict[str, Handler] = {
-            "zero_stage": lambda e: self._take(e, stage=e.stage()),
-            "gradient_accumulation_steps": partial(_count, values, "accumulation"),
-            "gradient_clipping": lambda e: self._take(e, grad_clip=float(e.number(least=0))),
-            "offload_optimizer_device": partial(homes.note_device, "optimizer"),
-            "offload_param_device": partial(homes.note_device, "params"),
-            "offload_optimizer_nvme_path": partial(homes.note_path, "optimizer"),
-            "offload_param_nvme_path": partial(homes.note_path, "params"),
-            "deepspeed_config_file": self._file,
-        }
-        entry.walk("accelerate.deepspeed_config", handlers)
-        offload = homes.settle(values.get("stage"))
-        if offload is not None:
-            values["offload"] = offload
+        entry.walk()
+        self._homes.settle(self.reader.values.get("stage"))
 
     def _file(self, entry: Entry) -> None:
-        """Read the DeepSpeed file for a plan; for a run, `read_train_keys` reads it later."""
-        path, named = self.path.parent / str(entry.value), self.values.get("precision")
+        """Read the DeepSpeed file. For a run, `read_train_keys` reads it again, with our keys."""
+        path, named = self.path.parent / str(entry.value), self.reader.values.get("precision")
         content = load_json(path)
         for block, kind in PRECISION_BLOCKS.items():
-            said = content.get(block)
-            is_on = said.get("enabled") if isinstance(said, Mapping) else None
+            is_on = value_at(content, f"{block}.enabled")
             # it is on though another is named, or off though it is named itself
             if named is not None and is_on is (named != kind):
                 raise self.reader.refusal(
@@ -270,44 +301,79 @@ class _Accelerate:
                     f"{str(is_on).lower()}; change one of them",
                 )
         inner = Reader(str(path), plans=True)
-        _read_deepspeed(inner, content, self.values)
-        if self.reader.plans:
-            self._deepspeed_lines = inner.report().lines
+        given = {k: self.reader.values[k] for k in ("accumulation",) if k in self.reader.values}
+        inner.values.update(given)
+        self._named = read_content(content, inner, named)
         self.deepspeed = path
-        self._take(entry)
+        entry.mapped()
 
     def _parallelism(self, entry: Entry) -> None:
         """Read accelerate's mesh: replicas of shard groups; its product is the number of ranks."""
-        sizes = JsonObject()
+        entry.walk()
+        values = self.reader.values
         name_of = f"{entry.key}_{{}}_size".format
-        handlers: dict[str, Handler] = {
-            name_of("dp_replicate"): partial(_count, self.values, "dp_replicate"),
-            name_of("dp_shard"): partial(_count, sizes, "shards"),
-        }
-        entry.walk("accelerate.parallelism_config", handlers)
         given = {name_of(axis): entry.value.get(name_of(axis)) for axis in ("tp", "cp", "sp")}
         for name, size in given.items():
             if size not in (None, 1, "auto") and not self.reader.plans:
                 why = f"only data is parallel here; expected 1, got {size!r}"
                 raise self.reader.refusal(f"{entry.key}.{name}", why)
-        found = (*sizes.values(), self.values.get("dp_replicate"), *given.values())
+        shards = values.pop("dp_shard", None)
+        found = (shards, values.get("dp_replicate"), *given.values())
         product = math.prod(size for size in found if isinstance(size, int))
-        ranks = self.values.get("ranks")
-        if sizes and ranks is not None and product != ranks:
+        ranks = values.get("ranks")
+        if shards is not None and ranks is not None and product != ranks:
             why = f"expected sizes whose product is num_processes {ranks}, got {product}"
             raise entry.refusal(why)
 
 
-def _flag(entry: Entry) -> bool:
-    """Return true or false; accelerate takes both as text too."""
-    said = {"true": True, "false": False}.get(str(entry.value).lower())
-    if said is None:
-        raise entry.refusal(f"got {entry.value!r}, which is not a value that this key can have")
-    return said
+# -- where each number came from
+
+_UNSET = {
+    "global_batch": "micro_batch x accumulation x ranks",
+    "accumulation": "1, or what global_batch asks for",
+    "prefetch_bytes": "the largest unit is gathered ahead",
+}
 
 
-def _choice(entry: Entry, word: str, choices: Mapping[str, int]) -> int:
-    if word not in choices:
-        hint = near_miss(word, choices)
-        raise entry.refusal(f"expected one of {', '.join(choices)}, got {entry.value!r}{hint}")
-    return choices[word]
+def tell_sources(report: Report, config: TrainConfig, source_of: SourceOf) -> Report:
+    """Return the report with the value and source of each key that the file did not decide.
+
+    ``source_of`` takes a key of `shardwise train` and returns its flag, the file that sets it, or
+    None if its default decides.
+    """
+    ours_of = names_of("deepspeed")
+
+    def one(name: str) -> str:
+        value, source = getattr(config, name), source_of(name)
+        if source is not None:
+            return f"{name}: {shown(value)}, from {source}"
+        if value is None:
+            return f"{name}: {_UNSET.get(name, 'unset')}"
+        follows = name == "global_batch" or (name == "accumulation" and value != 1)
+        return f"{name}: {shown(value)}, {_UNSET[name] if follows else 'its default'}"
+
+    def option(name: str, key: str, options: Mapping[str, object] | None, default: str) -> str:
+        if options is not None and options.get(name, "auto") != "auto":
+            return f"{shown(options[name])}, from {key}"
+        return f"{default}; {key} changes it"
+
+    def sourced(line: Line) -> Line:
+        names = ours_of.get(line.key.replace("bfloat16.", "bf16."), ())
+        block, _, name = line.key.rpartition(".")
+        decided = {ours for ours in names if source_of(ours) == flag_of(ours)}
+        if name == "warmup_max_lr" and line.fate != "auto":
+            decided = set()  # its peak is not that of --lr
+        if not decided and line.fate != "auto":
+            return line
+        if names:
+            fate = "ignored" if line.fate == "mapped" else line.fate
+            return replace(line, text="; ".join(map(one, names)), fate=fate)
+        text = line.text
+        if block == "optimizer.params":
+            text = option(name, "optimizer_options", config.optimizer_options, "torch's default")
+        elif block == "scheduler.params":
+            default = shown(config.curve.options[name]) if config.curve is not None else "no effect"
+            text = option(name, "schedule_options", config.schedule_options, default)
+        return replace(line, text=text)
+
+    return Report(report.source, tuple(map(sourced, report.lines)))

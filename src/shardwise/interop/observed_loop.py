@@ -7,7 +7,9 @@ names the phase from one call to the next, and ends the phase before.
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
+
+import torch
 
 from shardwise.engine.parts import Model, Optimizer
 from shardwise.monitor.observer import Observation, observe
@@ -43,7 +45,7 @@ class ObservedLoop:
                 self.run.paused() if phase == PAUSE else self.run.during(phase)
             )
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, object]) -> None:
         """Record figures of the loop; values that are no numbers are left out."""
         if self.run is not None:
             self.run.log(**{k: float(v) for k, v in values.items() if is_number(v)})
@@ -56,6 +58,8 @@ class ObservedLoop:
             run.__exit__(None if error is None else type(error), error, None)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[SupportsFloat]:
     """Tell whether a logged value is one number, without waiting for a tensor."""
-    return isinstance(value, int | float) or getattr(value, "numel", lambda: 0)() == 1
+    return isinstance(value, int | float) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )

@@ -8,8 +8,10 @@ the adapters alone. So does `fully_shard`, called on blocks and last on the Peft
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -67,13 +69,13 @@ def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -
             "their result alone; shardwise.load() restores the layers, to train on; "
             "PeftModel.from_pretrained(base, path) before sharding takes the file, to generate"
         )
-    values: dict[str, Any] = {}
+    values: dict[str, torch.Tensor] = {}
     on_all_ranks(control, lambda: values.update(_read(peft, path)))
     with _in_full(model, wanted, writeback=True):
         on_all_ranks(control, lambda: _fill(peft, model, wanted, values, path, adapter))
 
 
-def _read(peft: Any, path: str | Path) -> dict[str, Any]:
+def _read(peft: ModuleType, path: str | Path) -> dict[str, torch.Tensor]:
     """Return the tensors in PEFT's file of a folder. PEFT itself would ask the hub for others."""
     names = (peft.utils.SAFETENSORS_WEIGHTS_NAME, peft.utils.WEIGHTS_NAME)
     if not any((Path(path) / name).is_file() for name in names):
@@ -81,15 +83,15 @@ def _read(peft: Any, path: str | Path) -> dict[str, Any]:
             f"load_adapter: {path} is no folder with an {names[0]} in it; save_adapter() and "
             "save_pretrained() write one"
         )
-    found: dict[str, Any] = peft.load_peft_weights(str(path), device="cpu")
+    found: dict[str, torch.Tensor] = peft.load_peft_weights(str(path), device="cpu")
     return found
 
 
 def _fill(
-    peft: Any,
+    peft: ModuleType,
     model: nn.Module,
     wanted: dict[str, DTensor],
-    values: dict[str, Any],
+    values: dict[str, torch.Tensor],
     path: str | Path,
     adapter: str,
 ) -> None:
@@ -128,7 +130,7 @@ def _configs_of(model: nn.Module) -> dict[str, Any]:
     return configs
 
 
-def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, DTensor]:
+def _params_of(peft: ModuleType, model: nn.Module, adapter: str) -> dict[str, DTensor]:
     """Return the sharded parameters that PEFT saves of an adapter, by name."""
     configs = _configs_of(model)
     if adapter not in configs:

@@ -10,17 +10,52 @@ Activation checkpointing comes first, then compilation of each block, then shard
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.api import fully_shard
 from shardwise.versions import load_neighbour
+
+
+class Degrees(Protocol):
+    """torchtitan's ParallelDims."""
+
+    spmd_backend: str
+
+    def get_activated_mesh(self, names: list[str]) -> DeviceMesh:
+        """Return the mesh of those axes that have several ranks."""
+
+
+class Training(Protocol):
+    """torchtitan's TrainingConfig."""
+
+    mixed_precision_param: str
+    mixed_precision_reduce: str
+    enable_cpu_offload: bool
+    disable_cuda_graphs: bool
+
+
+class Parallelism(Protocol):
+    """torchtitan's ParallelismConfig."""
+
+    fsdp_reshard_after_forward: str
+    spmd_backend: str
+    enable_fsdp_symm_mem: bool
+
+
+class Compiling(Protocol):
+    """torchtitan's CompileConfig."""
+
+    enable: bool
+    components: list[str]
+
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RESHARDS = {"default": True, "always": True, "never": False}
@@ -36,10 +71,10 @@ _DEGREES = {
 def parallelize(
     model: nn.Module,
     *,
-    parallel_dims: Any,
-    training: Any,
-    parallelism: Any,
-    compile_config: Any,
+    parallel_dims: Degrees,
+    training: Training,
+    parallelism: Parallelism,
+    compile_config: Compiling,
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
@@ -97,7 +132,9 @@ def with_shardwise(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn
     return parallelized
 
 
-def _check(model: nn.Module, parallel_dims: Any, training: Any, parallelism: Any) -> None:
+def _check(
+    model: nn.Module, parallel_dims: Degrees, training: Training, parallelism: Parallelism
+) -> None:
     for name, key in _DEGREES.items():
         degree = getattr(parallel_dims, name)
         if degree > 1:
@@ -113,7 +150,7 @@ def _check(model: nn.Module, parallel_dims: Any, training: Any, parallelism: Any
         )
 
 
-def _check_settings(parallel_dims: Any, training: Any, parallelism: Any) -> None:
+def _check_settings(parallel_dims: Degrees, training: Training, parallelism: Parallelism) -> None:
     if parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
             "parallelism.spmd_backend='full_dtensor': the inputs would be DTensors and the "
@@ -136,7 +173,7 @@ def _check_settings(parallel_dims: Any, training: Any, parallelism: Any) -> None
         )
 
 
-def _mesh(parallel_dims: Any) -> Any:
+def _mesh(parallel_dims: Degrees) -> DeviceMesh:
     """Return the mesh of replicas, if there are several, and shards."""
     shards = "fsdp" if parallel_dims.spmd_backend == "partial_dtensor" else "dp_shard"
     return parallel_dims.get_activated_mesh(["dp_replicate", shards])
@@ -149,7 +186,8 @@ def _groups(model: nn.Module) -> list[tuple[list[nn.Module], bool]]:
     last = ["norm", "lm_head"]
     if getattr(model, "enable_weight_tying", False):
         first, last = [], ["tok_embeddings", *last]
-    layers: Any = model.layers
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleDict)  # `_check` has seen it
     found = [([parts[name] for name in first], False)]
     found += [([layer], False) for layer in layers.values()]
     found += [([parts[name] for name in last], True)]

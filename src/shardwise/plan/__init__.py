@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from shardwise.plan.model.presets import find_model as find_model
     from shardwise.plan.model.traced import TracedModel as TracedModel
     from shardwise.plan.planning import plan as plan
+    from shardwise.plan.searching import Limits as Limits
+    from shardwise.plan.searching import Space as Space
     from shardwise.plan.searching import search as search
-    from shardwise.plan.space import Limits as Limits
-    from shardwise.plan.space import Space as Space
     from shardwise.plan.step.play import play as play
     from shardwise.plan.timing.scenario import Scenario as Scenario
     from shardwise.plan.timing.simulate import simulate as simulate
 
 _HOMES = {
     "Candidate": "shardwise.plan.candidate",
-    "Limits": "shardwise.plan.space",
+    "Limits": "shardwise.plan.searching",
     "Offload": "shardwise.homes",
     "Scenario": "shardwise.plan.timing.scenario",
-    "Space": "shardwise.plan.space",
+    "Space": "shardwise.plan.searching",
     "TracedModel": "shardwise.plan.model.traced",
     "account": "shardwise.plan.accounting",
     "find_model": "shardwise.plan.model.presets",

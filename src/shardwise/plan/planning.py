@@ -53,7 +53,7 @@ from shardwise.plan.margins import (
     node_room,
 )
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import CONTEXT_KINDS, Cost, Tape, Work
+from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, Work
 from shardwise.plan.planned import Answer, Planned, Possible, Question
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
@@ -65,19 +65,6 @@ _LONGEST_PLAYED = 3
 _LONGEST_WITH_DISKS = 32
 _AVERAGED_OPS = 20_000  # their mean is within a few per cent where sigma is 1
 _AVERAGED_RANK_OPS = 4_000_000  # many ranks need fewer: each waits for the slowest of many
-_AXIS_OF = {
-    "tensor_parallel": "tensor",
-    **dict.fromkeys(CONTEXT_KINDS, "context"),
-    "expert_parallel": "expert",
-}
-# Names are those of `shardwise.debug.counting`; ``tp.sent`` is all of it, in the layers.
-_TRAFFIC_OF = {
-    "tensor_parallel": "tp.sent",
-    "context_gather": "cp.all_gather",
-    "context_exchange": "cp.all_to_all",
-    "context_ring": "cp.ring",
-    "expert_parallel": "ep.all_to_all",
-}
 
 
 class Model(Protocol):
@@ -251,7 +238,8 @@ def _degree_traffic(tape: Tape, candidate: Candidate) -> dict[str, tuple[int, in
     """Return bytes and number of tensor, context and expert collectives in a rank's step."""
     found: dict[str, tuple[int, int]] = {}
     for cost in (c for e in tape.events if isinstance(e, Work) for c in e.costs):
-        if name := _TRAFFIC_OF.get(cost.kind):
+        if cost.kind in DEGREE_KINDS:
+            name = DEGREE_KINDS[cost.kind][1]
             sent, num = found.get(name, (0, 0))
             more = candidate.accumulation
             found[name] = sent + more * cost.moved_bytes, num + more * cost.num_ops
@@ -269,22 +257,19 @@ def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played
 def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
     """Return the seconds of the degrees' collectives in what the slowest rank computed."""
     ops = [op for op in simulated.program.ops if op.stream == "compute"]
-    alone: dict[str, float] = {}
+    alone: dict[CostKind, float] = dict.fromkeys(DEGREE_KINDS, 0.0)
     for op in ops:
-        found: dict[str, tuple[Cost, ...]] = {}
-        for cost in op.work.costs if isinstance(op.work, Compute) else ():
-            if cost.kind in _AXIS_OF:
-                found[cost.kind] = (*found.get(cost.kind, ()), cost)
-        for kind, costs in found.items():  # each kind priced by itself
-            seconds = prices.seconds(replace(op, work=Compute(costs)))
-            alone[kind] = alone.get(kind, 0.0) + seconds
-    by_axis = dict.fromkeys(_AXIS_OF.values(), 0.0)
-    for kind, axis in _AXIS_OF.items():
-        by_axis[axis] += alone.get(kind, 0.0)
+        costs = op.work.costs if isinstance(op.work, Compute) else ()
+        for kind in dict.fromkeys(c.kind for c in costs if c.kind in DEGREE_KINDS):
+            work = Compute(tuple(c for c in costs if c.kind == kind))
+            alone[kind] += prices.seconds(replace(op, work=work))
+    by_axis: dict[str, float] = {}
+    for kind, (axis, _) in DEGREE_KINDS.items():
+        by_axis[axis] = by_axis.get(axis, 0.0) + alone[kind]
     if not any(by_axis.values()):
         return {}
     computing = sum(prices.seconds(op) for op in ops)
-    return {axis: simulated.compute_s * s / computing for axis, s in by_axis.items() if s}
+    return {axis: simulated.slowest.compute_s * s / computing for axis, s in by_axis.items() if s}
 
 
 def _pipeline_notes(stages: Mapping[int, Tape], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:

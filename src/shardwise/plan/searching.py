@@ -23,32 +23,97 @@ fastest, nor those that save less than a tenth of the memory of a plan as fast.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.plan.candidate import Candidate, no_window
+from shardwise.plan.candidate import (
+    ALL_DEGREES,
+    Candidate,
+    Kernels,
+    LossKind,
+    no_window,
+    planned_offload,
+)
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import memory_interval, node_room
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.planning import Memory, Model, Plan, num_groups, plan, plan_memory
-from shardwise.plan.space import (
-    KNOBS,
-    Limits,
-    Space,
-    Way,
-    check_some_fit,
-    check_space,
-    turned,
-    ways_of,
-)
 from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
 from shardwise.plan.step.program import Compute
+from shardwise.precisions import GatherName, ReduceName
 from shardwise.quantities import format_bytes
+from shardwise.stages import STAGES
+
+_TRIED = {  # settings of a candidate, and the field of the space that has their values
+    "stage": "stages",
+    "layout": "layouts",
+    "units": "units",
+    "bucket_bytes": "bucket_bytes",
+    "reduce_every": "reduce_every",
+    "gather": "gathers",
+    "reduce": "reduces",
+}
+_TURNED = {name: _TRIED[name] for name in ("layout", "units", "bucket_bytes", "reduce_every")}
+_KNOBS = (*_TURNED.values(), "prefetch_units")
+_NUM_TURNED = 4  # plans whose knobs are turned in a wide space
+_POWERS_OF_TWO = [1 << i for i in range(17)]
+_DIVISORS = sorted(_POWERS_OF_TWO + [3 << i for i in range(15)])  # of the windows of a step
+# In a wide space: of the fastest plan's speed, and how much smaller a plan has to be at least.
+_SLOWEST, _NEAR = 0.5, 1.1
+
+# A candidate without a micro-batch, and the units gathered ahead (None: as the candidate says).
+Family = tuple[Candidate, int | None]
+# Families that compute their layers alike on as many ranks, so that a micro-batch costs them the
+# same: one way to run the model.
+Way = tuple[Family, ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values to try of each varied setting; everything else is as in ``base``.
+
+    ``micro_batches`` empty: powers of two from 1 for as long as they fit. ``fills_pipelines``: with
+    as many micro-batches as stages, as a run. ``may_move_inputs`` to the host: where needed to fit.
+    """
+
+    base: Candidate
+    stages: Sequence[int] = (0, 1, 2, 3)
+    layouts: Sequence[Literal["rows", "flat", "matrices"]] = ("rows",)
+    units: Sequence[tuple[str, ...] | None] = (None,)
+    num_shards: Sequence[int] = ()
+    prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base
+    bucket_bytes: Sequence[int] = (1 << 20,)
+    reduce_every: Sequence[Literal["step", "micro_batch"] | None] = (None,)
+    gathers: Sequence[GatherName | None] = (None,)  # formats change the results
+    reduces: Sequence[ReduceName | None] = (None,)
+    activation_checkpointing: Sequence[str] = ("none", "full")
+    micro_batches: Sequence[int] = ()
+    offloads: Sequence[Offload] = (Offload(),)
+    degrees: Sequence[tuple[int, int, int]] = ((1, 1, 1),)  # tensor, pipeline, context
+    expert_degrees: Sequence[int | None] = (None,)  # None: as in base
+    kernels: Sequence[tuple[Kernels, LossKind] | None] = (None,)  # with the loss; None: as in base
+    narrows: bool = False
+    fills_pipelines: bool = False
+    may_move_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a plan; None is no limit.
+
+    ``tokens_per_step`` is met by accumulation and may not be missed by more than one per cent.
+    """
+
+    max_memory_bytes: int | None = None
+    tokens_per_step: int | None = None
+    target_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,361 +123,6 @@ class Rejected:
     candidate: Candidate
     reason: str
     was_played: bool
-
-
-@dataclass(frozen=True)
-class _Beaten:
-    """The figures of a plan that another one beats; its program would take megabytes."""
-
-    candidate: Candidate
-    tokens_per_s: float
-    high_bytes: int
-    exposed_s: float
-
-    def why(self, best: Sequence[Plan]) -> str:
-        """Name the fastest plan that needs no more, and where the time goes."""
-        by = next(p for p in best if p.memory.high_bytes <= self.high_bytes)
-        slower = 1 - self.tokens_per_s / by.tokens_per_s
-        larger = self.high_bytes - by.memory.high_bytes
-        memory = format_bytes(larger)
-        if slower < 0.005:
-            less = f"needs {memory} less" if larger else "is alike"
-            return f"as fast as {by.label}, which {less}"
-        bigger = f" and {memory} larger" if larger else ""
-        waits = self.exposed_s - by.exposed_s
-        cause = f"waits {waits:.3g} s longer for collectives" if waits > 0 else "computes longer"
-        return f"{slower:.0%} slower than {by.label}{bigger}: {cause}"
-
-
-class Front:
-    """The plans so far that none beats in both speed and memory, and figures of the others.
-
-    If two are equal in both, the first one stays.
-    """
-
-    def __init__(self) -> None:
-        self._plans: list[Plan] = []
-        self._beaten: list[_Beaten] = []
-
-    def add(self, made: Plan) -> None:
-        """Take a plan in, unless one that is there beats it."""
-        if any(_beats(other, made) for other in self._plans):
-            self._beaten.append(_rest_of(made))
-            return
-        self._beaten += [_rest_of(other) for other in self._plans if _beats(made, other)]
-        self._plans = [other for other in self._plans if not _beats(made, other)] + [made]
-
-    def beats(self, tokens_per_s: float, high_bytes: int) -> Plan | None:
-        """Return a plan that is at least as fast as this and no larger, or None.
-
-        With bounds of a plan: it beats that one too.
-        """
-        for made in self._plans:
-            if made.tokens_per_s >= tokens_per_s and made.memory.high_bytes <= high_bytes:
-                return made
-        return None
-
-    @property
-    def fastest(self) -> Plan | None:
-        """The fastest plan so far."""
-        return max(self._plans, key=lambda made: made.tokens_per_s, default=None)
-
-    def result(self) -> tuple[list[Plan], list[Rejected]]:
-        """Return the plans of the front, fastest first, and why the others lost."""
-        best = sorted(self._plans, key=lambda made: -made.tokens_per_s)
-        return best, [Rejected(b.candidate, b.why(best), was_played=True) for b in self._beaten]
-
-
-def _beats(one: Plan, other: Plan) -> bool:
-    return (
-        one.tokens_per_s >= other.tokens_per_s and one.memory.high_bytes <= other.memory.high_bytes
-    )
-
-
-def _rest_of(made: Plan) -> _Beaten:
-    return _Beaten(made.candidate, made.tokens_per_s, made.memory.high_bytes, made.exposed_s)
-
-
-_POWERS_OF_TWO = [1 << i for i in range(17)]
-_DIVISORS = sorted(_POWERS_OF_TWO + [3 << i for i in range(15)])  # of the windows of a step
-_ALREADY_TOO_LARGE = "a smaller micro-batch is too large already"
-_FITS_WITHOUT = "all of it fits on the device, where nothing has to be moved"
-# In a wide space: of the fastest plan's speed, and how much smaller a plan has to be at least.
-_SLOWEST, _NEAR = 0.5, 1.1
-
-Family = tuple[Candidate, int | None]  # without a micro-batch, and the units gathered ahead
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A way with a micro-batch, and the bounds of its speed and memory.
-
-    ``has_more``: a larger batch takes more memory. ``least_bytes`` are alive beside the state.
-    """
-
-    way: Way
-    micro_batch: int
-    accumulation: int
-    has_more: bool
-    tokens_per_s: float
-    least_bytes: int
-
-
-class Searching:
-    """One search: ``front`` has the best plans so far, ``rejected`` what lost to no plan.
-
-    In a space that ``narrows``, one candidate stands for all that are rejected by their bounds for
-    one reason; ``num_met`` counts all.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        cluster: Cluster,
-        space: Space,
-        limits: Limits,
-        prices_of: Callable[[Candidate], Pricer] | None,
-    ) -> None:
-        self.front, self.rejected = Front(), list[Rejected]()
-        self.num_played = self.num_met = 0
-        self._model, self._cluster, self._space, self._limits = model, cluster, space, limits
-        self._prices_of = prices_of or (lambda candidate: Prices(cluster, candidate))
-        capacity = cluster.node.accelerator.memory_bytes
-        self._capacity = min(capacity, limits.max_memory_bytes or capacity)
-        self._rests: dict[Candidate, tuple[Rest, int]] = {}
-        self._too_large: dict[Family, int] = {}
-        self._fitting: set[Candidate] = set()
-        self._said: set[str] = set()
-
-    def play(self, ways: Sequence[Way], progress: Callable[[int, int], None] | None) -> None:
-        """Play what may be worth it; ``progress`` is called with (done, all)."""
-        entries = [entry for way in ways for entry in self._entries(way)]
-        entries.sort(key=lambda entry: -entry.tokens_per_s)
-        for number, entry in enumerate(entries):
-            self._try(entry)
-            if progress is not None:
-                progress(number + 1, len(entries))
-
-    # -- candidates
-    def _entries(self, way: Way) -> Iterator[_Entry]:
-        """Yield a way's micro-batches that may fit, smallest first."""
-        base, tokens = way.variants[0][0], self._limits.tokens_per_step
-        micro_batches = sorted(self._space.micro_batches)
-        for micro_batch in micro_batches or (_DIVISORS if tokens else _POWERS_OF_TWO):
-            candidate = replace(base, micro_batch=micro_batch)
-            try:
-                self._model.check_degrees(candidate)
-            except ConfigError as error:
-                if base.world_size == base.data_parallel and base.ep == 1:
-                    raise  # it is not the degrees that the model cannot have
-                self._say(replace(candidate, accumulation=1), str(error))
-                return
-            accumulation = accumulation_of(candidate, self._model.seq, self._space, tokens)
-            if isinstance(accumulation, str):
-                if not micro_batches and micro_batch % 3 == 0:
-                    continue  # tried beside powers of two, where they divide
-                self._reject(way, replace(candidate, accumulation=1), accumulation)
-                beyond = micro_batch * self._model.seq * base.data_parallel
-                if tokens is not None and beyond > tokens and not micro_batches:
-                    return
-                continue
-            has_more = tokens is None or accumulation > base.pp
-            bounds = self._bounds(replace(candidate, accumulation=accumulation))
-            yield _Entry(way, micro_batch, accumulation, has_more, *bounds)
-            if bounds[1] > self._capacity and tokens is None and not micro_batches:
-                return
-
-    def _bounds(self, candidate: Candidate) -> tuple[float, int]:
-        """Return the most tokens/s, and the least bytes beside state, where formulas tell."""
-        model, prices = self._model, self._prices_of(candidate)
-        if not isinstance(model, ShapedModel) or not isinstance(prices, Prices):
-            return float("inf"), 0
-        least = model.least(candidate)
-        seconds = prices.device_seconds(Compute(least.costs))
-        passes = candidate.accumulation + candidate.pp - 1
-        windows = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
-        moves_inputs = self._space.may_move_inputs or candidate.offload.activations != "device"
-        whole = moves_inputs and candidate.activation_checkpointing == "full"
-        alive = least.alive_bytes - (least.input_bytes if whole else 0)
-        return windows * model.seq / (passes * seconds), alive
-
-    def _try(self, entry: _Entry) -> None:
-        """Reject a way, or go through its variants."""
-        reason = None
-        if self._space.narrows and entry.least_bytes > self._capacity:
-            reason = self._over
-        reason = reason or self._beaten(entry.tokens_per_s, entry.least_bytes)
-        batch: dict[str, Any] = {
-            "micro_batch": entry.micro_batch,
-            "accumulation": entry.accumulation,
-        }
-        if reason is not None:
-            self._reject(entry.way, replace(entry.way.variants[0][0], **batch), reason)
-            return
-        for family in entry.way.variants:
-            candidate = self._prefetching(replace(family[0], **batch), family[1])
-            reason = self._hopeless(entry, family, candidate)
-            if reason is not None:
-                self._say(candidate, reason)
-            else:
-                self._play(candidate, family)
-
-    @property
-    def _over(self) -> str:
-        return f"needs more than the {format_bytes(self._capacity)} of a rank, by its formulas"
-
-    def _hopeless(self, entry: _Entry, family: Family, candidate: Candidate) -> str | None:
-        """Say why a candidate need not be played, or return None."""
-        smallest = self._too_large.get(family)
-        if smallest is not None and candidate.micro_batch > smallest and entry.has_more:
-            return _ALREADY_TOO_LARGE
-        if self._space.narrows and replace(candidate, offload=Offload()) in self._fitting:
-            return _FITS_WITHOUT
-        reason = self._state_alone(candidate)
-        if reason is not None:
-            return reason
-        rest, _ = self._rest(candidate)
-        least = Ledger(activations=rest.device.total + entry.least_bytes)
-        is_real = self._cluster.node.accelerator.asynchronous
-        high = memory_interval(least, num_groups(candidate), is_real).high_bytes
-        if high > self._capacity:
-            self._note_too_large(family, candidate.micro_batch)
-            return self._over
-        return self._beaten(entry.tokens_per_s, high)
-
-    def _beaten(self, tokens_per_s: float, least_bytes: int) -> str | None:
-        """Say which plan is better than one with such bounds can be, or return None."""
-        fastest = self.front.fastest
-        if fastest is None:
-            return None
-        narrows = self._space.narrows and tokens_per_s <= fastest.tokens_per_s
-        if narrows and tokens_per_s < _SLOWEST * fastest.tokens_per_s:
-            return f"can at best be half as fast as {fastest.label}"
-        by = self.front.beats(tokens_per_s, round(least_bytes * (_NEAR if narrows else 1)))
-        return f"can be no faster and hardly smaller than {by.label}" if by is not None else None
-
-    def _prefetching(self, candidate: Candidate, ahead: int | None) -> Candidate:
-        """Return a candidate that gathers so many of the largest units ahead; None: as it is."""
-        if ahead is None:
-            return candidate
-        largest = self._rest(candidate)[1]
-        return replace(candidate, prefetch_bytes=None if ahead == 1 else ahead * largest)
-
-    def _rest(self, candidate: Candidate) -> tuple[Rest, int]:
-        """Return what rests between steps, and the bytes of the largest unit in full.
-
-        Neither depends on the batch, or on how layers are computed.
-        """
-        plain = replace(candidate, micro_batch=1, accumulation=1, kernels="eager", loss="eager")
-        plain = replace(plain, activation_checkpointing="none", prefetch_bytes=None)
-        if plain.offload.activations != "device":
-            plain = replace(plain, activation_checkpointing="full")
-        if plain not in self._rests:
-            tape = self._model.tape(plain if isinstance(self._model, ShapedModel) else candidate)
-            rest = resting_state(tape, plain.with_context_shards)
-            sizes = (full_bytes(unit, tape.compute_dtype) for unit in tape.units[1:])
-            self._rests[plain] = rest, max(sizes, default=0)
-        return self._rests[plain]
-
-    def _state_alone(self, candidate: Candidate) -> str | None:
-        """Say why the state alone is too large; see Note [How the search prunes]."""
-        rest, _ = self._rest(candidate)
-        state = rest.device.total
-        if state <= self._capacity:
-            if candidate.pp > 1:  # of the first stage alone
-                return None
-            away = {0: (rest.host.total, rest.files.total)}
-            return node_room(self._cluster, candidate, away).missing
-        return (
-            f"parameters and optimizer state alone are {format_bytes(state)} of "
-            f"{format_bytes(self._capacity)} a rank"
-        )
-
-    # -- outcomes
-    def _play(self, candidate: Candidate, family: Family) -> None:
-        tape = self._model.tape(candidate)
-        moved = candidate.with_inputs_away if self._space.may_move_inputs else ()
-        for each in (candidate, *moved):
-            memory = plan_memory(self._model, self._cluster, each, tape)
-            self.num_played += 1
-            reason = memory.room.missing
-            if memory.device.high_bytes > self._capacity:
-                reason = self._why_too_large(memory)
-            if reason is None:
-                prices = self._prices_of(each)
-                self._take(plan(self._model, self._cluster, each, prices=prices, memory=memory))
-                self._fitting.add(candidate)
-                return
-            self.num_met += 1
-            self.rejected.append(Rejected(each, reason, was_played=True))
-        self._note_too_large(family, candidate.micro_batch)
-
-    def _why_too_large(self, memory: Memory) -> str:
-        """Name the moment at which memory is missing, how much, and the largest lines there."""
-        peak = memory.played[memory.stage].peak
-        lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])[:2]
-        largest = " and ".join(f"{name} {format_bytes(num)}" for name, num in lines)
-        needed, capacity = format_bytes(memory.device.high_bytes), format_bytes(self._capacity)
-        unit = memory.tapes[memory.stage].units[peak.unit].name or "(root)"
-        return f"needs up to {needed} of {capacity}, in {peak.phase} of {unit}: {largest}"
-
-    def _take(self, made: Plan) -> None:
-        self.num_met += 1
-        target = self._limits.target_tokens_per_s or 0
-        if made.tokens_per_s >= target:
-            self.front.add(made)
-            return
-        reason = f"{made.tokens_per_s:,.0f} tokens/s of {target:,.0f} asked for"
-        self.rejected.append(Rejected(made.candidate, reason, was_played=True))
-
-    def _note_too_large(self, family: Family, micro_batch: int) -> None:
-        self._too_large[family] = min(self._too_large.get(family, micro_batch), micro_batch)
-
-    def _reject(self, way: Way, candidate: Candidate, reason: str) -> None:
-        """Reject all variants of a way, with the batch of this one."""
-        shown = way.variants[:1] if self._space.narrows else way.variants
-        self.num_met += len(way.variants) - len(shown)
-        batch: dict[str, Any] = {
-            name: getattr(candidate, name) for name in ("micro_batch", "accumulation")
-        }
-        for base, ahead in shown:
-            self._say(self._prefetching(replace(base, **batch), ahead), reason)
-
-    def _say(self, candidate: Candidate, reason: str) -> None:
-        self.num_met += 1
-        if not self._space.narrows or reason not in self._said:
-            self._said.add(reason)
-            self.rejected.append(Rejected(candidate, reason, was_played=False))
-
-
-def accumulation_of(
-    candidate: Candidate, seq: int, space: Space, tokens_per_step: int | None
-) -> int | str:
-    """Return the micro-batches per step that make the tokens within one per cent, or why not."""
-    least = candidate.pp if space.fills_pipelines else 1
-    if candidate.step_in_backward and least > 1:
-        return f"step in backward: {no_window(least)}"
-    if tokens_per_step is None:
-        return max(candidate.accumulation, least)
-    per_micro_batch = candidate.micro_batch * seq * candidate.data_parallel
-    count = round(tokens_per_step / per_micro_batch)
-    missed = abs(count * per_micro_batch - tokens_per_step)
-    if not count or missed * 100 > tokens_per_step:
-        return (
-            f"one micro-batch of all ranks is {per_micro_batch:,} tokens, which does not make "
-            f"{tokens_per_step:,} a step"
-        )
-    if count < least:
-        return (
-            f"a run of {least} pipeline stages takes {least} micro-batches or more, and "
-            f"{tokens_per_step:,} tokens a step make {count}"
-        )
-    if candidate.step_in_backward and count > 1:
-        return f"step in backward: {no_window(count)}"
-    return count
-
-
-_TURNED = 4  # plans whose knobs are turned in a wide space
 
 
 @dataclass(frozen=True)
@@ -429,7 +139,7 @@ class SearchResult:
     rejected: tuple[Rejected, ...]
     num_played: int
     num_candidates: int
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
         """Show the search in a notebook."""
@@ -463,26 +173,428 @@ def search(
     **Raises** ConfigError when the space is empty or a limit is not positive.
     """
     limits = limits or Limits()
-    check_space(space, limits)
-    wide = replace(space, **{k: getattr(space, k)[:1] for k in KNOBS}) if space.narrows else space
-    ways = list(ways_of(wide, cluster))
+    for each in fields(limits):
+        value = getattr(limits, each.name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{each.name}={value}: expected more than 0")
+    for each in fields(space):
+        if getattr(space, each.name) == () and each.name not in ("num_shards", "micro_batches"):
+            raise ConfigError(f"search: {each.name} is empty; give at least one value to try")
+    wide = replace(space, **{k: getattr(space, k)[:1] for k in _KNOBS}) if space.narrows else space
+    ways = list(_ways_of(wide, cluster))
     if not ways:
         raise ConfigError(
             f"search: no way to place {cluster.num_ranks} ranks; num_shards="
             f"{list(space.num_shards)} and degrees={list(space.degrees)} leave none (their "
             "products must divide the ranks)"
         )
-    check_some_fit(model, ways)
-    run = Searching(model, cluster, space, limits, prices_of)
+    _check_some_fit(model, ways)
+    run = _Search(model, cluster, space, limits, prices_of)
     run.play(ways, progress)
     if space.narrows:
-        best = run.front.result()[0][:_TURNED]
+        best = run.front.result()[0][:_NUM_TURNED]
         if not best and 0 in space.prefetch_units:
-            run.play(list(ways_of(replace(wide, prefetch_units=(0,)), cluster)), progress)
-            best = run.front.result()[0][:_TURNED]
+            run.play(list(_ways_of(replace(wide, prefetch_units=(0,)), cluster)), progress)
+            best = run.front.result()[0][:_NUM_TURNED]
         for made in best:
-            run.play([Way(tuple(turned(space, made.candidate)))], None)
+            run.play([tuple(_turned(space, made.candidate))], None)
     pareto, beaten = run.front.result()
-    rejected = (*run.rejected, *beaten)
-    winner = next(iter(pareto), None)
-    return SearchResult(winner, tuple(pareto), rejected, run.num_played, run.num_met)
+    lost = (*run.rejected, *beaten)
+    return SearchResult(next(iter(pareto), None), tuple(pareto), lost, run.num_played, run.num_met)
+
+
+# -- the ways of a space
+def _check_some_fit(model: Model, ways: Sequence[Way]) -> None:
+    """Refuse degrees that the model cannot have, where no placement has others."""
+    sizes = ("num_shards", "num_replicas", *ALL_DEGREES)
+    first: ConfigError | None = None
+    placed = dict.fromkeys(
+        Candidate(**{name: getattr(way[0][0], name) for name in sizes}) for way in ways
+    )
+    for candidate in placed:
+        try:
+            model.check_degrees(candidate)
+            return
+        except ConfigError as error:
+            first = first or error
+    assert first is not None  # there is at least one way
+    raise first
+
+
+def _ways_of(space: Space, cluster: Cluster) -> Iterator[Way]:
+    """Yield the ways of a space, each with its families, those first that are on the device.
+
+    One stands for those that are alike: parameters that stay in full are not moved, and without
+    gathers there is nothing to gather ahead.
+    """
+    offloads = [*map(planned_offload, space.offloads)]
+    offloads.sort(key=lambda offload: (offload.moves_state, offload.params != "device"))
+    computed = product(
+        space.degrees, space.expert_degrees, space.activation_checkpointing, space.kernels
+    )
+    for degrees, ep, checkpointing, kernels in computed:
+        ranks, rest = divmod(cluster.num_ranks, prod(degrees))
+        if rest:
+            continue
+        base = replace(
+            space.base,
+            tp=degrees[0],
+            pp=degrees[1],
+            cp=degrees[2],
+            ep=space.base.ep if ep is None else ep,
+            activation_checkpointing=checkpointing,
+        )
+        if kernels is not None:
+            base = replace(base, kernels=kernels[0], loss=kernels[1])
+        per_node = cluster.node.num_accelerators
+        splits = [ranks] if ranks <= per_node or ranks % per_node else [ranks, per_node]
+        families = list[Family]()
+        for num_shards in space.num_shards or splits:
+            if not ranks % num_shards:
+                placed = replace(base, num_shards=num_shards, num_replicas=ranks // num_shards)
+                families += _families(space, placed, offloads)
+        if families:
+            yield tuple(families)
+
+
+def _families(space: Space, base: Candidate, offloads: Sequence[Offload]) -> Iterator[Family]:
+    """Yield the families of one way over so many shards and replicas."""
+    tried = product(offloads, *(getattr(space, name) for name in _TRIED.values()))
+    for (offload, *values), ahead in product(tried, space.prefetch_units):
+        settings: dict[str, Any] = dict(zip(_TRIED, values, strict=True))
+        try:
+            candidate = replace(base, offload=offload, **settings)
+        except ConfigError:
+            if settings["gather"] is None:
+                raise
+            continue  # gathers cannot be encoded there
+        stage = STAGES[candidate.stage]
+        is_same = not stage.frees_after_backward and offload.params == "cpu"
+        if is_same and replace(offload, params="device") in offloads:
+            continue  # full parameters stay on the device
+        gathers = candidate.has_shards and stage.shards_state
+        if gathers or ahead == space.prefetch_units[0]:
+            yield candidate, ahead
+
+
+def _turned(space: Space, best: Candidate) -> Iterator[Family]:
+    """Yield a candidate with its knobs turned; the one that has been played is left out."""
+    turns = product(*(getattr(space, name) for name in _KNOBS))
+    for number, (*values, ahead) in enumerate(turns):
+        settings: dict[str, Any] = dict(zip(_TURNED, values, strict=True))
+        if number and (best.gather is None or settings["layout"] != "matrices"):
+            yield replace(best, **settings), ahead
+
+
+def _accumulation_of(
+    candidate: Candidate, seq: int, space: Space, tokens_per_step: int | None
+) -> int | str:
+    """Return the micro-batches per step that make the tokens within one per cent, or why not."""
+    least = candidate.pp if space.fills_pipelines else 1
+    count = max(candidate.accumulation, least)
+    if tokens_per_step is not None and (least == 1 or not candidate.step_in_backward):
+        per_micro_batch = candidate.micro_batch * seq * candidate.data_parallel
+        count = round(tokens_per_step / per_micro_batch)
+        missed = abs(count * per_micro_batch - tokens_per_step)
+        if not count or missed * 100 > tokens_per_step:
+            return (
+                f"one micro-batch of all ranks is {per_micro_batch:,} tokens, which does not make "
+                f"{tokens_per_step:,} a step"
+            )
+        if count < least:
+            return (
+                f"a run of {least} pipeline stages takes {least} micro-batches or more, and "
+                f"{tokens_per_step:,} tokens a step make {count}"
+            )
+    if candidate.step_in_backward and count > 1:
+        return f"step in backward: {no_window(count)}"
+    return count
+
+
+# -- the best plans so far
+class _Figures(NamedTuple):
+    """The figures of a plan that another one beats; its program would take megabytes."""
+
+    candidate: Candidate
+    tokens_per_s: float
+    high_bytes: int
+    exposed_s: float
+
+    def why(self, best: Sequence[Plan]) -> str:
+        """Name the fastest plan that needs no more, and where the time goes."""
+        by = next(p for p in best if p.memory.high_bytes <= self.high_bytes)
+        slower = 1 - self.tokens_per_s / by.tokens_per_s
+        larger = self.high_bytes - by.memory.high_bytes
+        if slower < 0.005:
+            less = f"needs {format_bytes(larger)} less" if larger else "is alike"
+            return f"as fast as {by.label}, which {less}"
+        bigger = f" and {format_bytes(larger)} larger" if larger else ""
+        waits = self.exposed_s - by.exposed_s
+        cause = f"waits {waits:.3g} s longer for collectives" if waits > 0 else "computes longer"
+        return f"{slower:.0%} slower than {by.label}{bigger}: {cause}"
+
+
+class _Front:
+    """The plans so far that none beats in both speed and memory, and figures of the others.
+
+    If two are equal in both, the first one stays.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[Plan] = []
+        self._beaten: list[_Figures] = []
+
+    def add(self, made: Plan) -> None:
+        """Take a plan in, unless one that is there beats it."""
+        speed, high = made.tokens_per_s, made.memory.high_bytes
+        lost, kept = [made], self._plans
+        if self.beats(speed, high) is None:
+            ids = {id(p) for p in kept if speed >= p.tokens_per_s and high <= p.memory.high_bytes}
+            lost = [p for p in kept if id(p) in ids]
+            self._plans = [*(p for p in kept if id(p) not in ids), made]
+        self._beaten += [
+            _Figures(p.candidate, p.tokens_per_s, p.memory.high_bytes, p.exposed_s) for p in lost
+        ]
+
+    def beats(self, tokens_per_s: float, high_bytes: int) -> Plan | None:
+        """Return a plan that is at least as fast as this and no larger, or None.
+
+        With bounds of a plan: it beats that one too.
+        """
+        for made in self._plans:
+            if made.tokens_per_s >= tokens_per_s and made.memory.high_bytes <= high_bytes:
+                return made
+        return None
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The fastest plan so far."""
+        return max(self._plans, key=lambda made: made.tokens_per_s, default=None)
+
+    def result(self) -> tuple[list[Plan], list[Rejected]]:
+        """Return the plans of the front, fastest first, and why the others lost."""
+        best = sorted(self._plans, key=lambda made: -made.tokens_per_s)
+        return best, [Rejected(b.candidate, b.why(best), was_played=True) for b in self._beaten]
+
+
+# -- the search
+class _Entry(NamedTuple):
+    """A way with a micro-batch, and the bounds of its speed and memory.
+
+    ``has_more``: a larger batch takes more memory. ``least_bytes`` are alive beside the state.
+    """
+
+    way: Way
+    micro_batch: int
+    accumulation: int
+    has_more: bool
+    tokens_per_s: float
+    least_bytes: int
+
+    def candidate(self, base: Candidate) -> Candidate:
+        return replace(base, micro_batch=self.micro_batch, accumulation=self.accumulation)
+
+
+class _Search:
+    """One search: ``front`` has the best plans so far, ``rejected`` what lost to no plan.
+
+    In a space that ``narrows``, one candidate stands for all that are rejected by their bounds for
+    one reason; ``num_met`` counts all.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        space: Space,
+        limits: Limits,
+        prices_of: Callable[[Candidate], Pricer] | None,
+    ) -> None:
+        self.front, self.rejected = _Front(), list[Rejected]()
+        self.num_played = self.num_met = 0
+        self._model, self._cluster, self._space, self._limits = model, cluster, space, limits
+        self._prices_of = prices_of or (lambda candidate: Prices(cluster, candidate))
+        capacity = cluster.node.accelerator.memory_bytes
+        self._capacity = min(capacity, limits.max_memory_bytes or capacity)
+        self._over = (
+            f"needs more than the {format_bytes(self._capacity)} of a rank, by its formulas"
+        )
+        self._rests: dict[Candidate, tuple[Rest, int]] = {}
+        self._too_large: dict[Family, int] = {}  # the smallest micro-batch that is
+        self._fitting: set[Candidate] = set()
+        self._said: set[str] = set()
+
+    def play(self, ways: Sequence[Way], progress: Callable[[int, int], None] | None) -> None:
+        """Play what may be worth it; ``progress`` is called with (done, all)."""
+        entries = [entry for way in ways for entry in self._entries(way)]
+        entries.sort(key=lambda entry: -entry.tokens_per_s)
+        for number, entry in enumerate(entries, 1):
+            self._try(entry)
+            if progress is not None:
+                progress(number, len(entries))
+
+    def _entries(self, way: Way) -> Iterator[_Entry]:
+        """Yield a way's micro-batches that may fit, smallest first."""
+        base, tokens = way[0][0], self._limits.tokens_per_step
+        asked = sorted(self._space.micro_batches)
+        for micro_batch in asked or (_DIVISORS if tokens else _POWERS_OF_TWO):
+            candidate = replace(base, micro_batch=micro_batch)
+            try:
+                self._model.check_degrees(candidate)
+            except ConfigError as error:
+                if base.world_size == base.data_parallel and base.ep == 1:
+                    raise  # it is not the degrees that the model cannot have
+                self._reject(replace(candidate, accumulation=1), str(error))
+                return
+            count = _accumulation_of(candidate, self._model.seq, self._space, tokens)
+            if isinstance(count, str):
+                if not asked and micro_batch % 3 == 0:
+                    continue  # tried beside powers of two, where they divide
+                self._reject_all(_Entry(way, micro_batch, 1, False, 0.0, 0), count)
+                beyond = micro_batch * self._model.seq * base.data_parallel
+                if tokens is not None and beyond > tokens and not asked:
+                    return
+                continue
+            has_more = tokens is None or count > base.pp
+            bounds = self._bounds(replace(candidate, accumulation=count))
+            yield _Entry(way, micro_batch, count, has_more, *bounds)
+            if bounds[1] > self._capacity and tokens is None and not asked:
+                return
+
+    def _bounds(self, candidate: Candidate) -> tuple[float, int]:
+        """Return the most tokens/s, and the least bytes beside state, where formulas tell."""
+        model, prices = self._model, self._prices_of(candidate)
+        if not isinstance(model, ShapedModel) or not isinstance(prices, Prices):
+            return float("inf"), 0
+        least = model.least(candidate)
+        seconds = prices.device_seconds(Compute(least.costs))
+        passes = candidate.accumulation + candidate.pp - 1
+        windows = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
+        moves_inputs = self._space.may_move_inputs or candidate.offload.activations != "device"
+        whole = moves_inputs and candidate.activation_checkpointing == "full"
+        alive = least.alive_bytes - (least.input_bytes if whole else 0)
+        return windows * model.seq / (passes * seconds), alive
+
+    def _try(self, entry: _Entry) -> None:
+        """Reject a way, or go through its families."""
+        reason = self._beaten(entry.tokens_per_s, entry.least_bytes)
+        if self._space.narrows and entry.least_bytes > self._capacity:
+            reason = self._over
+        if reason is not None:
+            self._reject_all(entry, reason)
+            return
+        for family in entry.way:
+            candidate = self._prefetching(entry.candidate(family[0]), family[1])
+            reason = self._hopeless(entry, family, candidate)
+            if reason is not None:
+                self._reject(candidate, reason)
+            else:
+                self._play(candidate, family)
+
+    def _hopeless(self, entry: _Entry, family: Family, candidate: Candidate) -> str | None:
+        """Say why a candidate need not be played, or return None."""
+        smallest = self._too_large.get(family, candidate.micro_batch)
+        if candidate.micro_batch > smallest and entry.has_more:
+            return "a smaller micro-batch is too large already"
+        if self._space.narrows and replace(candidate, offload=Offload()) in self._fitting:
+            return "all of it fits on the device, where nothing has to be moved"
+        rest, _ = self._rest(candidate)
+        state = rest.device.total
+        if state > self._capacity:
+            return (
+                f"parameters and optimizer state alone are {format_bytes(state)} of "
+                f"{format_bytes(self._capacity)} a rank"
+            )
+        if candidate.pp == 1:  # else it is the rest of the first stage alone
+            away = {0: (rest.host.total, rest.files.total)}
+            missing = node_room(self._cluster, candidate, away).missing
+            if missing is not None:
+                return missing
+        least = Ledger(activations=state + entry.least_bytes)
+        is_real = self._cluster.node.accelerator.asynchronous
+        high = memory_interval(least, num_groups(candidate), is_real).high_bytes
+        if high > self._capacity:
+            self._too_large[family] = min(smallest, candidate.micro_batch)
+            return self._over
+        return self._beaten(entry.tokens_per_s, high)
+
+    def _beaten(self, tokens_per_s: float, least_bytes: int) -> str | None:
+        """Say which plan is better than one with such bounds can be, or return None."""
+        fastest = self.front.fastest
+        if fastest is None:
+            return None
+        narrows = self._space.narrows and tokens_per_s <= fastest.tokens_per_s
+        if narrows and tokens_per_s < _SLOWEST * fastest.tokens_per_s:
+            return f"can at best be half as fast as {fastest.label}"
+        by = self.front.beats(tokens_per_s, round(least_bytes * (_NEAR if narrows else 1)))
+        return f"can be no faster and hardly smaller than {by.label}" if by is not None else None
+
+    def _prefetching(self, candidate: Candidate, ahead: int | None) -> Candidate:
+        """Return a candidate that gathers so many of the largest units ahead; None: as it is."""
+        if ahead is None:
+            return candidate
+        largest = self._rest(candidate)[1]
+        return replace(candidate, prefetch_bytes=None if ahead == 1 else ahead * largest)
+
+    def _rest(self, candidate: Candidate) -> tuple[Rest, int]:
+        """Return what rests between steps, and the bytes of the largest unit in full.
+
+        Neither depends on the batch, or on how layers are computed.
+        """
+        plain = replace(candidate, micro_batch=1, accumulation=1, kernels="eager", loss="eager")
+        checkpointing = "none" if candidate.offload.activations == "device" else "full"
+        plain = replace(plain, activation_checkpointing=checkpointing, prefetch_bytes=None)
+        if plain not in self._rests:
+            tape = self._model.tape(plain if isinstance(self._model, ShapedModel) else candidate)
+            rest = resting_state(tape, plain.with_context_shards)
+            sizes = (full_bytes(unit, tape.compute_dtype) for unit in tape.units[1:])
+            self._rests[plain] = rest, max(sizes, default=0)
+        return self._rests[plain]
+
+    def _play(self, candidate: Candidate, family: Family) -> None:
+        tape = self._model.tape(candidate)
+        moved = candidate.with_inputs_away if self._space.may_move_inputs else ()
+        for each in (candidate, *moved):
+            memory = plan_memory(self._model, self._cluster, each, tape)
+            self.num_played += 1
+            self.num_met += 1
+            reason = memory.room.missing
+            if memory.device.high_bytes > self._capacity:
+                reason = self._why_too_large(memory)
+            if reason is not None:
+                self.rejected.append(Rejected(each, reason, was_played=True))
+                continue
+            self._fitting.add(candidate)
+            prices = self._prices_of(each)
+            made = plan(self._model, self._cluster, each, prices=prices, memory=memory)
+            target = self._limits.target_tokens_per_s or 0
+            if made.tokens_per_s >= target:
+                self.front.add(made)
+            else:
+                reason = f"{made.tokens_per_s:,.0f} tokens/s of {target:,.0f} asked for"
+                self.rejected.append(Rejected(each, reason, was_played=True))
+            return
+        smallest = self._too_large.get(family, candidate.micro_batch)
+        self._too_large[family] = min(smallest, candidate.micro_batch)
+
+    def _why_too_large(self, memory: Memory) -> str:
+        """Name the moment at which memory is missing, how much, and the largest lines there."""
+        peak = memory.played[memory.stage].peak
+        lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])[:2]
+        largest = " and ".join(f"{name} {format_bytes(num)}" for name, num in lines)
+        needed, capacity = format_bytes(memory.device.high_bytes), format_bytes(self._capacity)
+        unit = memory.tapes[memory.stage].units[peak.unit].name or "(root)"
+        return f"needs up to {needed} of {capacity}, in {peak.phase} of {unit}: {largest}"
+
+    def _reject_all(self, entry: _Entry, reason: str) -> None:
+        """Reject all families of a way, with the batch of the entry."""
+        shown = entry.way[:1] if self._space.narrows else entry.way
+        self.num_met += len(entry.way) - len(shown)
+        for base, ahead in shown:
+            self._reject(self._prefetching(entry.candidate(base), ahead), reason)
+
+    def _reject(self, candidate: Candidate, reason: str) -> None:
+        self.num_met += 1
+        if not self._space.narrows or reason not in self._said:
+            self._said.add(reason)
+            self.rejected.append(Rejected(candidate, reason, was_played=False))

@@ -5,7 +5,6 @@ Calls come one by one, from the inside out. So the root is known only when a mod
 others. All units below the root then get one engine.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,7 +25,7 @@ from shardwise.engine.agreement import agree
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, note_state
-from shardwise.engine.runtime import Engine
+from shardwise.engine.runtime import CallRules, Engine
 from shardwise.engine.seams import attach_steppers
 from shardwise.errors import ConfigError, StateError
 from shardwise.homes import Offload
@@ -40,147 +39,77 @@ from shardwise.unit.materialize import is_unwritten, poison
 from shardwise.unit.unit import Unit
 
 _ACTIVATIONS = Offload(activations="cpu")
-_LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # shown by TORCH_LOGS=+fsdp
 
 
-class GroupEngine(Engine):
-    """The engine of all units below one root, with FSDP2's checks in place of ours."""
-
-    def __init__(self, states: "Sequence[State]") -> None:
-        units = [unit for state in states for unit in state.units]
-        stage = units[0].settings.stage
-        config = ShardConfig(
-            stage,
-            "rows",
-            units[0].precision,
-            stage.reduce_every,
-            bucket_bytes=0,
-            reduces_in_flight=max(state.max_in_flight for state in states),
-            offload=_ACTIVATIONS if any(s.asked.moves_activations for s in states) else None,
-        )
-        super().__init__(config, units[0].comm, FullParamLedger())
-        self.all_states = states
-        self._has_agreed = False
-        for index, unit in enumerate(units):
-            unit.index, unit.scheduler = index, self
-            for param in unit.params:
-                param.watch()
-            for storage in unit.storages:
-                storage.count_in(self.ledger)
-        self.take_units(units, order=())
-        attach_steppers(units)
-
-    where_full = "on a copy of the model that is not sharded"
-    each_unit_alone = True  # its settings have the micro-batch in which it reduces
-    where_stays = "after model.set_reshard_after_backward(False), or on a copy that is not sharded"
-
-    def allows_transform(self, kind: Any) -> bool:
-        """Allow ``jvp`` too if nothing is freed: its backward does not run our hooks."""
-        stays = not any(unit.settings.stage.frees_after_forward for unit in self.units)
-        is_jvp = kind == torch._C._functorch.TransformType.Jvp
-        return (is_jvp and stays) or super().allows_transform(kind)
-
-    def _check_call(self, unit: Unit, records: bool) -> None:
-        """Compare settings with the other ranks before the first gather, which all ranks run.
-
-        **Raises** ConfigError on all ranks, with the first setting or parameter that differs.
-        """
-        if not self._has_agreed:
-            agree(self.comm.control, list(self._facts()), "fully_shard()")
-            self._has_agreed = True
-        super()._check_call(unit, records)
-
-    def _facts(self) -> Iterator[str]:
-        """Yield the facts that must agree on all ranks of the model's mesh."""
-        yield f"shardwise {__version__}, torch {torch.__version__}"
-        for unit in self.rank_checks.units:
-            frees = unit.settings.stage.frees_after_forward
-            yield f"unit '{unit.name or '(root)'}': {unit.precision}, frees after forward: {frees}"
-            for param in unit.params:
-                kind = "trainable" if param.sharded.requires_grad else "frozen"
-                yield f"parameter '{param.name}' {param.shape} {param.sharded.dtype}, {kind}"
-
-    def check_parameters(self, unit: Unit) -> None:
-        """Allow parameters that no unit owns (``ignored_params``)."""
-
-    @property
-    def is_in_window(self) -> bool:
-        """Return True if a window is open, or gradients wait for their sum over replicas."""
-        params = [param for unit in self.units for param in unit.params]
-        if self.window_open and any(param.grad is not None for param in params):
-            return True
-        is_inside = self.conditions.is_last_micro_batch is False
-        return is_inside or any(unit.is_deferred for unit in self.units)
-
-    def rest(self, what: str) -> None:
-        """Put the shards in the modules, and adopt parameters that have replaced them.
-
-        **Raises** ConfigError, with the parameter, if its shard is not a range of elements.
-        """
-        if self.is_running():
-            raise StateError(
-                f"{what} inside a forward or backward pass: call it between two passes"
-            )
-        for state in self.all_states:
-            state.reshard()
-            state.adopt()
-        super().rest(what)
-        for param in (param for unit in self.units for param in unit.params):
-            if not param.has_cut:
-                raise ConfigError(
-                    f"{what}: parameter '{param.name}' is {_kind_of(param)}; use "
-                    "torch.distributed.checkpoint for such a model"
-                )
-
-    def check_written(self) -> None:
-        """Check that all parameters and buffers were written since `to_empty`; all ranks call it.
-
-        **Raises** ConfigError on all ranks, with their names.
-        """
-        model = self.all_states[0].modules[0]
-        named = [*model.named_parameters(), *model.named_buffers()]
-        left = [
-            name
-            for name, tensor in named
-            if any(map(is_unwritten, plain_parts(local_of(tensor)).values()))
-        ]
-        own = left and (
-            f"rank {dist.get_rank()}: nothing has written {list_names(left)} since to_empty(): "
-            "load it, or let reset_parameters() or your own initialisation write all of it"
-        )
-        told = exchange_any(self.comm.control, own.encode() if own else b"")
-        if any(told):
-            raise ConfigError(own or next(filter(None, told)).decode())
-        for state in self.all_states:
-            state.is_emptied = False
-
-    def on_backward(self, unit: Unit, is_first: bool) -> None:
-        """Say so, in the log that torch's own writes."""
-        if is_first:
-            tell("pre_backward", unit)
-        super().on_backward(unit, is_first)
-
-    def on_unit_over(self, unit: Unit) -> None:
-        """Say so, in the log that torch's own writes."""
-        tell("post_backward", unit)
-        super().on_unit_over(unit)
-
-    def on_pass_end(self) -> None:
-        """Say so, in the log that torch's own writes."""
-        tell("root_post_backward")
-        super().on_pass_end()
-
-    def reset(self) -> None:
-        """Discard an interrupted pass and its gradients."""
-        super().reset()
-        for state in self.all_states:
-            state._modules_to_run_forward.clear()
+_RULES = CallRules(
+    each_unit_alone=True,
+    owns_all=False,  # `ignored_params`
+    allows_jvp=True,
+    where_full="on a copy of the model that is not sharded",
+    where_stays="after model.set_reshard_after_backward(False), or on a copy that is not sharded",
+)
 
 
-def _kind_of(param: Any) -> str:
-    if not param.encoding.in_storage:
-        return "a tensor of a class that defines its own gather, and not cut along dim 0 alone"
-    return "on the meta device still"
+def _make_engine(states: "Sequence[State]") -> Engine:
+    """Return the engine of all units below one root, whose state is the first."""
+    units = [unit for state in states for unit in state.units]
+    stage = units[0].settings.stage
+    config = ShardConfig(
+        stage,
+        "rows",
+        units[0].precision,
+        stage.reduce_every,
+        bucket_bytes=0,
+        reduces_in_flight=max(state.max_in_flight for state in states),
+        offload=_ACTIVATIONS if any(s.asked.moves_activations for s in states) else None,
+    )
+    engine = Engine(config, units[0].comm, FullParamLedger(), _RULES)
+    engine.all_states = states
+    for index, unit in enumerate(units):
+        unit.index, unit.scheduler = index, engine
+        for param in unit.params:
+            param.watch()
+        for storage in unit.storages:
+            storage.count_in(engine.ledger)
+    engine.take_units(units, order=())
+    attach_steppers(units)
+    for state in states:
+        state.engine, state._ledger = engine, engine.ledger
+    return engine
+
+
+def _check_written(engine: Engine) -> None:
+    """Check that all parameters and buffers were written since `to_empty`; all ranks call it.
+
+    **Raises** ConfigError on all ranks, with their names.
+    """
+    model = engine.all_states[0].modules[0]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    left = [
+        name
+        for name, tensor in named
+        if any(map(is_unwritten, plain_parts(local_of(tensor)).values()))
+    ]
+    own = left and (
+        f"rank {dist.get_rank()}: nothing has written {list_names(left)} since to_empty(): "
+        "load it, or let reset_parameters() or your own initialisation write all of it"
+    )
+    told = exchange_any(engine.comm.control, own.encode() if own else b"")
+    if any(told):
+        raise ConfigError(own or next(filter(None, told)).decode())
+    for state in engine.all_states:
+        state.is_emptied = False
+
+
+def _facts(engine: Engine) -> Iterator[str]:
+    """Yield the facts that must agree on all ranks of the model's mesh."""
+    yield f"shardwise {__version__}, torch {torch.__version__}"
+    for unit in engine.rank_checks.units:
+        frees = unit.settings.stage.frees_after_forward
+        yield f"unit '{unit.name or '(root)'}': {unit.precision}, frees after forward: {frees}"
+        for param in unit.params:
+            kind = "trainable" if param.sharded.requires_grad else "frozen"
+            yield f"parameter '{param.name}' {param.shape} {param.sharded.dtype}, {kind}"
 
 
 class Member:
@@ -198,12 +127,7 @@ class State(ModuleState):
         self._ledger = FullParamLedger()
         self._is_ready = False
         self.is_emptied = False  # True after `to_empty`, until the values are checked
-        self._modules_to_run_forward: set[nn.Module] = set()
-
-    @property
-    def device(self) -> torch.device:
-        """The device to compute on."""
-        return self.asked.device
+        self._has_agreed = False  # at the root: its settings are those of the other ranks
 
     def attach(self, modules: tuple[nn.Module, ...], units: list[Unit], asked: Asked) -> None:
         """Store the units and register hooks on the modules."""
@@ -250,10 +174,10 @@ class State(ModuleState):
         self._is_ready = True
 
     # -- the root
-    def lazy_init(self) -> GroupEngine:
+    def lazy_init(self) -> Engine:
         """Return the engine with this call's modules as the root; make it on the first call."""
         if self.engine is not None:
-            made: GroupEngine = self.engine
+            made: Engine = self.engine
             return made
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
@@ -263,9 +187,7 @@ class State(ModuleState):
         tie_free(param for state in states for unit in state.units for param in unit.params)
         for state in states:
             state.make_ready()
-        engine = GroupEngine(states)
-        for state in states:
-            state.engine, state._ledger = engine, engine.ledger
+        engine = _make_engine(states)
         register_wrappers(engine, engine.units, self, Member(self.modules[0]))
         return engine
 
@@ -293,27 +215,47 @@ class State(ModuleState):
                     param.name = param.uses[0].name
         return list(found.values())
 
+    def rest(self, what: str) -> None:
+        """Put the shards in the modules, and adopt parameters that have replaced them.
+
+        **Raises** StateError inside a pass.
+        """
+        if self.engine.is_running():
+            raise StateError(
+                f"{what} inside a forward or backward pass: call it between two passes"
+            )
+        self.reshard()
+        self.adopt()
+
+    def check_pass(self) -> None:
+        """Check what a pass through this root needs, before its first gather; all ranks call it.
+
+        The first pass compares the settings of the ranks. **Raises** ConfigError on all ranks.
+        """
+        states = self.engine.all_states
+        for state in states:
+            state.make_ready()
+        if any(state.is_emptied for state in states):
+            _check_written(self.engine)
+        if not self._has_agreed:
+            agree(self.engine.comm.control, list(_facts(self.engine)), "fully_shard()")
+            self._has_agreed = True
+
     # -- a forward pass of one of the modules (hooks.Watcher)
     def before_forward(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unshard the units; return the arguments on the compute device and in its dtype."""
         engine = self.lazy_init()
-        device = self.asked.device
         if not engine.is_running():
-            tell("root_pre_forward")
-            for state in engine.all_states:
-                state.make_ready()
-            if any(state.is_emptied for state in engine.all_states):
-                engine.check_written()
-        if not engine.is_running() and device.type != "cpu" and (args or kwargs):
-            moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
-            args, kwargs = moved[0], moved_kwargs[0]
-        if len(self.modules) > 1 and not self._modules_to_run_forward:
-            self._modules_to_run_forward.update(self.modules)
+            engine.all_states[0].check_pass()
+            if self.device.type != "cpu" and (args or kwargs):
+                moved, moved_kwargs = _to_kwargs(args, kwargs, self.device, False)
+                args, kwargs = moved[0], moved_kwargs[0]
+        if len(self.modules) > 1 and not self.awaited:
+            self.awaited.update(self.modules)
         mp = self.asked.mp
         if mp.cast_forward_inputs and mp.param_dtype is not None:
             args, kwargs = _cast(args, mp.param_dtype), _cast(kwargs, mp.param_dtype)
         for unit in self.units:
-            tell("pre_forward", unit)
             args, kwargs = engine.before_forward(unit, args, kwargs)
         return args, kwargs
 
@@ -322,15 +264,14 @@ class State(ModuleState):
         engine = self.engine
         if engine is None:
             return None
-        self._modules_to_run_forward.discard(member.module)
-        goes_on = bool(self._modules_to_run_forward)
+        self.awaited.discard(member.module)
+        goes_on = bool(self.awaited)
         for unit in reversed(self.units):
-            tell("post_forward", unit)
             with nullcontext() if unit.nearby is None else unit.nearby.leaving():
                 engine.after_forward(unit, output, goes_on=goes_on)
         if not engine.is_running():
             for state in engine.all_states:
-                state._modules_to_run_forward.clear()
+                state.awaited.clear()
         dtype = self.asked.mp.output_dtype
         return output if dtype is None or output is None else _cast(output, dtype)
 
@@ -358,13 +299,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return _apply_to_tensors(cast, value)  # dataclasses and outputs of transformers too
-
-
-def tell(event: str, unit: Unit | None = None) -> None:
-    """Log ``FSDP::<event> (<module>)`` where torch's own ``fully_shard`` does."""
-    if _LOG.isEnabledFor(logging.DEBUG):
-        name = unit.name if unit is not None else ""
-        _LOG.debug("FSDP::%s%s", event, f" ({name})" if name else "")
 
 
 def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:

@@ -9,7 +9,7 @@ values: nothing is pickled. Every rank can also read a file that another strateg
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -27,7 +27,10 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _COUNTS = ("step", "mu_product", "eta", "mu")  # states of torch's optimizers that are scalars
 
 
-class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
+State = dict[str, object]  # of one parameter, in an optimizer
+
+
+class _States(MutableMapping[torch.Tensor, State]):
     """The states of several optimizers, by parameter."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -39,14 +42,14 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         }
         self._all = [optimizer.state for optimizer in optimizers]
 
-    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+    def __getitem__(self, param: torch.Tensor) -> State:
         state = self._of[id(param)]
         if param not in state:  # a defaultdict, which would make one
             raise KeyError
-        found: dict[str, Any] = state[param]
+        found: State = state[param]
         return found
 
-    def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+    def __setitem__(self, param: torch.Tensor, state: State) -> None:
         self._of[id(param)][param] = state
 
     def __delitem__(self, param: torch.Tensor) -> None:
@@ -80,7 +83,7 @@ def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     return optimizers[0] if optimizers else None
 
 
-def check_hyper_parameters(*owners: Any) -> None:
+def check_hyper_parameters(*owners: object) -> None:
     """Refuse hyperparameters that a checkpoint cannot hold, before training.
 
     **Raises** ConfigError naming the LightningModule or DataModule, and the value's place.
@@ -97,14 +100,16 @@ def check_hyper_parameters(*owners: Any) -> None:
             ) from error
 
 
-def _with_text(value: Any) -> Any:
+def _with_text(value: object) -> object:
     """Return plain containers with paths as text."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, dict):
         return {key: _with_text(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_with_text, value))
+    if type(value) is tuple:
+        return tuple(map(_with_text, value))
+    if type(value) is list:
+        return list(map(_with_text, value))
     return value
 
 
@@ -112,7 +117,7 @@ def save_lightning(
     path: Path,
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    checkpoint: Mapping[str, Any],
+    checkpoint: Mapping[str, object],
 ) -> None:
     """Save Lightning's dump and the sharded state; every rank calls it.
 
@@ -135,7 +140,7 @@ def load_lightning(
     *,
     strict: bool,
     weights_only: bool | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Load the sharded state; return Lightning's other state. Every rank calls it.
 
     ``weights_only`` is torch.load's, for a file of another strategy.
@@ -168,7 +173,7 @@ def _load_file(
     *,
     strict: bool,
     weights_only: bool | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     checkpoint: dict[str, Any] = torch.load(
         path, map_location="cpu", weights_only=weights_only, mmap=True
     )
@@ -191,12 +196,12 @@ def _load_file(
 def _load_full_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state of full tensors; each rank keeps its slices."""
 
-    def is_full(param: torch.Tensor, value: Any) -> bool:
+    def is_full(param: torch.Tensor, value: object) -> TypeGuard[torch.Tensor]:
         return isinstance(value, torch.Tensor) and value.shape == param.shape
 
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    cut: dict[int, dict[str, Any]] = {}
+    cut: dict[int, State] = {}
     for number, param in zip(numbers, params, strict=True):
         cut[number] = {
             key: cut_like(param, value) if key not in _COUNTS and is_full(param, value) else value

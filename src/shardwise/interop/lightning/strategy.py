@@ -8,12 +8,12 @@ not: there backward and the optimizer run inside the step, and the submodules th
 are units themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,10 +39,13 @@ from shardwise.monitor.observer import Observation
 from shardwise.stages import STAGES
 from shardwise.versions import load_neighbour
 
-_pl: Any = load_neighbour("lightning", "shardwise.interop.lightning").pytorch
+if TYPE_CHECKING:
+    from lightning import pytorch as pl
+
+_pl = load_neighbour("lightning", "shardwise.interop.lightning").pytorch
 _DDPStrategy: Any = _pl.strategies.DDPStrategy
 _Callback: Any = _pl.Callback
-_FITTING: Any = _pl.trainer.states.TrainerFn.FITTING
+_FITTING = _pl.trainer.states.TrainerFn.FITTING
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _CONVERTED = {  # Lightning converts the module itself
@@ -76,7 +79,7 @@ class ShardwiseStrategy(_DDPStrategy):
         self,
         *,
         mesh: tuple[int, int] | DeviceMesh | None = None,
-        cluster_environment: Any = None,
+        cluster_environment: object = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         **options: Any,
@@ -200,27 +203,27 @@ class ShardwiseStrategy(_DDPStrategy):
             raise _stays(name, f"parameters of {', '.join(sorted(map(str, dtypes)))}")
 
     # -- steps: see Note [The step is a forward pass]
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> object:
         """Run the module's training step as its forward pass."""
         with self.precision_plugin.train_step_context():
             return self._run("training_step", args, kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> object:
         """Run the module's validation step as its forward pass."""
         with self.precision_plugin.val_step_context():
             return self._run("validation_step", args, kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> object:
         """Run the module's test step as its forward pass."""
         with self.precision_plugin.test_step_context():
             return self._run("test_step", args, kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: object, **kwargs: object) -> object:
         """Run the module's predict step as its forward pass."""
         with self.precision_plugin.predict_step_context():
             return self._run("predict_step", args, kwargs)
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         module = self.lightning_module
         if not module.automatic_optimization:
             return getattr(module, name)(*args, **kwargs)
@@ -243,22 +246,22 @@ class ShardwiseStrategy(_DDPStrategy):
         """Restore the optimizers in `load_checkpoint`, not later."""
         return False
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         """Return nothing: `save_checkpoint` writes the module's shards itself."""
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
         """Return nothing: `save_checkpoint` writes the optimizers' shards itself."""
         return {}
 
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         """Do nothing: `load_checkpoint` has read the module's shards."""
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """Do nothing: `load_checkpoint` has read the optimizers' shards."""
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+        self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
         """Save a checkpoint folder at the path, every rank its slices; see `save_lightning`."""
         if storage_options is not None:
@@ -271,7 +274,7 @@ class ShardwiseStrategy(_DDPStrategy):
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Load a checkpoint folder, or a file of another strategy; see `load_lightning`."""
         module = self.lightning_module
         fitting = module.trainer.state.fn == _FITTING
@@ -322,7 +325,7 @@ def _precision_of(engine: Engine, wanted: Precision) -> Precision:
     A policy of `fully_shard` has no master dtype: parameters keep theirs. It also has its own rule
     of casting inputs. So both are taken from ``wanted``.
     """
-    if not engine.each_unit_alone:
+    if not engine.rules.each_unit_alone:
         return engine.config.precision
     found = []
     for unit in engine.units:
@@ -361,40 +364,44 @@ class ObserveCallback(_Callback):
         """The observation; None before ``fit`` begins and after it ends."""
         return self._loop.run
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: nn.Module) -> None:
         """Begin to observe."""
         self._num_logged = trainer.global_step
         self._loop.begin(pl_module, trainer.optimizers, trainer.global_step)
         self._loop.go_into("data")
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_: object) -> None:
         """End the wait for a batch."""
         self._loop.go_into("")
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: nn.Module, outputs: object, *_: object
+    ) -> None:
         """Record the loss and logs after a step; count the wait for the next batch."""
         step = trainer.global_step
         if step != self._num_logged and step % trainer.log_every_n_steps == 0:
             self._num_logged = step
-            loss: Any = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             if is_number(loss):  # Lightning divides it by the number of micro-batches
                 self._loop.log({"loss": float(loss) * trainer.accumulate_grad_batches})
             self._loop.log(trainer.callback_metrics)
         self._loop.go_into("data")
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, *_: object) -> None:
         """Pause during validation."""
         self._loop.go_into(PAUSE)
 
-    def on_validation_end(self, *_: Any) -> None:
+    def on_validation_end(self, *_: object) -> None:
         """Count the wait for the next batch."""
         self._loop.go_into("data")
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: object) -> None:
         """End the observation."""
         self._loop.end()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: "pl.Trainer", pl_module: nn.Module, exception: BaseException
+    ) -> None:
         """End the observation without the other ranks, which may be stopped."""
         self._loop.end(exception)
 

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -48,15 +49,16 @@ from shardwise.interop.peft import save_adapter
 from shardwise.quantities import parse_size
 from shardwise.tensor.plain_state import cut_state_dict
 
+M = TypeVar("M", bound=nn.Module)
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 def save_pretrained(
-    model: Any,
+    model: PreTrainedModel,
     save_directory: str | Path,
     *,
     is_main_process: bool | None = None,
-    state_dict: Mapping[str, Any] | None = None,
+    state_dict: dict[str, torch.Tensor] | None = None,
     max_shard_size: int | str = "50GB",
     save_original_format: bool = True,
     **options: Any,
@@ -94,7 +96,7 @@ def save_pretrained(
     _write(Plan(model, max_bytes, save_original_format), save_directory, writes)
 
 
-def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
+def save_weights(model: nn.Module, folder: str | Path, *, writes: bool) -> None:
     """Write the state dict of a sharded module of any class to ``model.safetensors``.
 
     Every rank calls it, with ``writes`` on one of them. Tied tensors are written under one name.
@@ -141,7 +143,7 @@ def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
         on_all_ranks(engine_of(plan.model).comm.control, finish)
 
 
-def _check(model: Any, options: Mapping[str, Any]) -> None:
+def _check(model: nn.Module, options: Mapping[str, object]) -> None:
     """Refuse unsupported options and models before anything is written."""
     broken = engine_of(model).conditions.unusable
     if broken is not None:
@@ -176,7 +178,7 @@ class Plan:
     See Note [A part at a time].
     """
 
-    def __init__(self, model: Any, max_bytes: int | None, save_original_format: bool) -> None:
+    def __init__(self, model: nn.Module, max_bytes: int | None, save_original_format: bool) -> None:
         self.model = model
         self._reverts = save_original_format
         self.tensors = named_weights(model)
@@ -196,7 +198,7 @@ class Plan:
 
     def revert(self, state: State) -> State:
         """Return tensors as they are stored."""
-        if not self._reverts:
+        if not self._reverts or not isinstance(self.model, PreTrainedModel):
             return state
         found: State = revert_weight_conversion(self.model, state)
         return found
@@ -248,7 +250,7 @@ class _Writer:
             file.seek(begin + stored.begin)
             file.write(memory_of(tensor.contiguous()))
 
-    def finish(self, model: Any) -> None:
+    def finish(self, model: nn.Module) -> None:
         """Close and rename the files, and write the index if there are several."""
         for name, (file, _) in self._open.items():
             file.close()
@@ -256,12 +258,13 @@ class _Writer:
         stale = INDEX_FILE if WEIGHTS_FILE in self._plan.files else WEIGHTS_FILE
         (self._folder / stale).unlink(missing_ok=True)  # of an earlier save
         if len(self._plan.files) > 1:
+            assert isinstance(model, PreTrainedModel)  # others have one file
             text = index_text(self._plan.files, total_parameters=model.num_parameters())
             (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 # -- a model that transformers treats as its own: see Note [Sharded at load time]
-def prepare(model: Any) -> Any:
+def prepare(model: M) -> M:
     """Let transformers train, save and generate with a sharded model; return the model.
 
     Afterwards transformers' own ``Trainer`` trains it (Note [Sharded at load time]). Every rank
@@ -281,26 +284,26 @@ def prepare(model: Any) -> Any:
         vars(model)["resize_token_embeddings"] = _refuse_resize
     elif hasattr(model, "peft_config"):
         vars(model)["save_pretrained"] = partial(_save_adapters, model)
-    model.to = partial(_to, model)
-    model.load_state_dict = partial(_load_state_dict, model)
+    vars(model)["to"] = partial(_to, model)
+    vars(model)["load_state_dict"] = partial(_load_state_dict, model)
     if isinstance(model, PreTrainedModel):  # there the mark is a property
         model._is_distributed_loading_by_transformers = True
     elif hasattr(model, "peft_config"):
-        model.is_distributed_loading_by_transformers = True
+        vars(model)["is_distributed_loading_by_transformers"] = True
     else:  # Trainer would save a model of another class without gathering it
         return model
     config = getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig) and not getattr(config, "distributed_config", None):
         config.distributed_config = DistributedConfig()
     if not isinstance(model, FSDPModule):  # that class has the method
-        model.set_requires_gradient_sync = _GradientSync(model)
+        vars(model)["set_requires_gradient_sync"] = _GradientSync(model)
     return model
 
 
 class _GradientSync:
     """The method ``set_requires_gradient_sync`` of one model; it is copied with the model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._window = ExitStack()
 
@@ -316,7 +319,7 @@ class _GradientSync:
         return _GradientSync(memo[id(self._model)])
 
 
-def _save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
+def _save_adapters(model: Any, save_directory: str | Path, **options: Any) -> None:
     """``save_pretrained`` of a PEFT model. Every rank calls it; rank 0 writes."""
     if engine_of(model).suspended:  # inside gathered(), as in save_adapter()
         type(model).save_pretrained(model, save_directory, **options)
@@ -331,20 +334,22 @@ def _save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
     save_adapter(model, save_directory, adapters)
 
 
-def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
+def _refuse_resize(*args: object, **kwargs: object) -> NoReturn:
     raise ConfigError(
         "resize_token_embeddings: the model is sharded, and its shards keep their shapes. Resize "
         "the plain model before shard(); after from_pretrained(), resize a plain copy and save it"
     )
 
 
-def _load_state_dict(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_state_dict(
+    model: nn.Module, state_dict: Mapping[str, object], *args: Any, **kwargs: Any
+) -> object:
     """Load full tensors too: each rank cuts its slice, because DTensors load only DTensors."""
     compare_load(model, state_dict)  # before the cut, which hides differences between ranks
     return type(model).load_state_dict(model, cut_state_dict(model, state_dict), *args, **kwargs)
 
 
-def _to(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _to(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """Do nothing if the model is on this device; else call ``to``, which sharded models refuse."""
     asked: Any = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = asked[:2]

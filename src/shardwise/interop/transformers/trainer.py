@@ -25,6 +25,9 @@ from typing import Any, Self
 
 import torch
 import transformers
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -45,6 +48,7 @@ from shardwise.parallel.clipping import clip_grad_norm_
 from shardwise.versions import load_neighbour
 
 FOLDER = "shardwise"  # in each checkpoint: the slices of master weights and optimizer state
+_Base: Any = object  # a class of Trainer, which comes after `_Sharded` in `trainer_class`
 _OWN_FIGURES = ("_runtime", "_per_second", "epoch")  # that Trainer logs about its speed
 
 
@@ -73,61 +77,55 @@ class ObserveCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         self._loop.end(error)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
         """Begin to observe."""
         self._loop.begin(objects["model"], objects["optimizer"], state.global_step)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_epoch_begin(self, *_: object, **objects: object) -> None:
         """Count the wait for the first batch of an epoch."""
         self._loop.go_into("data")
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_step_begin(self, *_: object, **objects: object) -> None:
         """End the wait for batches."""
         self._loop.go_into("")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Count the next phase, after a step."""
-        self._go_on(control)
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **objects: object,
+    ) -> None:
+        """Count the next phase. See Note [Callbacks of Trainer]."""
+        is_saved = "save" if control.should_save else "data"
+        self._loop.go_into(PAUSE if control.should_evaluate else is_saved)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Count the next phase, after an epoch."""
-        self._go_on(control)
+    on_epoch_end = on_evaluate = on_save = on_step_end
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_prediction_step(self, *_: object, **objects: object) -> None:
         """Pause: no flag announces some evaluations."""
         self._loop.go_into(PAUSE)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Count the next phase, after an evaluation."""
-        self._go_on(control)
-
-    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Count the next phase, after a checkpoint."""
-        self._go_on(control)
-
-    def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_log(self, *_: object, **objects: Any) -> None:
         """Record Trainer's logs without its figures of speed."""
         logs = objects.get("logs") or {}
         if "train_runtime" not in logs:
             self._loop.log({k: v for k, v in logs.items() if not k.endswith(_OWN_FIGURES)})
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_train_end(self, *_: object, **objects: object) -> None:
         """End the observation."""
         self._loop.end()
 
-    def _go_on(self, control: Any) -> None:
-        """See Note [Callbacks of Trainer]."""
-        is_saved = "save" if control.should_save else "data"
-        self._loop.go_into(PAUSE if control.should_evaluate else is_saved)
 
-
-class _Sharded:
+class _Sharded(_Base):
     """The methods that differ. See Note [Methods that replace Trainer's]."""
 
-    def __init__(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, *args: object, **kwargs: object) -> None:
         load_neighbour("accelerate", wanted_by="transformers.Trainer")
         settings = args[0] if args else kwargs.get("args")
-        if is_sharded(model):
+        if model is not None and is_sharded(model):
             prepare(model)
             for name in ("fsdp", "deepspeed"):
                 if getattr(settings, name, None):
@@ -140,42 +138,42 @@ class _Sharded:
                 f"model: a part of this {type(model).__name__} is sharded; give shard(), or "
                 "fully_shard() in its last call, the whole model, wrappers and adapters included"
             )
-        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(model, *args, **kwargs)
 
     @property
-    def is_distributed_loading_by_transformers(self: Any) -> bool:
+    def is_distributed_loading_by_transformers(self) -> bool:
         """True if transformers has sharded the model; the mark of `prepare` does not count."""
         return vars(self).get("_loaded_in_shards", False) and not is_sharded(self.model)
 
     @is_distributed_loading_by_transformers.setter
-    def is_distributed_loading_by_transformers(self: Any, is_marked: bool) -> None:
+    def is_distributed_loading_by_transformers(self, is_marked: bool) -> None:
         self._loaded_in_shards = is_marked  # by Trainer's __init__
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> object:
         """Train; end observations if training raises."""
         with ExitStack() as ends:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, ObserveCallback):
                     ends.enter_context(callback)
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)
 
-    def call_model_init(self: Any, trial: Any = None) -> Any:
+    def call_model_init(self, trial: object = None) -> object:
         """Prepare a model that ``model_init`` sharded."""
-        model = super().call_model_init(trial)  # type: ignore[misc]
+        model = super().call_model_init(trial)
         return prepare(model) if is_sharded(model) else model
 
-    def _prepare_for_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, *args: object, **kwargs: object) -> object:
         """Let accelerate put autocast on the model without wrapping it."""
         model = self.model
         if is_sharded(model):
             prepare(model)  # it may have been sharded after Trainer got it
             if not getattr(model, "_is_accelerate_prepared", False):
                 self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        return super()._prepare_for_training(*args, **kwargs)
 
-    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Refuse an optimizer that would train none of the shards."""
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         if is_sharded(self.model):
             own = {id(p) for p in self.model.parameters()}
             groups = _inner(optimizer).param_groups
@@ -186,18 +184,18 @@ class _Sharded:
                 )
         return optimizer
 
-    def _has_mixed_mesh_grads(self: Any, model: Any) -> bool:
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Use `clip_grad_norm_` for gradients on any meshes."""
-        return is_sharded(self.model) or super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
+        return is_sharded(self.model) or super()._has_mixed_mesh_grads(model)
 
-    def _mixed_mesh_grad_norm(self: Any, model: Any, max_norm: float) -> Any:
+    def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> object:
         """Clip by the norm of all gradients over all ranks."""
         if not is_sharded(self.model):
-            return super()._mixed_mesh_grad_norm(model, max_norm)  # type: ignore[misc]
+            return super()._mixed_mesh_grad_norm(model, max_norm)
         self.accelerator.unscale_gradients()
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """Write the model as a Hugging Face folder; every rank takes part."""
         folder = output_dir or self.args.output_dir
         if is_sharded(self.model) and not isinstance(self.model, transformers.PreTrainedModel):
@@ -210,14 +208,14 @@ class _Sharded:
                 if self.processing_class is not None:
                     self.processing_class.save_pretrained(folder)
         elif self.args.should_save or not is_sharded(self.model):
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict)
         else:
             self.model.save_pretrained(folder, is_main_process=False)
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write every rank's slices, and the schedule."""
         if not is_sharded(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         _save_slices(
             Path(output_dir),
@@ -227,23 +225,25 @@ class _Sharded:
             writes_schedule=self.args.should_save,
         )
 
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         """Read the weights, from the slices if the checkpoint has them."""
         if is_sharded(self.model):
             _load_weights(self.model, Path(resume_from_checkpoint))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_best_model(self: Any) -> None:
+    def _load_best_model(self) -> None:
         if is_sharded(self.model):
             _load_weights(self.model, Path(self.state.best_model_checkpoint))
         else:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read the optimizer's state; the weights come with it."""
         if checkpoint is None or not is_sharded(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
         if Path(checkpoint, FOLDER).is_dir():
             _load_slices(Path(checkpoint), self.model, self.optimizer)
@@ -261,7 +261,7 @@ class _Sharded:
         _load_schedule(Path(checkpoint), self.lr_scheduler)
 
 
-def trainer_class(base: type[Any]) -> type[Any]:
+def trainer_class(base: type) -> type[Any]:
     """Return a subclass of a Trainer that also takes sharded models.
 
     ``base`` is any subclass of transformers' Trainer, e.g. ``trainer_class(SFTTrainer)``.
@@ -286,9 +286,11 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, un
     def __init__(self, resume: str | Path | None = None) -> None:
         self._resume = Path(resume) if resume is not None else None
 
-    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
         """Write the slices, the schedule and this rank's random generators."""
-        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         _save_slices(
             checkpoint,
             objects["model"],
@@ -300,7 +302,9 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, un
         stand_in: Any = SimpleNamespace(args=args)
         transformers.Trainer._save_rng_state(stand_in, str(checkpoint))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
         """Read the slices and the schedule if Trainer resumes."""
         step, checkpoint = state.global_step, self._resume
         if checkpoint is None:
@@ -321,7 +325,12 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, un
 
 
 def _save_slices(
-    checkpoint: Path, model: Any, optimizer: Any, schedule: Any, *, writes_schedule: bool
+    checkpoint: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: LRScheduler,
+    *,
+    writes_schedule: bool,
 ) -> None:
     """Write every rank's slices, and on one rank the schedule."""
     save(checkpoint / FOLDER, model, _inner(optimizer), replace=True)
@@ -329,24 +338,24 @@ def _save_slices(
         torch.save(schedule.state_dict(), checkpoint / SCHEDULER_NAME)
 
 
-def _load_slices(checkpoint: Path, model: Any, optimizer: Any) -> None:
+def _load_slices(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read every rank's slices: master weights and optimizer state."""
     load(checkpoint / FOLDER, model, _inner(optimizer), restore_generators=False)
 
 
-def _load_schedule(checkpoint: Path, schedule: Any) -> None:
+def _load_schedule(checkpoint: Path, schedule: LRScheduler) -> None:
     """Read the schedule, if the checkpoint has one."""
     if (checkpoint / SCHEDULER_NAME).is_file():
         schedule.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer itself, without accelerate's wrapper."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
 
 
-def _load_weights(model: Any, checkpoint: Path) -> None:
+def _load_weights(model: nn.Module, checkpoint: Path) -> None:
     folder = checkpoint / FOLDER
     if folder.is_dir():
         load(folder, model, restore_generators=False)

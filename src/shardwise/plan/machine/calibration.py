@@ -25,7 +25,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
 from shardwise.plan.machine.links import Curve, Unit
 from shardwise.plan.machine.pricing import Assumption
-from shardwise.plan.model.tape import CONTEXT_KINDS, Cost
+from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.step.program import Collective, Op, OpPhase, Transfer
 from shardwise.spelling import did_you_mean
 
@@ -208,7 +208,7 @@ class CalibratedPrices:
 
     def _curve_name(self, cost: Cost, phase: OpPhase) -> str:
         measured = self.calibration.curves
-        if cost.kind in ("tensor_parallel", *CONTEXT_KINDS, "expert_parallel"):
+        if cost.kind in DEGREE_KINDS:
             raise ConfigError("a calibration prices data-parallel ranks only, no other degrees")
         if phase == "unshard" and cost.dtype != "float32":
             return "cast.bfloat16"

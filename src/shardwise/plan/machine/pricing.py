@@ -36,7 +36,7 @@ from shardwise.plan.machine.links import (
     place,
     send_seconds,
 )
-from shardwise.plan.model.tape import CONTEXT_KINDS, Cost
+from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.sizes import PRECISIONS, row_of
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
 from shardwise.plan.tables import make_row, read_table
@@ -94,11 +94,6 @@ def efficiencies_of(
     return {**common_efficiencies(), **next(own), **next(own), **overrides}
 
 
-_AXIS_OF = {  # of collectives inside the model
-    "tensor_parallel": "tensor",
-    **dict.fromkeys(CONTEXT_KINDS, "context"),
-    "expert_parallel": "ep",
-}
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
 
 
@@ -255,7 +250,7 @@ class Prices:
         """Return the device's seconds of operations of one class; attention takes ``again``."""
         if cost.num_ops == 0:
             return 0.0
-        if cost.kind in _AXIS_OF:
+        if cost.kind in DEGREE_KINDS:
             return self._sent_seconds(cost)
         table, chip = self.efficiencies, self.cluster.node.accelerator
         memory_s = cost.moved_bytes / (chip.memory_bytes_per_s * table["memory"].value)
@@ -273,7 +268,8 @@ class Prices:
 
         Keys and values that are gathered take as long as those that go round a ring.
         """
-        group, node = self.groups[_AXIS_OF[cost.kind]], self.cluster.node
+        axis, node = DEGREE_KINDS[cost.kind][0], self.cluster.node
+        group = self.groups["ep" if axis == "expert" else axis]
         n, each = group.num_ranks, cost.moved_bytes / cost.num_ops
         if n == 1:
             return 0.0

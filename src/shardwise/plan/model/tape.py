@@ -25,7 +25,15 @@ CostKind = Literal[
     "context_ring",
     "expert_parallel",
 ]
-CONTEXT_KINDS: tuple[CostKind, ...] = ("context_gather", "context_exchange", "context_ring")
+# Collectives inside the model: the degree that they are of, and their name in what
+# `shardwise.debug.counting` counts; ``tp.sent`` is all of tensor parallelism, in the layers.
+DEGREE_KINDS: dict[CostKind, tuple[str, str]] = {
+    "tensor_parallel": ("tensor", "tp.sent"),
+    "context_gather": ("context", "cp.all_gather"),
+    "context_exchange": ("context", "cp.all_to_all"),
+    "context_ring": ("context", "cp.ring"),
+    "expert_parallel": ("expert", "ep.all_to_all"),
+}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from shardwise.errors import ConfigError
 from shardwise.quantities import check_whole
 from shardwise.spelling import did_you_mean
 
-JitterKind = Literal["lognormal", "gamma"]
 LinkAxis = Literal["shard", "replicate"]
 _MOST = 1 << 40  # of anything; larger numbers are typing errors
 
@@ -75,8 +74,7 @@ class Scenario:
     """A cluster of ``num_shards x num_replicas`` data-parallel ranks and what goes wrong in it.
 
     ``jitter_sigma`` is the spread of the factor, 1 on average, by which each operation's time is
-    multiplied on each rank (on each group, for a collective): sigma of the logarithm for
-    "lognormal", the standard deviation for "gamma".
+    multiplied on each rank (on each group, for a collective): sigma of the factor's logarithm.
 
     **Raises** ConfigError naming the field, the expected and the given value.
     """
@@ -87,7 +85,6 @@ class Scenario:
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
     jitter_sigma: float = 0.0
-    jitter_kind: JitterKind = "lognormal"
     failures: Failures | None = None
     checkpoints: Checkpoints | None = None
     seed: int = 0
@@ -101,7 +98,6 @@ class Scenario:
         for number, link in enumerate(self.slow_links):
             _check_slow_link(f"slow_links[{number}]", link, self)
         _check_number("jitter_sigma", self.jitter_sigma)
-        _check_name("jitter_kind", self.jitter_kind, get_args(JitterKind))
         for name, value in (("failures", self.failures), ("checkpoints", self.checkpoints)):
             for each in fields(value) if value is not None else ():
                 above_zero = each.name in ("mtbf_hours", "interval_s")

@@ -36,9 +36,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,12 +71,6 @@ class TimeSpread:
     median_s: float
     p95_s: float
     maximum_s: float
-
-
-def _of_slowest(name: str) -> Any:
-    """Return a property of `Simulated` that is the slowest rank's."""
-    get = attrgetter(f"slowest.{name}")
-    return property(get, doc=getattr(RankRun, name).__doc__)
 
 
 @dataclass(frozen=True)
@@ -115,16 +108,6 @@ class Simulated:
     def slowest(self) -> RankRun:
         """The rank that ended last."""
         return self.ranks[0]
-
-    # See `RankRun`.
-    compute_s = _of_slowest("compute_s")
-    communication_s = _of_slowest("communication_s")
-    exposed_s = _of_slowest("exposed_s")
-    overlap = _of_slowest("overlap")
-    bubble_s = _of_slowest("bubble_s")
-    busy_s = _of_slowest("busy_s")
-    phase_s = _of_slowest("phase_s")
-    unit_times = _of_slowest("unit_times")
 
     @property
     def critical_s(self) -> Mapping[str, float]:
@@ -211,8 +194,6 @@ def _noise_of(scenario: Scenario, step: int) -> Noise | None:
     if not sigma:
         return None
     rng = np.random.default_rng((scenario.seed, step))
-    if scenario.jitter_kind == "gamma":
-        return lambda shape: rng.gamma(1 / sigma**2, sigma**2, shape)
     return lambda shape: rng.lognormal(-(sigma**2) / 2, sigma, shape)
 
 

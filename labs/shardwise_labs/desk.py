@@ -1,0 +1,254 @@
+"""The commands of `shardwise lab`, as functions that return what the terminal shows."""
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise_labs.course import Lab, answers_in, labs, line_of, steps_of
+from shardwise_labs.ranks import HANG_S, Job, Outcome, Verdict, run_job
+
+SCORE = ".shardwise-labs.json"
+WIDTH = 80
+STATIC = ("predict", "break", "decide", "claims")
+
+
+class LabError(Exception):
+    """A command cannot be carried out; the text says what to do."""
+
+
+def lab_of(number: int) -> Lab:
+    """Return a lab by its number. **Raises** LabError."""
+    if number not in labs():
+        raise LabError(f"there is no lab {number}; `shardwise lab list` has them")
+    return labs()[number]
+
+
+def list_labs(folder: Path) -> str:
+    """Return the labs with the targets met so far."""
+    score = _score(folder)
+    lines = []
+    for lab in labs().values():
+        met = score.get(str(lab.number), {}).get("met", [])
+        total = len(lab.targets) + len(STATIC)
+        lines.append(f"{lab.number:>3}  {lab.title:<50} {len(met)} of {total} targets met")
+    return "\n".join([*lines, "", "Begin with `shardwise lab start 1`."])
+
+
+def start(number: int, folder: Path) -> str:
+    """Copy the lab's file with gaps, and its broken program; return the first steps."""
+    lab = lab_of(number)
+    if (folder / lab.file).exists():
+        raise LabError(f"{lab.file} is in this folder already; it is left as it is")
+    (folder / lab.file).write_text(lab.gapped())
+    (folder / lab.broken_file).write_text(lab.broken)
+    return (
+        f"Lab {number}: {lab.title}\n\nWrote {lab.file} (yours to fill) and {lab.broken_file}.\n\n"
+        f"{read(number, 'Predict')}\n\nNext: fill PREDICT in {lab.file}, then "
+        f"`shardwise lab read {number} build`."
+    )
+
+
+def read(number: int, step: str | None) -> str:
+    """Return one step of the lab's page, or the names of the steps."""
+    steps = steps_of(lab_of(number).page)
+    if step is None:
+        return "\n".join(f"shardwise lab read {number} {name.split()[0].lower()}" for name in steps)
+    for name, text in steps.items():
+        if name.lower().startswith(step.lower()):
+            return f"{name}\n{'-' * len(name)}\n{_narrow(text)}"
+    raise LabError(f"lab {number} has no step {step!r}; its steps are {', '.join(steps)}")
+
+
+def hint(number: int, gap: int | None, folder: Path) -> str:
+    """Return the next hint of a gap, each deeper than the one before."""
+    lab, score = lab_of(number), _score(folder)
+    entry = score.setdefault(str(number), {})
+    gap = gap or int(entry.get("gap") or 1)
+    if gap not in lab.hints:
+        raise LabError(f"lab {number} has gaps {', '.join(map(str, lab.hints))}")
+    shown = entry.setdefault("hints", {})
+    depth = min(int(shown.get(str(gap), 0)) + 1, 3)
+    shown[str(gap)] = depth
+    _keep(folder, score)
+    return _wrapped(f"gap {gap}, hint {depth} of 3: ", lab.hints[gap][depth - 1])
+
+
+def run(number: int, path: Path) -> str:
+    """Run the reader's file on ranks; return the table of what was measured."""
+    lab = lab_of(number)
+    if path.name != lab.broken_file:
+        missing = [name for name in lab.predict if _answers(path, "PREDICT").get(name) is None]
+        if missing:
+            raise LabError(
+                f"predict first: PREDICT in {path.name} has no number for {missing[0]!r}"
+            )
+    job = Job(number, (str(path.resolve()),), lab.num_ranks[:1], is_check=False)
+    outcomes = run_job(job)
+    if problem := failure(outcomes):
+        return problem
+    first = outcomes[0]
+    width = max(len(label) for label, _ in first.rows)
+    rows = [f"{label:<{width}} {value}" for label, value in first.rows]
+    return "\n".join([f"On {first.num_ranks} ranks, rank 0, bytes:", "", *rows])
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The verdicts of a check, in order, and an exception or a hang of the reader's code."""
+
+    verdicts: tuple[Verdict, ...]
+    problem: str
+    total: int
+
+    @property
+    def num_met(self) -> int:
+        """Return the number of targets met."""
+        return sum(verdict.met for verdict in self.verdicts)
+
+    def text(self, lab: Lab) -> str:
+        """Return what the terminal shows."""
+        lines = [
+            _wrapped(f"{v.target:<9}{'met' if v.met else 'MISSED':<8}", v.text)
+            for v in self.verdicts
+        ]
+        if self.problem:
+            lines += ["", self.problem]
+        lines += ["", f"{self.num_met} of {self.total} targets met."]
+        if self.num_met < self.total:
+            lines[-1] += f" A hint: `shardwise lab hint {lab.number}`"
+        return "\n".join(lines)
+
+
+def check(number: int, path: Path, hang_s: float = HANG_S) -> Checked:
+    """Check the reader's file on ranks, and its answers; keep the score beside the file."""
+    lab = lab_of(number)
+    _answers(path, "PREDICT")
+    outcomes = run_job(Job(number, (str(path.resolve()),), lab.num_ranks, True, hang_s))
+    checked = judged(lab, path, outcomes)
+    score = _score(path.parent)
+    entry = score.setdefault(str(number), {})
+    entry["met"] = [verdict.target for verdict in checked.verdicts if verdict.met]
+    unmet = [gap for target, gap in lab.targets.items() if target not in entry["met"]]
+    entry["gap"] = unmet[0] if unmet else None
+    _keep(path.parent, score)
+    return checked
+
+
+def judged(lab: Lab, path: Path, outcomes: Sequence[Outcome]) -> Checked:
+    """Return the verdicts of all ranks and of the file's answers, by target."""
+    by_target: dict[str, Verdict] = {}
+    facts: dict[str, str] = {}
+    for outcome in outcomes:
+        facts |= {**outcome.facts, **facts}
+        for verdict in outcome.verdicts:
+            known = by_target.get(verdict.target)
+            if known is None or (known.met and not verdict.met):
+                by_target[verdict.target] = verdict
+    ordered = [by_target[target] for target in lab.targets if target in by_target]
+    predict, *others = _static(lab, path, facts)
+    return Checked((predict, *ordered, *others), failure(outcomes), len(lab.targets) + len(STATIC))
+
+
+def failure(outcomes: Sequence[Outcome]) -> str:
+    """Return in words how the reader's code failed on some rank; nothing if it did not."""
+    failed = [outcome for outcome in outcomes if outcome.error]
+    raised = [outcome for outcome in failed if not outcome.is_waiting]
+    waiting = [f"rank {o.rank} waits: {o.error}" for o in failed if o.is_waiting]
+    if raised:
+        first = raised[0]
+        where = "" if len(raised) == first.num_ranks else f"rank {first.rank}: "
+        about = f"{first.target}: " if first.target else ""
+        return "\n".join([f"{about}{where}{first.error}", *waiting])
+    return "\n".join(
+        ["your code did not end, so the ranks were stopped", *waiting] if waiting else []
+    )
+
+
+def _static(lab: Lab, path: Path, facts: Mapping[str, str]) -> list[Verdict]:
+    answers = answers_in(path)
+    verdicts = [_predicted(lab, answers.get("PREDICT", {}), facts)]
+    broken = answers.get("BREAK", {})
+    problem = ""
+    if None in (broken.get("line"), broken.get("finding")):
+        problem = "BREAK is not filled in yet"
+    elif broken["line"] != line_of(lab.broken, lab.defect.line):
+        problem = f"line {broken['line']} of {lab.broken_file} is right as it is"
+    elif str(broken["finding"]).upper() != lab.defect.finding:
+        problem = f"the line is right; {broken['finding']} is another finding"
+    verdicts.append(Verdict("break", not problem, problem or lab.defect.why))
+    (choice,) = list(answers.get("DECIDE", {}).values()) or [None]
+    is_right = choice == lab.decision.answer
+    said = "DECIDE is not filled in yet" if choice is None else f"not {choice!r}"
+    verdicts.append(Verdict("decide", is_right, lab.decision.why if is_right else said))
+    verdicts.append(_claimed(lab, answers.get("CLAIMS", {}), facts))
+    return verdicts
+
+
+def _predicted(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) -> Verdict:
+    for name, number in lab.predict.items():
+        value = given.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return Verdict("predict", False, f"no number for {name!r}")
+        if number.value is not None and abs(value - number.value) > number.within * number.value:
+            ratio = value / number.value
+            return Verdict("predict", False, f"{name}: {value:g} is {ratio:.3g} x: {number.why}")
+    runs = [f"{n}: {facts[n]} in the run, {given[n]} predicted" for n in lab.predict if n in facts]
+    return Verdict("predict", True, "; ".join(runs))
+
+
+def _claimed(lab: Lab, given: Mapping[str, object], facts: Mapping[str, str]) -> Verdict:
+    for text, claim in lab.claims.items():
+        if not isinstance(given.get(text), bool):
+            return Verdict("claims", False, f"True or False? {text}")
+        if given[text] != claim.is_true:
+            why = claim.why.format_map({**dict.fromkeys(_names(claim.why), "?"), **facts})
+            return Verdict("claims", False, f"{text}: {claim.is_true}, since {why}")
+    return Verdict("claims", True, f"{len(lab.claims)} of {len(lab.claims)}")
+
+
+def _names(text: str) -> list[str]:
+    return [part.split("}")[0] for part in text.split("{")[1:]]
+
+
+def _answers(path: Path, name: str) -> Mapping[str, object]:
+    if not path.exists():
+        raise LabError(f"there is no file {path}; `shardwise lab start` writes it")
+    try:
+        return answers_in(path).get(name, {})
+    except SyntaxError as error:
+        raise LabError(f"line {error.lineno} of {path.name} is not Python: {error.msg}") from None
+
+
+def _narrow(text: str) -> str:
+    """Return Markdown with its paragraphs and lists wrapped for a terminal; code stays."""
+    parts = re.split(r"(```.*?```)", text, flags=re.DOTALL)
+    wrapped = [re.sub(r"[^\n](?:.|\n(?![\n\d]))*", _filled, part) for part in parts[::2]]
+    parts[::2] = wrapped
+    return "".join(parts)
+
+
+def _filled(match: re.Match[str]) -> str:
+    return textwrap.fill(match[0], WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _wrapped(label: str, text: str) -> str:
+    return (
+        textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
+        or label
+    )
+
+
+def _score(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / SCORE
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except ValueError:
+        raise LabError(f"{path} is damaged; delete it, and the score begins anew") from None
+
+
+def _keep(folder: Path, score: Mapping[str, object]) -> None:
+    (folder / SCORE).write_text(json.dumps(score, indent=1))

@@ -1,0 +1,207 @@
+"""Run the reader's file on ranks: real processes with a gloo group, ended if they hang.
+
+`run_job` starts one process that imports torch once and forks the ranks. A rank writes what it
+found to a file when it is done. A rank that hangs writes its stacks on a signal.
+"""
+
+import faulthandler
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from shardwise_labs.course import FOLDER, TRAINERS, without_marks
+
+HANG_S = 20.0
+GRACE_S = 2.0  # for the other ranks once one has failed
+
+
+@dataclass
+class Verdict:
+    """One target on one rank: met or not, in words."""
+
+    target: str
+    met: bool
+    text: str = ""
+
+
+@dataclass
+class Outcome:
+    """What one rank found in one file, or how it ended."""
+
+    rank: int
+    num_ranks: int
+    file: str
+    verdicts: list[Verdict] = field(default_factory=list)
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    error: str = ""  # an exception of the reader's code, or the line in which the rank hangs
+    target: str = ""  # what was being checked then
+    is_waiting: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """Files to run or check on each of these numbers of ranks."""
+
+    lab: int
+    files: tuple[str, ...]
+    num_ranks: tuple[int, ...]
+    is_check: bool
+    hang_s: float = HANG_S
+
+
+def run_job(job: Job) -> list[Outcome]:
+    """Run a job in a process of its own; return the outcomes by number of ranks, file and rank."""
+    with tempfile.TemporaryDirectory(prefix="lab-") as folder:
+        Path(folder, "job.json").write_text(json.dumps(asdict(job)))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if sys.platform == "linux":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
+        )
+        command = [sys.executable, "-m", "shardwise_labs.ranks", folder]
+        done = subprocess.run(command, env=environment)
+        results = Path(folder, "results.json")
+        if not results.exists():
+            raise RuntimeError(f"the ranks did not start (exit code {done.returncode})")
+        return [_outcome(facts) for facts in json.loads(results.read_text())]
+
+
+def _outcome(facts: dict[str, object]) -> Outcome:
+    outcome = Outcome(**facts)  # type: ignore[arg-type]
+    outcome.verdicts = [Verdict(**verdict) for verdict in outcome.verdicts]  # type: ignore[arg-type]
+    outcome.rows = [(label, value) for label, value in outcome.rows]
+    return outcome
+
+
+def _main(folder: Path) -> None:
+    facts = json.loads((folder / "job.json").read_text())
+    job = Job(**{**facts, "files": tuple(facts["files"]), "num_ranks": tuple(facts["num_ranks"])})
+    import torch
+    import torch._dynamo  # the first step of an optimizer imports it
+    import torch.distributed.nn.functional  # keeps the group that exists when it is imported
+
+    torch.set_num_threads(1)
+    write_solutions(folder / "solutions")
+    found: list[Outcome] = []
+    for num_ranks in job.num_ranks:
+        found += _run_group(job, num_ranks, folder)
+        if any(outcome.error for outcome in found):
+            break
+    (folder / "results.json").write_text(json.dumps([asdict(outcome) for outcome in found]))
+
+
+def write_solutions(folder: Path) -> None:
+    """Write the trainers that the checks measure with."""
+    folder.mkdir(exist_ok=True)
+    for name, lab in TRAINERS.items():
+        text = (FOLDER / "trainers" / f"{lab}.py").read_text(encoding="utf-8")
+        (folder / name).write_text(without_marks(text))
+
+
+def _run_group(job: Job, num_ranks: int, folder: Path) -> list[Outcome]:
+    fork = multiprocessing.get_context("fork")
+    scratch = Path(tempfile.mkdtemp(dir=folder))
+    ranks = [
+        fork.Process(target=_run_rank, args=(job, rank, num_ranks, folder, scratch), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + job.hang_s * len(job.files)
+    has_failed = False
+    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
+        time.sleep(0.02)
+        failed = [process for process in ranks if process.exitcode not in (None, 0)]
+        if failed and not has_failed:
+            has_failed, end = True, min(end, time.monotonic() + GRACE_S)
+    _stop(ranks)
+    return [
+        _found(job, file, rank, num_ranks, scratch)
+        for file in job.files
+        for rank in range(num_ranks)
+    ]
+
+
+def _stop(ranks: Sequence[BaseProcess]) -> None:
+    waiting = [process for process in ranks if process.is_alive()]
+    for process in waiting:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid or 0, signal.SIGUSR1)  # it writes its stacks
+    if waiting:
+        time.sleep(0.3)
+    for process in waiting:
+        process.kill()
+    for process in ranks:
+        process.join()
+
+
+def _found(job: Job, file: str, rank: int, num_ranks: int, scratch: Path) -> Outcome:
+    path = scratch / f"{Path(file).stem}.{rank}.json"
+    if path.exists():
+        return _outcome(json.loads(path.read_text()))
+    outcome = Outcome(rank, num_ranks, file)
+    stacks = scratch / f"{rank}.stacks"
+    text = stacks.read_text() if stacks.exists() else ""
+    folder = re.escape(str(Path(file).parent))
+    match = re.search(rf'File "{folder}/([^"]+)", line (\d+) in (.+)', text)
+    if match:
+        outcome.error, outcome.is_waiting = f"line {match[2]} of {match[1]}, in {match[3]}", True
+    else:
+        outcome.error = "outside of your file" if text else "its process has ended"
+        outcome.is_waiting = bool(text)
+    return outcome
+
+
+def _run_rank(job: Job, rank: int, num_ranks: int, folder: Path, scratch: Path) -> None:
+    import torch.distributed as dist
+
+    with open(scratch / f"{rank}.stacks", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        store = dist.FileStore(str(scratch / "store"), num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        outcomes = [_judge(job, Path(file), rank, num_ranks, folder) for file in job.files]
+        for outcome in outcomes:
+            path = scratch / f"{Path(outcome.file).stem}.{rank}.json"
+            path.write_text(json.dumps(asdict(outcome)))
+    code = 1 if len(outcomes) == 1 and outcomes[0].error else 0
+    sys.stdout.flush()
+    os._exit(code)  # without a farewell that others would wait for
+
+
+def _judge(job: Job, path: Path, rank: int, num_ranks: int, folder: Path) -> Outcome:
+    from shardwise_labs.judge import Judge
+    from shardwise_labs.reader import describe, forbidden_imports, load
+    from shardwise_labs.words import WrongAnswer
+
+    judge = Judge(rank, num_ranks, path, folder / "solutions")
+    outcome = Outcome(rank, num_ranks, str(path))
+    module = importlib.import_module(f"shardwise_labs.lab{job.lab:02d}.check")
+    try:
+        if said := forbidden_imports(path):
+            raise WrongAnswer(said)
+        judge.theirs = load(path)
+        (module.check if job.is_check else module.run)(judge)
+    except (Exception, SystemExit) as error:
+        outcome.error = describe(error, path.parent)
+        outcome.target = judge.target
+    outcome.verdicts = judge.verdicts
+    outcome.rows, outcome.facts = judge.rows, judge.facts
+    return outcome
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

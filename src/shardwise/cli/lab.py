@@ -1,0 +1,118 @@
+"""`shardwise lab`: labs of memory sharding, whose checks run the reader's code on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise import terminal
+
+_WRONG, _MISSED = 2, 1
+
+app = typer.Typer(
+    help="Learn ZeRO and FSDP: fill the gaps of a file, run it on ranks, have it checked.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_Number = Annotated[int, typer.Argument(help="the lab's number", show_default=False)]
+_File = Annotated[
+    Path | None, typer.Argument(help="the file that you fill; by default in this folder")
+]
+
+
+@app.command("list")
+def list_labs() -> None:
+    """List the labs, with the targets met so far."""
+    with _errors():
+        from shardwise_labs import desk
+
+        terminal.say(desk.list_labs(Path()) + "\n")
+
+
+@app.command()
+def start(number: _Number) -> None:
+    """Copy the lab's file with gaps into this folder."""
+    with _errors():
+        from shardwise_labs import desk
+
+        terminal.say(desk.start(number, Path()) + "\n")
+
+
+@app.command()
+def read(
+    number: _Number,
+    step: Annotated[str | None, typer.Argument(help="such as build; without it, a list")] = None,
+) -> None:
+    """Read one step of the lab's page."""
+    with _errors():
+        from shardwise_labs import desk
+
+        terminal.say(desk.read(number, step) + "\n")
+
+
+@app.command()
+def run(number: _Number, file: _File = None) -> None:
+    """Run your file on ranks, and show what was measured."""
+    with _errors():
+        from shardwise_labs import desk
+
+        terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
+
+
+@app.command()
+def check(number: _Number, file: _File = None) -> None:
+    """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
+    with _errors():
+        from shardwise_labs import desk
+
+        lab = desk.lab_of(number)
+        found = desk.check(number, file or Path(lab.file))
+        terminal.say(found.text(lab) + "\n")
+        if found.num_met < found.total:
+            raise typer.Exit(_MISSED)
+
+
+@app.command()
+def hint(
+    number: _Number,
+    gap: Annotated[int | None, typer.Option(help="the gap; the first that is not met")] = None,
+) -> None:
+    """Show the next of a gap's three hints."""
+    with _errors():
+        from shardwise_labs import desk
+
+        terminal.say(desk.hint(number, gap, Path()) + "\n")
+
+
+@app.command()
+def show(
+    number: _Number,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask for a confirmation")] = False,
+) -> None:
+    """Show the solution, after a confirmation."""
+    with _errors():
+        from shardwise_labs import desk
+
+        lab = desk.lab_of(number)
+        if yes or typer.confirm(f"Show the solution of lab {number}?"):
+            terminal.say(lab.solution())
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        from shardwise_labs.desk import LabError
+    except ImportError as error:
+        terminal.complain(f"shardwise lab: the labs are not installed ({error}): pip install .\n")
+        raise typer.Exit(_WRONG) from None
+    try:
+        yield
+    except LabError as error:
+        terminal.complain(f"shardwise lab: {error}\n")
+        raise typer.Exit(_WRONG) from None
