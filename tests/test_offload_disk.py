@@ -26,9 +26,10 @@ from hypothesis import strategies as st
 from ranks import HANG_S
 from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.offload import disk as disk_module
-from shardwise.offload.disk import Disk, Ring
+from shardwise.offload.disk import Disk
 from shardwise.offload.file_slices import cached_share, mapped
 from shardwise.offload.files import System
+from shardwise.offload.pool import Pool
 from shardwise.offload.stripes import ALIGNMENT, STRIPE_BYTES, Stripes, regions_of
 
 MIB = 1 << 20
@@ -238,7 +239,7 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
                     begin, num_bytes = begin & -ALIGNMENT, num_bytes & -ALIGNMENT
                 release: Hook = lambda: None  # noqa: E731
                 if "ring" in kind:
-                    while disk._ring.num_free < 2 and reads:
+                    while disk.pool.num_free < 2 and reads:
                         check(*reads.pop(0))
                     buffer = disk.take()
                     memory, release = buffer.memory[:num_bytes], buffer.release
@@ -260,7 +261,7 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
             file.close()
 
         run()
-        assert disk._ring.num_free == 3
+        assert disk.pool.num_free == 3
 
 
 def check(transfer: Any, memory: torch.Tensor, expected: bytes, release: Hook) -> None:
@@ -431,13 +432,13 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
         made.append(num_bytes)
         return host_memory(num_bytes)
 
-    ring = Ring(3, 5000, counted)
-    assert ring.buffer_bytes == 8192 and sum(made) <= 3 * (8192 + 8192 + ALIGNMENT)
+    pool = Pool(counted, 3, 5000)
+    assert made == [5000] * 3 and pool.num_bytes == 15000
     out, most, lock = [0], [0], threading.Lock()
 
     def work() -> None:
         for _ in range(50):
-            buffer = ring.take()
+            buffer = pool.take()
             with lock:
                 out[0] += 1
                 most[0] = max(most[0], out[0])
@@ -452,10 +453,10 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
         thread.start()
     for thread in threads:
         thread.join(HANG_S)
-    assert most[0] <= 3 and ring.num_free == 3
+    assert most[0] <= 3 and pool.num_free == 3
 
 
-def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte() -> None:
+def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte(tmp_path: Path) -> None:
     made: list[int] = []
 
     def page_locked(num_bytes: int) -> torch.Tensor:
@@ -464,7 +465,7 @@ def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte() -> N
         begin = -memory.data_ptr() % ALIGNMENT
         return memory[begin : begin + num_bytes]
 
-    Ring(2, 8192, page_locked)
+    Disk([tmp_path], 8192, 2, page_locked, 0).close()
     assert made == [8192, 8192]
 
 
@@ -481,7 +482,7 @@ def test_a_write_gives_its_buffer_back_whether_it_ends_well_or_not(folder: Path)
         disk.start_write(file, 0, buffer.memory, buffer.release)
         with pytest.raises(StorageError, match="writing"):
             disk.take()
-        assert disk._ring.num_free == 1
+        assert disk.pool.num_free == 1
 
 
 # ------------------------------------------------------------------------------------ what fails

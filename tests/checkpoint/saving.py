@@ -251,4 +251,4 @@ def state_folder(root: Path, setting: Setting) -> Path:
 
 def local_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's slices of the parameters."""
-    return sum(s.shard_bytes for u in engine_of(model).units for s in u.storages)
+    return sum(s.memory.shard_bytes for u in engine_of(model).units for s in u.storages)

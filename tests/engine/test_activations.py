@@ -157,8 +157,8 @@ def train(model: Any, steps: int = 3, micro_batches: int = 2) -> list[Tensor]:
 
 def slots_of(model: Any) -> tuple[int, int, int]:
     """Return how many slots were ever made, how many are free now, and the bytes of all."""
-    slots = engine_of(model).activations.slots
-    return slots.num_made, len(slots._free), slots.num_bytes
+    pool = engine_of(model).activations.pool
+    return pool.num_made, pool.num_free, pool.num_bytes
 
 
 def in_every_kind(rank: int, world_size: int) -> None:

@@ -25,7 +25,7 @@ from shardwise.offload.lane import Lane, Load
 from shardwise.offload.loads import cut
 from shardwise.plan.accounting import account
 from shardwise.step import local_step as apart
-from shardwise.step import streamed
+from shardwise.step import unit_step
 
 LOAD_BYTES = 4096
 
@@ -49,7 +49,7 @@ def small_loads() -> Iterator[list[int]]:
         return plain(lane, load)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed, "LOAD_BYTES", LOAD_BYTES)
+        patch.setattr(unit_step, "LOAD_BYTES", LOAD_BYTES)
         patch.setattr(apart, "MULTIPLE", 128)
         patch.setattr(Lane, "run", run)
         yield sizes
@@ -137,7 +137,7 @@ def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
             model = shard(made, precision=precision, units=nn.Linear, offload=place)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(streamed, "LOAD_BYTES", 1 << 20)
+                patch.setattr(unit_step, "LOAD_BYTES", 1 << 20)
                 for _ in range(4):
                     model(torch.randn(64, 512, device=device)).square().mean().backward()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)

@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, CollectiveError, ShardError, Stora
 from shardwise.hangs.abort import WATCH
 from shardwise.offload import file_slices
 from shardwise.offload.files import System
-from shardwise.step.state_file import StateFile
+from shardwise.step.state_files import StateFile
 
 SOON_S = HANG_S / 4  # before the process group would say that it has waited too long
 

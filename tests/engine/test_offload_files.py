@@ -32,7 +32,7 @@ from shardwise.offload import file_slices
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
 from shardwise.offload.home import Home
-from shardwise.step.state_file import StateFile
+from shardwise.step.state_files import StateFile
 from shardwise.tensor.background_step import elements_of
 
 OPTIMIZERS: dict[str, Any] = {
@@ -286,7 +286,7 @@ def fail_while_reading_ahead(rank: int, world_size: int, folder: Path) -> None:
         load(folder / "saved", model, optimizer)
         assert_same(train(model, optimizer, 2, first=2) + everything(model, optimizer), expected)
         disks = {unit.home.files.params for unit in engine_of(model).units}
-        assert all(disk.has_free for disk in disks)
+        assert all(disk.pool.num_free for disk in disks)
 
 
 def test_a_read_ahead_that_fails_is_told_and_a_load_mends_it(tmp_path: Path) -> None:
@@ -386,9 +386,11 @@ def take_memory_once(rank: int, world_size: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             away = [s for unit in engine_of(model).units if unit.home for s in unit.storages]
-            aligned = sum(-(-storage.shard_bytes // 4096) * 4096 for storage in away)
+            aligned = sum(-(-storage.memory.shard_bytes // 4096) * 4096 for storage in away)
             assert sizes == [2 * aligned]  # slices, and reduced gradients
-            assert stats(model).bytes_by_place["host"] == 2 * sum(s.shard_bytes for s in away)
+            assert stats(model).bytes_by_place["host"] == 2 * sum(
+                s.memory.shard_bytes for s in away
+            )
     assert not made
 
 

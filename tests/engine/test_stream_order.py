@@ -35,7 +35,7 @@ from shardwise.interop.fsdp2 import fully_shard
 from shardwise.offload import activations, home
 from shardwise.offload.activations import _Input
 from shardwise.offload.lane import Lane
-from shardwise.step.streamed import StreamedStep
+from shardwise.step.unit_step import UnitStep
 from shardwise.tensor.background_step import BackgroundStep
 from shardwise.unit import sums
 from shardwise.unit.storage import Storage
@@ -540,7 +540,7 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         r"copy_ \(lane.py:\d+\), on stream \d+, writes .* while .* on stream \d+, reads it",
     ),
     "slices are fetched before they are back from their step": (
-        blind(StreamedStep, "finish"),
+        blind(UnitStep, "put_back"),
         ON_DEVICE,
         r"while copy_ \(lane.py:\d+\), on stream \d+, writes it",
     ),

@@ -82,7 +82,7 @@ def held(model: nn.Module, optimizer: Any) -> int:
     """Return what buffers of files and state on the host take."""
     homes = [unit.home for unit in engine_of(model).units if unit.home is not None]
     disks = {disk for home in homes for disk in vars(home.files).values() if disk is not None}
-    found = sum(disk._ring.num_buffers * disk._ring.buffer_bytes for disk in disks)
+    found = sum(disk.pool.num_bytes for disk in disks)
     in_files = homes[0].files.optimizer is not None
     values = [v for state in optimizer.state.values() for v in state.values()]
     moved = (getattr(v, "_local_tensor", v) for v in values if v.ndim == 0 or not in_files)

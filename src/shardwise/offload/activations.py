@@ -18,9 +18,8 @@ last group of a forward pass stays, as backward begins with it. When backward un
 previous group is fetched, overlapped with recomputation. Streams wait for each other's events; the
 host does not wait.
 
-Host memory comes in slots, one per input. A slot is page-locked once, and reused when the graph of
-its input is freed. Steps with inputs of the same sizes take no more memory. If a larger slot is
-needed than is free, a smaller free slot is freed for it.
+Host memory comes in buffers, one per input. A buffer is page-locked once, and reused when the graph
+of its input is freed. Steps with inputs of the same sizes take no more memory.
 """
 
 import logging
@@ -28,6 +27,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,49 +37,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.device import DeviceTime, Event, follow_current
 from shardwise.errors import StateError
+from shardwise.offload.pool import Buffer, Pool
 from shardwise.trace import Tracer
 
 _LOG = logging.getLogger("shardwise")
 _CHECKPOINT = vars(torch.utils.checkpoint)
 _FUNCTION = vars(autograd_function)
 _autograd: Any = torch._C._autograd
-
-
-@dataclass(eq=False)
-class _Slot:
-    """Host memory for one input, and the events of its last write and read."""
-
-    memory: torch.Tensor  # uint8
-    written: Event | None = None
-    read: Event | None = None
-
-
-class _Slots:
-    """The host memory of one model's inputs; see Note [The way of an input]."""
-
-    def __init__(self, time: DeviceTime) -> None:
-        self._time = time
-        self._free: list[_Slot] = []
-        self.num_bytes = 0
-        self.num_made = 0
-
-    def take(self, num_bytes: int) -> _Slot:
-        """Return the smallest free slot that is large enough, or a new one."""
-        free = sorted(self._free, key=lambda slot: slot.memory.numel())
-        found = next((slot for slot in free if slot.memory.numel() >= num_bytes), None)
-        if found is not None:
-            self._free.remove(found)
-            return found
-        if free:
-            self._free.remove(free[-1])
-            self.num_bytes -= free[-1].memory.numel()
-        self.num_made += 1
-        self.num_bytes += num_bytes
-        return _Slot(self._time.host_memory(num_bytes, torch.uint8))
-
-    def give_back(self, slot: _Slot) -> None:
-        """Return a slot for reuse; its next write waits for its last read."""
-        self._free.append(slot)
 
 
 class _Kept:
@@ -122,65 +86,69 @@ class _Group:
 
 
 class _Input(_Kept):
-    """An input of a checkpoint: on the device, being evicted, or in a slot."""
+    """An input of a checkpoint: on the device, being evicted, or in a buffer."""
 
-    __slots__ = ("_device", "_dtype", "_fetched", "_owner", "_shape", "_slot", "_stride", "group")
+    __slots__ = (
+        *("_buffer", "_device", "_dtype", "_fetched", "_owner", "_shape", "_stride"),
+        *("_written", "group"),
+    )
 
     def __init__(self, tensor: torch.Tensor, owner: "Activations", group: _Group) -> None:
         super().__init__(tensor)
         self._owner, self.group = owner, group
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._dtype, self._device = tensor.dtype, tensor.device
-        self._slot: _Slot | None = None
+        self._buffer: Buffer | None = None
         self._fetched: tuple[torch.Tensor, Event] | None = None
+        self._written: Event | None = None  # of the buffer
 
     def start_evict(self) -> bool:
         """Start the copy to host memory; return True if it started. A changed tensor stays."""
-        if self.tensor is None or self._slot is not None or self.is_changed:
+        if self.tensor is None or self._buffer is not None or self.is_changed:
             return False
         time = self._owner.time
-        slot = self._owner.slots.take(self.tensor.nbytes)
+        buffer = self._owner.pool.take(self.tensor.nbytes)
         stream = time.evict_stream
         stream.wait(self.group.ready)
-        if slot.read is not None:
-            stream.wait(slot.read)
+        if buffer.last_use is not None:
+            stream.wait(buffer.last_use)
         with stream.use(), self._owner.tracer.copies("to_host", "", self.tensor.nbytes):
-            slot.memory[: self.tensor.nbytes].copy_(_bytes_of(self.tensor), non_blocking=True)
-            slot.written = stream.record()
-        self._slot = slot
+            buffer.memory[: self.tensor.nbytes].copy_(_bytes_of(self.tensor), non_blocking=True)
+            self._written = stream.record()
+        self._buffer = buffer
         return True
 
     def give_up(self) -> None:
         """Free the device memory, after the current stream has waited for the copy."""
-        assert self._slot is not None and self._slot.written is not None
-        self._owner.time.current_stream().wait(self._slot.written)
+        assert self._written is not None
+        self._owner.time.current_stream().wait(self._written)
         if not self.is_changed:  # else the copy may be of either value, and `unpack` raises
             self.tensor = None
 
     def stay(self) -> None:
         """Cancel the eviction, because another operation saved the same memory."""
-        if self.tensor is not None and self._slot is not None:
-            self._owner.time.current_stream().wait(self._slot.written)
-            self._owner.slots.give_back(self._slot)
-            self._slot = None
+        if self.tensor is not None and self._buffer is not None:
+            self._owner.time.current_stream().wait(self._written)
+            self._buffer.release()
+            self._buffer = None
 
     def start_fetch(self) -> None:
         """Start the copy to the device, unless it is there or in flight."""
         if self.tensor is not None or self._fetched is not None:
             return
-        assert self._slot is not None
+        assert self._buffer is not None
         made = torch.empty_strided(
             self._shape, self._stride, dtype=self._dtype, device=self._device
         )
         stream = self._owner.time.fetch_stream
-        stream.wait(self._slot.written)
+        stream.wait(self._written)
         with (
             follow_current(self._owner.time, stream),
             self._owner.tracer.copies("to_device", "", made.nbytes),
         ):
-            _bytes_of(made).copy_(self._slot.memory[: made.nbytes], non_blocking=True)
-            self._slot.read = stream.record()
-        self._fetched = made, self._slot.read
+            _bytes_of(made).copy_(self._buffer.memory[: made.nbytes], non_blocking=True)
+            self._buffer.last_use = stream.record()
+        self._fetched = made, self._buffer.last_use
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor for its recomputation, and prefetch the previous group."""
@@ -197,8 +165,8 @@ class _Input(_Kept):
     def __del__(self) -> None:
         if self._fetched is not None:  # fetched and not used
             self._fetched[1].wait()
-        if self._slot is not None:
-            self._owner.slots.give_back(self._slot)
+        if self._buffer is not None:
+            self._buffer.release()
 
 
 class Activations:
@@ -216,7 +184,7 @@ class Activations:
     ) -> None:
         self.time = time
         self.tracer = tracer
-        self.slots = _Slots(time)
+        self.pool = Pool(partial(time.host_memory, dtype=torch.uint8))
         self._device = device
         self._parameters = parameters
         self._is_open = False
@@ -228,8 +196,8 @@ class Activations:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory in slots, used or free."""
-        return self.slots.num_bytes
+        """Bytes of host memory in buffers, used or free."""
+        return self.pool.num_bytes
 
     # -- around a forward pass of the model
     def open(self) -> None:

@@ -1,4 +1,4 @@
-"""`Disk`: state of one rank's units in files; background threads and a ring of buffers.
+"""`Disk`: state of one rank's units in files; background threads and a pool of buffers.
 
 Each model and rank has its own. Each folder has a few threads, to keep several requests in flight
 on its disk; Python releases its lock while a thread reads or writes.
@@ -19,72 +19,10 @@ import torch
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.offload.files import Bytes, DiskFile, System, aligned, examine
+from shardwise.offload.pool import Buffer, MakeMemory, Pool
 from shardwise.offload.stripes import ALIGNMENT, Piece, Stripes, align
 from shardwise.offload.transfers import Job, Transfer
 from shardwise.trace import Tracer
-
-
-class Buffer:
-    """A buffer in use: ``memory``, uint8 [buffer_bytes], aligned for O_DIRECT."""
-
-    def __init__(self, ring: Ring, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self._ring: Ring | None = ring
-
-    def release(self) -> None:
-        """Return the memory to the ring. Releasing twice is harmless."""
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.put(self.memory)
-
-
-class Ring:
-    """``num_buffers`` of ``buffer_bytes``, made once by ``make_memory(num_bytes)``."""
-
-    def __init__(
-        self, num_buffers: int, buffer_bytes: int, make_memory: Callable[[int], torch.Tensor]
-    ) -> None:
-        # One by one: page-locked memory comes in powers of two, so one block may cost double.
-        self._free = [_aligned(align(buffer_bytes), make_memory) for _ in range(num_buffers)]
-        self.num_buffers = num_buffers
-        self.buffer_bytes = align(buffer_bytes)
-        self._changed = threading.Condition()
-        self._is_closed = False
-
-    @property
-    def num_free(self) -> int:
-        """Number of free buffers."""
-        return len(self._free)
-
-    def take(self) -> Buffer:
-        """Wait for a free buffer and return it. **Raises** StateError when closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free or self._is_closed)
-            if self._is_closed:
-                raise StateError("the disk was closed, so it has no buffers any more")
-            return Buffer(self, self._free.pop())
-
-    def put(self, memory: torch.Tensor) -> None:
-        """Take back the memory of a `Buffer`."""
-        with self._changed:
-            self._free.append(memory)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Free the memory; a pending `take` raises."""
-        with self._changed:
-            self._is_closed = True
-            self._free.clear()
-            self._changed.notify_all()
-
-
-def _aligned(num_bytes: int, make_memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    memory = make_memory(num_bytes)
-    if memory.data_ptr() % ALIGNMENT:  # page-locked memory begins at a page
-        memory = make_memory(num_bytes + ALIGNMENT)
-    begin = -memory.data_ptr() % ALIGNMENT
-    return memory[begin : begin + num_bytes]
-
 
 Told = Callable[[int, Callable[[], None]], None]
 
@@ -95,7 +33,7 @@ _TRIAL_BYTES = 32 << 20
 
 
 class Disk:
-    """Files for the units of one rank in ``folders``, and a ring of buffers for their transfers.
+    """Files for the units of one rank in ``folders``, and a pool of buffers for their transfers.
 
     ``make_memory(num_bytes)`` returns host memory, uint8, page-locked if an accelerator copies from
     it. Several folders share each unit's bytes by their speeds, measured when the disk is made.
@@ -113,7 +51,7 @@ class Disk:
         folders: Sequence[Path],
         buffer_bytes: int,
         num_buffers: int,
-        make_memory: Callable[[int], torch.Tensor],
+        make_memory: MakeMemory,
         rank: int,
         system: System | None = None,
     ) -> None:
@@ -121,7 +59,6 @@ class Disk:
             raise ConfigError("offload to disk: expected at least one folder, got none")
         self.tracer = Tracer()  # receives reads and writes; replaced by a model's tracer
         self._rank = rank
-        self._make_memory = make_memory
         self._system = system or System()
         self._folders = [examine(path, rank, self._system) for path in folders]
         for folder in self._folders:
@@ -137,7 +74,7 @@ class Disk:
         self._started: list[Transfer] = []  # in flight, or failed and not yet raised
         self._threads = [_threads(f"shardwise-disk-{number}") for number in range(len(folders))]
         self._stripes = Stripes(self._speeds() if len(folders) > 1 else [1])
-        self._ring = Ring(num_buffers, buffer_bytes, make_memory)
+        self.pool = Pool(partial(_aligned, make_memory), num_buffers, align(buffer_bytes))
 
     @property
     def where(self) -> str:
@@ -162,24 +99,15 @@ class Disk:
         return made
 
     def reserve(self, buffer_bytes: int) -> None:
-        """Make the ring's buffers at least ``buffer_bytes`` large, from the next `take` on.
-
-        **Cost** a new ring, if they were smaller.
-        """
-        if buffer_bytes > self._ring.buffer_bytes:
-            self._ring = Ring(self._ring.num_buffers, buffer_bytes, self._make_memory)
-
-    @property
-    def has_free(self) -> bool:
-        """Return True if `take` would not wait."""
-        return self._ring.num_free > 0
+        """Make the buffers at least ``buffer_bytes`` large, from the next `take` on."""
+        self.pool.reserve(align(buffer_bytes))
 
     def take(self) -> Buffer:
-        """Wait for a free buffer of the ring and return it; ``release()`` gives it back.
+        """Wait for a free buffer and return it: aligned memory for transfers.
 
         **State** a caller that holds all buffers and takes another deadlocks.
         """
-        buffer = self._ring.take()
+        buffer = self.pool.take()
         try:
             with self._lock:
                 self._check()  # after the wait, as the write that held the buffer may have failed
@@ -187,6 +115,15 @@ class Disk:
             buffer.release()
             raise
         return buffer
+
+    def start_reading(self, file: DiskFile, num_bytes: int) -> Reading:
+        """Start reading a file's first bytes into a buffer that `take` returns."""
+        buffer = self.take()
+        try:
+            return Reading(buffer, self.start_read(file, 0, buffer.memory[:num_bytes]))
+        except BaseException:
+            buffer.release()
+            raise
 
     def start_read(
         self,
@@ -197,7 +134,7 @@ class Disk:
     ) -> Transfer:
         """Start reading a tensor from byte ``begin`` of a file; do not use it until then.
 
-        ``into`` is contiguous host memory of any dtype. Memory of the ring is read directly if
+        ``into`` is contiguous host memory of any dtype. A buffer's memory is read directly if
         ``begin`` is a multiple of 4096, all else through a copy. The read waits for earlier writes
         of the same bytes. ``then``, usually ``buffer.release``, is called when the read ends, even
         in failure, in another thread; or here, if this call raises.
@@ -227,7 +164,7 @@ class Disk:
             file.close()
         for threads in self._threads:
             threads.shutdown()
-        self._ring.close()
+        self.pool.close()
 
     def _start(
         self,
@@ -297,6 +234,35 @@ class Disk:
             trial.close()
             speeds.append(2 * _TRIAL_BYTES / sum(times_s[1:]))  # the first write allocates
         return speeds
+
+
+class Reading:
+    """A buffer and the transfer that reads into it."""
+
+    def __init__(self, buffer: Buffer, transfer: Transfer) -> None:
+        self._buffer, self._transfer = buffer, transfer
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the end of the read; return the memory. **Raises** StorageError if it failed."""
+        self._transfer.wait()
+        return self._buffer.memory
+
+    def release(self) -> None:
+        """Release the buffer after the read has ended. A failure that is not raised yet is dropped.
+
+        Releasing twice is harmless.
+        """
+        self._transfer.join()
+        self._transfer.was_told = True
+        self._buffer.release()
+
+
+def _aligned(make_memory: MakeMemory, num_bytes: int) -> torch.Tensor:
+    memory = make_memory(num_bytes)
+    if memory.data_ptr() % ALIGNMENT:  # page-locked memory begins at a page
+        memory = make_memory(num_bytes + ALIGNMENT)
+    begin = -memory.data_ptr() % ALIGNMENT
+    return memory[begin : begin + num_bytes]
 
 
 def _threads(name: str) -> Executor:

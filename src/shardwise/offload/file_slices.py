@@ -3,7 +3,7 @@
 Note [Slices are read ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Slices that are mapped from their file are read page by page, and the reader waits. So the disk's
-threads read the slices that the schedule needs next into a buffer of the ring, while earlier units
+threads read the slices that the schedule needs next into a buffer, while earlier units
 compute, and the gather copies them from there. If the system still has them in its cache, no read
 starts, as a copy is faster. A buffer is used only if the slices have not changed since its read.
 Otherwise, or if no buffer was free, the mapped memory is read.
@@ -20,15 +20,13 @@ consistent: a direct read first writes back changed pages, and a direct write dr
 import ctypes
 import mmap
 import os
-from contextlib import suppress
 
 import torch
 
 from shardwise.comm.listener import WAITS
 from shardwise.errors import StorageError
-from shardwise.offload.disk import Buffer, Disk
+from shardwise.offload.disk import Disk, Reading
 from shardwise.offload.files import DiskFile
-from shardwise.offload.transfers import Transfer
 
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _FIXED = 0x10  # MAP_FIXED of Linux, which Python's mmap does not name
@@ -80,51 +78,37 @@ class FileSlices:
         self._file: DiskFile = disk.file(unit, numel * dtype.itemsize)
         self.mapped = mapped(self._file).view(dtype)
         disk.reserve(self.mapped.nbytes)
-        self._buffer: Buffer | None = None
-        self._read: Transfer | None = None
-        self._version = -1
+        self._reading: Reading | None = None
+        self._version = -1  # of the slices that it reads
 
     def start_read(self, version: int) -> None:
         """Start reading the slices of a version, if they are not cached and a buffer is free."""
-        if self._buffer is not None and self._version != version:
-            with suppress(StorageError):  # the old version is not needed
-                self.release()
-        is_wanted = self._buffer is None and self._disk.has_free
+        if self._version != version:
+            self.release()
+        is_wanted = self._reading is None and self._disk.pool.num_free > 0
         if is_wanted and cached_share(self.mapped) < _CACHED:
             with WAITS.reporting_failures():
-                buffer = self._disk.take()
-                try:
-                    memory = buffer.memory[: self.mapped.nbytes]
-                    self._read = self._disk.start_read(self._file, 0, memory)
-                except BaseException:
-                    buffer.release()
-                    raise
-            self._buffer, self._version = buffer, version
+                self._reading = self._disk.start_reading(self._file, self.mapped.nbytes)
+            self._version = version
 
     def finish_read(self, version: int) -> None:
         """Wait for a read of this version. **Raises** StorageError if it has failed."""
-        if self._read is not None and self._version == version:
+        if self._reading is not None and self._version == version:
             try:
                 with WAITS.reporting_failures():
-                    self._read.wait()
+                    self._reading.wait()
             except StorageError:
-                self._read = None  # it is over
                 self.release()
                 raise
-            self._read = None
 
     def take(self, version: int) -> torch.Tensor:
         """Return memory with the slices: the buffer read ahead, or the mapped file."""
-        if self._buffer is None or self._version != version:
+        if self._reading is None or self._version != version:
             return self.mapped
-        return self._buffer.memory[: self.mapped.nbytes].view(self.mapped.dtype)
+        return self._reading.wait()[: self.mapped.nbytes].view(self.mapped.dtype)
 
     def release(self) -> None:
         """Give the buffer back, after the slices are copied or when they are not needed."""
-        buffer, read, self._buffer, self._read = self._buffer, self._read, None, None
-        try:
-            if read is not None:
-                read.wait()
-        finally:
-            if buffer is not None:
-                buffer.release()
+        if self._reading is not None:
+            self._reading.release()
+            self._reading = None

@@ -16,9 +16,8 @@ takes 1.5 times as long. Spans begin at multiples of `ROW` of the whole paramete
 rows of random bits do.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from shardwise.optim.codes import Scratch
 from shardwise.optim.kinds import ROW
 from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, Moments, Span, computed_in
 from shardwise.optim.slices import Place, Slice, finish, keep
+from shardwise.step.local_step import MakeHostMemory, Mirror, State
 
 _GROUP = 16  # elements; a multiple of the kernel's vector on all CPUs
 _ROWS_OF_THREAD = 4  # rows of a span per thread
@@ -57,7 +57,7 @@ class Work:
     moments: tuple[Held, Held]
     step: torch.Tensor
     copy: torch.Tensor | None = None
-    param: Any = None
+    param: torch.Tensor | None = None
     begin: int = 0
 
     @property
@@ -78,7 +78,7 @@ class Work:
         inside = Slice(mine.param[lo:hi], mine.grad[lo:hi], there, None)
         return Work(inside, (first, second), self.step, None, self.param, lo)
 
-    def with_state(self, state: Mapping[tuple[int, str], torch.Tensor]) -> "Work":
+    def with_state(self, state: State) -> "Work":
         """Return the work with ``state`` in place of moments, by parameter id and name."""
         moments = [
             {end: state.get((id(self.param), name + end), flat).view(-1) for end, flat in h.items()}
@@ -129,43 +129,23 @@ class PartOfStep:
         self._todo = [each for each in todo if each[0]]
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Step."""
+    def __call__(self) -> State:
+        """Step. All state is updated in place, so nothing is returned."""
         for work, kind, settings in self._todo:
             torch._foreach_add_([each.step for each in work], 1)
             update(work, kind, settings)
-
-    def step_with(
-        self, state: Mapping[tuple[int, str], torch.Tensor]
-    ) -> dict[tuple[int, str], torch.Tensor]:
-        """Step with ``state`` in place of some of the optimizer's state, by id and name.
-
-        The step updates ``state`` in place, so the result is empty.
-        """
-        self._bring(state)
-        self()
         return {}
 
-    def _bring(self, state: Mapping[tuple[int, str], torch.Tensor]) -> None:
+    def bring(self, state: State) -> None:
+        """Step with these tensors in place of some of the optimizer's state."""
         self._todo = [
             ([each.with_state(state) for each in work], kind, settings)
             for work, kind, settings in self._todo
         ]
 
     @torch.no_grad()
-    def loads(
-        self,
-        num_bytes: int,
-        mirror: Callable[[Any], torch.Tensor | None],
-        make_memory: object,
-        state: Mapping[tuple[int, str], torch.Tensor],
-    ) -> Iterator[Load]:
-        """Yield the step as loads of a lane, of about ``num_bytes``.
-
-        ``mirror`` returns the device memory that also receives a parameter's new values, and is
-        called once per part. ``state`` is as in `step_with`; ``make_memory`` is not used.
-        """
-        self._bring(state)
+    def loads(self, num_bytes: int, mirror: Mirror, make_memory: MakeHostMemory) -> Iterator[Load]:
+        """Yield the step as loads of a lane; see `PlainStep.loads`. It makes no memory."""
         for work, kind, settings in self._todo:
             torch._foreach_add_([each.step for each in work], 1)
             yield from _loads(work, kind, settings, num_bytes, mirror)
@@ -180,7 +160,7 @@ def _loads(
     kind: Moments,
     settings: Settings,
     num_bytes: int,
-    mirror: Callable[[Any], torch.Tensor | None],
+    mirror: Mirror,
 ) -> Iterator[Load]:
     """Yield steps of parts of slices, cut at multiples of `ROW`, so that blocks stay whole."""
 
@@ -192,6 +172,7 @@ def _loads(
             copies: list[tuple[torch.Tensor, torch.Tensor]] = []
             for part, done in zip(parts, there, strict=True):
                 copies += zip(done.written, part.written, strict=True)
+                assert part.param is not None
                 kept = mirror(part.param)
                 if kept is not None:
                     copies.append((done.slice.param, kept[part.begin :][: len(done.slice.param)]))

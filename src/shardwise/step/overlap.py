@@ -31,22 +31,31 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
-from typing import Any, Literal, TypeVar
+from itertools import chain, pairwise
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.comm.listener import WAITS
 from shardwise.device import run_near
 from shardwise.engine.agreement import any_rank, make_room
+from shardwise.engine.runtime import Engine
 from shardwise.engine.schedule import in_forward_order
 from shardwise.errors import ConfigError
-from shardwise.step.local_step import optimizer_like, part_of_step
-from shardwise.step.stored import Params, StoredState, StoredStep
-from shardwise.step.streamed import StreamedStep, Streaming, lock_pages
+from shardwise.offload.lane import Lane
+from shardwise.step.local_step import (
+    O,
+    Params,
+    SteppedByParts,
+    optimizer_like,
+    part_of_step,
+    step_without_hooks,
+)
+from shardwise.step.state_files import StateFiles, held_of
+from shardwise.step.unit_step import OnDevice, UnitStep, lock_pages
 from shardwise.tensor.background_step import BackgroundStep, finish_all
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.home import Home
@@ -60,7 +69,6 @@ ELEMENTWISE = (
 )
 _LOG = logging.getLogger("shardwise")
 _OVERLAP = "_shardwise_overlap"
-O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - a type
 
 
 def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = False) -> O:
@@ -97,9 +105,14 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
         )
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: expected 1 or more, or None")
-    if _OVERLAP not in vars(optimizer):
+    if _overlap_of(optimizer) is None:
         vars(optimizer)[_OVERLAP] = Overlap(optimizer, threads)
     return optimizer
+
+
+def _overlap_of(optimizer: Optimizer) -> Overlap | None:
+    found: Overlap | None = vars(optimizer).get(_OVERLAP)
+    return found
 
 
 @cache
@@ -111,11 +124,13 @@ def overlap_offloaded() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_attach)
 
 
-def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attach(
+    optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
     """Overlap an optimizer of offloaded units; return arguments for a step that does nothing."""
     if torch.compiler.is_compiling():  # the step itself handles this case
         return None
-    made: Overlap | None = vars(optimizer).get(_OVERLAP)
+    made = _overlap_of(optimizer)
     if made is not None:
         made.is_begun = False  # a hook of the user's may have raised before the first step
         return None
@@ -125,14 +140,16 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not is_elementwise(optimizer):
         _tell_of_memory(optimizer, any(home.files.optimizer is not None for home in homes))
         return None
-    overlap(optimizer)
+    made = Overlap(optimizer, None)
+    vars(optimizer)[_OVERLAP] = made
     hooks = optimizer._optimizer_step_post_hooks
-    hooks.move_to_end(optimizer.register_step_post_hook(_step_first).id, last=False)
-    vars(optimizer)[_OVERLAP].is_begun = True
+    own = optimizer.register_step_post_hook(_step_first).id
+    hooks.move_to_end(own, last=False)  # type: ignore[attr-defined]
+    made.is_begun = True
     return (optimizer_like(optimizer, [], defaultdict(dict)), *args[1:]), kwargs
 
 
-def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
+def _tell_of_memory(optimizer: Optimizer, has_files: bool) -> None:
     """Warn, at the first step, that the state will not be in files."""
     if has_files and not optimizer.state:
         _LOG.warning(
@@ -142,25 +159,25 @@ def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
         )
 
 
-def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _step_first(optimizer: Optimizer, *_: object) -> None:
     """Take the step that `_attach` has withheld."""
-    made: Overlap | None = vars(optimizer).get(_OVERLAP)
+    made = _overlap_of(optimizer)
     if made is not None and made.is_begun:
         made.is_begun = False
         made.step_now(optimizer)
 
 
-def staging_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+def staging_bytes(optimizer: Optimizer | None) -> int:
     """Return the bytes of device buffers through which state on the host is stepped."""
     parts = () if optimizer is None else getattr(optimizer, "optimizers", (optimizer,))
-    made: list[Overlap] = [vars(o)[_OVERLAP] for o in parts if _OVERLAP in vars(o)]
-    return sum(each.streaming.num_bytes for each in made)
+    lanes = [made.lane for made in map(_overlap_of, parts) if made is not None]
+    return sum(lane.num_bytes for lane in lanes if lane is not None)
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+def is_elementwise(optimizer: Optimizer) -> bool:
     """Return True if the optimizer's units can be stepped one by one."""
     kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
-    return type(optimizer) in kinds or hasattr(optimizer, "part_of_step")
+    return type(optimizer) in kinds or isinstance(optimizer, SteppedByParts)
 
 
 ByUnit = Mapping[Unit | None, Params]
@@ -173,14 +190,14 @@ class _Step:
     Its reference to the optimizer is weak: a cycle would keep all state until garbage collection.
     """
 
-    of: weakref.ref[torch.optim.Optimizer]
-    __func__: Callable[..., Any]
+    of: weakref.ref[Optimizer]
+    __func__: Callable[..., object]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Step."""
         return self.__func__(self.of(), *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         """Return an attribute of the function, as a method does."""
         return getattr(self.__func__, name)
 
@@ -196,7 +213,7 @@ class _Look:
     by_unit: ByUnit
     stores: bool
     way: Literal["now", "behind", "plainly"]
-    with_disk: Sequence[Any]  # engines
+    with_disk: Sequence[Engine]
 
     @property
     def with_grad(self) -> list[torch.Tensor]:
@@ -207,14 +224,14 @@ class _Look:
 class Overlap:
     """The steps of one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None) -> None:
+    def __init__(self, optimizer: Optimizer, threads: int | None) -> None:
         self.is_begun = False  # True after a step's pre-hooks, until the step is taken
         self._units: list[Unit] = []  # units of the last step
         self._stepped: dict[torch.Tensor, bool] = {}  # stepped plainly: True if that left state
-        self._stored = StoredState()
+        self._stored = StateFiles()
         self._num_loads = 0  # the models' loads at the last exchange between ranks
         self._some_rank_stores = False  # the result of that exchange, until the step is taken
-        self.streaming = Streaming()
+        self.lane: Lane | None = None  # through the device, made when the first unit needs it
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for writes
         here = torch.get_num_threads()
@@ -222,14 +239,14 @@ class Overlap:
         own = threads or min([here, *filter(None, near)])
         self._thread.submit(torch.set_num_threads, own).result()
         torch.set_num_threads(here)  # the call above also set the default of later threads
-        self._plain_step: Callable[..., Any] | None = vars(optimizer).get("step")  # a scheduler's
+        self._plain_step: Callable[[], object] | None = vars(optimizer).get("step")  # a scheduler's
 
-        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
             return self.step(optimizer, closure)
 
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler looks for it
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = _Step(weakref.ref(optimizer), step)  # type: ignore[method-assign]
+        optimizer.step = _Step(weakref.ref(optimizer), step)  # type: ignore[assignment]
         optimizer.register_state_dict_pre_hook(lambda _: self.finish())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
@@ -240,9 +257,7 @@ class Overlap:
             finish_all(unit.writes)
         self._units = []
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
         """Step at once, or submit the units' steps to the thread."""
         self.finish()
         found = None if closure is not None else self._look(optimizer)
@@ -265,21 +280,21 @@ class Overlap:
             post(optimizer, (optimizer,), {})
         return loss
 
-    def step_now(self, optimizer: Any) -> None:
+    def step_now(self, optimizer: Optimizer) -> None:
         """Step and wait, without calling hooks."""
         found = self._look(optimizer)
         self._take(optimizer, replace(found, way="now") if found.way == "behind" else found)
 
-    def _take(self, optimizer: Any, found: _Look) -> None:
+    def _take(self, optimizer: Optimizer, found: _Look) -> None:
         if found.way == "behind":
             return self._start(optimizer, dict(found.by_unit))
         if found.way == "now":
             self._step_by_unit(optimizer, found)
         else:
-            type(optimizer).step.__wrapped__(optimizer)
+            step_without_hooks(optimizer)
         self._note_stepped(optimizer, found.with_grad)
 
-    def _look(self, optimizer: Any) -> _Look:
+    def _look(self, optimizer: Optimizer) -> _Look:
         """Inspect gradients and state, and choose how to step."""
         by_unit = _by_unit(optimizer)
         with_disk = _engines_of(filter(_has_disk, by_unit))
@@ -295,7 +310,7 @@ class Overlap:
             return replace(found, way="now")
         return found
 
-    def _step_by_unit(self, optimizer: Any, found: _Look) -> None:
+    def _step_by_unit(self, optimizer: Optimizer, found: _Look) -> None:
         """Step units one after another; a failure leaves the models unusable.
 
         See Note [State in files] and Note [Steps on the device].
@@ -306,11 +321,9 @@ class Overlap:
         unit = None
         try:
             for unit, params in found.by_unit.items():
-                step, _ = self._part_at_home(optimizer, unit, params)
-                if unit is not None and self._stored.has_reserved(unit):
-                    self._stored.step_and_store(optimizer, unit, step)
-                else:
-                    step()
+                self._step_of(optimizer, unit, params, from_file=False)()
+                if unit is not None:
+                    self._stored.store(optimizer, unit)
             self._some_rank_stores = False
         except BaseException as failure:
             why = f"the optimizer's step failed part of the way: {failure}"
@@ -322,7 +335,7 @@ class Overlap:
                 WAITS.listener.report_failure(f"rank {rank}, unit '{name}': {why}")
             raise
 
-    def _stores(self, optimizer: Any, by_unit: ByUnit) -> bool:
+    def _stores(self, optimizer: Optimizer, by_unit: ByUnit) -> bool:
         """Return True if any rank's step must store the state of units in new files.
 
         All ranks agree without communication, except after a load: a file fails on one rank only.
@@ -335,10 +348,10 @@ class Overlap:
             self._some_rank_stores = any_rank(engines[0].comm.control, bool(needs))
         return bool(needs) or self._some_rank_stores
 
-    def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
+    def _note_stepped(self, optimizer: Optimizer, with_grad: Sequence[torch.Tensor]) -> None:
         self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
 
-    def _may_wait(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
+    def _may_wait(self, optimizer: Optimizer, param: torch.Tensor) -> bool:
         """Return True if a parameter may be stepped later; the same on all ranks.
 
         It may not if its step creates the state, since the caller may iterate over the state, nor
@@ -355,73 +368,65 @@ class Overlap:
         had_state = self._stepped.get(param)
         return had_state is not None and (bool(optimizer.state.get(param)) or not had_state)
 
-    def _start(self, optimizer: torch.optim.Optimizer, by_unit: dict[Unit | None, Params]) -> None:
+    def _start(self, optimizer: Optimizer, by_unit: dict[Unit | None, Params]) -> None:
+        """Submit the units' steps to the threads, in the order of the next forward pass."""
         alone = by_unit.pop(None, None)
         mine = [unit for unit in by_unit if unit is not None]
         self._units += mine
         units = in_forward_order(mine)
         # All checks come before the first step.
         now = [] if alone is None else [part_of_step(optimizer, alone)[0]]
-        parts = [self._part(optimizer, unit, by_unit[unit]) for unit in units]
-        taking_part = [id(tensor) for _, tensors in parts for tensor in tensors]
-        if len(set(taking_part)) < len(taking_part):  # one gradient for two parameters
+        steps = [self._step_of(optimizer, unit, by_unit[unit], from_file=True) for unit in units]
+        used = [id(tensor) for step in steps for tensor in (*step.computed, *step.put)]
+        if len(set(used)) < len(used):  # one gradient for two parameters
             now += [part_of_step(optimizer, by_unit[unit])[0] for unit in units]
-            units = []
-        for (unit, (work, tensors)), (after, _) in zip(
-            zip(units, parts, strict=False), [*parts[1:], (None, [])], strict=False
-        ):
-            following = after if isinstance(after, StoredStep) else None
+            units, steps = [], []
+        for unit, (step, following) in zip(units, pairwise([*steps, None]), strict=True):
+            assert step is not None
             made = partial(BackgroundStep, unit.name, tracer=unit.comm.tracer)
-            if isinstance(work, StoredStep):
-                unit.writes.append(made(work.finish, work.state, phase="store"))
-                self._writer.submit(unit.writes[-1].run)
-                work = partial(work.step, following)
-            if isinstance(work, StreamedStep):
-                unit.steps += [made(work.step, ()), made(work.finish, tensors, phase="store")]
-                for thread, step in zip((self._thread, self._writer), unit.steps[-2:], strict=True):
-                    thread.submit(step.run)
-            else:
-                unit.steps.append(made(work, tensors))
-                self._thread.submit(unit.steps[-1].run)
+            unit.steps.append(made(partial(step.compute, following), step.computed))
+            self._thread.submit(unit.steps[-1].run)
+            if step.puts_back:
+                writes = unit.steps if step.file is None else unit.writes
+                writes.append(made(step.put_back, step.put, phase="store"))
+                self._writer.submit(writes[-1].run)
         for work in now:
             work()
 
-    def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
-        """Return a unit's step and the tensors it uses, without state that rests in a file."""
-        if not self._stored.has(unit):
-            return self._part_at_home(optimizer, unit, params)
-        part, tensors = part_of_step(optimizer, params)
-        if not self._stored.fits(optimizer, unit):  # a group's moments have another form now;
-            return self._part_at_home(optimizer, unit, params)  # the next step stores them again
-        on_device = _steps_on_device(unit)
-        take = self.streaming.step_with_of(unit, part) if on_device else part.step_with
-        step = self._stored.step_of(optimizer, unit, take, tensors)
-        return step, step.tensors
-
-    def _part_at_home(
-        self, optimizer: Any, unit: Unit | None, params: Params
-    ) -> tuple[Callable[[], None], list[DTensor]]:
-        """Return the step of some parameters, on the device if its home says so."""
-        if unit is None or not _steps_on_device(unit):
-            return part_of_step(optimizer, params)
-        lock_pages(optimizer, unit)
-        part, tensors = part_of_step(optimizer, params)
-        return self.streaming.step_of(unit, part), tensors
+    def _step_of(
+        self, optimizer: Optimizer, unit: Unit | None, params: Params, *, from_file: bool
+    ) -> UnitStep:
+        """Return the step of some parameters; ``from_file``: of state that rests in a file."""
+        home = None if unit is None else unit.home
+        if unit is None or home is None:
+            return UnitStep(*part_of_step(optimizer, params))
+        if home.steps_on_device:
+            lock_pages(optimizer, unit, home)
+        plain, tensors = part_of_step(optimizer, params)
+        device, file, held = None, None, None
+        if from_file and home.files.optimizer is not None:
+            held = held_of(optimizer, unit)
+            # If a group's moments have another form now, the next step stores them again.
+            file = self._stored.file_of(unit, held)
+        if home.steps_on_device:
+            self.lane = self.lane or Lane(home.device, home.time)
+            device = OnDevice(unit, home, self.lane)
+        return UnitStep(plain, tensors, file, held, device)
 
 
-def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[int, Any]]]:
+def _by_unit(optimizer: Optimizer) -> dict[Unit | None, Params]:
     """Return the parameters that have a gradient, with the numbers of their groups, by unit.
 
     The key None is for parameters that are stepped at once: those of no unit, since their use does
     not wait, and those on an accelerator, where a step does not block.
     """
-    found: dict[Unit | None, list[tuple[int, Any]]] = {}
+    found: dict[Unit | None, list[tuple[int, torch.Tensor]]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param.grad is not None:
                 owner = owner_of(param) if param.device.type == "cpu" else None
                 found.setdefault(None if owner is None else owner.unit, []).append((number, param))
-    return found
+    return {**found}
 
 
 def _steps_on_device(unit: Unit | None) -> bool:
@@ -432,13 +437,13 @@ def _has_disk(unit: Unit | None) -> bool:
     return unit is not None and unit.home is not None and unit.home.files.optimizer is not None
 
 
-def _engines_of(units: Iterable[Unit | None]) -> list[Any]:
+def _engines_of(units: Iterable[Unit | None]) -> list[Engine]:
     """Return the engines of the units' models."""
     engines = {id(unit.scheduler): unit.scheduler for unit in units if unit is not None}
-    return [engine for engine in engines.values() if hasattr(engine, "conditions")]
+    return [engine for engine in engines.values() if isinstance(engine, Engine)]
 
 
-def homes_of(optimizer: Any) -> list[Home]:
+def homes_of(optimizer: Optimizer) -> list[Home]:
     """Return the homes of the units of an optimizer's parameters."""
     owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
     return [owner.unit.home for owner in owners if owner is not None and owner.unit.home]
