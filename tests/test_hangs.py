@@ -23,19 +23,13 @@ from torch import nn
 import shardwise
 from hangs import Case, End, named, train
 from ranks import HANG_S, Ranks, run_ranks, start_ranks
-from shardwise.comm.collective_key import CollectiveKey, describe_key
+from shardwise.comm.collective_key import CollectiveKey
 from shardwise.comm.listener import WAITS, Listener, checked_timeout
 from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.errors import ConfigError
 from shardwise.hangs.diagnosis import WaitGraph, describe_waits, find_circle, walk_waits
 from shardwise.hangs.heartbeat import ENDED_WELL, Heartbeat, Heartbeats, WaitRecord
-from shardwise.hangs.waits import (
-    AsyncCollectives,
-    CollectiveCounts,
-    Wait,
-    lines_of_main,
-    torch_call,
-)
+from shardwise.hangs.waits import AsyncCollectives, Wait, lines_of_main, torch_call
 from shardwise.hangs.watch import WATCH
 from shardwise.processes import Process, fate, own_process
 from shardwise.train.config import TrainConfig
@@ -136,6 +130,9 @@ def test_a_heartbeat_is_read_as_it_was_published() -> None:
 
 
 # -- what is said
+KEY = CollectiveKey("all_gather", "a", 0, "shard", None).key
+
+
 class Published:
     """A store with some ranks' heartbeats."""
 
@@ -153,15 +150,15 @@ def beats(**other: Any) -> Heartbeat:
 
 
 def waits(beat: int = 1, begun: dict[str, int] | None = None, **other: Any) -> Heartbeat:
-    record = {"key": "k", "number": 2, "ranks": (0, 1, 2), "text": "here"} | other
-    return beats(beat=beat, begun=begun or {"k": 2}, wait=WaitRecord(1, 1, **record))
+    record = {"key": KEY, "number": 2, "ranks": (0, 1, 2), "text": "here"} | other
+    return beats(beat=beat, begun=begun or {KEY: 2}, wait=WaitRecord(1, 1, **record))
 
 
 def walk(*stores: Published, **own: Any) -> WaitGraph:
     heard = Heartbeats(1.0)
     for store in stores:
         heard.forget()
-        graph = walk_waits(store, heard, waits(**own), lambda rank: "")  # type: ignore[arg-type]
+        graph = walk_waits(store, heard, waits(**own))  # type: ignore[arg-type]
     return graph
 
 
@@ -170,9 +167,10 @@ def verdict(*stores: Published, **own: Any) -> str:
 
 
 def test_a_rank_in_the_same_line_since_has_never_entered() -> None:
-    one = Published(_1=beats(where="in load (a.py:3)"), _2=waits())
-    later = Published(_1=beats(beat=2, where="in load (a.py:3)"), _2=waits(beat=2))
-    text = verdict(one, later)
+    there = {"where": "in load (a.py:3)", "last": KEY}
+    one = Published(_1=beats(**there), _2=waits())
+    text = verdict(one, Published(_1=beats(beat=2, **there), _2=waits(beat=2)))
+    assert "; its last collective: all_gather of unit 'a' over axis 'shard'" in text
     assert "rank 1 is in no call of Shardwise, but in load (a.py:3)" in text
     assert "has never entered" in text and "Waiting: ranks 0, 2 in here" in text
 
@@ -186,7 +184,7 @@ def test_a_rank_that_goes_on_elsewhere_or_computes_is_late() -> None:
 
 
 def test_ranks_in_different_calls_are_mismatched_and_those_in_one_are_stuck_inside() -> None:
-    elsewhere = waits(number=1, text="there", key="other", begun={"k": 1, "other": 1})
+    elsewhere = waits(number=1, text="there", key="other", begun={KEY: 1, "other": 1})
     assert "mismatched" in verdict(Published(_1=elsewhere, _2=waits()))
     inside = Published(_1=waits(), _2=waits())
     assert "all ranks have begun it, and are stuck inside" in verdict(inside)
@@ -221,7 +219,7 @@ def test_who_follows_another_ones_failure_is_not_blamed() -> None:
 def test_who_has_ended_well_is_missed_only_where_all_must_come(
     left: str, number: int, needs_all: bool, is_missed: bool
 ) -> None:
-    ended = Published(_1=beats(left=left, last="k", number=number), _2=waits())
+    ended = Published(_1=beats(left=left, last=KEY, number=number), _2=waits())
     assert walk(ended, needs_all=needs_all).gone == [1] * is_missed
 
 
@@ -247,18 +245,6 @@ def test_a_circle_is_of_ranks_that_have_not_begun_what_the_other_waits_in(
         1: waits(number=1, key="b", ranks=(0, 1), begun=others),
     }
     assert find_circle(two, 0) == circle
-
-
-def test_the_last_collective_is_the_later_of_what_was_said_and_what_ended_here() -> None:
-    counts = CollectiveCounts()
-    group = mock.Mock(group_name="0")
-    keys = [CollectiveKey("all_gather", f"blocks.{n}", n, "shard", group) for n in range(3)]
-    numbers = [counts.begin(key) for key in keys]
-    with mock.patch.object(CollectiveKey, "ranks", (0, 1)):
-        counts.end(keys[1], numbers[1])
-    for said, unit in ((0, 1), (2, 2)):  # whether or not the group is still there
-        key = counts.last_of(1, (keys[said].key, 1))
-        assert describe_key(key) == f"all_gather of unit 'blocks.{unit}' over axis 'shard'"
 
 
 # -- devices, whose collectives no thread waits for

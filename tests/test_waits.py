@@ -4,7 +4,6 @@ import atexit
 import io
 import re
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from ranks import run_ranks, start_ranks
+from ranks import run_ranks
 from shardwise import shard
 from shardwise.comm.collective_key import CollectiveKey
 from shardwise.errors import CollectiveError
@@ -70,19 +69,17 @@ def choose_different_layers(rank, world_size, how, widths):
     return text
 
 
+def ended(run, num_ranks, *args):
+    """Return what each rank of a fresh group returned."""
+    return run_ranks(run, num_ranks, *args, timeout_s=LIMIT_S, fresh=True)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "how", "widths"),
-    [
-        (2, "rows", (8, 8)),
-        (3, "flat", (8, 20)),
-        (2, "fully_shard", (8, 20)),
-        (3, "fully_shard", (8, 8)),
-    ],
+    [(2, "rows", (8, 8)), (3, "flat", (8, 20)), (3, "fully_shard", (8, 20))],
 )
 def test_ranks_that_run_different_units_end_with_both_named(num_ranks, how, widths):
-    found = run_ranks(
-        choose_different_layers, num_ranks, how, widths, timeout_s=LIMIT_S, fresh=True
-    )
+    found = ended(choose_different_layers, num_ranks, how, widths)
     circle = [text for text in found if "for each other" in text]
     assert circle, found
     for text in circle:
@@ -99,7 +96,7 @@ def leave_the_finding_to_one_rank(rank, world_size):
 
 
 def test_a_rank_that_has_not_found_the_circle_itself_is_told():
-    found = run_ranks(leave_the_finding_to_one_rank, 3, timeout_s=LIMIT_S, fresh=True)
+    found = ended(leave_the_finding_to_one_rank, 3)
     assert all("rank 0 waits in" in text and "for each other" in text for text in found), found
 
 
@@ -129,7 +126,7 @@ def open_slowly(rank, world_size):
 
 
 def test_a_slow_opening_of_a_group_over_two_axes_accuses_nobody():
-    run_ranks(open_slowly, 4, timeout_s=LIMIT_S, fresh=True)
+    ended(open_slowly, 4)
 
 
 def save_on_rank_0_only(rank, world_size, folder):
@@ -145,11 +142,8 @@ def save_on_rank_0_only(rank, world_size, folder):
     return error_of(save_and_train)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_save_on_one_rank_while_the_others_train_is_named_with_its_line(num_ranks, tmp_path):
-    found = run_ranks(
-        save_on_rank_0_only, num_ranks, str(tmp_path / "run"), timeout_s=LIMIT_S, fresh=True
-    )
+def test_a_save_on_one_rank_while_the_others_train_is_named_with_its_line(tmp_path):
+    found = ended(save_on_rank_0_only, 3, str(tmp_path / "run"))
     text = next(text for text in found if "for each other" in text)
     assert "rank 0 waits in" in text and "all_gather of unit" in text
     assert "Every rank must make the same calls" in text
@@ -194,29 +188,15 @@ def come_late(rank, world_size, folder):
     return heard.getvalue()
 
 
-@pytest.fixture(scope="module")
-def coming_late():
-    """Start groups of both sizes at once: they mostly wait."""
-    with tempfile.TemporaryDirectory() as of_two, tempfile.TemporaryDirectory() as of_three:
-        folders = {2: of_two, 3: of_three}
-        yield {size: start_ranks(come_late, size, folder) for size, folder in folders.items()}
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(coming_late, num_ranks):
-    outcomes = coming_late[num_ranks].wait(LIMIT_S)
-    assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
-    *early, late = [outcome.result for outcome in outcomes]
+def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(tmp_path):
+    *early, late = run_ranks(come_late, 3, str(tmp_path), timeout_s=LIMIT_S)
     assert late == ""
     for rank, text in enumerate(early):
         lines = text.splitlines()
         assert len(lines) == 2, text  # one for each of two waits
         for line in lines:
             assert line.startswith(f"shardwise: rank {rank} has waited 2 s in all_gather of unit")
-            missing = (
-                f"rank {num_ranks - 1} is in no call of Shardwise, but in come_late (test_waits"
-            )
-            assert missing in line, line
+            assert "rank 2 is in no call of Shardwise, but in come_late (test_waits" in line, line
             assert "test_waits.py:" in line and line.endswith("Every rank must make this call")
 
 
@@ -244,7 +224,7 @@ def gather_alone(rank, world_size):
 
 
 def test_the_root_unit_is_named_when_another_rank_has_ended():
-    found = run_ranks(gather_alone, 2, timeout_s=LIMIT_S, fresh=True)
+    found = ended(gather_alone, 2)
     assert "rank 0: all_gather of unit '(root)' over axis 'shard' (2 ranks) failed" in found[0]
     assert "has ended without an error" in found[0] and "shardwise.parallel.join(" in found[0]
     assert "died" not in found[0]
@@ -262,7 +242,7 @@ def one_replica_differs(rank, world_size):
 
 
 def test_all_replicas_are_told_which_two_ranks_of_one_of_them_differ():
-    found = run_ranks(one_replica_differs, 4, timeout_s=LIMIT_S, fresh=True)
+    found = ended(one_replica_differs, 4)
     for rank, text in enumerate(found):
         assert text.startswith(f"rank {rank}: ") and "for each other" in text, found
         assert "rank 2 waits in" in text and "rank 3 waits in" in text, found
@@ -295,7 +275,7 @@ def one_pair_hangs(rank, world_size, folder):
 
 
 def test_a_group_that_hangs_leaves_another_group_of_the_same_process_group_alone(tmp_path):
-    found = run_ranks(one_pair_hangs, 4, str(tmp_path), timeout_s=LIMIT_S, fresh=True)
+    found = ended(one_pair_hangs, 4, str(tmp_path))
     assert [text for _, text in found[2:]] == ["", ""] and found[2][0] == found[3][0] >= 10
     for _, text in found[:2]:
         assert text and "rank 2" not in text and "rank 3" not in text
@@ -312,7 +292,7 @@ def cross(rank, world_size):
 
 
 def test_a_circle_over_four_groups_is_named_with_all_its_ranks():
-    found = run_ranks(cross, 4, timeout_s=LIMIT_S, fresh=True)
+    found = ended(cross, 4)
     circles = [text for text in found if "for each other" in text]
     assert circles, found
     for text in circles:
@@ -331,6 +311,6 @@ def save_without_the_last(rank, world_size, folder):
 
 
 def test_a_save_over_a_part_of_the_ranks_names_them_by_their_global_numbers(tmp_path):
-    found = run_ranks(save_without_the_last, 4, str(tmp_path), timeout_s=LIMIT_S, fresh=True)
+    found = ended(save_without_the_last, 4, str(tmp_path))
     assert found[0] == found[1] == found[3] == ""
     assert "rank 2: the ranks could not agree: rank 3 did not come" in found[2]

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.verify import Verified
 
 _SHOWN = 3
+Facts = Mapping[str, Any]  # of checkpoints, by the keys of `--json`
 
 
-def printable(value: Any) -> str:
+def printable(value: object) -> str:
     """Return a value as text without control characters."""
     text = str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -33,13 +34,9 @@ def make_table(*columns: str, title: str | None = None, boxed: bool = True, **mo
 
     ">": right-aligned; "!": never wrapped; "~": folded if too long; "-": dim.
     """
-    more = {"box": box.SIMPLE_HEAD if boxed else None, "pad_edge": False, **more}
-    table = Table(
-        title=title,
-        title_justify="left",
-        show_header=any(c.lstrip(">!~-") for c in columns),
-        **more,
-    )
+    has_header = any(c.lstrip(">!~-") for c in columns)
+    look = {"box": box.SIMPLE_HEAD if boxed else None, "pad_edge": False, **more}
+    table = Table(title=title, title_justify="left", show_header=has_header, **look)
     for column in columns:
         name = column.lstrip(">!~-")
         signs = column.removesuffix(name)
@@ -53,7 +50,7 @@ def make_table(*columns: str, title: str | None = None, boxed: bool = True, **mo
     return table
 
 
-def show_run(console: Console, facts: Mapping[str, Any]) -> None:
+def show_run(console: Console, facts: Facts) -> None:
     """Print all checkpoints of a run."""
     table = make_table(">!step", "!saved", ">!ranks", ">!stage", ">!bytes", "~quick check")
     for row in facts["checkpoints"]:
@@ -80,7 +77,7 @@ def show_run(console: Console, facts: Mapping[str, Any]) -> None:
         _line(console, "note", f"removed meanwhile: step {steps}")
 
 
-def show_checkpoint(console: Console, facts: Mapping[str, Any]) -> None:
+def show_checkpoint(console: Console, facts: Facts) -> None:
     """Print the facts of one checkpoint."""
     console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
     _line(console, "step", "not said" if facts["step"] is None else f"{facts['step']:,}")
@@ -121,23 +118,23 @@ def show_verified(console: Console, verified: Verified) -> None:
         console.print(Text(f"  note: {printable(note)}", "dim"), soft_wrap=True)
 
 
-def _line(console: Console, label: str, text: Any, style: str = "") -> None:
+def _line(console: Console, label: str, text: object, style: str = "") -> None:
     console.print(Text.assemble(f"  {label:<10} ", (printable(text), style)), soft_wrap=True)
 
 
-def _time(facts: Mapping[str, Any]) -> str:
+def _time(facts: Facts) -> str:
     time = printable(facts["saved_at"])
     return time.replace("T", " ").replace("+00:00", " UTC")
 
 
-def _ranks(facts: Mapping[str, Any]) -> str:
+def _ranks(facts: Facts) -> str:
     shards, replicas = facts["num_shards"], facts["num_replicas"]
     if facts["num_meshes"] > 1:
         return f"{facts['num_ranks']} in {facts['num_meshes']} meshes"
     return f"{shards}" if replicas == 1 else f"{facts['num_ranks']} = {shards} x {replicas}"
 
 
-def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
+def _show_sizes(console: Console, facts: Facts) -> None:
     table = make_table("kind", ">tensors", ">elements", ">bytes")
     total = 0
     for kind, name in KINDS.items():
@@ -153,7 +150,7 @@ def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
+def _show_tensors(console: Console, tensors: list[Facts]) -> None:
     table = make_table("~tensor", "!kind", ">shape", "!dtype", ">!bytes", "!cut")
     for row in tensors:
         name = f"{row['name']}  {row['state']}" if row["state"] else row["name"]
@@ -169,7 +166,7 @@ def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def _group(group: Mapping[str, Any]) -> str:
+def _group(group: Facts) -> str:
     """Return the settings of an optimizer's group."""
     is_set = {k: v for k, v in group.items() if v is not None and v is not False}
     count = is_set.pop("num_params")
@@ -177,7 +174,7 @@ def _group(group: Mapping[str, Any]) -> str:
     return f"{count:,} parameter{'s' if count != 1 else ''}: {values}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):

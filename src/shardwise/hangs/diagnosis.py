@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -57,7 +57,6 @@ _REMEDY = (
     "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
     "shard(..., units=Units(optional=[...])); stages 0 to 2 need no such list"
 )
-DescribeLast = Callable[[int], str]  # the last collective of a rank, as the end of a sentence
 
 
 class HangFinder:
@@ -126,8 +125,8 @@ class HangFinder:
     def hear(self, look_every_s: float) -> None:
         """Read which processes the nearest ranks are, before the store may end with one of them."""
         self._heard.look_every_s = look_every_s
-        ranks = {r for g in self.counts.groups for r in nearest_ranks(g, dist.get_rank(), _NEAR)}
-        list(read_heartbeats(self.store, self._heard, sorted(ranks | {0})))
+        ranks = {0, *nearest_ranks(range(dist.get_world_size()), dist.get_rank(), _NEAR)}
+        list(read_heartbeats(self.store, self._heard, sorted(ranks)))
 
     def judge(self, wait: Wait, limit_s: float | None) -> str | None:
         """Return why a wait cannot end, or that it is over its limit; None while it may end.
@@ -174,12 +173,7 @@ class HangFinder:
         own = self._heartbeat(wait)
         if own.wait is None:
             raise KeyError(wait.key.group_name)
-        return walk_waits(self.store, self._heard, own, self._describe_last, max_ranks)
-
-    def _describe_last(self, rank: int) -> str:
-        beat = self._heard.newest(rank)
-        key = self.counts.last_of(rank, ("", 0) if beat is None else (beat.last, beat.number))
-        return f"; its last collective: {describe_key(key)}" if key else ""
+        return walk_waits(self.store, self._heard, own, max_ranks)
 
     def _near_and_self(self, wait: Wait) -> list[int]:
         return [dist.get_rank(), *nearest_ranks(wait.ranks, dist.get_rank(), _NEAR)]
@@ -192,8 +186,7 @@ class HangFinder:
         own = self._heartbeat(wait)
         graph = WaitGraph({dist.get_rank(): own}, missing={0: "the missing rank is unknown"})
         if dist.get_rank() != 0 and self._heard.life(0)[0] != "alive":
-            described = describe_rank(0, "", self._heard, own.wait)
-            graph.missing[0] = described + self._describe_last(0)
+            graph.missing[0] = describe_rank(0, "", self._heard, own.wait)
         silent = (
             "the store of the process group does not answer, which rank 0 or the launcher keeps"
         )
@@ -299,7 +292,6 @@ def walk_waits(
     store: WatchStore,
     heard: Heartbeats,
     own: Heartbeat,
-    describe_last: DescribeLast,
     max_ranks: int = MAX_RANKS,
 ) -> WaitGraph:
     """Walk from this rank's wait to all ranks that keep it from ending.
@@ -320,7 +312,7 @@ def walk_waits(
             (graph.followers if beat and left and beat.follows else graph.gone).append(rank)
         elif life == "dead" and not (cause or left):
             graph.unexplained.append(rank)
-        graph.missing[rank] = describe_rank(rank, failed, heard, wait) + describe_last(rank)
+        graph.missing[rank] = describe_rank(rank, failed, heard, wait)
 
     seen, todo = {store.rank}, [(store.rank, own.wait)]
     while todo and len(seen) < max_ranks:
@@ -437,10 +429,14 @@ def describe_waits(graph: WaitGraph) -> str:
 def describe_rank(rank: int, failed: str, heard: Heartbeats, wait: WaitRecord | None) -> str:
     """Return the description of a rank that is missing in a wait; None is any wait."""
     beat = heard.newest(rank)
-    if failed:
-        return failed.removeprefix(FAILED)
     if beat is None:
-        return f"rank {rank} is in no call of Shardwise, and does not answer: it may not have begun"
+        told = f"rank {rank} is in no call of Shardwise, and does not answer: it may not have begun"
+        return failed.removeprefix(FAILED) or told
+    last = f"; its last collective: {describe_key(beat.last)}" if beat.last else ""
+    return (failed.removeprefix(FAILED) or _state_of(rank, beat, heard, wait)) + last
+
+
+def _state_of(rank: int, beat: Heartbeat, heard: Heartbeats, wait: WaitRecord | None) -> str:
     who = f"rank {rank} ({beat.process})"
     is_inside = wait is not None and wait.is_counted and beat.has_begun(wait)
     entered = "is stuck inside it too" if is_inside else "has never entered it"

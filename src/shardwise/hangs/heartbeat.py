@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
@@ -89,7 +88,7 @@ class Heartbeat:
     @classmethod
     def from_json(cls, text: bytes) -> "Heartbeat":
         """Read it from text."""
-        values: dict[str, Any] = json.loads(text)
+        values = json.loads(text)
         values["process"] = Process(**values["process"])
         if (wait := values["wait"]) is not None:
             values["wait"] = WaitRecord(**wait | {"ranks": tuple(wait["ranks"])})
@@ -147,8 +146,7 @@ class WatchStore:
 
     def __init__(self, store: dist.Store) -> None:
         # A separate connection: one is locked as long as another thread waits in it.
-        own: Any = store
-        self._store = dist.PrefixStore("shardwise/watch", own.clone())
+        self._store = dist.PrefixStore("shardwise/watch", store.clone())  # type: ignore[attr-defined]
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
     def publish(self, heartbeat: Heartbeat) -> None:

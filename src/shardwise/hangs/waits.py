@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ from shardwise.comm.collective_key import CollectiveKey
 from shardwise.comm.process_groups import waits_block
 from shardwise.hangs.heartbeat import WaitRecord
 
-_HISTORY = 4096
 _MAX_LINES_SHOWN = 3
 _PACKAGE = str(Path(__file__).parents[1])
 _DISTRIBUTED = str(Path(dist.__file__).parent)
@@ -121,61 +119,27 @@ class Wait:
 
 
 class CollectiveCounts:
-    """The collectives that this rank has begun, and the last that has ended in each group."""
+    """The collectives that this rank has begun; ``last`` is the key of the last one, its number."""
 
     def __init__(self) -> None:
         self.by_key: Counter[str] = Counter()
         self.total = 0
-        self._order: deque[tuple[str, int]] = deque(maxlen=_HISTORY)
-        self._ended: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # groups may be destroyed
-
-    @property
-    def last(self) -> tuple[str, int]:
-        """The key of the last one that was begun, and its number."""
-        return self._order[-1] if self._order else ("", 0)
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        """The ranks of each group in which a collective has ended."""
-        return [ranks for _, _, ranks in list(self._ended.values())]
+        self.last = ("", 0)
 
     def begin(self, key: CollectiveKey) -> int:
         """Count one; return its number among those of its key."""
         name = key.key
         self.by_key[name] = number = self.by_key[name] + 1
-        self._order.append((name, number))
+        self.last = name, number
         self.total += 1
         return number
-
-    def end(self, key: CollectiveKey, number: int) -> None:
-        """Note that one has ended."""
-        before = self._ended.get(key.group_name)
-        with suppress(KeyError, ValueError):  # its group was destroyed
-            ranks = tuple(key.ranks) if before is None else before[2]
-            self._ended[key.group_name] = key.key, number, ranks
-
-    def last_of(self, rank: int, published: tuple[str, int]) -> str:
-        """Return the key of another rank's last collective: the one it published, or a later one.
-
-        Ranks that run one program begin the same ones in the same order. So a collective that has
-        ended here, with that rank in its group, was begun there.
-        """
-        calls = [(k, n) for k, n, ranks in list(self._ended.values()) if rank in ranks]
-        order = list(self._order)
-
-        def place(call: tuple[str, int]) -> int:
-            if call in order:
-                return order.index(call)
-            return len(order) if self.by_key[call[0]] < call[1] else -1
-
-        return max([published] * bool(published[0]) + calls, key=place, default=("", 0))[0]
 
 
 class StalledCalls:
     """Finds waits in torch's own calls, see Note [Waits in torch's own calls]."""
 
     def __init__(self) -> None:
-        self._place: tuple[Any, ...] = ()
+        self._place: tuple[object, ...] = ()
         self._since_s = 0.0
         self._found: Wait | None = None
         self._serial = 0
@@ -278,7 +242,7 @@ def num_begun() -> int:
     return begun
 
 
-def _place_of_main() -> tuple[Any, ...]:
+def _place_of_main() -> tuple[object, ...]:
     """Return where the main thread is, and how many collectives it has begun.
 
     If two looks find the same, it has stood still in between; in backward, without computing.
@@ -356,7 +320,6 @@ def _call_in(frames: list[FrameType]) -> TorchCall | None:
 def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
     """Return the process group among the arguments, or that of a pipeline's stage, if any."""
     default: dist.ProcessGroup | None = dist.group.WORLD
-    resolve: Any = dist.distributed_c10d._resolve_process_group
     for frame in frames:
         values = frame.f_locals
         schedule = values.get("self")
@@ -366,7 +329,7 @@ def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
         for value in (*given, *(getattr(stage, "group", None) for stage in stages)):
             if isinstance(value, str):
                 with suppress(Exception):
-                    value = resolve(value)
+                    value = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
             if isinstance(value, dist.ProcessGroup):
                 return value
         if "group" in values and values["group"] is None:

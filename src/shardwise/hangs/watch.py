@@ -125,9 +125,7 @@ class Watch(Listener):
 
     def leave(self, is_over: bool) -> None:
         """Note that this thread's wait has ended; ``is_over``: without an error."""
-        wait = self._waits.pop(threading.get_ident(), None)
-        if is_over and wait is not None:
-            self.finder.counts.end(wait.key, wait.number)
+        self._waits.pop(threading.get_ident(), None)
 
     def find_cause(self, key: CollectiveKey, reason: str) -> str:
         """Return why a collective has failed: the verdict that ended the wait, or another cause."""
