@@ -128,7 +128,7 @@ def _warn_of_name(name: str) -> None:
 
 
 def _hang_watch() -> _Listener:
-    from shardwise.hangs.watch import WATCH
+    from shardwise.hangs.abort import WATCH
 
     return WATCH
 

@@ -14,7 +14,7 @@ from shardwise.comm.torch_collectives import CountedCollectives
 from shardwise.engine.api import engine_of
 from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.engine.seams import Activations
-from shardwise.hangs.watch import watch as watch
+from shardwise.hangs.abort import watch as watch
 from shardwise.mesh import Axis
 from shardwise.step.overlap import is_elementwise, staging_bytes
 from shardwise.tensor.background_step import elements_of

@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from records import memory, step_line, write_record
-from shardwise.cli.top import run_command
+from shardwise.cli.main import call_command
+from shardwise.cli.top import sparkline
 from shardwise.monitor.live_run import LiveRun, is_late, snapshot_of
 from shardwise.monitor.metrics import STEP_S, OverRanks
 from shardwise.monitor.record import FOLDER
+
+run_command = partial(call_command, "top")
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -88,7 +92,7 @@ def test_once_prints_a_snapshot_and_ends(
     assert row.split()[3:8] == ["0.6", "0.5", "0", "0.7", "1"]
     assert "param shards" in said and "backward" in said
     row = next(text.split() for text in said.splitlines() if text.strip().startswith("loss"))
-    assert row[1:] == ["0.25", "0.25", "10"]  # the last, the lowest and the highest
+    assert row[2:] == ["0.25", "0.25", "to", "10"]  # the last, the lowest and the highest
 
 
 def test_findings_of_a_run_are_told_while_it_goes_on(
@@ -135,6 +139,10 @@ def test_a_folder_without_a_run_is_refused(
 ) -> None:
     assert run_command([str(tmp_path), "--once"]) == 2
     assert "no observed run" in capsys.readouterr().err
+
+
+def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block() -> None:
+    assert sparkline([0, 3.5, 7]) == "▁▅█" and sparkline([2, 2]) == "▁▁" and sparkline([]) == ""
 
 
 @pytest.mark.parametrize("arguments", [["top", "--once"], ["report"]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.panel import Panel
 from rich.text import Text
 
-from shardwise.cli.flags import call_command, print_json
+from shardwise.cli.flags import print_json
 from shardwise.cli.planned_run import with_planned_gains
 from shardwise.cli.tables import printable
 from shardwise.errors import ConfigError
@@ -26,35 +25,30 @@ _COLOURS = {"critical": "red", "warning": "yellow"}
 _CARD_WIDTH = 100
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise doctor` with its arguments; return the exit code."""
+def doctor(
+    run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+) -> int:
+    """Diagnose an observed run: failures, the numbers behind them, and settings to change.
 
-    def doctor(
-        run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
-        as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
-    ) -> int:
-        """Diagnose an observed run: failures, the numbers behind them, and settings to change.
-
-        Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no
-        such run, or too little of it to judge.
-        """
-        if not run.is_dir():
-            raise ConfigError(f"{run}: there is no such folder")
-        record = read_run(run)
-        diagnosis = with_planned_gains(diagnose(record), record)
-        # Rules that look at steps must judge: what stands in the facts says little.
-        is_judged = not any("lines of steps" in each.missing for each in diagnosis.abstentions)
-        if as_json:
-            print_json({"kind": "diagnosis", "run": str(run)} | diagnosis.to_json())
-        else:
-            _show(record, diagnosis, is_judged)
-        if any(finding.code in _BROKEN_RUN for finding in diagnosis.findings):
-            return _NOT_WHOLE
-        if diagnosis.findings:
-            return _FOUND
-        return _HEALTHY if is_judged else _NOT_WHOLE
-
-    return call_command(doctor, arguments, "shardwise doctor")
+    Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
+    run, or too little of it to judge.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such folder")
+    record = read_run(run)
+    diagnosis = with_planned_gains(diagnose(record), record)
+    # Rules that look at steps must judge: what stands in the facts says little.
+    is_judged = not any("lines of steps" in each.missing for each in diagnosis.abstentions)
+    if as_json:
+        print_json({"kind": "diagnosis", "run": str(run)} | diagnosis.to_json())
+    else:
+        _show(record, diagnosis, is_judged)
+    if any(finding.code in _BROKEN_RUN for finding in diagnosis.findings):
+        return _NOT_WHOLE
+    if diagnosis.findings:
+        return _FOUND
+    return _HEALTHY if is_judged else _NOT_WHOLE
 
 
 def _show(run: RunRecord, diagnosis: Diagnosis, is_judged: bool) -> None:

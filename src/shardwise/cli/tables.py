@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.verify import Verified
 
 _SHOWN = 3
-Facts = Mapping[str, Any]  # of checkpoints, by the keys of `--json`
+_FOLDED = 16  # characters
 
 
-def printable(value: object) -> str:
+def printable(value: Any) -> str:
     """Return a value as text without control characters."""
     text = str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -34,9 +34,13 @@ def make_table(*columns: str, title: str | None = None, boxed: bool = True, **mo
 
     ">": right-aligned; "!": never wrapped; "~": folded if too long; "-": dim.
     """
-    has_header = any(c.lstrip(">!~-") for c in columns)
-    look = {"box": box.SIMPLE_HEAD if boxed else None, "pad_edge": False, **more}
-    table = Table(title=title, title_justify="left", show_header=has_header, **look)
+    more = {"box": box.SIMPLE_HEAD if boxed else None, "pad_edge": False, **more}
+    table = Table(
+        title=title,
+        title_justify="left",
+        show_header=any(c.lstrip(">!~-") for c in columns),
+        **more,
+    )
     for column in columns:
         name = column.lstrip(">!~-")
         signs = column.removesuffix(name)
@@ -50,7 +54,28 @@ def make_table(*columns: str, title: str | None = None, boxed: bool = True, **mo
     return table
 
 
-def show_run(console: Console, facts: Facts) -> None:
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, or a line of named values for each row if the terminal is too narrow for it.
+
+    A column that folds needs 16 characters at most; others need their longest cell.
+    """
+    needed = 0
+    for column in table.columns:
+        width = max(len(str(cell)) for cell in (column.header, *column.cells))
+        needed += 3 + (min(width, _FOLDED) if column.overflow == "fold" else width)
+    if needed <= console.width:
+        console.print(table)
+        return
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        line = Text("  ")
+        for column, cell in zip(table.columns, cells, strict=True):
+            if str(cell):
+                line.append(f"{column.header} ", "dim").append(cell).append("  ")
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def show_run(console: Console, facts: Mapping[str, Any]) -> None:
     """Print all checkpoints of a run."""
     table = make_table(">!step", "!saved", ">!ranks", ">!stage", ">!bytes", "~quick check")
     for row in facts["checkpoints"]:
@@ -63,7 +88,10 @@ def show_run(console: Console, facts: Facts) -> None:
             described = [_time(row), _ranks(row), str(row["stage"]), format_bytes(row["num_bytes"])]
         table.add_row(f"{row['step']:,}", *described, state)
     console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
-    console.print(table if facts["checkpoints"] else "  no checkpoint yet")
+    if facts["checkpoints"]:
+        print_table(console, table)
+    else:
+        console.print("  no checkpoint yet")
     if facts["lock_holder"]:
         _line(console, "in use", facts["lock_holder"])
     if facts["leftovers"]:
@@ -77,7 +105,7 @@ def show_run(console: Console, facts: Facts) -> None:
         _line(console, "note", f"removed meanwhile: step {steps}")
 
 
-def show_checkpoint(console: Console, facts: Facts) -> None:
+def show_checkpoint(console: Console, facts: Mapping[str, Any]) -> None:
     """Print the facts of one checkpoint."""
     console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
     _line(console, "step", "not said" if facts["step"] is None else f"{facts['step']:,}")
@@ -118,23 +146,23 @@ def show_verified(console: Console, verified: Verified) -> None:
         console.print(Text(f"  note: {printable(note)}", "dim"), soft_wrap=True)
 
 
-def _line(console: Console, label: str, text: object, style: str = "") -> None:
+def _line(console: Console, label: str, text: Any, style: str = "") -> None:
     console.print(Text.assemble(f"  {label:<10} ", (printable(text), style)), soft_wrap=True)
 
 
-def _time(facts: Facts) -> str:
+def _time(facts: Mapping[str, Any]) -> str:
     time = printable(facts["saved_at"])
     return time.replace("T", " ").replace("+00:00", " UTC")
 
 
-def _ranks(facts: Facts) -> str:
+def _ranks(facts: Mapping[str, Any]) -> str:
     shards, replicas = facts["num_shards"], facts["num_replicas"]
     if facts["num_meshes"] > 1:
         return f"{facts['num_ranks']} in {facts['num_meshes']} meshes"
     return f"{shards}" if replicas == 1 else f"{facts['num_ranks']} = {shards} x {replicas}"
 
 
-def _show_sizes(console: Console, facts: Facts) -> None:
+def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
     table = make_table("kind", ">tensors", ">elements", ">bytes")
     total = 0
     for kind, name in KINDS.items():
@@ -147,10 +175,10 @@ def _show_sizes(console: Console, facts: Facts) -> None:
     table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
     table.add_section()
     table.add_row("on disk", "", "", format_bytes(facts["num_bytes"]))
-    console.print(table)
+    print_table(console, table)
 
 
-def _show_tensors(console: Console, tensors: list[Facts]) -> None:
+def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
     table = make_table("~tensor", "!kind", ">shape", "!dtype", ">!bytes", "!cut")
     for row in tensors:
         name = f"{row['name']}  {row['state']}" if row["state"] else row["name"]
@@ -163,10 +191,10 @@ def _show_tensors(console: Console, tensors: list[Facts]) -> None:
             format_bytes(row["num_bytes"]),
             cut or f"{row['layout']}, {row['num_parts']}",
         )
-    console.print(table)
+    print_table(console, table)
 
 
-def _group(group: Facts) -> str:
+def _group(group: Mapping[str, Any]) -> str:
     """Return the settings of an optimizer's group."""
     is_set = {k: v for k, v in group.items() if v is not None and v is not False}
     count = is_set.pop("num_params")
@@ -174,7 +202,7 @@ def _group(group: Facts) -> str:
     return f"{count:,} parameter{'s' if count != 1 else ''}: {values}"
 
 
-def _value(value: object) -> str:
+def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):

@@ -16,59 +16,54 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
 from shardwise.cli.tables import make_table, printable
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.live_run import LiveRun, gap_of, is_late, snapshot_of
-from shardwise.monitor.metrics import FIGURES
+from shardwise.monitor.metrics import FIGURES, STEP_S
 from shardwise.monitor.record import RunRecord
-from shardwise.monitor.summary import largest_memory, phase_seconds, value_curve, write_figure
+from shardwise.monitor.summary import (
+    largest_memory,
+    metric_curve,
+    phase_seconds,
+    value_curve,
+    write_figure,
+)
 from shardwise.quantities import format_bytes, format_duration
 from shardwise.svg import name_of_kind
 
-_SHARE = 30  # characters
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE, _SHARE = 32, 30  # characters
 _MOST_VALUES, _MOST_FINDINGS = 6, 4
 _TWO_COLUMNS = 150  # characters
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise top` with its arguments; return the exit code."""
+_Run = Annotated[Path, typer.Argument(help="output of an observed run", show_default=False)]
+_Once = Annotated[bool, typer.Option("--once", help="print what there is now, and end")]
+_AsJson = Annotated[bool, typer.Option("--json", help="the same as JSON for programs, once")]
+_Every = Annotated[float, typer.Option(min=0.1, help="seconds between two looks")]
 
-    def top(
-        run: Annotated[Path, typer.Argument(help="output of an observed run", show_default=False)],
-        once: Annotated[
-            bool, typer.Option("--once", help="print what there is now, and end")
-        ] = False,
-        as_json: Annotated[
-            bool, typer.Option("--json", help="the same as JSON for programs, once")
-        ] = False,
-        every: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
-    ) -> int:
-        """Show an observed run live: figures over all ranks, time, memory.
 
-        Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
-        ends it without effect on the run.
-        """
+def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every = 1.0) -> int:
+    """Show an observed run live: figures over all ranks, time, memory.
 
-        live, console = LiveRun(run), terminal.open_console()
-        if as_json:
-            terminal.say(json.dumps(snapshot_of(live.look())) + "\n")
-            return 0
-        if once:
-            console.print(view(live.look(), console.width))
-            return 0
+    Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
+    ends it without effect on the run.
+    """
+    live, console = LiveRun(run), terminal.open_console()
+    if as_json:
+        terminal.say(json.dumps(snapshot_of(live.look())) + "\n")
+    elif once:
+        console.print(view(live.look(), console.width))
+    else:
         with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as shown:
             while True:
                 shown.update(view(live.look(), console.width), refresh=True)
                 time.sleep(every)
-        return 0
-
-    return call_command(top, arguments, "shardwise top")
+    return 0
 
 
 def view(run: RunRecord, width: int) -> RenderableType:
     """Return the view of a run at one moment, in two columns if the terminal is wide enough."""
-
     facts, quiet = run.facts, format_duration(run.idle_s or 0.0)
     head = Text(printable(run.path), "bold")
     head.append(
@@ -88,7 +83,8 @@ def view(run: RunRecord, width: int) -> RenderableType:
     elif run.ending is not None:
         said.append(f"  {printable(run.ending)}", "bold")
     findings = _findings(run)
-    left, right = (_figures(run), _values(run)), (_phases(run), *_memory(run))
+    left: list[RenderableType] = [_figures(run), *_curves(run)]
+    right: list[RenderableType] = [_phases(run), *_memory(run)]
     if width < _TWO_COLUMNS:
         return Group(head, said, *findings, *left, *right)
     columns = Table.grid(padding=(0, 4))
@@ -97,7 +93,6 @@ def view(run: RunRecord, width: int) -> RenderableType:
 
 
 def _findings(run: RunRecord) -> list[RenderableType]:
-
     found = diagnose(run).findings
     rows: list[RenderableType] = []
     for finding in found[:_MOST_FINDINGS]:
@@ -110,7 +105,6 @@ def _findings(run: RunRecord) -> list[RenderableType]:
 
 
 def _figures(run: RunRecord) -> Table:
-
     table = make_table("", ">!median", ">!lowest", ">!rank", ">!highest", ">!rank ")
     for shown in FIGURES:
         value = run.steps[-1].metrics.get(shown.metric)
@@ -123,20 +117,30 @@ def _figures(run: RunRecord) -> Table:
     return table
 
 
-def _values(run: RunRecord) -> Table:
-    """Return logged values: the newest, the lowest and the highest of the lines."""
-
-    table = make_table("", ">!newest", ">!lowest", ">!highest")
-    for name, value in list(run.steps[-1].values.items())[:_MOST_VALUES]:
+def _curves(run: RunRecord) -> list[Text]:
+    """Return logged values and the step time as lines of blocks."""
+    latest = run.steps[-1].values
+    curves = {name: value_curve(run.steps, name, _CURVE) for name in [*latest][:_MOST_VALUES]}
+    curves["step time, s"] = metric_curve(run.steps, STEP_S, _CURVE)
+    width, rows = max(map(len, curves)), []
+    for name, points in curves.items():
+        value = latest.get(name, points[-1].middle if points else None)
         newest = "not a number" if value is None else f"{value:.4g}"
-        points = value_curve(run.steps, name, len(run.steps))
-        ends = (min(p.low for p in points), max(p.high for p in points)) if points else ()
-        table.add_row(printable(name), newest, *(f"{end:.4g}" for end in ends))
-    return table
+        if points:
+            newest += f"  {min(p.low for p in points):.4g} to {max(p.high for p in points):.4g}"
+        blocks = sparkline([point.middle for point in points])
+        rows.append(Text(f"{printable(name):<{width}}  {blocks:<{_CURVE}}  {newest}"))
+    return rows
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Write values as blocks of eight heights."""
+    low, reach = min(values, default=0.0), max(values, default=0.0) - min(values, default=0.0)
+    heights = ((value - low) / (reach or 1.0) * (len(_BARS) - 1) for value in values)
+    return "".join(_BARS[round(height)] for height in heights)
 
 
 def _phases(run: RunRecord) -> Table:
-
     phases = phase_seconds(run.steps)
     rows = [(name, seconds, f"{seconds:.3g}") for name, seconds in phases.items()]
     return _shares("where a step's time goes", "seconds", rows)
@@ -144,7 +148,6 @@ def _phases(run: RunRecord) -> Table:
 
 def _memory(run: RunRecord) -> list[Table]:
     """Return the memory of the rank that had the most in its newest sampled step."""
-
     most = largest_memory(run)
     if most is None:
         return []
@@ -158,9 +161,9 @@ def _memory(run: RunRecord) -> list[Table]:
 
 def _shares(title: str, unit: str, rows: Sequence[tuple[str, float, str]]) -> Table:
     """Return a table of (name, value, value as text), with the share that each value has."""
-
-    table, whole = make_table(title, f">!{unit}", ">!share", "!"), sum(row[1] for row in rows)
+    table = make_table(title, f">!{unit}", ">!share", "!")
+    whole = sum(value for _, value, _ in rows) or 1.0
     for name, value, told in rows:
-        share = value / (whole or 1.0)
+        share = value / whole
         table.add_row(Text(printable(name)), told, f"{share:.1%}", "█" * round(share * _SHARE))
     return table

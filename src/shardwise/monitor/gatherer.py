@@ -41,7 +41,8 @@ from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.device import memory_figures
 from shardwise.errors import CollectiveError
-from shardwise.hangs.waits import call_of_error, save_under_way
+from shardwise.hangs.diagnosis import call_of_error
+from shardwise.hangs.heartbeat import save_under_way
 from shardwise.host import core_wait_s
 from shardwise.monitor.ledger import is_out_of_memory
 from shardwise.monitor.lines import JsonLines, RankLine
