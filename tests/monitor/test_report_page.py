@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from records import facts, memory, step_line, write_record
+from shardwise.charts import Bar, areas_chart
 from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
@@ -31,7 +32,7 @@ from shardwise.monitor.summary import (
     unit_rows,
     value_curve,
 )
-from shardwise.svg import Bar, areas_chart, colour_of
+from shardwise.svg import colour_of
 
 run_command = partial(call_command, "report")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from shardwise import svg
+from shardwise import charts, svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.lines import RankLine
@@ -112,24 +112,24 @@ def _curves(runs: Sequence[ShownRun], divisor: int) -> list[str]:
             for i, r in enumerate(runs)
             for s in (r.record.steps,)
         ]
-        pictures.append(svg.lines_chart(name, curves))
+        pictures.append(charts.lines_chart(name, curves))
     for shown in FIGURES:
         curves = [
             svg.Curve(f"run-{i}", r.name, metric_curve(r.record.steps, shown.metric, most))
             for i, r in enumerate(runs)
         ]
         if any(len({(p.low, p.high) for p in curve.points}) > 1 for curve in curves):
-            pictures.append(svg.lines_chart(shown.title, curves, from_zero=True))
+            pictures.append(charts.lines_chart(shown.title, curves, from_zero=True))
     return pictures
 
 
 def _time(runs: Sequence[ShownRun]) -> str:
-    rows = [svg.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
+    rows = [charts.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
     if not any(row.parts for row in rows):
         return ""
     title = "Where a step's time goes"
     shown = f"{title}, median over the ranks"
-    return svg.bars_chart(title, rows, lambda s: f"{s:.3g} s a step", shown_title=shown)
+    return charts.bars_chart(title, rows, lambda s: f"{s:.3g} s a step", shown_title=shown)
 
 
 def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
@@ -156,13 +156,13 @@ def _memory(memory: MemoryOfStep, name: str, planned: Mapping[str, int], divisor
     title = f"{name}: memory of step {memory.step:,} on rank {memory.rank}"
     phase, unit, _ = memory.moments[memory.peak]
     bytes_shown = format_bytes(memory.peak_bytes)
-    return svg.areas_chart(
+    return charts.areas_chart(
         title,
-        [svg.Bar(phase.removesuffix("_end"), kinds) for phase, _, kinds in memory.moments],
+        [charts.Bar(phase.removesuffix("_end"), kinds) for phase, _, kinds in memory.moments],
         _MOMENTS // divisor,
         shown_title=f"{name}: memory",
         described=f"The largest moment is {phase} of {name_of_unit(unit)}, {bytes_shown}.",
-        beside=svg.Bar("plan", planned) if planned else None,
+        beside=charts.Bar("plan", planned) if planned else None,
     )
 
 
@@ -191,13 +191,15 @@ def _timeline(run: ShownRun, divisor: int) -> str:
     shown = _ranks_to_show(found, max(1, _RANKS_IN_TIMELINE // divisor))
     groups = []
     for rank in shown:
-        rows: dict[str, list[svg.Span]] = {}
+        rows: dict[str, list[charts.Span]] = {}
         for row, phase, unit, begin_ms, length_ms, *_ in found[rank]["spans"]:
-            rows.setdefault(row, []).append(svg.Span(phase, begin_ms, length_ms, unit))
+            rows.setdefault(row, []).append(charts.Span(phase, begin_ms, length_ms, unit))
         groups.append((f"rank {rank}", {row: rows[row] for row in sorted(rows, key=place_of)}))
     seconds = max(found[rank]["seconds"] for rank in shown)
     title, said = f"{run.name}: timeline of step {step:,}, ms", f"{seconds:.3g} s."
-    return svg.timeline_chart(title, groups, 1e3 * seconds, described=said, most=_BARS // divisor)
+    return charts.timeline_chart(
+        title, groups, 1e3 * seconds, described=said, most=_BARS // divisor
+    )
 
 
 def _ranks_to_show(found: Mapping[int, RankLine], most: int) -> list[int]:

@@ -7,7 +7,7 @@ dark setting. HTML is one file without anything to load, or a fragment for a not
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
-from shardwise import svg
+from shardwise import charts
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.planned import Planned, time_rows
 from shardwise.plan.timing.breakdown import unit_name
@@ -29,14 +29,14 @@ def memory_svg(plan: Planned) -> str:
     """Draw the ledger at the peak of each phase as one bar, beside what the device has."""
     peak, low, high = plan.played.peak, plan.memory.low_bytes, plan.memory.high_bytes
     rows = [
-        svg.Bar(f"{m.phase} of {plan.unit_name(m.unit)}", m.ledger.lines())
+        charts.Bar(f"{m.phase} of {plan.unit_name(m.unit)}", m.ledger.lines())
         for m in plan.played.peaks
     ]
     lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])
     largest = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in lines[:4] if b)
     of = f"{peak.phase} of {plan.unit_name(peak.unit)}: {format_bytes(peak.ledger.total)}"
     most = max(high, *(m.ledger.total for m in plan.played.peaks))
-    return svg.bars_chart(
+    return charts.bars_chart(
         f"Memory of one rank: {plan.label}",
         rows,
         format_bytes,
@@ -52,19 +52,19 @@ def memory_svg(plan: Planned) -> str:
 def step_svg(plan: Planned) -> str:
     """Draw the operations of the slowest rank in time, one line per stream."""
     run = plan.simulated.slowest
-    rows: dict[str, list[svg.Span]] = {}
+    rows: dict[str, list[charts.Span]] = {}
     for span in run.spans:
         op, length_s = run.program.ops[span.op], span.end_s - span.start_s
         spans = rows.setdefault(op.stream, [])
         if length_s > 0:
             begin_ms, name = 1e3 * (span.start_s - run.begin_s), unit_name(run.program, op)
-            spans.append(svg.Span(op.phase, begin_ms, 1e3 * length_s, name))
+            spans.append(charts.Span(op.phase, begin_ms, 1e3 * length_s, name))
     shown = {name: rows[stream] for stream, name in _STREAM_NAMES.items() if stream in rows}
     said = (
         f"A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of it, and "
         f"{run.exposed_s:.3g} s are exposed communication."
     )
-    return svg.timeline_chart(
+    return charts.timeline_chart(
         f"One step in time: {plan.label}",
         [("", shown)],
         1e3 * run.step_s,
