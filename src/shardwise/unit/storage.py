@@ -90,7 +90,7 @@ class Storage:
             layout.piece(i, rank).shard_offset if stage.shards_state else layout.full_offset(i)
             for i in range(len(layout.params))
         ]
-        self._nbytes = self.full.nbytes
+        self.full_bytes = self.full.nbytes
         self._allocated = True
         self._gathered_version: int | None = None
         self._fetch: Pending | None = None
@@ -99,13 +99,13 @@ class Storage:
         self._means_at_home: torch.Tensor | None = None
         self._references_at_home = 0
         if not self.aliased:
-            ledger.allocate(self._nbytes)
+            ledger.allocate(self.full_bytes)
 
     def count_in(self, ledger: FullParamLedger) -> None:
         """Count the full copy in another ledger from now on."""
         if self._allocated and not self.aliased:
-            self._ledger.free(self._nbytes)
-            ledger.allocate(self._nbytes)
+            self._ledger.free(self.full_bytes)
+            ledger.allocate(self.full_bytes)
         self._ledger = ledger
 
     @property
@@ -169,15 +169,15 @@ class Storage:
     def allocate(self) -> None:
         """Give the full copy its memory."""
         if not self._allocated:
-            self.full.untyped_storage().resize_(self._nbytes)
-            self._ledger.allocate(self._nbytes)
+            self.full.untyped_storage().resize_(self.full_bytes)
+            self._ledger.allocate(self.full_bytes)
             self._allocated = True
 
     def free(self) -> None:
         """Free the full copy's memory if the stage does."""
         if self.frees and self._allocated:
             self.full.untyped_storage().resize_(0)
-            self._ledger.free(self._nbytes)
+            self._ledger.free(self.full_bytes)
             self._allocated = False
             self._gathered_version = None
 
