@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from records import facts, memory, step_line, write_record
-from shardwise.cli.report import run_command
+from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
 from shardwise.monitor.lines import read_newest
@@ -31,6 +32,8 @@ from shardwise.monitor.summary import (
     value_curve,
 )
 from shardwise.svg import colour_of
+
+run_command = partial(call_command, "report")
 
 NEVER_CLOSED = {"meta", "br"}
 

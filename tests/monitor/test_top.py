@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from records import memory, step_line, write_record
-from shardwise.cli.top import run_command, sparkline
+from shardwise.cli.main import call_command
+from shardwise.cli.top import sparkline
 from shardwise.monitor.live_run import LiveRun
 from shardwise.monitor.metrics import STEP_S, OverRanks
 from shardwise.monitor.record import FOLDER
+
+run_command = partial(call_command, "top")
 
 SOURCES = Path(__file__).parents[2] / "src"
 

@@ -6,13 +6,13 @@ or there is no such run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.flags import call_command, print_json
+from shardwise.cli.flags import print_json
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,37 +28,27 @@ _COLOURS = {"critical": "red", "warning": "yellow"}
 _CARD_WIDTH = 100
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise doctor` with its arguments; return the exit code."""
-
-    def doctor(
-        run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
-        as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
-    ) -> int:
-        return _doctor(run, as_json)
-
-    doctor.__doc__ = _doctor.__doc__
-    return call_command(doctor, arguments, "shardwise doctor")
-
-
-def _doctor(path: Path, as_json: bool) -> int:
+def doctor(
+    run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+) -> int:
     """Diagnose an observed run: failures, the numbers behind them, and settings to change.
 
     Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
     run, or too little of it to judge.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder")
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such folder")
     from shardwise.cli.planned_run import with_planned_gains
     from shardwise.monitor.doctor import diagnose
     from shardwise.monitor.record import read_run
 
-    run = read_run(path)
-    diagnosis = with_planned_gains(diagnose(run), run)
+    record = read_run(run)
+    diagnosis = with_planned_gains(diagnose(record), record)
     if as_json:
-        print_json({"kind": "diagnosis", "run": str(path)} | diagnosis.to_json())
+        print_json({"kind": "diagnosis", "run": str(run)} | diagnosis.to_json())
     else:
-        _show(run, diagnosis)
+        _show(record, diagnosis)
     if any(finding.code in _BROKEN_RUN for finding in diagnosis.findings):
         return _NOT_WHOLE
     if diagnosis.findings:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError
 from shardwise.spelling import did_you_mean
 
@@ -18,24 +16,15 @@ if TYPE_CHECKING:
     from shardwise.monitor.findings import FindingDoc
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise explain` with its arguments; return the exit code."""
-
-    def explain(
-        code: Annotated[
-            str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
-        ] = None,
-        markdown: Annotated[
-            bool, typer.Option("--markdown", help="the page of all findings, docs/findings.md")
-        ] = False,
-    ) -> int:
-        """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
-        return _explain(code, markdown)
-
-    return call_command(explain, arguments, "shardwise explain")
-
-
-def _explain(code: str | None, markdown: bool) -> int:
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="the page of all findings, docs/findings.md")
+    ] = False,
+) -> int:
+    """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
     from shardwise.monitor.findings import finding_docs, findings_page
 
     if markdown:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
@@ -41,42 +40,37 @@ _Planned = Annotated[
 ]
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise report` with its arguments; return the exit code."""
+def report(
+    runs: _Runs,
+    output: _Output = None,
+    trace: _Trace = None,
+    trace_steps: _Steps = 10,
+    plan: _WithPlan = True,
+    planned: _Planned = None,
+) -> int:
+    """Draw observed runs as one HTML file without other files.
 
-    def report(
-        runs: _Runs,
-        output: _Output = None,
-        trace: _Trace = None,
-        trace_steps: _Steps = 10,
-        plan: _WithPlan = True,
-        planned: _Planned = None,
-    ) -> int:
-        """Draw observed runs as one HTML file without other files.
+    A run under way can be drawn too. If RUN has the config.yaml of `shardwise train`, the plan
+    of the same settings is shown beside the measurements. For other loops give the arguments of
+    `shardwise plan` with --planned; ranks, stage and degrees are the run's.
+    """
+    from shardwise.cli.plan_write import check_target
+    from shardwise.monitor.page import report_html
+    from shardwise.monitor.record import folder_of, read_run
+    from shardwise.monitor.timeline import recorded_trace
 
-        A run under way can be drawn too. If RUN has the config.yaml of `shardwise train`, the plan
-        of the same settings is shown beside the measurements. For other loops give the arguments of
-        `shardwise plan` with --planned; ranks, stage and degrees are the run's.
-        """
-        from shardwise.cli.plan_write import check_target
-        from shardwise.monitor.page import report_html
-        from shardwise.monitor.record import folder_of, read_run
-        from shardwise.monitor.timeline import recorded_trace
-
-        page = output if output is not None else folder_of(runs[0]).parent / "report.html"
-        if trace is not None and len(runs) > 1:
-            raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
-        records = [read_run(path, newest=trace_steps if trace else 2) for path in runs]
-        check_target("output", page)
-        check_target("trace", trace)
-        names = _names(runs)
-        shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
-        _write("output", page, report_html(shown))
-        if trace is not None:
-            _write("trace", trace, json.dumps(recorded_trace(records[0])))
-        return 0
-
-    return call_command(report, arguments, "shardwise report")
+    page = output if output is not None else folder_of(runs[0]).parent / "report.html"
+    if trace is not None and len(runs) > 1:
+        raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
+    records = [read_run(path, newest=trace_steps if trace else 2) for path in runs]
+    check_target("output", page)
+    check_target("trace", trace)
+    names = _names(runs)
+    shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
+    _write("output", page, report_html(shown))
+    if trace is not None:
+        _write("trace", trace, json.dumps(recorded_trace(records[0])))
+    return 0
 
 
 def _write(flag: str, path: Path, text: str) -> None:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from shardwise.monitor.live_run import LiveRun, Snapshot
+    from shardwise.monitor.live_run import Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 32, 30  # characters
@@ -31,42 +30,27 @@ _AsJson = Annotated[bool, typer.Option("--json", help="the same as JSON for prog
 _Every = Annotated[float, typer.Option(min=0.1, help="seconds between two looks")]
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise top` with its arguments; return the exit code."""
+def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every = 1.0) -> int:
+    """Show an observed run live: figures over all ranks, time, memory.
 
-    def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every = 1.0) -> int:
-        """Show an observed run live: figures over all ranks, time, memory.
-
-        Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
-        ends it without effect on the run.
-        """
-        from shardwise.monitor.live_run import LiveRun
-
-        live = LiveRun(run)
-        if as_json:
-            terminal.say(json.dumps(live.look().to_json()) + "\n")
-        elif once:
-            from shardwise.terminal import open_console
-
-            console = open_console()
-            console.print(view(live.look(), console.width))
-        else:
-            return _watch(live, every)
-        return 0
-
-    return call_command(top, arguments, "shardwise top")
-
-
-def _watch(live: LiveRun, every: float) -> int:
-    from rich.live import Live
-
+    Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
+    ends it without effect on the run.
+    """
+    from shardwise.monitor.live_run import LiveRun
     from shardwise.terminal import open_console
 
-    console = open_console()
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as shown:
-        while True:
-            shown.update(view(live.look(), console.width), refresh=True)
-            time.sleep(every)
+    live, console = LiveRun(run), open_console()
+    if as_json:
+        terminal.say(json.dumps(live.look().to_json()) + "\n")
+    elif once:
+        console.print(view(live.look(), console.width))
+    else:
+        from rich.live import Live
+
+        with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as shown:
+            while True:
+                shown.update(view(live.look(), console.width), refresh=True)
+                time.sleep(every)
     return 0
 
 

@@ -158,9 +158,9 @@ class _Blocks:
 
 def _add_params(blocks: _Blocks, unit: Unit) -> None:
     for storage in unit.storages:
-        blocks.count(place_of(unit, "params"), "param_shards", unit.name, storage.shard_bytes)
-        beside = storage.kept_bytes + storage.copy_bytes
-        blocks.count("device", "param_full", unit.name, beside)
+        memory, place = storage.memory, place_of(unit, "params")
+        blocks.count(place, "param_shards", unit.name, memory.shard_bytes)
+        blocks.count("device", "param_full", unit.name, storage.kept_bytes + memory.copy_bytes)
         blocks.see(storage.master, storage.full)
     for param in unit.params:
         if not param.encoding.in_storage:
@@ -172,7 +172,7 @@ def _add_params(blocks: _Blocks, unit: Unit) -> None:
 def _add_grads(blocks: _Blocks, unit: Unit) -> None:
     place = place_of(unit, "grads")
     for storage in unit.storages:
-        blocks.add(place_of(unit), "grad_shards", unit.name, storage.held_for_means)
+        blocks.add(place_of(unit), "grad_shards", unit.name, storage.means.held)
         if storage.unreduced is not None:
             blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
     is_empty = unit.grad_state is GradState.EMPTY and not unit.settings.stands_while_full

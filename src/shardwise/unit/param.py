@@ -114,7 +114,7 @@ class AsShardTensor:
             param.mean = ShardTensor.wrap(mean, self.cut)
         else:
             if param.has_storage:
-                param.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+                param.storage.means.forget()  # the sum lies elsewhere; do not keep two
             grad = param.mean
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 

@@ -25,7 +25,7 @@ kept its gradients on the ranks since the last reduction, even if this rank had 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from shardwise.layout.wire import is_coded
 from shardwise.precisions import Coding
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.partial import Unreduced
-from shardwise.unit.storage import Storage
+from shardwise.unit.storage import MeansMemory, Storage
 
 if TYPE_CHECKING:
     from shardwise.unit.unit import Unit
@@ -85,15 +85,10 @@ class RowsApart:
     device: torch.device
     shards_state = True
 
-    def grad_buffer(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
-        """Return uninitialised memory for the means, and ``behind`` elements more."""
-        return torch.empty(
-            self.layout.shard_numel(self.rank) + behind, dtype=dtype, device=self.device
-        )
-
-    def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Return the means unchanged: the parameters live on the computing device."""
-        return means, Pending.of_copies()
+    @cached_property
+    def means(self) -> MeansMemory:
+        """The memory of the means, on the computing device."""
+        return MeansMemory(self.layout.shard_numel(self.rank), self.master_dtype, self.device)
 
     def place_in_shards(self, index: int) -> int:
         """Return the offset of this rank's rows of a parameter among its rows of all."""
@@ -139,7 +134,7 @@ class _Part:
     def start_evict(self) -> None:
         """Start copying the means to the slices' home, unless it has started."""
         if self.brought is None:
-            self.brought = self.storage.start_evict(self.out)
+            self.brought = self.storage.means.start_evict(self.out)
             if self.brought[0] is not self.out:
                 self.out, self.counts = self.brought[0], self.counts.clone()  # a view of one buffer
 
@@ -220,7 +215,7 @@ class RunningSum:
         num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
         # The counts are summed over replicas with the slices, so they lie behind them.
         behind = num_counts if self._comm.axes.replicate and not replicated else 0
-        buffer = storage.grad_buffer(dtype, behind)
+        buffer = storage.means.take(dtype, behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if self._defers and len(params) < len(layout.params):
             out.zero_()  # so that the window's sums start at 0 for parameters trained later
@@ -328,7 +323,7 @@ class RunningSum:
         if isinstance(part.storage, Storage) and part.storage.unreduced is not None:
             torch.add(part.storage.unreduced.sums, part.out, out=part.out)
             part.storage.unreduced = None
-            part.storage.forget_grad_buffer()
+            part.storage.means.forget()
         collective = self._comm.collective_id("all_reduce", part.unit.name, part.unit.index)
         if not part.storage.shards_state:
             summed = [*part.means, part.counts]
@@ -350,7 +345,7 @@ class RunningSum:
             kept.sums.add_(part.out)
             kept.params.update(part.params)
             kept.used |= used
-            part.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+            part.storage.means.forget()  # the sum lies elsewhere; do not keep two
         self._parts = []
 
     def _start_gather(self, part: _Part) -> Pending:

@@ -145,7 +145,7 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the unit's full copy."""
-        return sum(storage.full_bytes for storage in self.storages)
+        return sum(storage.memory.full_bytes for storage in self.storages)
 
     @property
     def frees_in_backward(self) -> bool:

@@ -70,7 +70,7 @@ def _make_engine(states: "Sequence[State]") -> Engine:
         for param in unit.params:
             param.watch()
         for storage in unit.storages:
-            storage.count_in(engine.ledger)
+            storage.copy.count_in(engine.ledger)
     engine.take_units(units, order=())
     attach_steppers(units)
     for state in states:
