@@ -143,8 +143,8 @@ def owned_bytes(
         _add_grads(blocks, unit)
     blocks.found.update(state_bytes(optimizers) if state is None else state)
     for unit in parts.units:
-        if unit.pending is not None:
-            blocks.add("device", "gather_staging", unit.name, tensors_in(unit.pending.holds))
+        if unit.gather.pending is not None:
+            blocks.add("device", "gather_staging", unit.name, tensors_in(unit.gather.pending.holds))
         coded = [s.coded_memory for s in unit.storages if s.coded_memory is not None]
         blocks.add("device", "gather_staging", unit.name, coded)
     for engine in parts.engines:

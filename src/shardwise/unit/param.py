@@ -402,7 +402,7 @@ class ShardedParam:
                 f"{tuple(value.shape)} {value.dtype}"
             )
         self.mean = value
-        self.unit.enter_grad_state(GradState.REDUCED)
+        self.unit.grads.enter(GradState.REDUCED)
 
     def _finish_reduction(self) -> None:
         self._engine.finish_reductions(self.unit)
@@ -442,10 +442,7 @@ class ShardedParam:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of sums of gradients; None means the gradients' dtype."""
-        asked: torch.dtype | None = self.unit.precision.reduce_dtype
-        if asked is None and self.unit.sums.in_param_dtype:
-            asked = self.sharded.dtype
-        return asked
+        return self.unit.reduce_dtype_of(self.sharded.dtype)
 
     @property
     def sum_dtype(self) -> torch.dtype:

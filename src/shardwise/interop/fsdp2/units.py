@@ -31,7 +31,7 @@ from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.param import AsDTensor, ShardedParam
 from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
-from shardwise.unit.unit import Unit
+from shardwise.unit.unit import Gather, Unit
 
 # Without ``reduce_dtype`` torch sums in the dtype of computation before 2.15, and from 2.15 in that
 # of the sharded parameter. We do the same as the installed torch.
@@ -92,7 +92,7 @@ def make_unit(
         asked.precision,
         Sum(spread.divisor or axes.num_ranks, in_param_dtype=_SUMS_IN_OWN_DTYPE),
         home=home,
-        nearby=Nearby(nearby) if nearby is not None else None,
+        gather=Gather(nearby=Nearby(nearby) if nearby is not None else None),
     )
 
 
@@ -148,8 +148,8 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     is_new = [_reread(param) for param in unit.params]  # a list: each must be read
     if not any(is_new):
         return
-    if unit.nearby is not None:
-        unit.nearby.forget()
+    if unit.gather.nearby is not None:
+        unit.gather.nearby.forget()
     storages: list[Storage] = []
     axis = unit.comm.axes.shard
     groups: dict[Any, list[ShardedParam]] = {}
@@ -177,7 +177,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
             param.lie_in(storage, index)
         storage.free()
         storages.append(storage)
-    unit.summed_apart = list(_summed_apart(unit))
+    unit.grads.apart = list(_summed_apart(unit))
     unit.lay_out(storages)
 
 
