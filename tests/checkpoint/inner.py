@@ -1,7 +1,12 @@
 """The inner names of checkpoint/ that its tests use: when one moves, only this file changes."""
 # ruff: noqa: F401
 
-from shardwise.checkpoint.all_ranks import collector_paused, explain, on_all_ranks
+from shardwise.checkpoint.all_ranks import (
+    collector_paused,
+    explain,
+    on_all_ranks,
+    rows_of_all_ranks,
+)
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.checkpoints import Checkpoints, Saving
 from shardwise.checkpoint.container import (

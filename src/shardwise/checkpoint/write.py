@@ -25,7 +25,7 @@ from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.all_ranks import on_all_ranks, rows_of_all_ranks
 from shardwise.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -70,8 +70,6 @@ NONCE_BYTES = 4
 _ROW = Struct(f"<3Q{DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
-# The fields of the manifest that must be the same on all ranks.
-_COMPARED = {"run", "step", "stage", "meshes", "layouts", "tensors", "tied", "optimizer"}
 
 Progress = Callable[[int], None]
 
@@ -128,10 +126,9 @@ def write_checkpoint(
     left: list[Path | None] = []
 
     def begin() -> bytes:
-        meant = bytes.fromhex(digest_of(manifest.model_dump_json(include=_COMPARED).encode()))
         if control.rank == 0:
             made.append(_prepare(files, target, nonce, replace, held))
-        return nonce + meant
+        return nonce
 
     def write_manifest() -> None:
         whole = manifest.model_copy(update={"ranks": tuple(ranks)})
@@ -144,16 +141,8 @@ def write_checkpoint(
 
     with ExitStack() as held:  # of rank 0: the lock of the temporary folder
         try:
-            rows = on_all_ranks(control, begin, NONCE_BYTES + DIGEST_BYTES)
-            folder = temporary(target, rows[0][:NONCE_BYTES])
-            other = [n for n, row in enumerate(rows) if row[NONCE_BYTES:] != rows[0][NONCE_BYTES:]]
-            if other:
-                raise CheckpointError(
-                    f"rank {other[0]} has other tensors to save than rank 0: parameters, optimizer "
-                    "state, step, run and stage must agree. Was an optimizer stepped on some ranks "
-                    "only?"
-                )
-            rows = on_all_ranks(
+            folder = temporary(target, rows_of_all_ranks(control, begin, NONCE_BYTES)[0])
+            rows = rows_of_all_ranks(
                 control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
             )
         except CollectiveError:
