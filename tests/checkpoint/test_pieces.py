@@ -255,8 +255,9 @@ def as_bf16(items: tuple[Item, ...]) -> tuple[Item, ...]:
 
 def alike(rank: int, **fields: Any) -> list[Table]:
     """Return ranks that hold the same tensors over one mesh, one of them changed."""
+    mesh = (((0, 1, 2, 3),),)
     made = [
-        replace(EXAMPLE.table_of(0), meshes=(((0, 1, 2, 3),),), sharded=(), is_alike=True)
+        replace(EXAMPLE.table_of(0), meshes=mesh, layouts=(), sharded=(), is_alike=True)
         for _ in range(EXAMPLE.num_ranks)
     ]
     made[rank] = replace(made[rank], **fields)
