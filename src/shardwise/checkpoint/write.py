@@ -36,7 +36,7 @@ from shardwise.checkpoint.container import (
     place,
 )
 from shardwise.checkpoint.files import Entry, Files, Writer
-from shardwise.checkpoint.folder import check_presence
+from shardwise.checkpoint.folder import find_difference
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     BoxRow,
@@ -60,7 +60,7 @@ from shardwise.checkpoint.trash import (
     remove_tree,
     temporary,
 )
-from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
+from shardwise.errors import CheckpointError, CollectiveError
 from shardwise.layout.boxes import Box
 
 if TYPE_CHECKING:
@@ -340,7 +340,11 @@ def _commit(
     Returns the folder of a replaced checkpoint's files that are not ours, if there are any.
     """
     try:
-        _check_shared(files, folder, ranks)
+        if difference := find_difference(folder, files.list(folder), ranks):
+            raise CheckpointError(
+                f"what the ranks wrote is not all there ({difference[1]}). Does every machine see "
+                "the same folder? A checkpoint goes to a file system that all ranks share"
+            )
         write_manifest()
         files.sync_folder(folder)
         replaces = replace and any(e.name == target.name for e in files.list(target.parent))
@@ -365,17 +369,6 @@ def _commit(
         with suppress(OSError):
             return discard_replaced(files, folder)
     return None
-
-
-def _check_shared(files: Files, folder: Path, ranks: Sequence[IndexRow]) -> None:
-    """Check that the files of all ranks are in the folder that this rank sees."""
-    try:
-        check_presence(folder, files.list(folder), ranks)
-    except DamagedCheckpoint as error:
-        raise CheckpointError(
-            f"what the ranks wrote is not all there ({error}). Does every machine see the same "
-            "folder? A checkpoint goes to a file system that all ranks share"
-        ) from error
 
 
 def _give_name(files: Files, folder: Path, target: Path, replaces: bool) -> None:
