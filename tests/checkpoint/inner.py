@@ -38,7 +38,7 @@ from shardwise.checkpoint.folder import (
     take_lock,
 )
 from shardwise.checkpoint.generators import derive_generators, read_generators, set_generators
-from shardwise.checkpoint.loading import Request, load_from
+from shardwise.checkpoint.loading import Host, Request, load_from
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     FileRow,

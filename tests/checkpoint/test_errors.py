@@ -26,6 +26,7 @@ from inner import (
     MANIFEST,
     Checkpoints,
     Files,
+    Host,
     Request,
     Written,
     load_from,
@@ -253,7 +254,7 @@ def load_with_each_operation_failing(
         stamp(model, optimizer, "Z")
         faults = [Fault(at, errno.ESTALE)] if rank == victim else []
         files = FaultyFiles(Files(), *faults)
-        request = Request(files, control, model, optimizer)
+        request = Request(files, Host(model), optimizer)
         text = raised(lambda r=request: load_from(r, Path(folder)))
         if control.exchange(bytes([at >= len(files.operations)]))[victim] != b"\0":
             return said, looked_again

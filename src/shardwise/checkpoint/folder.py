@@ -281,14 +281,11 @@ def choose(
     steps that do not pass. With ``only`` that checkpoint is taken, or its damage raised.
     **Raises** CheckpointError.
     """
-    found: list[tuple[Manifest | None, bytes]] = []
 
-    def search() -> None:
-        if control.rank == 0:
-            found.append(_search(files, folder, skipped, only))
+    def search() -> tuple[Manifest | None, bytes]:
+        return _search(files, folder, skipped, only) if control.rank == 0 else (None, b"")
 
-    on_all_ranks(control, search)
-    manifest, said = found[0] if found else (None, b"")
+    manifest, said = on_all_ranks(control, search)
     said = control.broadcast(said)
     size = int.from_bytes(said[:_SIZE_BYTES], "little")
     answer = json.loads(said[_SIZE_BYTES : _SIZE_BYTES + size])
