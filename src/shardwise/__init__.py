@@ -9,6 +9,7 @@ Reading order, which is also the import order (a file imports only from what sta
     terminal                  output with control characters escaped
     progress                  progress of long work: a bar, or lines
     svg                       three kinds of chart
+    charts                    charts as SVG text: lines, bars, areas, timelines
     trace_events              Chrome traces
     unit_facts                the facts of one unit
     versions                  tested versions of other libraries
