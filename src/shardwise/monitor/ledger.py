@@ -185,8 +185,8 @@ def _add_params(blocks: _Blocks, unit: Unit) -> None:
     for param in unit.params:
         if not param.encoding.in_storage:
             blocks.add(place_of(unit), "param_shards", unit.name, [param.sharded])
-            if param.full is not None:
-                blocks.add("device", "param_full", unit.name, [param.full.data])
+            if param.leaf is not None:
+                blocks.add("device", "param_full", unit.name, [param.leaf.data])
 
 
 def _add_grads(blocks: _Blocks, unit: Unit) -> None:
@@ -202,7 +202,7 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
         for mean in (param.grad, param.mean):
             if isinstance(mean, DTensor):
                 blocks.add(place, "grad_shards", unit.name, [mean])
-        partials = [param.partial, getattr(param.full, "grad", None)]
+        partials = [param.partial, getattr(param.leaf, "grad", None)]
         blocks.add("device", "grad_full", unit.name, [t for t in partials if t is not None])
 
 

@@ -151,8 +151,8 @@ class OwnGather:
     def start(self, param: "ShardedParam") -> list[GatherItem]:
         """Return the items that the local tensor's ``fsdp_pre_all_gather`` gives."""
         self._version = version_of(param.sharded._local_tensor)
-        local = param.sharded._local_tensor.to(param.unit.comm.device)
-        self._local = local
+        local: Any = param.sharded._local_tensor.to(param.unit.comm.device)
+        self._local: Any = local  # with the methods of FSDP2's protocol
         prepare = local.fsdp_pre_all_gather
         count = len(inspect.signature(prepare).parameters)
         if count not in (1, 5):
@@ -196,7 +196,7 @@ class OwnGather:
         metadata, self._metadata = self._metadata, None
         dtype = param.unit.precision.param or param.sharded.dtype
         made: torch.Tensor | None = None
-        if param.full is None:
+        if param.leaf is None:
             made, inner = self._local.fsdp_post_all_gather(outputs, metadata, dtype)
             self._inner = list(inner)
         else:
