@@ -36,7 +36,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     storages = [s for u in engine.units for s in u.storages]
     params = [s for u in engine.units for s in u.params]
     grads = [elements_of(g).nbytes for s in params if isinstance(g := s.grad, DTensor)]
-    in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
+    in_leaves = [getattr(s.leaf, "grad", None) for s in params]  # none before a first gather
     partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
     traffic = traffic_of(model)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,10 +30,12 @@ from shardwise.debug import place_of, place_of_state
 from shardwise.device import memory_in_use_bytes
 from shardwise.engine.parts import Parts
 from shardwise.engine.tree import tensors_in
+from shardwise.monitor.rank_lines import Fix, Memory, Moment, OutOfMemory
 from shardwise.monitor.record import RunFacts
 from shardwise.names import join_units, name_of_unit
 from shardwise.quantities import format_bytes
 from shardwise.step.overlap import staging_bytes
+from shardwise.svg import order_of_kinds
 from shardwise.tensor.background_step import elements_of
 from shardwise.tensor.inner import plain_parts
 from shardwise.tensor.plain_state import owner_of
@@ -44,10 +47,6 @@ _MAX_BLOCKS = 10
 _MAX_FIXES = 3
 _GIVEN_BY = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 2**30, "MB": 2**20, "bytes": 1}
 _ASKED = re.compile(r"[Tt]r(?:ied|ying) to allocate ([\d.]+) ?(GiB|MiB|KiB|GB|MB|bytes)")
-KINDS = (  # named as in a plan's ledger
-    *("param_shards", "param_full", "grad_full", "grad_shards", "optimizer_state"),
-    *("gather_staging", "reduce_staging", "state_staging", "activations_on_host"),
-)
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ class OwnedBytes:
     in_use_bytes: int
 
     def by_kind(self, place: str = "device") -> dict[str, int]:
-        """Return the bytes of each kind in one place, in the order of `KINDS`."""
+        """Return the bytes of each kind in one place, named as in a plan's ledger."""
         found: Counter[str] = Counter()
         for (where, kind, _), num_bytes in self.owned.items():
             if where == place:
                 found[kind] += num_bytes
-        return {kind: found[kind] for kind in KINDS if found[kind]}
+        return {kind: found[kind] for kind in sorted(+found, key=order_of_kinds)}
 
     def by_unit(self, place: str = "device") -> dict[str, dict[str, int]]:
         """Return the bytes of each kind of each unit in one place."""
@@ -86,6 +85,27 @@ class OwnedBytes:
     def other_bytes(self) -> int:
         """Other bytes of the device: activations, temporaries and others."""
         return max(self.in_use_bytes - self.device_bytes, 0)
+
+
+class Sample(NamedTuple):
+    """The engine's memory as a phase of a unit begins or ends."""
+
+    phase: str
+    unit: str
+    owned: OwnedBytes
+
+
+def memory_line(step: int, samples: Sequence[Sample], is_process: bool) -> Memory:
+    """Return the memory of one step: each moment by kind, the largest by unit too.
+
+    With ``is_process`` the memory in use is that of the process, whose largest moment is chance, so
+    the engine's memory decides.
+    """
+    sizes = [s.owned.device_bytes if is_process else s.owned.in_use_bytes for s in samples]
+    peak = sizes.index(max(sizes))
+    units = {place: samples[peak].owned.by_unit(place) for place in ("device", "host", "files")}
+    moments = [Moment(s.phase, s.unit, s.owned.by_kind(), s.owned.other_bytes) for s in samples]
+    return Memory(step, moments, peak, units)
 
 
 def state_bytes(
@@ -117,8 +137,8 @@ def owned_bytes(
         _add_grads(blocks, unit)
     blocks.found.update(state_bytes(optimizers) if state is None else state)
     for unit in parts.units:
-        if unit.pending is not None:
-            blocks.add("device", "gather_staging", unit.name, tensors_in(unit.pending.holds))
+        if unit.gather.pending is not None:
+            blocks.add("device", "gather_staging", unit.name, tensors_in(unit.gather.pending.holds))
         coded = [s.coded_memory for s in unit.storages if s.coded_memory is not None]
         blocks.add("device", "gather_staging", unit.name, coded)
     for engine in parts.engines:
@@ -165,8 +185,8 @@ def _add_params(blocks: _Blocks, unit: Unit) -> None:
     for param in unit.params:
         if not param.encoding.in_storage:
             blocks.add(place_of(unit), "param_shards", unit.name, [param.sharded])
-            if param.full is not None:
-                blocks.add("device", "param_full", unit.name, [param.full.data])
+            if param.leaf is not None:
+                blocks.add("device", "param_full", unit.name, [param.leaf.data])
 
 
 def _add_grads(blocks: _Blocks, unit: Unit) -> None:
@@ -182,7 +202,7 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
         for mean in (param.grad, param.mean):
             if isinstance(mean, DTensor):
                 blocks.add(place, "grad_shards", unit.name, [mean])
-        partials = [param.partial, getattr(param.full, "grad", None)]
+        partials = [param.partial, getattr(param.leaf, "grad", None)]
         blocks.add("device", "grad_full", unit.name, [t for t in partials if t is not None])
 
 
@@ -202,63 +222,30 @@ def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     return plain_parts(local).values()
 
 
-@dataclass(frozen=True)
-class Fix:
-    """One way to need less memory: a change of `shard()` or of the loop; bytes of this rank."""
-
-    change: str
-    saved_bytes: int
-    peak_bytes: int
-    fits: bool
-    cost: str
-
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """The report of memory that ran out; bytes of this rank's device.
-
-    ``asked_bytes`` is the failed request, or None. ``blocks`` are the engine's largest: kind, unit,
-    bytes.
-    """
-
-    rank: int
-    step: int
-    phase: str
-    unit: str
-    asked_bytes: int | None
-    in_use_bytes: int
-    capacity_bytes: int
-    kinds: Mapping[str, int]
-    other_bytes: int
-    blocks: tuple[tuple[str, str, int], ...]
-    fixes: tuple[Fix, ...]
-
-    def __str__(self) -> str:
-        """Return the report as text."""
-        asked = "" if self.asked_bytes is None else f" asking for {format_bytes(self.asked_bytes)}"
-        lines = [
-            f"out of memory on rank {self.rank} in step {self.step}, in {self.phase} of "
-            f"'{name_of_unit(self.unit)}',{asked} with {format_bytes(self.in_use_bytes)} in use of "
-            f"{format_bytes(self.capacity_bytes)}",
-            "memory by kind:",
-        ]
-        lines += [f"  {format_bytes(n):>10}  {kind}" for kind, n in self.kinds.items()]
-        lines.append(
-            f"  {format_bytes(self.other_bytes):>10}  activations, temporaries and other memory"
-        )
-        lines.append("the largest blocks of Shardwise:")
-        lines += [
-            f"  {format_bytes(n):>10}  {kind} of {name_of_unit(unit)}"
-            for kind, unit, n in self.blocks
-        ]
-        lines.append("changes that need less:")
-        for fix in self.fixes:
-            verdict = "fits" if fix.fits else "still does not fit"
-            lines.append(
-                f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
-                f"{format_bytes(fix.peak_bytes)}, {verdict}; {fix.cost}"
-            )
-        return "\n".join(lines)
+def describe_out_of_memory(report: OutOfMemory) -> str:
+    """Return a report as text."""
+    asked = "" if report.asked_bytes is None else f" asking for {format_bytes(report.asked_bytes)}"
+    kinds = dict(report.kinds or {})
+    kinds["activations, temporaries and other memory"] = report.other_bytes
+    blocks = {f"{kind} of {name_of_unit(unit)}": n for kind, unit, n in report.blocks}
+    fixes = (
+        f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
+        f"{format_bytes(fix.peak_bytes)}, {'fits' if fix.fits else 'still does not fit'}; "
+        f"{fix.cost}"
+        for fix in report.fixes
+    )
+    lines = (
+        f"out of memory on rank {report.rank} in step {report.step}, in {report.phase} of "
+        f"'{name_of_unit(report.unit)}',{asked} with {format_bytes(report.in_use_bytes)} in use of "
+        f"{format_bytes(report.capacity_bytes)}",
+        "memory by kind:",
+        *(f"  {format_bytes(n):>10}  {name}" for name, n in kinds.items()),
+        "the largest blocks of Shardwise:",
+        *(f"  {format_bytes(n):>10}  {name}" for name, n in blocks.items()),
+        "changes that need less:",
+        *fixes,
+    )
+    return "\n".join(lines)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -286,25 +273,27 @@ def explain_out_of_memory(
 
     ``base_bytes`` is other memory that was in use before the first step, which stays.
     """
-    asked = asked_bytes(error)
+    asked, (rank, step, phase, unit) = asked_bytes(error), place
     needed = owned.in_use_bytes + (asked or 0)
-    blocks = [(kind, unit, n) for (at, kind, unit), n in owned.owned.items() if at == "device"]
-    blocks.sort(key=lambda block: -block[2])
+    blocks = [(kind, of, n) for (at, kind, of), n in owned.owned.items() if at == "device"]
     fixes = [
-        Fix(change, saved, needed - saved, needed - saved <= capacity_bytes, cost)
+        Fix(change, needed - saved <= capacity_bytes, saved, needed - saved, cost)
         for change, saved, cost in _ways(facts, owned, base_bytes)
         if saved > 0
     ]
     fixes.sort(key=lambda fix: (not fix.fits, 0 if fix.fits else fix.peak_bytes))
     return OutOfMemory(
-        *place,
+        step,
         asked,
         owned.in_use_bytes,
         capacity_bytes,
+        fixes[:_MAX_FIXES],
+        rank,
+        phase,
+        unit,
         owned.by_kind(),
         owned.other_bytes,
-        tuple(blocks[:_MAX_BLOCKS]),
-        tuple(fixes[:_MAX_FIXES]),
+        sorted(blocks, key=lambda block: -block[2])[:_MAX_BLOCKS],
     )
 
 
@@ -313,27 +302,23 @@ def _ways(facts: RunFacts, owned: OwnedBytes, base_bytes: int) -> list[tuple[str
 
     **Source** of one activation a block with recomputation: Chen et al. 2016, section 4.
     """
-    kinds, other = owned.by_kind(), max(owned.other_bytes - base_bytes, 0)
-    state = kinds.get("optimizer_state", 0)
-    shards, full = kinds.get("param_shards", 0), kinds.get("param_full", 0)
-    grads = kinds.get("grad_full", 0) + kinds.get("grad_shards", 0)
-    ranks = next(iter(facts.degrees.values()), 1) if facts.degrees else 1
+    kinds, other = Counter(owned.by_kind()), max(owned.other_bytes - base_bytes, 0)
+    state, shards, full = kinds["optimizer_state"], kinds["param_shards"], kinds["param_full"]
+    grads = kinds["grad_full"] + kinds["grad_shards"]
+    ranks = next(iter(facts.degrees.values()), 1)
     largest = max((unit.full_bytes for unit in facts.units), default=0)
     blocks = max(len(facts.units) - 1, 1)
-    found: list[tuple[str, int, str]] = []
+    saved = 0  # by stage 3
     if facts.stage < 3 and ranks > 1:
         kept = ceil((shards + full) / ranks) if facts.stage == 0 else shards
         saved = shards + full - kept - 2 * largest
-        if facts.stage < 2:
-            saved += grads - grads // ranks
-        if facts.stage == 0:
-            saved += state - state // ranks
-        found.append(("stage=3", saved, "parameters are gathered again in backward"))
+        saved += grads - grads // ranks if facts.stage < 2 else 0
+        saved += state - state // ranks if facts.stage == 0 else 0
     recomputed = other - ceil(other / blocks)
-    found += [
+    return [
+        ("stage=3", saved, "parameters are gathered again in backward"),
         ("activation checkpointing of each block", recomputed, "about a third more computing"),
         ("half the micro-batch, twice the accumulation", other // 2, "no other result"),
         ('offload="cpu" of the optimizer\'s state', state, "the step goes on on the host"),
-        ('offload="cpu"', state + shards + kinds.get("grad_shards", 0), "slices travel each step"),
+        ('offload="cpu"', state + shards + kinds["grad_shards"], "slices travel each step"),
     ]
-    return found

@@ -165,7 +165,7 @@ class RunningSum:
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
-            for rows in unit.summed_apart:
+            for rows in unit.grads.apart:
                 params = [param for param in rows.params if param.is_trained]
                 items += self._start_storage(unit, rows, params)
         collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
@@ -208,7 +208,7 @@ class RunningSum:
         dtype = asked or reduce(promote_types, found, storage.compute_dtype)
         # see Note [Dtype of a sum]
         sends_sum = asked is None or dtype.itemsize < storage.compute_dtype.itemsize
-        wire_dtype = dtype if sends_sum or unit.has_local_sum else storage.compute_dtype
+        wire_dtype = dtype if sends_sum or unit.grads.has_local_sum else storage.compute_dtype
         sent = [self._to_send(p, grad, wire_dtype) for p, grad in zip(params, grads, strict=True)]
         replicated = not storage.shards_state
         layout = storage.layout
@@ -223,15 +223,16 @@ class RunningSum:
             counts = buffer.new_empty(num_counts)
         by_index = {param.index: grad for param, grad in zip(params, sent, strict=True)}
         items, full_segments = [], []
-        for segment, inside in layout.segments_of(by_index):
+        is_coded_here = unit.precision.reduce_coding is not None
+        for segment, inside in layout.segments_of(tuple(by_index)):
             begin, numel = segment.shard_offset, segment.share_numel(storage.rank)
             if replicated:
                 begin = segment.full_offset + segment.share(storage.rank)[0]
                 full = segment.full_numel(layout.num_ranks)
                 full_segments.append((segment, out[segment.full_offset :][:full]))
             parts = tuple((layout.params[index].offset, by_index[index]) for index in inside)
-            codings = tuple(_coding_of(unit, layout.params[index].shape) for index in inside)
-            items.append(ReduceItem(segment, parts, out[begin:][:numel], codings))
+            codings = [_coding_of(unit, layout.params[i].shape) for i in inside if is_coded_here]
+            items.append(ReduceItem(segment, parts, out[begin : begin + numel], tuple(codings)))
         if num_counts:
             items.append(self._count(params, counts))
         self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
@@ -380,10 +381,9 @@ class RunningSum:
 
 def _sums_in_half(unit: "Unit") -> bool:
     """Tell whether gradients of a unit are summed in float16."""
-    asked = [param.reduce_dtype for param in unit.params]
-    computed = [storage.compute_dtype for storage in unit.storages]
-    computed += [rows.compute_dtype for rows in unit.summed_apart]
-    return torch.float16 in asked or (None in asked and torch.float16 in computed)
+    parts: list[Storage | RowsApart] = [*unit.storages, *unit.grads.apart]
+    dtypes = (unit.reduce_dtype_of(part.master_dtype) or part.compute_dtype for part in parts)
+    return torch.float16 in dtypes
 
 
 def _division_before(divisor: float) -> float:
@@ -408,9 +408,9 @@ def _may_defer(units: Sequence["Unit"]) -> bool:
         return False
     if first.scheduler.is_last_micro_batch:
         return False
-    if first.settings.stands_while_full and first.sums.all_reduces:
+    if first.settings.stands_while_full and first.grads.sums.all_reduces:
         return False
-    return all(unit.home is None and not unit.summed_apart for unit in units)
+    return all(unit.home is None and not unit.grads.apart for unit in units)
 
 
 def _coding_of(unit: "Unit", shape: tuple[int, ...]) -> Coding | None:
