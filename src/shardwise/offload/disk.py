@@ -116,11 +116,11 @@ class Disk:
             raise
         return buffer
 
-    def start_reading(self, file: DiskFile, num_bytes: int) -> Reading:
+    def start_reading(self, file: DiskFile, num_bytes: int) -> BufferRead:
         """Start reading a file's first bytes into a buffer that `take` returns."""
         buffer = self.take()
         try:
-            return Reading(buffer, self.start_read(file, 0, buffer.memory[:num_bytes]))
+            return BufferRead(buffer, self.start_read(file, 0, buffer.memory[:num_bytes]))
         except BaseException:
             buffer.release()
             raise
@@ -236,7 +236,7 @@ class Disk:
         return speeds
 
 
-class Reading:
+class BufferRead:
     """A buffer and the transfer that reads into it."""
 
     def __init__(self, buffer: Buffer, transfer: Transfer) -> None:

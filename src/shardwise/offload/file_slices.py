@@ -25,7 +25,7 @@ import torch
 
 from shardwise.comm.listener import WAITS
 from shardwise.errors import StorageError
-from shardwise.offload.disk import Disk, Reading
+from shardwise.offload.disk import BufferRead, Disk
 from shardwise.offload.files import DiskFile
 
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
@@ -78,7 +78,7 @@ class FileSlices:
         self._file: DiskFile = disk.file(unit, numel * dtype.itemsize)
         self.mapped = mapped(self._file).view(dtype)
         disk.reserve(self.mapped.nbytes)
-        self._reading: Reading | None = None
+        self._reading: BufferRead | None = None
         self._version = -1  # of the slices that it reads
 
     def start_read(self, version: int) -> None:

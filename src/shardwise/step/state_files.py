@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.offload.disk import Disk, Reading
+from shardwise.offload.disk import BufferRead, Disk
 from shardwise.offload.file_slices import mapped
 from shardwise.offload.files import DiskFile
 from shardwise.offload.stripes import regions_of
@@ -31,7 +31,7 @@ from shardwise.unit.unit import Unit
 
 
 @dataclass(frozen=True)
-class Held:
+class StateTensor:
     """A tensor of a parameter's state: sharded like it, or local to this rank, as codes are."""
 
     state: dict[str, object]
@@ -59,10 +59,10 @@ class Held:
             self.state[self.name] = elements
 
 
-def held_of(optimizer: Optimizer, unit: Unit) -> dict[Key, Held]:
+def held_of(optimizer: Optimizer, unit: Unit) -> dict[Key, StateTensor]:
     """Return the tensors of a unit's state that have elements, without step counts."""
     held = {
-        (id(param.sharded), name): Held(state, name)
+        (id(param.sharded), name): StateTensor(state, name)
         for param in unit.params
         for state in [optimizer.state.get(param.sharded, {})]
         for name, value in state.items()
@@ -103,7 +103,7 @@ class StateFile:
         """Bytes of memory that the state takes outside the file."""
         return self._mapped.numel()
 
-    def fits(self, held: Mapping[Key, Held]) -> bool:
+    def fits(self, held: Mapping[Key, StateTensor]) -> bool:
         """Return True if the file is intact and has exactly these tensors."""
         if self._file.transfers.failed or held.keys() != self._rows.keys():
             return False
@@ -134,7 +134,7 @@ class StateFile:
         """Return a tensor as a view of memory that the file was read into."""
         return self._rows[key].view(memory[: self.num_bytes])
 
-    def start_reading(self) -> Reading:
+    def start_reading(self) -> BufferRead:
         """Start reading the whole file into a buffer, when one is free."""
         return self.disk.start_reading(self._file, self.num_bytes)
 
@@ -151,7 +151,7 @@ class StateFiles:
         self._reserved: dict[Unit, StateFile] = {}
         self._sizes: dict[tuple[int, torch.dtype], list[int]] = {}
 
-    def file_of(self, unit: Unit, held: Mapping[Key, Held]) -> StateFile | None:
+    def file_of(self, unit: Unit, held: Mapping[Key, StateTensor]) -> StateFile | None:
         """Return a unit's file if it is intact and has the tensors of its present state."""
         file = self._files.get(unit)
         return file if file is not None and file.fits(held) else None

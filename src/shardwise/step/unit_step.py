@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 from shardwise.device import Event
 from shardwise.errors import StorageError
 from shardwise.homes import LOAD_BYTES
-from shardwise.offload.disk import Reading
+from shardwise.offload.disk import BufferRead
 from shardwise.offload.lane import Lane
 from shardwise.step.local_step import Key, PlainStep
-from shardwise.step.state_files import Held, StateFile
+from shardwise.step.state_files import StateFile, StateTensor
 from shardwise.tensor.background_step import elements_of, set_elements
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.home import Home
@@ -55,7 +55,7 @@ class UnitStep:
         plain: PlainStep,
         tensors: Sequence[DTensor],
         file: StateFile | None = None,
-        held: Mapping[Key, Held] | None = None,
+        held: Mapping[Key, StateTensor] | None = None,
         device: OnDevice | None = None,
     ) -> None:
         self._plain, self._device = plain, device
@@ -69,7 +69,7 @@ class UnitStep:
             self.computed = [tensor for tensor in tensors if id(tensor) not in put]
         elif device is not None:
             self.computed, self.put = (), tensors
-        self._reading: Reading | None = None
+        self._reading: BufferRead | None = None
         self._putting: Future[Callable[[], None]] = Future()  # what `put_back` waits for
 
     @property
