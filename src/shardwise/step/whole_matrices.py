@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.layout.placements import local_of
-from shardwise.step.local_step import optimizer_like
-from shardwise.step.overlap import is_elementwise
+from shardwise.step.local_step import is_elementwise, optimizer_like
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
 from shardwise.unit.partial import PartialGrad
 
