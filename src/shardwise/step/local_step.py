@@ -220,8 +220,7 @@ class Apart:
         return work
 
     def _hand_on(self, row: _Row, key: str, value: object) -> None:
-        is_alike = isinstance(value, torch.Tensor) and value.shape == row.local.shape
-        owner = owner_of(row.param) if is_alike and row.local.ndim else None
+        owner = owner_of(row.param) if _is_cut_alike(value, key, row.local) else None
         self._state[row.param][key] = value if owner is None else owner.form.like(value)
 
 
