@@ -137,6 +137,13 @@ def some_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(256, (num_bytes,), generator=torch.manual_seed(seed)).to(torch.uint8)
 
 
+def assert_kept(disk: Disk, file: Any, begin: int, data: torch.Tensor) -> None:
+    """Check that a read gives the data, after the writes that were started before."""
+    found = torch.empty_like(data)
+    disk.start_read(file, begin, found).wait()
+    assert torch.equal(found, data)
+
+
 # ------------------------------------------------------------------------------------- integers
 
 
@@ -277,9 +284,7 @@ def test_tensors_of_any_dtype_come_back(folder: Path, dtype: torch.dtype) -> Non
         for shape in ((), (0,), (7,), (33, 5)):
             tensor = torch.randn(shape).to(dtype)
             disk.start_write(file, 8192, tensor)
-            found = torch.empty_like(tensor)
-            disk.start_read(file, 8192, found).wait()
-            assert torch.equal(found, tensor)
+            assert_kept(disk, file, 8192, tensor)
 
 
 def test_aligned_memory_goes_to_the_disk_in_requests_of_eight_mib_and_nothing_else_is_called(
@@ -296,46 +301,33 @@ def test_aligned_memory_goes_to_the_disk_in_requests_of_eight_mib_and_nothing_el
         assert system.counts == {"write": 3, "read": 3}
 
 
-def test_a_read_waits_for_the_write_of_its_bytes_and_for_no_other(folder: Path) -> None:
+@pytest.mark.parametrize(("first", "then"), [("write", "read"), ("read", "write")])
+def test_a_transfer_waits_for_those_of_its_bytes_and_for_no_other(
+    folder: Path, first: str, then: str
+) -> None:
     go_on = threading.Event()
 
     def fault(op: str, where: str, at: int) -> None:
-        if op == "write" and at == ALIGNMENT:
+        if op == first and at == ALIGNMENT and not go_on.is_set():
             assert go_on.wait(HANG_S)
 
-    system = FaultySystem(fault)
+    system = FaultySystem()
     with opened(folder, system=system) as disk:
-        file, data = disk.file("u", 4 * ALIGNMENT), some_bytes(100)
-        disk.start_write(file, 2 * ALIGNMENT, data).wait()
-        writing = disk.start_write(file, ALIGNMENT, data)
-        found, other = torch.zeros_like(data), torch.zeros_like(data)
-        reading = disk.start_read(file, ALIGNMENT + 0, found)
-        disk.start_read(file, 2 * ALIGNMENT, other).wait()
-        assert torch.equal(other, data)
-        assert not writing.is_over and not reading.is_over
-        go_on.set()
-        reading.wait()
-        assert torch.equal(found, data) and writing.is_over
-
-
-def test_a_write_waits_for_the_reads_of_its_bytes(folder: Path) -> None:
-    go_on = threading.Event()
-
-    def fault(op: str, where: str, at: int) -> None:
-        if op == "read" and at == ALIGNMENT:
-            assert go_on.wait(HANG_S)
-
-    system = FaultySystem(fault)
-    with opened(folder, system=system) as disk:
-        file, old, new = disk.file("u", 4 * ALIGNMENT), some_bytes(ALIGNMENT), disk.take()
-        disk.start_write(file, ALIGNMENT, old).wait()
+        file, old, new = disk.file("u", 4 * ALIGNMENT), *map(some_bytes, [ALIGNMENT] * 2, (0, 1))
+        for begin in (1, 2):
+            disk.start_write(file, begin * ALIGNMENT, old).wait()
+        system.fault = fault
         found = torch.zeros_like(old)
-        reading = disk.start_read(file, ALIGNMENT, found)
-        writing = disk.start_write(file, ALIGNMENT, new.memory[:ALIGNMENT])
-        assert not writing.is_over and system.counts.get("write", 0) == 2  # the trial's, and old's
+        start = {
+            "read": lambda: disk.start_read(file, ALIGNMENT, found),
+            "write": lambda: disk.start_write(file, ALIGNMENT, new),
+        }
+        before, after = start[first](), start[then]()
+        assert_kept(disk, file, 2 * ALIGNMENT, old)
+        assert not before.is_over and not after.is_over
         go_on.set()
-        writing.wait()
-        assert reading.is_over and torch.equal(found, old)
+        after.wait()
+        assert before.is_over and torch.equal(found, new if first == "write" else old)
 
 
 def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folder: Path) -> None:
@@ -347,9 +339,7 @@ def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folde
         file, data = disk.file("u", 2 * ALIGNMENT), some_bytes(5000)
         for begin, end in ((1000, 2000), (0, 1000), (4500, 5000), (2000, 4500)):
             disk.start_write(file, begin, data[begin:end])
-        found = torch.empty_like(data)
-        disk.start_read(file, 0, found).wait()
-        assert torch.equal(found, data)
+        assert_kept(disk, file, 0, data)
 
 
 @pytest.mark.parametrize("most", [ALIGNMENT, 3 * ALIGNMENT + 100])
@@ -357,10 +347,9 @@ def test_calls_that_do_a_part_are_repeated_for_the_rest(two: tuple[Path, Path], 
     system = FaultySystem(lambda op, where, at: most if op in ("read", "write") else None)
     with opened(*two, system=system) as disk:
         data = some_bytes(3 * MIB + 17)
-        file, found = disk.file("u", 4 * MIB), torch.empty_like(data)
+        file = disk.file("u", 4 * MIB)
         disk.start_write(file, 5, data)
-        disk.start_read(file, 5, found).wait()
-        assert torch.equal(found, data)
+        assert_kept(disk, file, 5, data)
 
 
 @pytest.mark.parametrize("slow", ["read", "write"])
@@ -384,9 +373,7 @@ def test_two_folders_share_the_bytes_by_measured_speed(
         assert sizes[0] / sum(sizes) == pytest.approx(share_a, abs=0.02)
         data = some_bytes(5 * MIB)
         disk.start_write(file, 100 * MIB, data)
-        found = torch.empty_like(data)
-        disk.start_read(file, 100 * MIB, found).wait()
-        assert torch.equal(found, data)
+        assert_kept(disk, file, 100 * MIB, data)
 
 
 def test_a_file_system_that_refuses_direct_io_goes_through_the_cache_and_that_is_said_once(
@@ -397,9 +384,7 @@ def test_a_file_system_that_refuses_direct_io_goes_through_the_cache_and_that_is
         for unit in ("a", "b"):
             file, data = disk.file(unit, MIB), some_bytes(MIB)
             disk.start_write(file, 0, data)
-            found = torch.empty_like(data)
-            disk.start_read(file, 0, found).wait()
-            assert torch.equal(found, data)
+            assert_kept(disk, file, 0, data)
     said = [record for record in caplog.records if "O_DIRECT" in record.message]
     assert [record.levelno for record in said] == [logging.INFO]
     assert "rank 3" in said[0].message and str(folder) in said[0].message
@@ -560,22 +545,24 @@ def test_a_file_that_could_not_be_made_leaves_no_descriptor_open(two: tuple[Path
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_disk_that_is_full_in_spite_of_the_reservation_says_so(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("op", "fault", "said"),
+    [
+        ("write", fails("write", errno.ENOSPC), r"No space .* \(errno 28\); free some"),
+        ("read", lambda op, *_: 0 if op == "read" else None, "Input/output error"),
+    ],
+    ids=["full in spite of the reservation", "a read that does not go on"],
+)
+def test_a_call_that_fails_or_does_nothing_is_an_error(
+    folder: Path, op: str, fault: Any, said: str
+) -> None:
     system = FaultySystem()
     with opened(folder, system=system) as disk:
         file = disk.file("u", MIB)
-        system.fault = fails("write", errno.ENOSPC)
-        with pytest.raises(StorageError, match=r"No space left on device \(errno 28\); free some"):
-            disk.start_write(file, 0, some_bytes(MIB)).wait()
-
-
-def test_a_file_system_that_does_not_go_on_is_an_error_and_no_endless_loop(folder: Path) -> None:
-    system = FaultySystem()
-    with opened(folder, system=system) as disk:
-        file = disk.file("u", MIB)
-        system.fault = lambda op, where, at: 0 if op == "read" and at else None
-        with pytest.raises(StorageError, match="Input/output error"):
-            disk.start_read(file, ALIGNMENT, torch.empty(ALIGNMENT, dtype=torch.uint8)).wait()
+        system.fault = fault
+        start = disk.start_read if op == "read" else disk.start_write
+        with pytest.raises(StorageError, match=said):
+            start(file, 0, some_bytes(MIB)).wait()
 
 
 @pytest.mark.parametrize("case", ["missing", "a file", "refused"])
@@ -712,9 +699,7 @@ def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_sa
         file, data = disk.file("u", MIB), some_bytes(MIB)
         assert not list(folder.iterdir())
         disk.start_write(file, 0, data)
-        found = torch.empty_like(data)
-        disk.start_read(file, 0, found).wait()
-        assert torch.equal(found, data)
+        assert_kept(disk, file, 0, data)
 
 
 def test_what_the_system_has_of_a_file_in_memory_is_known(tmp_path: Path) -> None:

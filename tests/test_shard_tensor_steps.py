@@ -13,6 +13,7 @@ from ranks import run_ranks
 from roundings import assert_rounded_alike
 from shardwise import ShardTensor
 from shardwise.debug import stats
+from shardwise.step.local_step import Apart
 from test_shard_tensor import (
     LAYOUTS,
     Net,
@@ -86,8 +87,15 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
 
 
-def train_both(models: list[nn.Module], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def train_both(
+    models: list[nn.Module],
+    make: Callable[[Any], torch.optim.Optimizer],
+    by_operations: bool = False,
+) -> None:
+    """Train a model and its plain twin. A hook of a user's makes steps of operations on shards."""
     optimizers = [make(groups_of(m)) for m in models]
+    if by_operations:
+        optimizers[1].register_step_pre_hook(lambda *_: None)
     schedulers = [LambdaLR(o, lambda step: 1 / (step + 1)) for o in optimizers]
     for step in range(3):
         give_grads(models, step)
@@ -116,9 +124,9 @@ def train_both(models: list[nn.Module], make: Callable[[Any], torch.optim.Optimi
 
 def check_optimizers(layout: str) -> None:
     for stage in (0, 3) if layout == "rows" else (3,):  # at stage 0 nothing is cut
-        for label, make in OPTIMIZERS.items():
+        for number, (label, make) in enumerate(OPTIMIZERS.items()):
             models = pair(layout, stage, WithEmpty)
-            train_both(models, make)
+            train_both(models, make, by_operations=(number + len(layout)) % 2 == 0)
             for name, expected, param in named(models):
                 what = f"{label}, stage {stage}, {layout}: {name}"
                 assert_bits(param.full_tensor(), expected.data, what)
@@ -132,13 +140,13 @@ def check_fused_optimizers(layout: str) -> None:
     for label, make in FUSED.items():
         for stage in (0, 3):
             models = pair(layout, stage, Even)
-            train_both(models, make)
+            train_both(models, make, by_operations=stage == 3)
             for name, expected, param in named(models):
                 assert_bits(param.full_tensor(), expected.data, f"{label}, {layout}: {name}")
             # A slice that does not fill the vector registers takes the kernel's scalar tail, whose
             # multiply-adds round twice. Adam has about twelve operations, in each of three steps.
             models = pair(layout, stage)
-            train_both(models, make)
+            train_both(models, make, by_operations=stage == 0)
             for name, expected, param in named(models):
                 what = f"{label}, {layout}: {name}"
                 assert_rounded_alike(param.full_tensor(), expected.data, 3 * 12, what)
@@ -147,6 +155,46 @@ def check_fused_optimizers(layout: str) -> None:
 @pytest.mark.kernels
 def test_fused_optimizers_make_the_same_steps() -> None:
     both_layouts(check_fused_optimizers)
+
+
+def check_who_steps(layout: str) -> None:
+    """Gradients that a closure or a hook gives are those of the step, whatever takes it."""
+    plain, taken = Apart.__call__, list[Apart]()
+    models = pair(layout)
+    alone = [nn.Parameter(torch.ones(3)) for _ in models]  # a parameter that is not sharded
+    made = [torch.optim.AdamW([*m.parameters(), p]) for m, p in zip(models, alone, strict=True)]
+
+    def give(step: int) -> None:
+        give_grads(models, step)
+        for param in alone:
+            param.grad = torch.full((3,), 1.0 + step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Apart, "__call__", lambda self: (taken.append(self), plain(self))[1])
+        for step, by in enumerate(("itself", "itself", "a closure", "a hook")):
+            taken.clear()
+            give(step)
+            hooks = []
+            for optimizer in made:
+                if by == "a closure":
+                    optimizer.step(lambda: give(7) or 0.0)  # type: ignore[func-returns-value]
+                    continue
+                if by == "a hook":
+                    hooks.append(optimizer.register_step_pre_hook(lambda *_: give(8)))
+                optimizer.step()
+            for hook in hooks:
+                hook.remove()
+            assert len(taken) == (by == "itself")
+            for name, expected, param in named(models):
+                assert_bits(param.full_tensor(), expected.data, f"{by}, {layout}: {name}")
+            assert torch.equal(*alone)
+            assert {type(made[1].state[p]["exp_avg"]) for p in models[1].parameters()} == {
+                ShardTensor
+            }
+
+
+def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives() -> None:
+    both_layouts(check_who_steps, (2,))
 
 
 def check_scheduler_state(layout: str) -> None:

@@ -16,7 +16,8 @@ from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.engine.seams import Activations
 from shardwise.hangs.abort import watch as watch
 from shardwise.mesh import Axis
-from shardwise.step.overlap import is_elementwise, staging_bytes
+from shardwise.step.local_step import is_elementwise
+from shardwise.step.overlap import staging_bytes
 from shardwise.tensor.background_step import elements_of
 from shardwise.tensor.cut import axes_of_mesh
 from shardwise.tensor.inner import plain_parts

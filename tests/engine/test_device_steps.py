@@ -15,6 +15,7 @@ from torch import nn
 
 from models import Stack
 from ranks import run_ranks
+from scenarios import Run, Scenarios, each_of
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
 from shardwise.device import HostTime
@@ -90,13 +91,6 @@ def step_at_every_place(rank: int, world_size: int, folder: Path) -> None:
         assert_same(*runs)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_steps_on_the_device_have_the_bits_of_steps_on_the_host(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(step_at_every_place, world_size, tmp_path)
-
-
 def count_bytes(rank: int, world_size: int) -> None:
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     numel = sum(param.numel() for param in model.parameters())
@@ -119,10 +113,6 @@ def count_bytes(rank: int, world_size: int) -> None:
     assert "steps: device" in str(describe(model))
     places = stats(model, optimizer).bytes_by_place
     assert places["host"] >= 16 * numel - 4 * numel  # slices and moments; gradients are gone
-
-
-def test_a_step_on_the_device_brings_each_byte_once_in_a_fixed_amount_of_memory() -> None:
-    run_ranks(count_bytes, 1)
 
 
 def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
@@ -188,11 +178,6 @@ def count_fetches(rank: int, world_size: int) -> None:
             assert sum(fetched) > owned * (1 if stays else 3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_stays_on_the_device_gets_new_values_there(world_size: int) -> None:
-    run_ranks(count_fetches, world_size)
-
-
 def move_through_a_checkpoint(rank: int, world_size: int, folder: Path) -> None:
     """From the device to the host's steps and back, with a kill in between as far as it can be."""
     on_device = Offload("cpu", "cpu", "cpu", step_on="device")
@@ -206,13 +191,6 @@ def move_through_a_checkpoint(rank: int, world_size: int, folder: Path) -> None:
             load(folder / "saved", other, of_other)
             found = train(other, of_other, 2, first=2) + everything(other, of_other)
             assert_same(found, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpoints_move_state_between_steps_on_the_device_and_on_the_host(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(move_through_a_checkpoint, world_size, tmp_path)
 
 
 def fail_in_a_load(rank: int, world_size: int) -> None:
@@ -262,21 +240,12 @@ def go_on(rank: int, world_size: int) -> None:
     assert_same(*runs)
 
 
-def test_state_that_is_none_and_a_load_without_memory_change_nothing() -> None:
-    run_ranks(go_on, 1)
-
-
 def train_alone(model: Any, optimizer: Any) -> None:
     """Step without a forward pass, as the other ranks would wait in one."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
     optimizer.state_dict()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_that_fails_on_the_device_is_told_with_rank_and_unit(world_size: int) -> None:
-    run_ranks(fail_in_a_load, world_size)
 
 
 @given(
@@ -298,3 +267,18 @@ def test_loads_have_every_element_once_in_order_and_begin_at_multiples(
     for each in loads:
         bytes_of = [(hi - lo) * rows[row][1] for row, lo, hi in each]
         assert sum(bytes_of) <= num_bytes or len(each) == 1
+
+
+SCENARIOS: Scenarios = {
+    "steps have the bits of steps on the host": (step_at_every_place, (1, 3)),
+    "each byte is brought once, in a fixed amount of memory": (count_bytes, (1,)),
+    "what stays on the device gets new values there": (count_fetches, (1, 2)),
+    "checkpoints move state between device and host": (move_through_a_checkpoint, (1, 3)),
+    "state that is None and a failed load change nothing": (go_on, (1,)),
+    "a failed step is told with rank and unit": (fail_in_a_load, (1, 2)),
+}
+
+
+@each_of(SCENARIOS)
+def test_steps_on_the_device(run: Run, tmp_path: Path) -> None:
+    run(tmp_path)

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_offload_files import full_after, make
+from test_offload_files import OPTIMIZERS, make
 from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
 from ranks import HANG_S, run_ranks
+from scenarios import Run, Scenarios, each_of
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
-from shardwise.errors import CheckpointError, CollectiveError, ShardError, StorageError
+from shardwise.errors import CheckpointError, CollectiveError, ConfigError, ShardError, StorageError
 from shardwise.hangs.abort import WATCH
 from shardwise.offload import file_slices
 from shardwise.offload.files import System
@@ -28,6 +29,19 @@ SOON_S = HANG_S / 4  # before the process group would say that it has waited too
 
 def io_error(*_: Any) -> Any:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def full_after(num_files: int) -> Any:
+    """Return what reserves space as a disk that is full after some files does."""
+    reserve, made = System.reserve, list[int]()
+
+    def fill(self: System, fd: int, num_bytes: int) -> None:
+        if len(made) == num_files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(num_bytes)
+        reserve(self, fd, num_bytes)
+
+    return fill
 
 
 def fill_one_disk_at_the_first_step(rank: int, world_size: int, folder: Path, name: str) -> None:
@@ -49,13 +63,6 @@ def fill_one_disk_at_the_first_step(rank: int, world_size: int, folder: Path, na
     assert_same(train(model, optimizer, 2), expected)
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(1, "own"), (3, "adamw")])
-def test_a_full_disk_of_one_rank_at_the_first_step_changes_nothing_on_any(
-    world_size: int, name: str, tmp_path: Path
-) -> None:
-    run_ranks(fill_one_disk_at_the_first_step, world_size, tmp_path, name)
-
-
 def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
     """One rank has no memory for the slab, or no space for the slices of the third unit."""
     victim = world_size - 1
@@ -67,6 +74,7 @@ def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
     cases: list[tuple[Any, tuple[type, str], Any, str]] = [
         ("cpu", (HostTime, "locked_memory"), no_memory, ": the .* of host memory .* allocate"),
         (in_files, (System, "reserve"), full_after(4), rf", unit '\S+': .* needed in {folder}"),
+        (f"nvme:{folder}", (System, "reserve"), full_after(0), ".*No space left"),
     ]
     for offload, (where, name), fails, said in cases:
         model = Stack()
@@ -74,18 +82,12 @@ def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == victim:
                 patch.setattr(where, name, fails)
-            with pytest.raises(StorageError, match=rf"rank {victim}{said}"):
+            told = (StorageError, ConfigError)
+            with pytest.raises(told, match=rf"(?s)rank {victim}{said}"):
                 shard(model, offload=offload)
         assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
         assert all(type(param) is nn.Parameter for param in params)
         shard(model, offload=offload)(torch.ones(2, 8))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_rank_without_room_when_a_model_is_sharded_is_told_to_all_before_anything_changes(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(lack_room_when_sharded, world_size, tmp_path)
 
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -186,8 +188,16 @@ def save_after_one_has_failed(rank: int, world_size: int, folder: Path) -> None:
     assert_same(train(model, optimizer, 2, first=2) + everything(model, optimizer), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_failure_that_a_save_has_told_is_mended_by_a_load_on_all_ranks(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(save_after_one_has_failed, world_size, tmp_path)
+SCENARIOS: Scenarios = {
+    "one full disk at the first step changes nothing on any rank": (
+        fill_one_disk_at_the_first_step,
+        [*((1, name) for name in OPTIMIZERS if name not in ("adamw", "sgd")), (3, "adamw")],
+    ),
+    "one rank without room in shard() is told to all first": (lack_room_when_sharded, (1, 3)),
+    "a failure that a save has told is mended by a load": (save_after_one_has_failed, (1, 3)),
+}
+
+
+@each_of(SCENARIOS)
+def test_failures_of_disks_and_memory(run: Run, tmp_path: Path) -> None:
+    run(tmp_path)

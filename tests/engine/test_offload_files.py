@@ -9,6 +9,8 @@ import random
 import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from ranks import run_ranks
+from scenarios import Run, Scenarios, each_of
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard
 from shardwise.comm.collectives import Comm
 from shardwise.debug import stats
@@ -82,14 +84,6 @@ def in_every_kind(rank: int, world_size: int, folder: Path, every: bool = False)
         assert_same(*runs)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_training_with_state_in_files_has_the_bits_of_training_without(
-    world_size: int, tmp_path: Path
-) -> None:
-    """Every kind at every stage on as many ranks in `make soak CAMPAIGN=matrices`."""
-    run_ranks(in_every_kind, world_size, tmp_path)
-
-
 def step_with_closures(rank: int, world_size: int, folder: Path) -> None:
     """A loop that always passes a closure; each rank has a folder of its own."""
     own = folder / str(rank)
@@ -112,11 +106,6 @@ def step_with_closures(rank: int, world_size: int, folder: Path) -> None:
     assert stats(model, optimizer).bytes_by_place["files"] > 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_steps_with_closures_have_their_state_in_files_too(world_size: int, tmp_path: Path) -> None:
-    run_ranks(step_with_closures, world_size, tmp_path)
-
-
 class OfMyOwn(torch.optim.AdamW):
     pass
 
@@ -135,10 +124,6 @@ def step_with_a_class_of_my_own(rank: int, world_size: int, folder: Path) -> Non
     assert [text for text in said if "OfMyOwn" in text and "host memory and not in files" in text]
     assert len([text for text in said if "OfMyOwn" in text]) == 1
     assert "files" not in stats(model, optimizer).bytes_by_place
-
-
-def test_an_optimizer_whose_state_cannot_be_in_files_is_told_once(tmp_path: Path) -> None:
-    run_ranks(step_with_a_class_of_my_own, 1, tmp_path)
 
 
 def with_a_slow_disk(rank: int, world_size: int, folder: Path, steps: int) -> None:
@@ -167,18 +152,12 @@ def _delayed(call: Any, rng: random.Random) -> Any:
     return delayed
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_slow_disk_changes_no_bit(world_size: int, tmp_path: Path) -> None:
-    run_ranks(with_a_slow_disk, world_size, tmp_path, 12)
-
-
-def count_transfers(rank: int, world_size: int, folder: Path) -> None:
-    """AdamW steps through buffers: after the first step each unit is read and written once."""
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Count the reads and writes of disks."""
     counts = {"read": 0, "write": 0}
 
-    def counting(name: str) -> Any:
-        plain = getattr(Disk, f"start_{name}")
-
+    def counting(name: str, plain: Any) -> Any:
         def start(*args: Any) -> Any:
             counts[name] += 1
             return plain(*args)
@@ -187,9 +166,15 @@ def count_transfers(rank: int, world_size: int, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in counts:
-            patch.setattr(Disk, f"start_{name}", counting(name))
-        model, optimizer = make(3, "fp32", f"nvme:{folder}", "fused")
-        num_units = len(engine_of(model).units)
+            patch.setattr(Disk, f"start_{name}", counting(name, getattr(Disk, f"start_{name}")))
+        yield counts
+
+
+def count_transfers(rank: int, world_size: int, folder: Path) -> None:
+    """AdamW steps through buffers: after the first step each unit is read and written once."""
+    model, optimizer = make(3, "fp32", f"nvme:{folder}", "fused")
+    num_units = len(engine_of(model).units)
+    with counted() as counts:
         train(model, optimizer, 1)
         optimizer.state_dict()
         moments = [m for state in states(model, optimizer) for m in state]
@@ -212,15 +197,7 @@ def keep_codes(rank: int, world_size: int, folder: Path) -> None:
         Offload(optimizer=f"nvme:{folder}", step_on="device"),
     ):
         model, optimizer = make(3, "fp32", place, "own in 8 bits")
-        with pytest.MonkeyPatch.context() as patch:
-            reads, plain = list[int](), Disk.start_read
-            patch.setattr(
-                Disk,
-                "start_read",
-                lambda disk, file, begin, into, *then, r=reads, f=plain: (
-                    r.append(into.numel()) or f(disk, file, begin, into, *then)
-                ),
-            )
+        with counted() as counts:
             found = train(model, optimizer, 3)
             optimizer.state_dict()
         optimizer.param_groups[0]["moments"] = "bf16"  # decoded, and stored anew
@@ -232,7 +209,7 @@ def keep_codes(rank: int, world_size: int, folder: Path) -> None:
         if place == "cpu":
             continue
         units = [unit for unit in engine_of(model).units if any(map(_has_elements, unit.params))]
-        assert len(reads) == 2 * len(engine_of(model).units)  # and in the first step none
+        assert counts["read"] == 2 * len(engine_of(model).units)  # and in the first step none
         kept = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
         assert stats(model, optimizer).bytes_by_place["files"] == sum(v.nbytes for v in kept)
         mapped = [vars(optimizer)["_shardwise_overlap"]._stored._files[unit] for unit in units]
@@ -245,21 +222,9 @@ def _has_elements(param: Any) -> bool:
     return elements_of(param.sharded).numel() > 0
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_codes_of_moments_rest_in_files_and_pass_the_ring(world_size: int, tmp_path: Path) -> None:
-    run_ranks(keep_codes, world_size, tmp_path)
-
-
 def states(model: nn.Module, optimizer: Any) -> list[tuple[Any, Any]]:
     of = [optimizer.state[param] for param in model.parameters()]
     return [(state["exp_avg"], state["exp_avg_sq"]) for state in of]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_reads_and_writes_the_state_of_each_unit_once(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(count_transfers, world_size, tmp_path)
 
 
 def fail_while_reading_ahead(rank: int, world_size: int, folder: Path) -> None:
@@ -289,10 +254,6 @@ def fail_while_reading_ahead(rank: int, world_size: int, folder: Path) -> None:
         assert all(disk.pool.num_free for disk in disks)
 
 
-def test_a_read_ahead_that_fails_is_told_and_a_load_mends_it(tmp_path: Path) -> None:
-    run_ranks(fail_while_reading_ahead, 1, tmp_path)
-
-
 def train_in_turns(rank: int, world_size: int, folder: Path) -> None:
     """Weights get gradients in one step, biases in the next: all their state is in files."""
     runs = []
@@ -312,30 +273,15 @@ def train_in_turns(rank: int, world_size: int, folder: Path) -> None:
     assert found["files"] == 2 * local
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_that_are_trained_in_turns_have_all_their_state_in_files(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(train_in_turns, world_size, tmp_path)
-
-
 def read_ahead(rank: int, world_size: int, folder: Path) -> None:
     """Slices that are not in memory come by reads; some change in between, by steps and by hand."""
-    reads: list[int] = []
-    plain = Disk.start_read
-
-    def start_read(disk: Any, file: Any, begin: int, into: Any, *then: Any) -> Any:
-        reads.append(into.numel())
-        return plain(disk, file, begin, into, *then)
-
     where = f"nvme:{folder}"
     runs = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Disk, "start_read", start_read)
+    with pytest.MonkeyPatch.context() as patch, counted() as counts:
         in_files = Offload(where, optimizer="cpu")
         for place, cached in ((None, 1.0), (in_files, 1.0), (in_files, 0.0)):
             patch.setattr(file_slices, "cached_share", lambda _, share=cached: share)
-            reads.clear()
+            counts["read"] = 0
             model, optimizer = make(3, "bf16", place, "adamw")
             found = train(model, optimizer, 2)
             with torch.no_grad():
@@ -344,16 +290,9 @@ def read_ahead(rank: int, world_size: int, folder: Path) -> None:
                 model.blocks[1].up.weight.mul_(2)
             found += train(model, optimizer, 2, first=2) + everything(model, optimizer)
             runs.append(found)
-            assert bool(reads) == (cached == 0)
+            assert bool(counts["read"]) == (cached == 0)
     assert_same(runs[1], runs[0])
     assert_same(runs[2], runs[0])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_slices_in_files_are_read_ahead_of_gathers_where_memory_has_lost_them(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(read_ahead, world_size, tmp_path)
 
 
 def take_memory_once(rank: int, world_size: int) -> None:
@@ -394,11 +333,6 @@ def take_memory_once(rank: int, world_size: int) -> None:
     assert not made
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_host_memory_is_taken_once_before_values_are_sent(world_size: int) -> None:
-    run_ranks(take_memory_once, world_size)
-
-
 def save_and_load(rank: int, world_size: int, folder: Path, name: str) -> None:
     """From files to files, to host memory and back, in the foreground and behind training."""
     # Codes are made anew with other bits where other elements share a block.
@@ -420,13 +354,6 @@ def save_and_load(rank: int, world_size: int, folder: Path, name: str) -> None:
     model, optimizer = make(stages[3], "bf16", None, name)
     load(folder / "again", model, optimizer)
     assert_same(everything(model, optimizer), expected[-len(everything(model, optimizer)) :])
-
-
-@pytest.mark.parametrize(("world_size", "name"), [(1, "adamw"), (3, "adamw"), (3, "own in 8 bits")])
-def test_checkpoints_move_state_between_files_and_memory(
-    world_size: int, name: str, tmp_path: Path
-) -> None:
-    run_ranks(save_and_load, world_size, tmp_path, name)
 
 
 def fail_and_recover(rank: int, world_size: int, folder: Path) -> None:
@@ -451,52 +378,6 @@ def fail_and_recover(rank: int, world_size: int, folder: Path) -> None:
     for again in ((model, optimizer), make(3, "fp32", place, "adamw")):
         load(folder / "saved", *again)
         assert_same(train(*again, 2, first=2) + everything(*again), expected)
-
-
-def test_a_disk_that_fails_is_told_with_rank_unit_and_folder_and_the_last_checkpoint_is_whole(
-    tmp_path: Path,
-) -> None:
-    run_ranks(fail_and_recover, 2, tmp_path)
-
-
-def fill_the_disk(rank: int, world_size: int, folder: Path) -> None:
-    """No space for the third unit's state: nothing has changed, and the step can be taken again."""
-    place = f"nvme:{folder}"
-    for name in OPTIMIZERS:
-        expected, model, optimizer = None, *make(3, "bf16", place, name)
-        for again in (False, True):
-            model(torch.linspace(-1, 1, 24).view(3, 8)).square().mean().backward()
-            before = [param.full_tensor() for param in model.parameters()]
-            if again and name != "sgd":
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(System, "reserve", full_after(2))
-                    with pytest.raises(StorageError, match="are needed in"):
-                        optimizer.step()
-                    assert_same([param.full_tensor() for param in model.parameters()], before)
-            optimizer.step()
-            expected = expected or everything(model, optimizer)
-            assert_same(everything(model, optimizer), expected)
-            model, optimizer = make(3, "bf16", place, name)
-
-
-def full_after(num_files: int) -> Any:
-    """Return what reserves space as a disk that is full after some files does."""
-    reserve, made = System.reserve, list[int]()
-
-    def fill(self: System, fd: int, num_bytes: int) -> None:
-        if len(made) == num_files:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        made.append(num_bytes)
-        reserve(self, fd, num_bytes)
-
-    return fill
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_disk_that_is_full_at_the_first_step_is_told_before_anything_changes(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(fill_the_disk, world_size, tmp_path)
 
 
 def fail_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
@@ -524,12 +405,6 @@ def fail_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
     assert_same(train(model, optimizer, 2), expected)
 
 
-def test_a_first_step_that_fails_part_of_the_way_leaves_a_model_that_is_refused_until_a_load(
-    tmp_path: Path,
-) -> None:
-    run_ranks(fail_at_the_first_step, 2, tmp_path)
-
-
 def store_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
     writes = []
     model, optimizer = make(3, "fp32", f"nvme:{folder}", "adamw")
@@ -539,25 +414,6 @@ def store_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
         patch.setattr(StateFile, "at_rest", lambda self, key: writes[-1][key])
         optimizer.step(None)  # as accelerate calls it
     assert len(writes) == len(engine_of(model).units)
-
-
-def test_a_first_step_without_a_closure_stores_the_state(tmp_path: Path) -> None:
-    run_ranks(store_at_the_first_step, 1, tmp_path)
-
-
-def fill_the_disk_of_rank_1(rank: int, world_size: int, folder: Path) -> None:
-    def fail(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(System, "reserve", fail)
-        with pytest.raises((ConfigError, StorageError), match=r"(?s)rank 1.*No space left"):
-            shard(Stack(), offload=f"nvme:{folder}")
-
-
-def test_a_full_disk_of_one_rank_is_told_to_all_when_a_model_is_sharded(tmp_path: Path) -> None:
-    run_ranks(fill_the_disk_of_rank_1, 2, tmp_path)
 
 
 def draw_again(rank: int, world_size: int, folder: Path) -> None:
@@ -572,13 +428,6 @@ def draw_again(rank: int, world_size: int, folder: Path) -> None:
                 nn.init.normal_(module.weight)
         found.append(model(torch.ones(3, 8)).detach())
     assert_same(found[1:], [found[0]] * 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_drawn_for_a_parameter_is_used_by_the_next_forward_pass(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(draw_again, world_size, tmp_path)
 
 
 def fill_the_host(rank: int, world_size: int, folder: Path) -> None:
@@ -601,13 +450,6 @@ def fill_the_host(rank: int, world_size: int, folder: Path) -> None:
                 with pytest.raises(ConfigError, match=said):
                     shard(model, units=nn.Linear, offload=offload)
                 assert type(model[0].weight) is nn.Parameter
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_host_without_room_is_told_before_anything_is_changed(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(fill_the_host, world_size, tmp_path)
 
 
 def test_free_memory_of_the_host_is_what_the_system_says_or_less() -> None:
@@ -637,10 +479,6 @@ def tell_places(rank: int, world_size: int, folder: Path) -> None:
         assert found.get("host", 0) == on_host * numel + counts
         said = str(describe(model))
         assert (str(folder) in said) == (in_files > 0) and ("host" in said) == (on_host > 0)
-
-
-def test_stats_and_describe_tell_where_bytes_rest(tmp_path: Path) -> None:
-    run_ranks(tell_places, 1, tmp_path)
 
 
 MIB = 1 << 20
@@ -698,23 +536,12 @@ def train_in_little_memory(rank: int, world_size: int, folder: Path) -> None:
         threading.stack_size(stack_bytes)
 
 
-def test_a_model_trains_whose_state_is_four_times_the_memory(tmp_path: Path) -> None:
-    run_ranks(train_in_little_memory, 1, tmp_path)
-
-
 def name_odd_folders(rank: int, world_size: int, folder: Path) -> None:
     before = [*Stack().parameters()]
     model = Stack()
     with pytest.raises(ConfigError, match=r"nowhere.*expected a folder that is there"):
         shard(model, offload=f"nvme:{folder / 'nowhere'}")
     assert [p.shape for p in model.parameters()] == [p.shape for p in before]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_folder_that_is_not_there_is_told_before_anything_is_changed(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(name_odd_folders, world_size, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -738,3 +565,35 @@ def test_what_cannot_be_offloaded_is_refused_with_what_could(asked: Any, said: s
     with pytest.raises(ConfigError) as refusal:
         shard(nn.Linear(2, 2), offload=Offload(**asked) if isinstance(asked, dict) else asked)
     assert said in str(refusal.value)
+
+
+SCENARIOS: Scenarios = {
+    # Every kind at every stage on as many ranks in `make soak CAMPAIGN=matrices`.
+    "training has the bits of training without files": (in_every_kind, (1, 3)),
+    "steps with closures have their state in files too": (step_with_closures, (1, 2)),
+    "state that cannot be in files is told once": (step_with_a_class_of_my_own, (1,)),
+    "a slow disk changes no bit": (with_a_slow_disk, ((1, 12), (3, 12))),
+    "codes of moments rest in files and pass the ring": (keep_codes, (1, 3)),
+    "a step reads and writes the state of each unit once": (count_transfers, (1, 2)),
+    "a read ahead that fails is told and a load mends it": (fail_while_reading_ahead, (1,)),
+    "parameters trained in turns have all state in files": (train_in_turns, (1, 2)),
+    "slices that memory has lost are read ahead": (read_ahead, (1, 3)),
+    "host memory is taken once before values are sent": (take_memory_once, (1, 3)),
+    "checkpoints move state between files and memory": (
+        save_and_load,
+        ((1, "adamw"), (3, "adamw"), (3, "own in 8 bits")),
+    ),
+    "a failed disk is told, and the last checkpoint is whole": (fail_and_recover, (2,)),
+    "a first step that fails midway is refused until a load": (fail_at_the_first_step, (2,)),
+    "a first step without a closure stores the state": (store_at_the_first_step, (1,)),
+    "redrawn parameters are those of the next pass": (draw_again, (1, 3)),
+    "a host without room is told before anything changes": (fill_the_host, (1, 2)),
+    "stats and describe tell where bytes rest": (tell_places, (1,)),
+    "a model trains whose state is four times the memory": (train_in_little_memory, (1,)),
+    "a missing folder is told before anything changes": (name_odd_folders, (1, 3)),
+}
+
+
+@each_of(SCENARIOS)
+def test_state_in_files(run: Run, tmp_path: Path) -> None:
+    run(tmp_path)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from models import Stack
 from ranks import HANG_S, run_ranks
+from scenarios import Run, Scenarios, each_of
 from shardwise import Offload, accumulate, fully_shard, gathered, load, optim, overlap, save, shard
 from shardwise.check import replicas as check_replicas
 from shardwise.debug import stats
@@ -164,12 +165,6 @@ def takes_the_plain_steps(rank: int, world_size: int, every: bool = False) -> No
                 }
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_steps_in_the_background_have_the_bits_of_plain_ones(world_size: int) -> None:
-    """Every optimizer in every setting in `make soak CAMPAIGN=matrices`."""
-    run_ranks(takes_the_plain_steps, world_size)
-
-
 OFFLOADS: list[Any] = [
     "cpu",
     Offload(optimizer="cpu"),
@@ -207,13 +202,6 @@ def steps_offloaded_units_behind(rank: int, world_size: int, every: bool = False
             assert (copies > 0) == (stays and stage == 3 and world_size > 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_optimizer_of_offloaded_units_steps_behind_what_follows_from_its_second_step_on(
-    world_size: int,
-) -> None:
-    run_ranks(steps_offloaded_units_behind, world_size)
-
-
 def with_delays(rank: int, world_size: int, steps: int) -> None:
     rng = random.Random(rank)
     for wrap in (settings()[3], by_block):
@@ -228,11 +216,6 @@ def with_delays(rank: int, world_size: int, steps: int) -> None:
                 losses = train(model, optimizer, steps)
             runs.append(losses + everything(model, optimizer))
         assert_same(*runs)
-
-
-def test_delays_in_the_thread_neither_change_a_bit_nor_hang() -> None:
-    """A thousand steps of each in `make soak CAMPAIGN=matrices`."""
-    run_ranks(with_delays, 3, 12)
 
 
 @contextmanager
@@ -274,11 +257,6 @@ def waits_for_no_more(rank: int, world_size: int) -> None:
         model(torch.ones(2, 8))
         assert not any(under_way(model))
         assert {type(p) for p in model.blocks.parameters()} == {type(first)}
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_read_waits_for_its_own_unit_and_metadata_for_none(world_size: int) -> None:
-    run_ranks(waits_for_no_more, world_size)
 
 
 def read_in_full(model: Any, optimizer: Any, folder: Path) -> Any:
@@ -374,11 +352,6 @@ def sees_the_step(rank: int, world_size: int, folder: Path, every: bool = False)
                 assert_same(*seen)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_whatever_comes_after_a_step_sees_it_whole(world_size: int, tmp_path: Path) -> None:
-    run_ranks(sees_the_step, world_size, tmp_path)
-
-
 USES: list[Callable[[Any, Any, Path], Any]] = [
     lambda model, optimizer, folder: model(torch.ones(2, 8)),
     lambda model, optimizer, folder: model.blocks[1].up.bias + 1,
@@ -434,10 +407,6 @@ def refused(rank: int, world_size: int) -> None:
         overlap(torch.optim.SGD(model.parameters()), in_backward=True)
 
 
-def test_what_cannot_be_stepped_apart_is_refused() -> None:
-    run_ranks(refused, 1)
-
-
 def scaled(rank: int, world_size: int) -> None:
     """One step overflows and is skipped; a closure is called; a parameter is of no unit."""
     runs = []
@@ -465,11 +434,6 @@ def scaled(rank: int, world_size: int) -> None:
         assert any(a > b for a, b in pairs) and any(a < b for a, b in pairs)  # skipped, stepped
         runs.append([*everything(model, optimizer), alone.detach(), torch.tensor(scales)])
     assert_same(*runs)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_loss_scaling_skips_and_steps_as_ever(world_size: int) -> None:
-    run_ranks(scaled, world_size)
 
 
 def old_graphs(rank: int, world_size: int) -> list[str]:
@@ -545,11 +509,6 @@ def plain_cases(rank: int, world_size: int) -> None:
         assert_same(*runs)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_steps_that_cannot_wait_are_made_at_once(world_size: int) -> None:
-    run_ranks(plain_cases, world_size)
-
-
 def lives_as_ever(rank: int, world_size: int) -> None:
     """Schedulers of before and after, threads, copies, and the end of an optimizer."""
     with warnings.catch_warnings():
@@ -592,10 +551,6 @@ def lives_as_ever(rank: int, world_size: int) -> None:
         gc.enable()
 
 
-def test_an_overlapped_optimizer_lives_and_ends_as_ever() -> None:
-    run_ranks(lives_as_ever, 1)
-
-
 def call_hooks_at_the_first_step(rank: int, world_size: int) -> None:
     """A hook of the user's that raises before a step means that there is none."""
     runs = []
@@ -626,18 +581,13 @@ def call_hooks_at_the_first_step(rank: int, world_size: int) -> None:
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_hooks_of_an_offloaded_models_optimizer_see_its_first_step_too(world_size: int) -> None:
-    run_ranks(call_hooks_at_the_first_step, world_size)
-
-
 def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
     """Two optimizers share units; the step of one fails, that of the other takes a while."""
     torch.manual_seed(0)
     model = shard(Stack(), offload="cpu")
     params = [*model.parameters()]
     optimizers = [torch.optim.SGD(params[::2], lr=0.05), torch.optim.AdamW(params[1::2], lr=0.05)]
-    save(folder, model)
+    save(folder / "saved", model)
     saved = [param.full_tensor().clone() for param in params]
     plain = Apart.__call__
 
@@ -654,14 +604,29 @@ def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
             model(torch.linspace(-1, 1, 24).view(3, 8)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
-        load(folder, model)
+        load(folder / "saved", model)
         for optimizer in optimizers:
             vars(optimizer)["_shardwise_overlap"]._thread.shutdown()  # all that it had to do
         assert_same([param.full_tensor() for param in params], saved)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_load_after_a_step_that_failed_waits_for_steps_that_go_on(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(load_while_another_steps, world_size, tmp_path / "saved")
+SCENARIOS: Scenarios = {
+    # Every optimizer in every setting in `make soak CAMPAIGN=matrices`.
+    "steps in the background have the bits of plain ones": (takes_the_plain_steps, (1, 3)),
+    "offloaded units step behind from the second step on": (steps_offloaded_units_behind, (1, 3)),
+    # A thousand steps of each in `make soak CAMPAIGN=matrices`.
+    "delays in the thread neither change a bit nor hang": (with_delays, ((3, 12),)),
+    "a read waits for its own unit and metadata for none": (waits_for_no_more, (1, 3)),
+    "whatever comes after a step sees it whole": (sees_the_step, (1, 3)),
+    "what cannot be stepped apart is refused": (refused, (1,)),
+    "loss scaling skips and steps as ever": (scaled, (1, 3)),
+    "steps that cannot wait are made at once": (plain_cases, (1, 3)),
+    "an overlapped optimizer lives and ends as ever": (lives_as_ever, (1,)),
+    "hooks see the first step of an offloaded model too": (call_hooks_at_the_first_step, (1, 2)),
+    "a load after a failed step waits for the others": (load_while_another_steps, (1, 2)),
+}
+
+
+@each_of(SCENARIOS)
+def test_overlapped_steps(run: Run, tmp_path: Path) -> None:
+    run(tmp_path)

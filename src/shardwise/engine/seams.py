@@ -52,8 +52,9 @@ def activations_of(
 
 
 def attach_steppers(units: Iterable[Unit]) -> None:
-    """Load the special steps for offloaded units and for matrices that have an owner."""
+    """Load the steps as plain tensors, of offloaded units, and of matrices that have an owner."""
     units = list(units)
+    import_module("shardwise.step.local_step").step_as_plain_tensors()
     if any(unit.home is not None for unit in units):
         import_module("shardwise.step.overlap").overlap_offloaded()
     if any(param.cut.owner is not None for unit in units for param in unit.params if param.has_cut):

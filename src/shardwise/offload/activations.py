@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from shardwise.trace import Tracer
 _LOG = logging.getLogger("shardwise")
 _CHECKPOINT = vars(torch.utils.checkpoint)
 _FUNCTION = vars(autograd_function)
-_autograd: Any = torch._C._autograd
+_autograd: Any = torch._C._autograd  # whose stubs miss None
 
 
 class _Kept:
@@ -296,9 +297,9 @@ class Activations:
         return True
 
 
-def _is_of_checkpoint(frame: Any) -> bool:
+def _is_of_checkpoint(frame: FrameType | None) -> bool:
     """Return True if torch.utils.checkpoint saves, itself or in its autograd function."""
-    if frame.f_globals is _FUNCTION:
+    if frame and frame.f_globals is _FUNCTION:
         frame = frame.f_back
     return frame is not None and frame.f_globals is _CHECKPOINT
 

@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import finalize
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.offload.stripes import ALIGNMENT, Piece, Stripes, align
 from shardwise.offload.transfers import Transfers
 from shardwise.quantities import format_bytes
 
-Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 _NO_LIMIT = 1 << 62
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _TODO = dict.fromkeys(_NO_SPACE, "free some space") | {errno.EMFILE: "raise `ulimit -n`"}
@@ -61,13 +62,13 @@ class System:
         """Make reads and writes bypass the system's cache."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
-    def read(self, fd: int, at: int, into: Sequence[Any]) -> int:
+    def read(self, fd: int, at: int, into: Sequence[Bytes]) -> int:
         """Read from offset ``at`` of a file into arrays of uint8; return the number of bytes."""
-        return os.preadv(fd, into, at)
+        return os.preadv(fd, [part.data for part in into], at)
 
-    def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
+    def write(self, fd: int, at: int, data: Sequence[Bytes]) -> int:
         """Write arrays of uint8 to offset ``at`` of a file; return the number of bytes."""
-        return os.pwritev(fd, data, at)
+        return os.pwritev(fd, [part.data for part in data], at)
 
     def drop_cache(self, fd: int, at: int, num_bytes: int) -> None:
         """Wait until these bytes are on the disk, and drop them from the system's cache."""
@@ -231,7 +232,7 @@ class DiskFile:
 
     def _all(
         self,
-        call: Callable[[int, int, Sequence[Any]], int],
+        call: Callable[[int, int, Sequence[Bytes]], int],
         folder: int,
         at: int,
         parts: Sequence[Bytes],

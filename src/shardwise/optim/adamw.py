@@ -10,9 +10,10 @@ between two steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypedDict, cast
 
 import torch
+from torch.optim.optimizer import ParamsT, StateDict
 
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import local_of
@@ -45,7 +46,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -53,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
         moments: str = "fp32",
         block: int = BLOCK,
     ) -> None:
-        defaults = {
+        defaults: _Group = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -62,19 +63,21 @@ class AdamW(torch.optim.Optimizer):
             "block": block,
         }
         _check(defaults)
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add a group with its settings. **Raises** ConfigError for settings out of range."""
         super().add_param_group(param_group)
         try:
-            _check(self.param_groups[-1])
+            _check(cast(_Group, self.param_groups[-1]))
         except ConfigError:
             del self.param_groups[-1]
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], object] | None = None
+    ) -> object:
         """Update every parameter that has a gradient; return the result of ``closure``.
 
         **Cost** no communication. **Raises** ConfigError for sparse gradients and for parameters
@@ -98,7 +101,7 @@ class AdamW(torch.optim.Optimizer):
             grads = ((param, param.grad) for param in group["params"] if param in wanted)
             slices = [(param, slice_of(param, grad)) for param, grad in grads if grad is not None]
             work = [self._ready(param, kind, mine) for param, mine in slices]
-            todo.append((work, kind, _settings(group)))
+            todo.append((work, kind, _settings(cast(_Group, group))))
 
         return PartOfStep(todo)  # all checks come before the first change
 
@@ -109,17 +112,17 @@ class AdamW(torch.optim.Optimizer):
         made = kind.empty(place_of(param), torch.empty_like(local, device="meta"))
         return [tensor.nbytes for tensor in made.values()] * len(MOMENTS)
 
-    def saved_state(self, param: torch.Tensor) -> dict[str, Any]:
+    def saved_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a parameter's state in the form of torch's AdamW, with codes decoded.
 
         **Cost** 8 bytes for each of this rank's elements, if moments are codes.
         """
-        state: dict[str, Any] = self.state.get(param, {})
+        state: dict[str, torch.Tensor] = self.state.get(param, {})
         of_moments = {name + end for name in MOMENTS for end in _ENDINGS}
         others = {key: value for key, value in state.items() if key not in of_moments}
         return others | {name: _values(param, state, name) for name in _names(state)}
 
-    def loaded_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def loaded_settings(self, settings: Mapping[str, object]) -> dict[str, object]:
         """Return the settings that a group takes from a saved group: not the form of its moments.
 
         **Raises** ConfigError for settings that change the step (``amsgrad``, ``maximize``).
@@ -132,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
                 )
         return {k: v for k, v in settings.items() if k not in (*ARGUMENTS, *_IGNORED)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state with decoded moments, as torch's AdamW can load it."""
         found = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
@@ -143,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
         return found
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of torch's AdamW.
 
         The form of moments stays that of this optimizer's groups. **Raises** ConfigError as
@@ -187,14 +190,15 @@ class AdamW(torch.optim.Optimizer):
 class Moment:
     """One moment of a parameter in its group's form, filled with values by `fill`.
 
-    ``state`` has its tensors by key: those of ``before`` if they already have this form. ``data``
+    ``state`` has its tensors by key: those that are given if they have this form already. ``data``
     is the memory of the values or of their codes.
     """
 
     def __init__(
-        self, param: torch.Tensor, kind: Moments, which: int, before: Mapping[str, Any]
+        self, param: torch.Tensor, kind: Moments, which: int, state: Mapping[str, object]
     ) -> None:
         local, name = local_of(param).detach(), MOMENTS[which]
+        before = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         self._kind, self._which, self._place, self._local = kind, which, place_of(param), local
         self._held: Held = _flat(before, name, kind)
         if kind.fits(self._held, self._place, local):
@@ -220,11 +224,10 @@ class Moment:
             self._kind.write(part, self._held, span, self._which, scratch)
 
 
-def _values(param: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+def _values(param: torch.Tensor, state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a moment's values, from any form."""
     if name in state:
-        found: torch.Tensor = state[name]
-        return found
+        return state[name]
     held = {end: local_of(state[name + end]).detach() for end in InBlocks.endings}
     local, place = local_of(param), place_of(param)
     kind = _kind_of_codes(held, place)
@@ -242,12 +245,12 @@ def _kind_of_codes(held: Held, place: Place) -> InBlocks:
     return next(k for k in kinds if k.num_blocks(place, numel) == held["_scales"].numel())
 
 
-def _names(state: Mapping[str, Any]) -> list[str]:
+def _names(state: Mapping[str, object]) -> list[str]:
     """Return the names of the moments that a state has, in any form."""
     return [name for name in MOMENTS if any(name + end in state for end in _ENDINGS)]
 
 
-def _flat(state: Mapping[str, Any], name: str, kind: Moments) -> Held:
+def _flat(state: Mapping[str, torch.Tensor], name: str, kind: Moments) -> Held:
     """Return a moment's flat memory, for the tensors that have the form of ``kind``."""
     found = {}
     for end in kind.endings:
@@ -258,18 +261,28 @@ def _flat(state: Mapping[str, Any], name: str, kind: Moments) -> Held:
     return found
 
 
-def _settings(group: Mapping[str, Any]) -> Settings:
+class _Group(TypedDict):
+    lr: float | torch.Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    moments: str
+    block: int
+
+
+def _settings(group: _Group) -> Settings:
     beta1, beta2 = group["betas"]
     numbers = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
     return Settings(*map(float, numbers))
 
 
-def _check(group: Mapping[str, Any]) -> None:
+def _check(group: _Group) -> None:
     """Refuse settings out of range. **Raises** ConfigError."""
     kind_of(group["moments"], group["block"])
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(group[name]) >= 0:
-            raise ConfigError(f"{name}={group[name]!r}: expected a number of 0 or more")
+    positive = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+    for name, value in positive.items():
+        if not float(value) >= 0:
+            raise ConfigError(f"{name}={value!r}: expected a number of 0 or more")
     betas = tuple(group["betas"])
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise ConfigError(f"betas={betas}: expected two numbers from 0 to 1, without 1 itself")

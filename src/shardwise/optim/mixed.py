@@ -6,7 +6,6 @@ dicts as its optimizers, and one dict of state that they share.
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +66,7 @@ class Mixed(torch.optim.Optimizer):
             raise ConfigError(f"Mixed.of: the model has no parameters that are {which}")
         return cls(matrices(both[0]), rest(both[1]))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Refuse a new group. **Raises** ConfigError."""
         if "optimizers" in vars(self):
             raise ConfigError(
@@ -77,7 +76,9 @@ class Mixed(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], object] | None = None
+    ) -> object:
         """Step every optimizer in turn; call ``closure`` once and return its result."""
         loss = None
         if closure is not None:
@@ -87,12 +88,12 @@ class Mixed(torch.optim.Optimizer):
             each.step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Wait for steps in the background; return groups and state in torch's form."""
         self._finish()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load groups and state from `state_dict`."""
         self._finish()
         super().load_state_dict(state_dict)
@@ -110,11 +111,11 @@ class Mixed(torch.optim.Optimizer):
             own = list(islice(groups, len(each.param_groups)))
             each.__setstate__({"param_groups": own, "state": self.state})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the pickled state, with the optimizers."""
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Set groups and state, in a load or a copy."""
         super().__setstate__(state)
         self._share()

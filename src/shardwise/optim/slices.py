@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -103,12 +102,10 @@ def slice_of(param: torch.Tensor, grad: torch.Tensor) -> Slice:
 
 def _grad_of(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a gradient, sharded like the parameter."""
-    mine: Any = grad
-    if isinstance(param, ShardTensor):
-        mine = grad.to_local() if isinstance(grad, DTensor) else param._cut.slice_of(grad)
-    elif isinstance(param, DTensor):
-        if isinstance(grad, DTensor) and grad.placements != param.placements:
-            mine = grad.redistribute(param.device_mesh, param.placements)
-        mine = mine.to_local() if isinstance(mine, DTensor) else mine
-    found: torch.Tensor = mine.detach()
-    return found
+    if isinstance(param, ShardTensor) and not isinstance(grad, DTensor):
+        return param._cut.slice_of(grad).detach()
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        if not isinstance(param, ShardTensor) and grad.placements != param.placements:
+            grad = grad.redistribute(param.device_mesh, param.placements)
+        return grad.to_local().detach()
+    return grad.detach()

@@ -1,26 +1,39 @@
-"""The step of some of an optimizer's parameters, as plain tensors, in a copy of the optimizer."""
+"""The step of some of an optimizer's parameters, as plain tensors, in a copy of the optimizer.
+
+Note [Steps as plain tensors]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An elementwise optimizer of torch's computes the same from this rank's elements as from sharded
+tensors, and each operation on sharded tensors costs the host more. So a global torch hook takes the
+step with plain tensors, and the optimizer's code receives a copy without parameters. The step stays
+as it is with a closure, or if a hook of the user's runs before it: both may change gradients later.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from typing import Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
-from shardwise.layout.placements import local_of
 from shardwise.offload.lane import Copies, Load
 from shardwise.offload.loads import MULTIPLE, cut
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of
+from shardwise.tensor.shard_tensor import ShardTensor
 
 Params = Sequence[tuple[int, torch.Tensor]]  # of an optimizer, with the numbers of their groups
 Key = tuple[int, str]  # a parameter's id, and the name of a part of its state
 State = Mapping[Key, torch.Tensor]  # this rank's elements of each
 MakeHostMemory = Callable[[int, torch.dtype], torch.Tensor]
 Mirror = Callable[[torch.Tensor], torch.Tensor | None]
+OVERLAP = "_shardwise_overlap"  # on an optimizer whose steps run in the background
+V = TypeVar("V")
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - a type
 
 
@@ -67,7 +80,7 @@ def part_of_step(optimizer: Optimizer, params: Params) -> tuple[PlainStep, list[
     return part, [each for each in used if isinstance(each, DTensor)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
     """This rank's elements of one parameter, of its gradient and of its state.
 
@@ -108,8 +121,8 @@ class Apart:
             _Row(
                 number,
                 param,
-                local_of(param).detach(),
-                local_of(param.grad),  # type: ignore[arg-type]  # of parameters with a gradient
+                _local(param).detach(),
+                _local(param.grad),  # type: ignore[arg-type]  # of parameters with a gradient
                 {key: _local(v) for key, v in optimizer.state.get(param, {}).items()},
             )
             for number, param in params
@@ -177,11 +190,10 @@ class Apart:
         state: dict[torch.Tensor, dict[str, object]] = defaultdict(dict)
         stand_ins = []
         for row, local, grad, values in made:
-            stand_in = local.detach()
-            stand_in.grad = grad
-            params[row.group].append(stand_in)
-            state[stand_in] = values
-            stand_ins.append(stand_in)
+            local.grad = grad
+            params[row.group].append(local)
+            state[local] = values
+            stand_ins.append(local)
         for group, members in zip(groups, params, strict=True):
             group["params"] = members
         step_without_hooks(optimizer_like(self._like, groups, state))
@@ -208,8 +220,7 @@ class Apart:
         return work
 
     def _hand_on(self, row: _Row, key: str, value: object) -> None:
-        is_alike = isinstance(value, torch.Tensor) and value.shape == row.local.shape
-        owner = owner_of(row.param) if is_alike and row.local.ndim else None
+        owner = owner_of(row.param) if _is_cut_alike(value, key, row.local) else None
         self._state[row.param][key] = value if owner is None else owner.form.like(value)
 
 
@@ -262,6 +273,69 @@ class _Piece:
         return copies
 
 
+ELEMENTWISE = (
+    *("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
+    "ASGD",
+)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer's units can be stepped one by one."""
+    return type(optimizer) in _kinds() or isinstance(optimizer, SteppedByParts)
+
+
+@cache
+def _kinds() -> frozenset[type[Optimizer]]:
+    return frozenset(getattr(torch.optim, name) for name in ELEMENTWISE)
+
+
+@cache
+def step_as_plain_tensors() -> None:
+    """Let elementwise optimizers step plain tensors; see Note [Steps as plain tensors]."""
+    torch_optimizer.register_optimizer_step_pre_hook(_step_plainly)
+
+
+def _step_plainly(
+    optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    """Take the step, if all parameters are sharded tensors or plain; return an empty one's."""
+    if torch.compiler.is_compiling() or type(optimizer) not in _kinds():
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None or OVERLAP in vars(optimizer) or _has_other_hooks(optimizer):
+        return None
+    params, any_sharded = [], False
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            return None
+        for param in group["params"]:
+            grad = param.grad
+            is_sharded = type(param) is ShardTensor
+            if is_sharded:
+                owner = owner_of(param)
+                if owner is None or owner.unit.home is not None:
+                    return None
+            elif isinstance(param, DTensor):
+                return None
+            any_sharded |= is_sharded
+            if grad is not None:
+                if type(grad) is not (ShardTensor if is_sharded else torch.Tensor):
+                    return None
+                params.append((number, param))
+    if not any_sharded:
+        return None
+    with torch.no_grad():
+        Apart(optimizer, params)()
+    return (optimizer_like(optimizer, [], defaultdict(dict)), *args[1:]), kwargs
+
+
+def _has_other_hooks(optimizer: Optimizer) -> bool:
+    """Return True if a hook that is not of this package runs before the optimizer's step."""
+    everywhere = torch_optimizer._global_optimizer_pre_hooks
+    hooks = chain(everywhere.values(), optimizer._optimizer_step_pre_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("shardwise.") for hook in hooks)
+
+
 def optimizer_like(optimizer: O, groups: object, state: object) -> O:
     """Return a copy of an optimizer with other groups and another state."""
     made: O = object.__new__(type(optimizer))
@@ -299,8 +373,14 @@ def _is_cut_alike(value: object, key: str, like: torch.Tensor) -> TypeGuard[torc
     return value.shape == like.shape
 
 
-def _local(value: object) -> object:
-    return local_of(value) if isinstance(value, torch.Tensor) else value
+def _local(value: V) -> V:
+    """Return a sharded tensor's elements; return other values unchanged."""
+    kind = type(value)
+    if kind is ShardTensor:  # first, as `isinstance` is slow for tensors
+        return value._local_tensor  # type: ignore[attr-defined]
+    if kind is torch.Tensor or not isinstance(value, DTensor):
+        return value
+    return value._local_tensor  # type: ignore[return-value]
 
 
 def _kept(value: object) -> object:

@@ -47,9 +47,11 @@ from shardwise.engine.schedule import in_forward_order
 from shardwise.errors import ConfigError
 from shardwise.offload.lane import Lane
 from shardwise.step.local_step import (
+    ELEMENTWISE,
+    OVERLAP,
     O,
     Params,
-    SteppedByParts,
+    is_elementwise,
     optimizer_like,
     part_of_step,
     step_without_hooks,
@@ -63,12 +65,7 @@ from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import ParamState
 from shardwise.unit.unit import Unit
 
-ELEMENTWISE = (
-    *("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
-    "ASGD",
-)
 _LOG = logging.getLogger("shardwise")
-_OVERLAP = "_shardwise_overlap"
 
 
 def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = False) -> O:
@@ -106,12 +103,12 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: expected 1 or more, or None")
     if _overlap_of(optimizer) is None:
-        vars(optimizer)[_OVERLAP] = Overlap(optimizer, threads)
+        vars(optimizer)[OVERLAP] = Overlap(optimizer, threads)
     return optimizer
 
 
 def _overlap_of(optimizer: Optimizer) -> Overlap | None:
-    found: Overlap | None = vars(optimizer).get(_OVERLAP)
+    found: Overlap | None = vars(optimizer).get(OVERLAP)
     return found
 
 
@@ -141,7 +138,7 @@ def _attach(
         _tell_of_memory(optimizer, any(home.files.optimizer is not None for home in homes))
         return None
     made = Overlap(optimizer, None)
-    vars(optimizer)[_OVERLAP] = made
+    vars(optimizer)[OVERLAP] = made
     hooks = optimizer._optimizer_step_post_hooks
     own = optimizer.register_step_post_hook(_step_first).id
     hooks.move_to_end(own, last=False)  # type: ignore[attr-defined]
@@ -172,12 +169,6 @@ def staging_bytes(optimizer: Optimizer | None) -> int:
     parts = () if optimizer is None else getattr(optimizer, "optimizers", (optimizer,))
     lanes = [made.lane for made in map(_overlap_of, parts) if made is not None]
     return sum(lane.num_bytes for lane in lanes if lane is not None)
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer's units can be stepped one by one."""
-    kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
-    return type(optimizer) in kinds or isinstance(optimizer, SteppedByParts)
 
 
 ByUnit = Mapping[Unit | None, Params]

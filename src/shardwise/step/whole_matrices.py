@@ -16,23 +16,26 @@ state for it on every rank. L-BFGS treats all parameters as one vector and is re
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.layout.placements import local_of
-from shardwise.step.local_step import optimizer_like
-from shardwise.step.overlap import is_elementwise
+from shardwise.step.local_step import is_elementwise, optimizer_like
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
 from shardwise.unit.partial import PartialGrad
 
 _HOOKS = "_shardwise_whole_hooks"  # on an optimizer: ids of the hooks before and after its step
 _STEP = "_shardwise_whole_step"  # on the copy that steps
+Hooks = OrderedDict[int, object]
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 @cache
@@ -44,7 +47,7 @@ def step_matrices_whole() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_prepare)
 
 
-def _prepare(optimizer: Any, *_: Any) -> None:
+def _prepare(optimizer: Optimizer, *_: object) -> None:
     """Make the last hook before a step create the copy, and the first hook after it write back."""
     if torch.compiler.is_compiling() or is_elementwise(optimizer):
         return
@@ -58,21 +61,21 @@ def _prepare(optimizer: Any, *_: Any) -> None:
         after = optimizer.register_step_post_hook(_hand_on)
         vars(optimizer)[_HOOKS] = before.id, after.id
     first, last = vars(optimizer)[_HOOKS]
-    optimizer._optimizer_step_pre_hooks.move_to_end(first)
-    optimizer._optimizer_step_post_hooks.move_to_end(last, last=False)
+    # torch types its ordered dicts of hooks as dicts.
+    cast(Hooks, optimizer._optimizer_step_pre_hooks).move_to_end(first)
+    cast(Hooks, optimizer._optimizer_step_post_hooks).move_to_end(last, last=False)
 
 
-def _take_apart(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _take_apart(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     step = _WholeStep(optimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return (step.copy, *args[1:]), kwargs
-    if len(args) > 1:
-        return (step.copy, step.around(closure), *args[2:]), kwargs
-    return (step.copy,), {**kwargs, "closure": step.around(closure)}
+    args, kwargs = (step.copy, *args[1:]), dict(kwargs)
+    closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+    if callable(closure):
+        args = (step.copy, step.around(closure), *args[2:])
+    return args, kwargs
 
 
-def _hand_on(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _hand_on(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     step: _WholeStep | None = vars(args[0]).get(_STEP) if args else None
     if step is not None:
         step.hand_on(optimizer)
@@ -81,26 +84,26 @@ def _hand_on(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 class _WholeStep:
     """One step, taken by the optimizer ``copy``."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._here: list[tuple[Any, torch.Tensor]] = []  # parameters and their plain tensors
-        self._elsewhere: list[Any] = []
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # and their plain tensors
+        self._elsewhere: list[torch.Tensor] = []
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         for group, made in zip(optimizer.param_groups, groups, strict=True):
             for param in group["params"]:
                 owner = owning_rank(param)
                 if owner is None:
                     made["params"].append(param)
-                elif owner == param._cut.comm.axes.shard.rank:
+                elif owner == owner_of(param).cut.comm.axes.shard.rank:
                     stand_in = local_of(param).detach().requires_grad_(param.requires_grad)
                     self._here.append((param, stand_in))
                     made["params"].append(stand_in)
                 else:
                     self._elsewhere.append(param)
         self._bring_grads()
-        state: defaultdict[Any, Any] = defaultdict(dict, optimizer.state)
+        state: dict[torch.Tensor, dict[str, object]] = defaultdict(dict, optimizer.state)
         for param in self._elsewhere:
             state.pop(param, None)
-        self._before: dict[int, Mapping[str, Any]] = {}
+        self._before: dict[int, Mapping[str, object]] = {}
         for param, stand_in in self._here:
             self._before[id(param)] = state.pop(param, {})
             if self._before[id(param)]:
@@ -119,10 +122,10 @@ class _WholeStep:
             grad = param.grad
             stand_in.grad = None if grad is None else local_of(grad)
 
-    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def around(self, closure: Callable[[], object]) -> Callable[[], object]:
         """Return a closure that also takes over the gradients it leaves."""
 
-        def closure_and_grads() -> Any:
+        def closure_and_grads() -> object:
             self._count_changes()
             found = closure()
             self._bring_grads()
@@ -135,7 +138,7 @@ class _WholeStep:
         stepped = [*self._elsewhere, *(param for param, _ in self._here)]
         torch.autograd.graph.increment_version([local_of(param) for param in stepped])
 
-    def hand_on(self, optimizer: Any) -> None:
+    def hand_on(self, optimizer: Optimizer) -> None:
         """Write the copy's state, options and attributes back to the optimizer."""
         self._count_changes()
         made, state = vars(self.copy), self.copy.state
@@ -155,7 +158,7 @@ class _WholeStep:
         own = ("param_groups", "state")
         vars(optimizer).update({key: value for key, value in made.items() if key not in own})
 
-    def _kept(self, param: Any, stand_in: torch.Tensor, key: Any, value: Any) -> Any:
+    def _kept(self, param: torch.Tensor, stand_in: torch.Tensor, key: str, value: object) -> object:
         """Return one value of the state to keep: the tensor from before the step, or a new one."""
         given = self._given[id(stand_in)].get(key)
         if isinstance(value, torch.Tensor) and value is given:
@@ -166,10 +169,10 @@ class _WholeStep:
         return owner_of(param).form.like(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return this rank's elements of sharded state, also in lists and dicts; an owner has all."""
     if isinstance(value, DTensor):
         return local_of(value)
     if type(value) is dict:
         return {key: _plain(each) for key, each in value.items()}
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
