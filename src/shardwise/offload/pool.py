@@ -14,7 +14,7 @@ MakeMemory = Callable[[int], torch.Tensor]  # of a number of bytes: uint8
 
 
 class Buffer:
-    """Memory of a `Pool` in use: ``memory``, uint8. The end of a ``with`` releases it.
+    """Memory of a `Pool` in use: ``memory``, uint8, until `release`.
 
     The next write waits for ``last_use`` of the device, if there is one.
     """
@@ -28,12 +28,6 @@ class Buffer:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool._put(self)
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class Pool:
