@@ -198,10 +198,12 @@ def test_names_of_a_run_are_never_markup(tmp_path: Path) -> None:
 
 def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path: Path) -> None:
     path = write_record(tmp_path / "long", num_steps=100_000, num_ranks=64, every=50, num_units=60)
-    page = page_of(path)
+    record = read_run(path, newest=2)
+    page = report_html([ShownRun("one", record)])
     assert len(page.encode()) < LIMIT_BYTES
     assert "100,000" in page and not Outline(page).open
-    assert len(page_of(*[path] * MOST_RUNS).encode()) < LIMIT_BYTES
+    runs = [ShownRun(str(number), record) for number in range(MOST_RUNS)]
+    assert len(report_html(runs).encode()) < LIMIT_BYTES
 
 
 def test_the_memory_picture_has_every_moment_and_the_plan() -> None:

@@ -44,9 +44,9 @@ from shardwise.errors import CollectiveError
 from shardwise.hangs.diagnosis import call_of_error
 from shardwise.hangs.heartbeat import save_under_way
 from shardwise.host import core_wait_s
-from shardwise.monitor.ledger import is_out_of_memory
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live_run import LiveDoctor
+from shardwise.monitor.memory import is_out_of_memory
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
     BAD_VALUES,
