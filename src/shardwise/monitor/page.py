@@ -12,8 +12,8 @@ from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
 from shardwise.monitor.rank_lines import Timeline
 from shardwise.monitor.record import RunRecord
 from shardwise.monitor.summary import (
-    MemoryOfStep,
     figures_of,
+    kinds_shown,
     largest_memory,
     metric_curve,
     not_numbers,
@@ -30,6 +30,7 @@ from shardwise.quantities import format_bytes, format_count, format_duration
 
 MOST_RUNS, LIMIT_BYTES = 8, 300_000
 _MOST_VALUES, _MOST_UNITS, _MOST_SAVES, _MOST_FINDINGS = 9, 60, 12, 25
+_MOST_UNITS_IN_MEMORY = 8
 _COLUMNS, _MOMENTS, _BARS = (
     180,
     160,
@@ -134,36 +135,46 @@ def _time(runs: Sequence[ShownRun]) -> str:
 
 def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
     """Return the values of the section about one run."""
-    record, memory = run.record, largest_memory(run.record)
-    planned: dict[str, int] = {}
-    if memory is not None and run.plan is not None:
-        planned = _planned_lines(run.plan, svg.OTHER in memory.kinds)
-    kinds = {*(memory.kinds if memory else ()), *planned}
+    record = run.record
     return {
         "run": run,
         "facts": record.facts,
         "units": unit_rows(record.facts),
         "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
-        "memory": memory,
-        "planned": planned,
-        "kinds": sorted(kinds, key=svg.order_of_kinds),
-        "memory_svg": _memory(memory, run.name, planned, divisor) if memory else "",
+        "memory": _memory(run, divisor),
         "timeline_svg": _timeline(run, divisor),
     }
 
 
-def _memory(memory: MemoryOfStep, name: str, planned: Mapping[str, int], divisor: int) -> str:
-    title = f"{name}: memory of step {memory.step:,} on rank {memory.rank}"
-    phase, unit, _ = memory.moments[memory.peak]
-    bytes_shown = format_bytes(memory.peak_bytes)
-    return charts.areas_chart(
-        title,
-        [charts.Bar(phase.removesuffix("_end"), kinds) for phase, _, kinds in memory.moments],
-        _MOMENTS // divisor,
-        shown_title=f"{name}: memory",
-        described=f"The largest moment is {phase} of {name_of_unit(unit)}, {bytes_shown}.",
-        beside=charts.Bar("plan", planned) if planned else None,
-    )
+def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
+    """Return the values of the memory of the largest rank; None if none is recorded."""
+    facts, found = run.record.facts, largest_memory(run.record)
+    if found is None:
+        return None
+    (rank, line), is_cpu = found, facts.device == "cpu"
+    moments = [charts.Bar(m.phase, kinds_shown(m, facts)) for m in line.moments]
+    planned = _planned_lines(run.plan, not is_cpu) if run.plan is not None else {}
+    peak, measured = line.moments[line.peak], moments[line.peak].parts
+    whole = format_bytes(sum(measured.values()))
+    units = ((name, sum(kinds.values())) for name, kinds in line.units["device"].items())
+    return {
+        "rank": rank,
+        "step": line.step,
+        "peak": peak,
+        "measured": measured,
+        "planned": planned,
+        "kinds": sorted({k for m in moments for k in m.parts} | {*planned}, key=svg.order_of_kinds),
+        "process_bytes": max(sum(m.device.values()) + m.other for m in line.moments) * is_cpu,
+        "units": sorted(units, key=lambda unit: -unit[1])[:_MOST_UNITS_IN_MEMORY],
+        "svg": charts.areas_chart(
+            f"{run.name}: memory of step {line.step:,} on rank {rank}",
+            [moment._replace(name=moment.name.removesuffix("_end")) for moment in moments],
+            _MOMENTS // divisor,
+            shown_title=f"{run.name}: memory",
+            described=f"The peak is in {peak.phase} of {name_of_unit(peak.unit)}, {whole}.",
+            beside=charts.Bar("plan", planned) if planned else None,
+        ),
+    }
 
 
 def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
