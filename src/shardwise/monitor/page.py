@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from shardwise import charts, svg
@@ -38,6 +38,7 @@ _COLUMNS, _MOMENTS, _BARS = (
 )  # of curves, memory and timelines, for all runs of a page together
 _COARSER = (1, 2, 4, 8)  # by which these are divided where a page is too large
 _RANKS_IN_TIMELINE = 4
+_Curves = tuple[str, Sequence[svg.Curve], bool]  # title, curves, whether the axis begins at 0
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,32 @@ def report_html(runs: Sequence[ShownRun]) -> str:
             raise ConfigError(
                 f"{run.record.path}: nothing is recorded yet: no step is over. Wait for the first"
             )
+    curves = _curves(runs)
     for coarser in _COARSER:
-        page = _page(runs, coarser * len(runs))
+        page = _page(runs, curves, coarser * len(runs))
         if len(page.encode()) < LIMIT_BYTES:
             break
     return page
 
 
-def _page(runs: Sequence[ShownRun], divisor: int) -> str:
+def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> str:
     figures = [figures_of(run.record.steps) for run in runs]
     told = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
+    pictures = [
+        charts.lines_chart(
+            title,
+            [replace(c, points=svg.thin(c.points, _COLUMNS // divisor)) for c in each],
+            from_zero=from_zero,
+        )
+        for title, each, from_zero in curves
+    ]
     return _render(
         "page.html.j2",
         title=", ".join(run.name for run in runs),
         runs=runs,
         parts=[_part(run, divisor) for run in runs],
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
-        curves=_curves(runs, divisor),
+        curves=pictures,
         time_svg=_time(runs),
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
@@ -103,9 +113,9 @@ def _change(shown: FigureRow, first: OverRanks | None, other: OverRanks | None) 
     return f"{share:+,.0f} %", "" if not is_better else "better" if is_better > 0 else "worse"
 
 
-def _curves(runs: Sequence[ShownRun], divisor: int) -> list[str]:
-    """Draw the logged values, and the figures that have more than one value in some run."""
-    most, pictures = _COLUMNS // divisor, []
+def _curves(runs: Sequence[ShownRun]) -> list[_Curves]:
+    """Return the logged values, and the figures that have more than one value in some run."""
+    most, found = _COLUMNS // len(runs), list[_Curves]()
     names = dict.fromkeys(name for r in runs for s in r.record.steps for name in s.values)
     for name in list(names)[:_MOST_VALUES]:
         curves = [
@@ -113,15 +123,15 @@ def _curves(runs: Sequence[ShownRun], divisor: int) -> list[str]:
             for i, r in enumerate(runs)
             for s in (r.record.steps,)
         ]
-        pictures.append(charts.lines_chart(name, curves))
+        found.append((name, curves, False))
     for shown in FIGURES:
         curves = [
             svg.Curve(f"run-{i}", r.name, metric_curve(r.record.steps, shown.metric, most))
             for i, r in enumerate(runs)
         ]
         if any(len({(p.low, p.high) for p in curve.points}) > 1 for curve in curves):
-            pictures.append(charts.lines_chart(shown.title, curves, from_zero=True))
-    return pictures
+            found.append((shown.title, curves, True))
+    return found
 
 
 def _time(runs: Sequence[ShownRun]) -> str:

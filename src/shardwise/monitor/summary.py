@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import NamedTuple
 
 from shardwise import svg
@@ -29,7 +28,7 @@ def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Po
     found = []
     for line in lines:
         value = line.metrics.get(name)
-        if value is not None and _are_finite(value.min, value.median, value.max):
+        if value is not None and None not in (value.min, value.median, value.max):
             low, high = value.min, value.max
             over = line.metrics_over_steps.get(name)
             if over is not None:
@@ -48,7 +47,7 @@ def value_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Poi
         over, value = line.values_over_steps.get(name), line.values.get(name)
         if over is not None:
             found.append(svg.Point(line.step, over.min, over.mean, over.max, line.num_steps))
-        elif value is not None and _are_finite(value):
+        elif value is not None:
             found.append(svg.Point(line.step, value, value, value, line.num_steps))
     return svg.thin(found, most)
 
@@ -61,10 +60,6 @@ def not_numbers(lines: Iterable[StepLine], name: str) -> list[int]:
         if (name in line.values and line.values[name] is None)
         or ((over := line.values_over_steps.get(name)) and over.non_finite)
     ]
-
-
-def _are_finite(*values: float | None) -> bool:
-    return all(isinstance(value, int | float) and isfinite(value) for value in values)
 
 
 def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
