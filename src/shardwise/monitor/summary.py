@@ -28,7 +28,7 @@ def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Po
     found = []
     for line in lines:
         value = line.metrics.get(name)
-        if value is not None and None not in (value.min, value.median, value.max):
+        if value is not None:
             low, high = value.min, value.max
             over = line.metrics_over_steps.get(name)
             if over is not None:
