@@ -68,10 +68,8 @@ def diagnose(run: RunRecord) -> Diagnosis:
         try:
             finding = rule.find(evidence) if run.facts.num_ranks >= rule.min_ranks else None
             judged += rule.codes
-        except (NotEnough, KeyError) as missing:
-            # Lines of other versions, or that somebody has edited, may lack a figure.
-            text = f"the figure {missing}" if isinstance(missing, KeyError) else str(missing)
-            abstentions += [Abstention(code, text) for code in rule.codes]
+        except NotEnough as missing:
+            abstentions += [Abstention(code, str(missing)) for code in rule.codes]
             continue
         if finding is not None:
             found.append(replace(finding, step=run.steps[-1].step if run.steps else None))
