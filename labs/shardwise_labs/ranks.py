@@ -164,7 +164,7 @@ def _run_group(job: Job, num_ranks: int, folder: Path) -> list[Outcome]:
             has_failed, end = True, min(end, time.monotonic() + GRACE_S)
     _stop(ranks)
     return [
-        _found(job, file, rank, num_ranks, scratch)
+        _found(job, file, rank, num_ranks, scratch, ranks[rank].exitcode)
         for file in job.files
         for rank in range(num_ranks)
     ]
@@ -183,7 +183,9 @@ def _stop(ranks: Sequence[BaseProcess]) -> None:
         process.join()
 
 
-def _found(job: Job, file: str, rank: int, num_ranks: int, scratch: Path) -> Outcome:
+def _found(
+    job: Job, file: str, rank: int, num_ranks: int, scratch: Path, exit_code: int | None
+) -> Outcome:
     path = scratch / f"{Path(file).stem}.{rank}.json"
     if path.exists():
         return _outcome(json.loads(path.read_text()))
@@ -196,6 +198,8 @@ def _found(job: Job, file: str, rank: int, num_ranks: int, scratch: Path) -> Out
         outcome.error, outcome.is_waiting = f"line {match[2]} of {match[1]}, in {match[3]}", True
     else:
         outcome.error = "outside of your file" if text else "its process has ended"
+        if exit_code in (-signal.SIGSEGV, -signal.SIGBUS):
+            outcome.error = "its process crashed: was memory read that is freed?"
         outcome.is_waiting = bool(text)
     return outcome
 

@@ -51,7 +51,7 @@ def verdicts(
         paths = [folder / f"answer{index}.py" for index in range(len(texts))]
         for path, text in zip(paths, texts, strict=True):
             path.write_text(text)
-        outcomes = starter.run(Job(number, tuple(map(str, paths)), lab.num_ranks, is_check=True))
+        outcomes = starter.run(Job(number, tuple(map(str, paths)), lab.num_ranks, True, hang_s=4.0))
         found[number] = [
             desk.judged(lab, path, [o for o in outcomes if o.file == str(path)]) for path in paths
         ]
@@ -146,7 +146,11 @@ def test_a_reader_goes_through_a_lab(
             else:
                 assert pair[0] == pair[1], name
     broken = call(app, ["lab", "run", n, lab.broken_file])
-    assert broken.exit_code == 0 and "bytes:" in broken.output and broken.output != shown
+    assert (
+        broken.exit_code == 0
+        and "bytes:" in broken.output
+        and broken.output.split("bytes:\n\n")[1] != shown
+    )
     assert call(app, ["lab", "check", n]).exit_code == 0
     total = len(lab.targets) + 4
     assert f"{total} of {total} targets met" in call(app, ["lab", "list"]).output
@@ -169,16 +173,30 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         found = account(7_000_000_000, ranks, stage=stage, precision=precision)
         return found.device_bytes / 1e9
 
-    first, third = labs()[1], labs()[3]
+    first, second, third, fourth, fifth = (labs()[number] for number in (1, 2, 3, 4, 5))
     for stage in range(4):
         name = "7B replicated" if stage == 0 else f"7B zero{stage}"
         paper = gigabytes(stage, precision="zero_paper")
         assert paper == pytest.approx(first.predict[name].value)
     assert [gigabytes(s) <= 70 for s in range(4)].index(True) == 1
     assert first.decision.answer == "zero1"
+    ddp = account(7_000_000_000, 8, stage=0, precision="fp32").traffic.shard_sent_bytes / 1e9
+    assert ddp / 25 == pytest.approx(second.predict["seconds for 7B on 8 ranks"].value)
+    assert next(n for n in (12.5, 25, 50, 100) if ddp / n <= 2.5) == second.decision.answer
     assert gigabytes(0) == pytest.approx(third.predict["7B replicated, GB per rank"].value)
     assert gigabytes(1) == pytest.approx(third.predict["7B zero1, GB per rank"].value)
     assert next(n for n in (2, 4, 8, 16, 32) if gigabytes(1, n) <= 60) == third.decision.answer
+    assert gigabytes(2) == pytest.approx(fourth.predict["7B zero2, GB per rank"].value)
+    sent = [
+        account(7_000_000_000, 8, stage=stage, accumulation=4).traffic.shard_sent_elements
+        for stage in (1, 2)
+    ]
+    assert sent[1] / sent[0] == fourth.predict["with four micro-batches, over zero1"].value
+    assert gigabytes(3) == pytest.approx(fifth.predict["7B zero3, GB per rank"].value)
+    sent = [account(7_000_000_000, 8, stage=s).traffic.shard_sent_elements for s in (1, 3)]
+    assert sent[1] / sent[0] == fifth.predict["zero3 sends, over zero1"].value
+    assert next(n for n in (2, 4, 8, 16) if gigabytes(3, n) + 2.4 <= 20) == fifth.decision.answer
+    assert gigabytes(1) <= 70 and fourth.decision.answer == "zero1"
 
 
 @pytest.mark.parametrize("number", labs())
