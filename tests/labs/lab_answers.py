@@ -634,4 +634,83 @@ LAB5 = Answers(
         ),
     ],
 )
-ANSWERS = {1: LAB1, 2: LAB2, 3: LAB3, 4: LAB4, 5: LAB5}
+LOOP = """    for size in reversed(unit_bytes):
+        held += size
+        if held >= bucket_bytes:
+            count, held = count + 1, 0
+"""
+SMALL = "num_reductions(unit_bytes, bucket_bytes) >= 2 * num_reductions(unit_bytes, usual_bytes)"
+LARGE = "bucket_bytes >= sum(unit_bytes)"
+MOST = "max(unit_bytes) > sum(unit_bytes) / 2"
+YOUNG = "    return (2 * save_s * failure_s) ** 0.5"
+SLOWDOWN = "    return max(step_s, moved_bytes / bytes_per_second) / step_s"
+LAB10 = Answers(
+    {
+        '"line": None': '"line": 14',
+        '"finding": None': '"finding": "SW004"',
+        '"minutes": None': '"minutes": 60',
+        'latency": None': 'latency": False',
+        'small ones": None': 'small ones": False',
+        'every run": None': 'every run": False',
+    },
+    [
+        Wrong(1, "count", "    return count + (held > 0)", "    return count", "3 in the run, 2"),
+        Wrong(
+            1, "count", "    return count + (held > 0)", "    return count + 1", "6 in the run, 7"
+        ),
+        Wrong(
+            1, "count", LOOP, LOOP.replace(">=", ">"), "units [40, 10, 10], buckets of 20: 1 red"
+        ),
+        Wrong(1, "count", LOOP, LOOP.replace("reversed(unit_bytes)", "unit_bytes"), "3 red"),
+        Wrong(
+            1, "count", LOOP, LOOP.replace("+ 1, 0", "+ 1, held - bucket_bytes"), "6 in the run, 7"
+        ),
+        Wrong(1, "count", LOOP, "    count = len(unit_bytes)\n", "3 in the run, 6 by your rule"),
+        Wrong(2, "buckets", SMALL, SMALL.replace("2 * ", ""), "a healthy run is blamed"),
+        Wrong(2, "buckets", SMALL, SMALL.replace("2 *", "9 *"), "tiny buckets: None, SW010"),
+        Wrong(2, "buckets", LARGE, "bucket_bytes > 2 * usual_bytes and False", "SW011 expected"),
+        Wrong(2, "buckets", LARGE, "bucket_bytes >= max(unit_bytes)", "usual buckets: SW011, None"),
+        Wrong(2, "buckets", f"if {SMALL}", "if bucket_bytes > usual_bytes", "tiny buckets: None"),
+        Wrong(3, "wrapping", MOST, "max(unit_bytes) > sum(unit_bytes)", "SW004 expected"),
+        Wrong(3, "wrapping", MOST, "max(unit_bytes) > min(unit_bytes)", "a healthy run is blamed"),
+        Wrong(3, "wrapping", "if len(unit_bytes) == 1", "if len(unit_bytes) < 4", "SW002, SW004"),
+        Wrong(
+            3, "wrapping", "if len(unit_bytes) == 1", "if not unit_bytes", "one unit: SW004, SW002"
+        ),
+        Wrong(3, "wrapping", MOST, MOST.replace(">", "<"), "a healthy run is blamed"),
+        Wrong(4, "saves", YOUNG, "    return (save_s * failure_s) ** 0.5", "1,039 s lose 4.33 %"),
+        Wrong(
+            4, "saves", YOUNG, "    return 2 * (save_s * failure_s) ** 0.5", "1,470 s lose 4.08 %"
+        ),
+        Wrong(4, "saves", YOUNG, "    return failure_s / 2", "18,000 s lose 25.17 %"),
+        Wrong(4, "saves", YOUNG, "    return 10 * save_s", "300 s lose 10.42 %"),
+        Wrong(4, "saves", YOUNG, "    return (2 * save_s / failure_s) ** 0.5", "lose"),
+        Wrong(
+            5,
+            "offload",
+            SLOWDOWN,
+            "    return 1 + moved_bytes / bytes_per_second / step_s",
+            "copies run beside the step, not after it",
+        ),
+        Wrong(
+            5,
+            "offload",
+            SLOWDOWN,
+            "    return moved_bytes / bytes_per_second / step_s",
+            "is not faster than before",
+        ),
+        Wrong(
+            5, "offload", SLOWDOWN, SLOWDOWN[: -len(" / step_s")], "this is the time of the step"
+        ),
+        Wrong(
+            5,
+            "offload",
+            SLOWDOWN,
+            "    return max(0.0, moved_bytes / bytes_per_second - step_s)",
+            "this is the time that it waits",
+        ),
+        Wrong(5, "offload", SLOWDOWN, "    return 1.0", "1 x, 2 x expected"),
+    ],
+    rough_columns=(1,),
+)
+ANSWERS = {1: LAB1, 2: LAB2, 3: LAB3, 4: LAB4, 5: LAB5, 10: LAB10}

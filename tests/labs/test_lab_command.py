@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli.main import app
 from shardwise.plan import account
+from shardwise.plan.timing.scaling import young_interval_s
 from shardwise_labs import desk
 from shardwise_labs.course import labs, steps_of
 from shardwise_labs.ranks import Job, Starter, write_solutions
@@ -173,7 +176,7 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         found = account(7_000_000_000, ranks, stage=stage, precision=precision)
         return found.device_bytes / 1e9
 
-    first, second, third, fourth, fifth = (labs()[number] for number in (1, 2, 3, 4, 5))
+    first, second, third, fourth, fifth, tenth = labs().values()
     for stage in range(4):
         name = "7B replicated" if stage == 0 else f"7B zero{stage}"
         paper = gigabytes(stage, precision="zero_paper")
@@ -196,6 +199,11 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
     sent = [account(7_000_000_000, 8, stage=s).traffic.shard_sent_elements for s in (1, 3)]
     assert sent[1] / sent[0] == fifth.predict["zero3 sends, over zero1"].value
     assert next(n for n in (2, 4, 8, 16) if gigabytes(3, n) + 2.4 <= 20) == fifth.decision.answer
+    minutes = [young_interval_s(*of) / 60 for of in ((30, 36_000), (20, 360_000))]
+    assert minutes[0] == pytest.approx(
+        tenth.predict["minutes between saves that lose least"].value, rel=0.01
+    )
+    assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
     assert gigabytes(1) <= 70 and fourth.decision.answer == "zero1"
 
 
@@ -206,3 +214,11 @@ def test_lines_of_the_engine_stand_in_its_source(number: int) -> None:
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     for path, code in zip(paths, blocks, strict=True):
         assert code in (ROOT / path).read_text(), path
+
+
+def test_the_doctor_finds_what_lab_10_provokes(tmp_path: Path) -> None:
+    section = steps_of(labs()[10].page)["In the engine"]
+    (script,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    script = script.replace("shardwise ", f"{sys.executable} -m shardwise ")
+    done = subprocess.run(script, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert "SW010" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Your collectives, and the gradients of a model in many messages. What is wrong?
+"""Your collectives, and the gradients of a model in many messages. Find the wrong line.
 
 `shardwise lab run 2 lab02_broken.py` counts messages. Each costs a latency, however small it is.
 """

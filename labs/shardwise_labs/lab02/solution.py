@@ -22,10 +22,10 @@ PREDICT = {
 
 
 def exchange(tensor: Tensor) -> Tensor:
-    """Send `tensor` to the right neighbour; return what comes from the left one, of equal shape."""
+    """Send `tensor` to the right neighbour; return the left one's, of equal shape."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-    # GAP 1. If all ranks send and wait, nobody receives. `dist.isend` begins to send and returns a
+    # GAP 1. If all ranks send and wait, no rank receives. `dist.isend` begins to send and returns a
     # handle; receive with `dist.recv`, then wait for the handle.
     received = torch.empty_like(tensor)
     sending = dist.isend(tensor, right)

@@ -1,4 +1,4 @@
-"""Your ZeRO-2 with buckets: units wait, and a full bucket reduces them all. What is wrong?
+"""Your ZeRO-2 with buckets: units wait, and a full bucket reduces them all. Find the wrong line.
 
 `shardwise lab run 4 lab04_broken.py` shows its bytes.
 """

@@ -1,4 +1,4 @@
-"""Your ZeRO-3 with several modules in a unit. Its peak is far too high. What is wrong?
+"""Your ZeRO-3 with several modules in a unit. Its peak is far too high. Find the wrong line.
 
 `shardwise lab run 5 lab05_broken.py` shows its bytes.
 """

@@ -63,7 +63,7 @@ class ShardedUnit(Unit):
         # END
 
     def reduce(self) -> None:
-        # GAP 5. After the reduction of lab 4 nobody reads the full values any more.
+        # GAP 5. After the reduction of lab 4 the full values are not read any more.
         super().reduce()
         self.free()
         # END
