@@ -4,8 +4,9 @@
 """
 
 import torch
-from lab02_collectives import all_gather, all_reduce, reduce_scatter
 from torch import Tensor
+
+from lab02_collectives import all_gather, all_reduce, reduce_scatter
 
 __all__ = ["all_gather", "all_reduce", "all_reduce_many", "reduce_scatter"]
 

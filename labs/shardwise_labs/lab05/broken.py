@@ -3,9 +3,10 @@
 `shardwise lab run 5 lab05_broken.py` shows its bytes.
 """
 
-import lab05_zero3 as yours
 import torch
 from torch import nn
+
+import lab05_zero3 as yours
 
 GROUP = 4  # modules between the first and the last one that form a unit
 
