@@ -146,6 +146,12 @@ def steps_of(page: str) -> dict[str, str]:
     }
 
 
+def intro_of(page: str) -> str:
+    """Return a page's text between its title and its first section."""
+    _title, _, text = page.partition("\n")
+    return text.split("\n## ")[0].strip()
+
+
 def answers_in(path: Path) -> dict[str, dict[str, object]]:
     """Return PREDICT, CLAIMS, BREAK and DECIDE of a reader's file, without running it.
 

@@ -111,6 +111,19 @@ def test_code_that_raises_or_hangs_is_shown_by_its_own_lines(
     assert "Traceback" not in checked.problem and "shardwise_labs" not in checked.problem
 
 
+def test_a_crash_is_told_with_its_line(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(desk, "run_job", starter.run)
+    write_solutions(tmp_path)
+    path, free = tmp_path / labs()[5].file, "self.values.untyped_storage().resize_(0)\n"
+    path.write_text(solution(5).replace(free, f"{free}        self.values.sum().item()\n"))
+    problem = desk.check(5, path, hang_s=5.0).problem
+    assert re.search(r"was memory read that is freed\? line \d+ of lab05_zero3.py", problem), (
+        problem
+    )
+
+
 def cells(line: str) -> list[str]:
     return re.split(r"  +", line.replace(",", "").strip())
 
@@ -123,7 +136,8 @@ def test_a_reader_goes_through_a_lab(
     lab, n, call = labs()[number], str(number), CliRunner().invoke
     write_solutions(tmp_path)
     (tmp_path / lab.file).unlink(missing_ok=True)
-    assert "Predict" in call(app, ["lab", "start", n]).output
+    started = call(app, ["lab", "start", n]).output
+    assert "Predict" in started and max(map(len, started.splitlines())) <= desk.WIDTH
     assert call(app, ["lab", "start", n]).exit_code == 2  # the file is left as it is
     path = tmp_path / lab.file
     assert path.read_text().count("NotImplementedError") == len(lab.hints)
