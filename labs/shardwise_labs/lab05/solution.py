@@ -29,7 +29,7 @@ class ShardedUnit(Unit):
         super().__init__(module)
         self.is_full = True
         # GAP 1. The shard is a view of the full values so far. Give it its own memory (set
-        # `self.shard.data`; the nn.Parameter object stays), then free the full values.
+        # `self.shard.data`; the nn.Parameter object stays), then free the full values: gap 3.
         self.shard.data = self.values[self.mine].clone()
         self.free()
         # END
