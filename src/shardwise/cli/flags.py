@@ -62,6 +62,24 @@ def print_json(facts: Mapping[str, object]) -> None:
     terminal.say(json.dumps(facts, indent=2) + "\n")
 
 
+def check_target(name: str, path: Path | None) -> None:
+    """Check before a long run that a flag's file can be written. **Raises** ConfigError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"flag {flag_of(name)}: {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"flag {flag_of(name)}: there is no folder {path.parent}; make it first")
+
+
+def write_file(name: str, path: Path, text: str) -> None:
+    """Write what a flag asked for. **Raises** ConfigError where the system refuses."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"flag {flag_of(name)}: {path}: {error.strerror}") from None
+
+
 class Command(TyperCommand):
     """A command that returns its exit code, with plain-text help and its flags by panel.
 

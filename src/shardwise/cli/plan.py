@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwise.cli.flags import print_json, takes_keys
+from shardwise.cli.flags import check_target, print_json, takes_keys, write_file
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
-from shardwise.plan.request import PlanRequest, offload_asked
+from shardwise.plan.request import PlanRequest
 from shardwise.quantities import format_bytes, format_gb
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
         stage=request.stage,
         precision=request.precision,
         optimizer=request.optimizer,
-        offload=offload_asked(request.given),
+        offload=request.offloaded,
         replicas=request.dp_replicate,
         accumulation=request.accumulation or 1,
         reduce_every=request.reduce_every,
@@ -119,7 +119,7 @@ def accounting_view(chosen: Accounting) -> RenderableType:
 def _plan_model(name: str | None, request: PlanRequest) -> int:
     from shardwise.cli.plan_setup import limits_of, padding_notes, set_up, space_of
     from shardwise.cli.plan_tables import plan_view, search_view
-    from shardwise.cli.plan_write import check_target, check_trainable, train_file, write_file
+    from shardwise.cli.run_settings import check_writable, planned_yaml
     from shardwise.plan.planning import asked_of
     from shardwise.plan.planning import plan as make_plan
     from shardwise.plan.report.facts import plan_facts, search_facts
@@ -132,7 +132,7 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     setup = set_up(name, request)
     model, cluster, prices_of = setup.model, setup.cluster, setup.prices_of
     if request.write is not None:
-        check_trainable(model.name, setup.candidate, setup.config)
+        check_writable(model.name, setup.candidate, setup.config)
     if request.search:
         limits, notes = limits_of(setup), setup.notes
         if limits.tokens_per_step is not None and setup.tokens_per_step is None:
@@ -155,7 +155,7 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
             plan_view(made),
         )
     if request.write is not None and winner is not None and setup.config is not None:
-        write_file("write", request.write, train_file(winner, setup.config))
+        write_file("write", request.write, planned_yaml(winner, setup.config))
     if request.html is not None:
         page = full_page(plans_html(plans, reasons), f"Shardwise: {title}")
         write_file("html", request.html, page)

@@ -7,10 +7,9 @@ from typing import Any
 
 import typer
 
-from shardwise.cli.flags import print_json, takes_keys
+from shardwise.cli.flags import check_target, print_json, takes_keys, write_file
 from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
-from shardwise.cli.plan_write import check_target, write_file
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate
@@ -132,7 +131,7 @@ def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
 
 def _sweep(setup: Setup, request: SimulateRequest) -> tuple[ScalingRow, ...]:
     counts = _counts(request.sweep or ())
-    setups = [at_ranks(setup, request, count) for count in counts]
+    setups = [at_ranks(setup, count) for count in counts]
     rows = []
     with step_bar("simulating") as progress:
         for done, (count, each) in enumerate(zip(counts, setups, strict=True), 1):
