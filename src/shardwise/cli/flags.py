@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
+from rich.console import RenderableType
 from typer.core import TyperCommand
 
 from shardwise import terminal
@@ -60,6 +61,16 @@ def command_of(function: Callable[..., int]) -> "Command":
 def print_json(facts: Mapping[str, object]) -> None:
     """Print facts for programs."""
     terminal.say(json.dumps(facts, indent=2) + "\n")
+
+
+def print_found(
+    facts: Callable[[], Mapping[str, object]], view: Callable[[], RenderableType], as_json: bool
+) -> None:
+    """Print facts for programs, or their view for people."""
+    if as_json:
+        print_json(facts())
+    else:
+        terminal.open_console().print(view())
 
 
 def check_target(name: str, path: Path | None) -> None:
