@@ -302,7 +302,7 @@ def _parse_size(text: str) -> int:
     from shardwise.quantities import parse_size
 
     try:
-        return int(parse_size(text))
+        return parse_size(text)
     except ValueError:
         why = "expected a size such as 5GB or 512MiB"
         raise ConfigError(f"--max-shard-size {text!r}: {why}") from None

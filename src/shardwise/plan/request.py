@@ -49,7 +49,7 @@ def _read_tokens(value: object) -> object:
 
 def _read_size(value: object) -> object:
     """Return the bytes of a size above 0; a few bytes without a unit are refused as a slip."""
-    size = parse_size(value)
+    size = parse_size(value) if isinstance(value, str) else value
     if isinstance(size, int) and size <= 0:
         raise ValueError("expected more than 0 bytes")
     if isinstance(size, int) and size < 1 << 20 and not str(value).strip()[-1:].isalpha():
