@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.cli.run_settings import planned_keys, run_of_shape, trainable_degrees
 from shardwise.errors import ConfigError
@@ -30,6 +30,7 @@ from shardwise.plan.request import ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
+from shardwise.stages import LayoutName
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.text import load_tokenizer
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-Layout = Literal["rows", "flat", "matrices"]
 _PADDING_TO_MENTION = 0.03
 _WINDOWS, _MOST_TOKENS = 48, 1 << 22  # of a rank, and of a step of large models
 _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
@@ -348,7 +348,7 @@ def space_of(setup: Setup) -> Space:
     if setup.is_written and setup.config is not None:
         degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
     # Muon steps on whole matrices; finer units are the parts of a block, where the decoder is ours.
-    layouts: tuple[Layout, ...]
+    layouts: tuple[LayoutName, ...]
     layouts = ("matrices",) if base.optimizer == "muon" else ("rows", "flat")
     units: tuple[tuple[str, ...] | None, ...] = (None,)
     if setup.config is not None and not isinstance(model, ShapedModel):

@@ -27,6 +27,7 @@ from shardwise.plan.candidate import (
 )
 from shardwise.precisions import GatherName, ReduceName, plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
+from shardwise.stages import LayoutName, ReduceEvery
 
 _MOST_MICRO_BATCH = 10**6
 _LONGEST = 1 << 24  # tokens of a window
@@ -113,7 +114,7 @@ class StepKeys(BaseModel):
     cp_method: ContextMethod = key("gather", "Degrees", "how attention sees whole windows under cp")
 
     stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
-    layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
+    layout: LayoutName = key("rows", "Sharding", "how parameters are cut")
     gather: GatherName | None = key(
         None, "Sharding", "encoding of matrices that are gathered; unset: the compute dtype"
     )
@@ -123,7 +124,7 @@ class StepKeys(BaseModel):
     gather_block: int = key(
         256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
     )
-    reduce_every: Literal["step", "micro_batch"] | None = key(
+    reduce_every: ReduceEvery | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
     units: Words = key(
