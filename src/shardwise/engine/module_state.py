@@ -68,8 +68,10 @@ def _reduce(engine: Engine, *, last: bool) -> None:
         if not unit.settings.stays_full:
             unit.unpin()
     with engine.conditions.micro_batch(last=last):
-        engine.on_pass([])  # units with gradients on another rank take part, as in any pass
-        engine.on_pass_end()
+        engine.backward.on_pass(
+            []
+        )  # units with gradients on another rank take part, as in any pass
+        engine.backward.on_pass_end()
 
 
 def _has_grad(param: ShardedParam) -> bool:

@@ -22,10 +22,11 @@ from shardwise import __version__
 from shardwise.comm.control import exchange_any
 from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
+from shardwise.engine.backward import CallRules
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, note_state
-from shardwise.engine.runtime import CallRules, Engine
+from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import attach_steppers
 from shardwise.errors import ConfigError, StateError
 from shardwise.homes import Offload
