@@ -49,7 +49,9 @@ class Generators:
     the state from before a block's draws, which other micro-batches' draws must not have changed.
     """
 
-    def __init__(self, device: torch.device, of_cpu: Any, of_device: Any) -> None:
+    def __init__(
+        self, device: torch.device, of_cpu: torch.Tensor, of_device: torch.Tensor | None
+    ) -> None:
         self._device = device
         self._of_cpu = of_cpu
         self._of_device = of_device

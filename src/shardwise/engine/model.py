@@ -233,15 +233,17 @@ class ShardState(ModuleState):
 
     def reshard(self) -> None:
         """Unpin the units; free the full parameters unless a pass runs."""
-        self.engine.unpin("reshard()", self.units)
-        if not self.engine.is_running():
+        engine = self.lazy_init()
+        engine.unpin("reshard()", self.units)
+        if not engine.is_running():
             super().reshard()
 
     def free_after_forward(self, frees: bool) -> None:
         """Free full parameters after forward, or keep them for backward."""
         if frees and not self.frees:
+            stage = self.lazy_init().config.stage.number
             raise ConfigError(
-                f"set_reshard_after_forward(True) at stage {self.engine.config.stage.number}: full "
+                f"set_reshard_after_forward(True) at stage {stage}: full "
                 "parameters stay there; shard(model, stage=3) frees them"
             )
         super().free_after_forward(frees)

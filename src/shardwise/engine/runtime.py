@@ -39,6 +39,9 @@ from shardwise.unit.unit import Unit
 _RANKS = CollectiveId("gather", "(ranks)", 0)
 
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: args, kwargs
+
+
 class Engine:
     """Runs the units of one model, and keeps what they share."""
 
@@ -80,14 +83,14 @@ class Engine:
         self.backward.take_units(units, self._schedule, self.reductions, self.rank_checks)
         self._optional = self.backward.optional
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         """Raise StateError: a copy would share process groups and hooks with the original."""
         raise StateError(
             "copy.deepcopy of what belongs to a sharded model: copy the model itself, the one that "
             "was given to shard()"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise StateError: a pickled model would hold one rank's slices."""
         raise StateError(
             "pickling a sharded model: each rank holds only slices. Pickle model.state_dict() "
@@ -176,7 +179,7 @@ class Engine:
             raise written_while_full(what, written[0])
 
     # -- forward
-    def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Gather the unit, start gathering the next ones, bind the full parameters."""
         self.conditions.rounds.arrive(unit)
         self.backward.forget_cut()
@@ -223,7 +226,7 @@ class Engine:
             return not any(unit.settings.stage.frees_after_forward for unit in self.units)
         return bool(kind == kinds.Vmap)
 
-    def after_forward(self, unit: Unit, output: Any, *, goes_on: bool = False) -> None:
+    def after_forward(self, unit: Unit, output: object, *, goes_on: bool = False) -> None:
         """Unbind the full parameters, register backward hooks on the outputs, free the unit.
 
         It also runs after a forward pass that raised, with ``output`` None. ``goes_on``: another

@@ -178,8 +178,7 @@ class State(ModuleState):
     def lazy_init(self) -> Engine:
         """Return the engine with this call's modules as the root; make it on the first call."""
         if self.engine is not None:
-            made: Engine = self.engine
-            return made
+            return self.engine
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         states = self._states_below()
@@ -221,7 +220,7 @@ class State(ModuleState):
 
         **Raises** StateError inside a pass.
         """
-        if self.engine.is_running():
+        if self.engine is not None and self.engine.is_running():
             raise StateError(
                 f"{what} inside a forward or backward pass: call it between two passes"
             )
@@ -233,13 +232,14 @@ class State(ModuleState):
 
         The first pass compares the settings of the ranks. **Raises** ConfigError on all ranks.
         """
-        states = self.engine.all_states
+        engine = self.lazy_init()
+        states = engine.all_states
         for state in states:
             state.make_ready()
         if any(state.is_emptied for state in states):
-            _check_written(self.engine)
+            _check_written(engine)
         if not self._has_agreed:
-            agree(self.engine.comm.control, list(_facts(self.engine)), "fully_shard()")
+            agree(engine.comm.control, list(_facts(engine)), "fully_shard()")
             self._has_agreed = True
 
     # -- a forward pass of one of the modules (hooks.Watcher)
