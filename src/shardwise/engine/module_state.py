@@ -108,7 +108,7 @@ class ModuleState(_State):
         self.max_in_flight = 1
         self.awaited: set[nn.Module] = set()  # modules of a pass that have not run forward yet
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleState":
+    def __deepcopy__(self, memo: object) -> "ModuleState":
         """Return self; a copied sharded model gets new states afterwards."""
         return self
 
@@ -247,7 +247,7 @@ class GroupView:
         """Tell whether only the sharded parameters exist."""
         return not self.is_unsharded
 
-    def post_backward(self, *_: Any) -> None:
+    def post_backward(self, *_: object) -> None:
         """Do nothing: the end of a pipeline's step reduces all units."""
 
 
