@@ -106,7 +106,7 @@ _RENAMED = {
     "counting": "debug.counting",
     "from_deepspeed": "interop.deepspeed.from_deepspeed",
     "join": "parallel.join",
-    "layer_by_layer": "engine.accumulate.layer_by_layer",
+    "layer_by_layer": "parallel.breadth_first.layer_by_layer",
     "mean_loss": "parallel.mean_loss",
     "spread_experts": "parallel.spread_experts",
     "stats": "debug.stats",
