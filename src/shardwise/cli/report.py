@@ -6,16 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shardwise import terminal
+from shardwise.cli.plan_write import check_target, write_file
+from shardwise.cli.planned_run import config_of, plan_of_loop, plan_of_run, with_planned_gains
 from shardwise.errors import ConfigError, ShardwiseError
-
-if TYPE_CHECKING:
-    from shardwise.monitor.page import ShownRun
-    from shardwise.monitor.record import RunRecord
+from shardwise.monitor.doctor import diagnose
+from shardwise.monitor.page import ShownRun, report_html
+from shardwise.monitor.record import RunRecord, folder_of, read_run
+from shardwise.monitor.timeline import recorded_trace
+from shardwise.quantities import format_bytes
 
 _Runs = Annotated[
     list[Path],
@@ -54,11 +57,6 @@ def report(
     of the same settings is shown beside the measurements. For other loops give the arguments of
     `shardwise plan` with --planned; ranks, stage and degrees are the run's.
     """
-    from shardwise.cli.plan_write import check_target
-    from shardwise.monitor.page import report_html
-    from shardwise.monitor.record import folder_of, read_run
-    from shardwise.monitor.timeline import recorded_trace
-
     page = output if output is not None else folder_of(runs[0]).parent / "report.html"
     if trace is not None and len(runs) > 1:
         raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
@@ -74,9 +72,6 @@ def report(
 
 
 def _write(flag: str, path: Path, text: str) -> None:
-    from shardwise.cli.plan_write import write_file
-    from shardwise.quantities import format_bytes
-
     write_file(flag, path, text)
     opens = ": open it in Perfetto (ui.perfetto.dev)" if flag == "trace" else ""
     terminal.say(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
@@ -84,22 +79,11 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 def _names(runs: Sequence[Path]) -> list[str]:
     """Return names that tell runs apart: their last parts, else their paths."""
-    from shardwise.monitor.record import folder_of
-
     names = [folder_of(path).resolve().parent.name for path in runs]
     return names if len(set(names)) == len(names) else [str(path) for path in runs]
 
 
 def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -> ShownRun:
-    from shardwise.cli.planned_run import (
-        config_of,
-        plan_of_loop,
-        plan_of_run,
-        with_planned_gains,
-    )
-    from shardwise.monitor.doctor import diagnose
-    from shardwise.monitor.page import ShownRun
-
     config, diagnosis = config_of(record), diagnose(record)
     if planned is not None:
         plan, is_of_device = plan_of_loop(planned, record)

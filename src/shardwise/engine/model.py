@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from inspect import getattr_static
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import xxhash
@@ -54,7 +54,7 @@ from shardwise.unit.unit import Gather, Unit
 
 
 def compare_load(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: object
 ) -> None:
     """Compare the state that ranks are about to load into a sharded model, or into a part of one.
 
@@ -265,7 +265,7 @@ class ShardedModule(FSDPModule):
         _hide(self)
         return _copy_by_class(self, lambda module: copy.deepcopy(module, memo))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Raise the engine's error for pickling."""
         return self._get_fsdp_state().engine.__reduce_ex__(protocol)
 

@@ -149,7 +149,7 @@ def _option(value: Any) -> str:
     return str(value) if isinstance(value, bool | int | str | None) else type(value).__name__
 
 
-def _note_step(optimizer: Any, *_: Any) -> None:
+def _note_step(optimizer: Any, *_: object) -> None:
     """Count a step of an optimizer in the checks of each model whose parameters it has."""
     # A wrapper of several optimizers is not counted; each inner optimizer is.
     if torch.compiler.is_compiling() or hasattr(optimizer, "optimizers"):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sum:
-    """The settings of a unit's sums. Units with equal settings share a collective.
+    """The settings of a unit's sums. Units with an equal `key` share a collective.
 
     ``divisor`` turns the sums into means: the number of ranks whose batches they contain.
     ``zero_fill``: a parameter without a gradient on any rank gets zeros. ``in_param_dtype``: unless
@@ -63,6 +63,13 @@ class Sum:
     all_reduces: bool = True
     reduce_scatter: ReduceScatter | None = None
     after_reduce: Callable[[torch.Tensor], object] | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The settings, with a user's functions by identity: they may not be comparable."""
+        own = (self.reduce_scatter, self.after_reduce)
+        same = ((id(getattr(f, "__self__", f)), getattr(f, "__func__", None)) for f in own)
+        return (self.divisor, self.zero_fill, self.in_param_dtype, self.all_reduces, *same)
 
     def start(self, units: Sequence["Unit"]) -> "RunningSum":
         """Pass the units' gradients to the transport."""
