@@ -15,6 +15,7 @@ from shardwise.engine.passes import Passes, in_backward
 from shardwise.engine.rank_checks import RankChecks
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
+from shardwise.engine.seams import Activations
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.param import sum_as_they_come
 from shardwise.unit.states import GradState
@@ -25,7 +26,7 @@ _LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # shown by TORCH
 
 
 @dataclass(frozen=True)
-class CallRules:
+class EngineRules:
     """The rules in which `shard()`, whose are the defaults, and `fully_shard` differ.
 
     ``each_unit_alone``: a unit's collectives start when it runs, in no order that units share, and
@@ -41,7 +42,7 @@ class CallRules:
     where_stays: str = _GATHERED
 
 
-OF_SHARD = CallRules()
+OF_SHARD = EngineRules()
 
 
 class Backward:
@@ -52,18 +53,24 @@ class Backward:
     one has gone through backward. ``runs_grad_hooks``: the user's hooks run now.
     """
 
-    passes: Passes
     rank_checks: RankChecks
     reductions: Reductions
     schedule: Schedule[Unit]
     optional: OptionalUnits
 
-    def __init__(self, comm: Comm, rules: CallRules, conditions: Conditions) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        rules: EngineRules,
+        conditions: Conditions,
+        activations: Activations | None,
+    ) -> None:
         self.num_begun = 0
         self.num_reduced = 0
         self.window_open = False
         self.runs_grad_hooks = False
         self.units: Sequence[Unit] = ()
+        self.passes = Passes(self, activations)
         self._comm = comm
         self._rules = rules
         self._conditions = conditions
@@ -186,10 +193,10 @@ class Backward:
     def forget_cut(self) -> None:
         """Clean up after a backward pass that raised, if the last one did."""
         if self.passes.is_under_way and not in_backward():
-            self.reset()
+            self.drop_pass()
 
-    def reset(self) -> None:
-        """Forget a pass that raised, with its gradients."""
+    def drop_pass(self) -> None:
+        """Drop a pass that raised, with its unreduced gradients."""
         self.passes.forget_forward()
         self.on_cut()
 

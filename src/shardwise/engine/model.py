@@ -162,9 +162,9 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         made.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
     known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}
-    for rows in unit.grads.apart:
+    for rows in unit.grads.rows_apart:
         of_copies = tuple(known[id(param)] for param in rows.params)
-        made.grads.apart.append(replace(rows, params=of_copies))
+        made.grads.rows_apart.append(replace(rows, params=of_copies))
     made.lay_out(list(storages.values()))
     for storage in made.storages:  # last, because the full parameters are views of it
         storage.free()

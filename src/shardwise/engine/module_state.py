@@ -68,9 +68,8 @@ def _reduce(engine: Engine, *, last: bool) -> None:
         if not unit.settings.stays_full:
             unit.unpin()
     with engine.conditions.micro_batch(last=last):
-        engine.backward.on_pass(
-            []
-        )  # units with gradients on another rank take part, as in any pass
+        # Units with gradients on another rank alone take part, as in any pass.
+        engine.backward.on_pass([])
         engine.backward.on_pass_end()
 
 

@@ -16,7 +16,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
 from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
-from shardwise.engine.backward import OF_SHARD, Backward, CallRules, log_event
+from shardwise.engine.backward import OF_SHARD, Backward, EngineRules, log_event
 from shardwise.engine.conditions import Conditions
 from shardwise.engine.misuse import (
     refuse_strangers,
@@ -24,7 +24,7 @@ from shardwise.engine.misuse import (
     written_in_forward,
     written_while_full,
 )
-from shardwise.engine.passes import Passes, in_backward
+from shardwise.engine.passes import in_backward
 from shardwise.engine.rank_checks import RankChecks
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
@@ -50,7 +50,7 @@ class Engine:
         config: ShardConfig,
         comm: Comm,
         ledger: FullParamLedger,
-        rules: CallRules = OF_SHARD,
+        rules: EngineRules = OF_SHARD,
     ) -> None:
         self.config = config
         self.rules = rules
@@ -62,8 +62,8 @@ class Engine:
         self.activations = activations_of(
             config.offload, comm, lambda: (s.full for unit in self.units for s in unit.storages)
         )
-        self.backward = Backward(comm, rules, self.conditions)
-        self.passes = self.backward.passes = Passes(self.backward, self.activations)
+        self.backward = Backward(comm, rules, self.conditions, self.activations)
+        self.passes = self.backward.passes
         self._num_calls = 0
         self.take_units([])
 
@@ -145,9 +145,12 @@ class Engine:
             return True
         if any(unit.is_deferred for unit in self.units):
             return True
-        params = (param for unit in self.units for param in unit.params)
-        is_partial = any(unit.grad_state is GradState.PARTIAL for unit in self.units)
-        return self.backward.window_open and (is_partial or any(p.grad is not None for p in params))
+        if not self.backward.window_open:
+            return False
+        unread = (GradState.PARTIAL, GradState.REDUCING)
+        if any(unit.grad_state in unread for unit in self.units):
+            return True
+        return any(param.grad is not None for unit in self.units for param in unit.params)
 
     def rest(self, what: str) -> None:
         """Finish background steps and writes, and unpin all units, for ``what``.
@@ -191,7 +194,7 @@ class Engine:
         log_event("pre_forward", unit)
         self._optional.visit_forward(unit)
         call = self.passes.enter(unit)
-        call.backward_is_next = self.conditions.rounds.visit(self._schedule, call)
+        call.backward_is_next = self.conditions.rounds.gather(self._schedule, call)
         unit.comm.tracer.mark_begin("recompute" if call.in_backward else "forward", unit.name)
         unit.slots.bind()
         dtype = unit.precision.param if unit.precision.cast_inputs else None
@@ -293,6 +296,6 @@ class Engine:
 
     def reset(self) -> None:
         """Forget a pass that raised, with its gradients."""
-        self.backward.reset()
+        self.backward.drop_pass()
         for state in self.all_states:
             state.awaited.clear()

@@ -313,10 +313,10 @@ class _Rounds(Alone):
             raise _Ended
         self._resume(lane, unit)
 
-    def visit(self, schedule: Any, call: Call) -> bool:
+    def gather(self, schedule: Any, call: Call) -> bool:
         """Gather the unit for the round's first micro-batch; tell whether its backward is next."""
         if self._running is self._lanes[0]:
-            self._backward_is_next = super().visit(schedule, call)
+            self._backward_is_next = super().gather(schedule, call)
             self._mates = weakref.WeakSet[Call]()
         else:
             call.unit.finish_unshard()  # gathered already, unless a module returned None

@@ -172,7 +172,7 @@ class RunningSum:
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
-            for rows in unit.grads.apart:
+            for rows in unit.grads.rows_apart:
                 params = [param for param in rows.params if param.is_trained]
                 items += self._start_storage(unit, rows, params)
         collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
@@ -388,7 +388,7 @@ class RunningSum:
 
 def _sums_in_half(unit: "Unit") -> bool:
     """Tell whether gradients of a unit are summed in float16."""
-    parts: list[Storage | RowsApart] = [*unit.storages, *unit.grads.apart]
+    parts: list[Storage | RowsApart] = [*unit.storages, *unit.grads.rows_apart]
     dtypes = (unit.reduce_dtype_of(part.master_dtype) or part.compute_dtype for part in parts)
     return torch.float16 in dtypes
 
@@ -417,7 +417,7 @@ def _may_defer(units: Sequence["Unit"]) -> bool:
         return False
     if first.settings.stands_while_full and first.grads.sums.all_reduces:
         return False
-    return all(unit.home is None and not unit.grads.apart for unit in units)
+    return all(unit.home is None and not unit.grads.rows_apart for unit in units)
 
 
 def _coding_of(unit: "Unit", shape: tuple[int, ...]) -> Coding | None:

@@ -22,7 +22,7 @@ from shardwise import __version__
 from shardwise.comm.control import exchange_any
 from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
-from shardwise.engine.backward import CallRules
+from shardwise.engine.backward import EngineRules
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, note_state
@@ -42,7 +42,7 @@ from shardwise.unit.unit import Unit
 _ACTIVATIONS = Offload(activations="cpu")
 
 
-_RULES = CallRules(
+_RULES = EngineRules(
     each_unit_alone=True,
     owns_all=False,  # `ignored_params`
     allows_jvp=True,
