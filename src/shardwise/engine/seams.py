@@ -4,6 +4,7 @@ The core does not import these packages. A function here imports one if a model 
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib import import_module
 from typing import Protocol
 
@@ -54,7 +55,8 @@ def activations_of(
 def attach_steppers(units: Iterable[Unit]) -> None:
     """Load the steps as plain tensors, of offloaded units, and of matrices that have an owner."""
     units = list(units)
-    import_module("shardwise.step.local_step").step_as_plain_tensors()
+    with suppress(ImportError):  # without that room, operations on shards make the same steps
+        import_module("shardwise.step.local_step").step_as_plain_tensors()
     if any(unit.home is not None for unit in units):
         import_module("shardwise.step.overlap").overlap_offloaded()
     if any(param.cut.owner is not None for unit in units for param in unit.params if param.has_cut):
