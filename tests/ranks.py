@@ -12,7 +12,8 @@ tests: none depends on how fast a machine is, or on what else it does.
 `start_ranks` gives a call its own processes, which a test may stop or kill, and a handle that says
 how each of them ended.
 
-`fn` is found by its module and name, so it must stand at the top level of a test module.
+`fn` is found by its module and name, so it must stand at the top level of a test module. A test
+that does nothing but call one is written as one function, under `on_ranks`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -40,6 +43,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as redistribution
@@ -263,6 +267,40 @@ def run_ranks(
     ranks = pool if pool is not None else _open_ranks(world_size, fresh=fresh)
     ranks.submit(fn, args, kwargs)
     return _results(ranks, timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A function under `on_ranks`, by its name, where the test stands."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name).body(*args, **kwargs)
+
+
+def on_ranks(*sizes: Any, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of `fn(rank, world_size, ...)`, which every rank of each size calls.
+
+    Its other parameters are those of the test: fixtures, and what `parametrize` gives. Without
+    sizes, `parametrize` gives the world size too. `fn` itself is the test's `body`.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Any:
+        _, size, *others = inspect.signature(fn).parameters.values()
+
+        def test(**given: Any) -> None:
+            world_size = given.pop(size.name)
+            run_ranks(_Body(fn.__module__, fn.__name__), world_size, **given, **options)
+
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(fn, name))
+        test.__signature__ = inspect.Signature([size, *others])  # type: ignore[attr-defined]
+        test.body = fn  # type: ignore[attr-defined]
+        return pytest.mark.parametrize(size.name, sizes)(test) if sizes else test
+
+    return decorate
 
 
 def run_sizes(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import Block, Checkpointed, OddModel, Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import Axes, accumulate, fully_shard, shard
 from shardwise.config import Schedule, Units
 from shardwise.debug import stats
@@ -103,31 +103,28 @@ def ways() -> list[Callable[[], Any]]:
     ]
 
 
-def as_accumulated(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_losses_and_steps_have_the_bits_of_an_accumulation_window(
+    rank: int, world_size: int
+) -> None:
     for number, make in enumerate(ways()):
         found, expected = train(make, vertically, rank), train(make, one_by_one, rank)
         assert all(map(torch.equal, found, expected)), number
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_losses_and_steps_have_the_bits_of_an_accumulation_window(world_size: int) -> None:
-    run_ranks(as_accumulated, world_size)
-
-
-def with_offload(rank: int, world_size: int, folder: Path) -> None:
-    for offload, precision in itertools.product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
+@on_ranks(1, 3)
+def test_offloaded_parameters_and_state_give_the_same_bits(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    for offload, precision in itertools.product(("cpu", f"nvme:{tmp_path}"), ("fp32", "bf16")):
         options: Any = {"precision": precision, "schedule": Schedule(reduce_every="step")}
         found = train(lambda o=options, p=offload: shard(Stack(), offload=p, **o), vertically, rank)  # type: ignore[misc]
         expected = train(lambda o=options: shard(Stack(), **o), one_by_one, rank)  # type: ignore[misc]
         assert all(map(torch.equal, found, expected)), (offload, precision)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_offloaded_parameters_and_state_give_the_same_bits(world_size: int, tmp_path: Path) -> None:
-    run_ranks(with_offload, world_size, tmp_path)
-
-
-def of_fully_shard(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_models_of_fully_shard_give_the_same_bits(rank: int, world_size: int) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     for policy in (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
@@ -147,11 +144,6 @@ def of_fully_shard(rank: int, world_size: int) -> None:
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_models_of_fully_shard_give_the_same_bits(world_size: int) -> None:
-    run_ranks(of_fully_shard, world_size)
-
-
 def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
     before = stats(model)
     run()
@@ -162,7 +154,12 @@ def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter
     )
 
 
-def count(rank: int, world_size: int, kind: type[nn.Module], precision: str) -> None:
+@pytest.mark.parametrize("kind", [Stack, Checkpointed])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(3)
+def test_all_micro_batches_together_gather_and_reduce_what_one_does(
+    rank: int, world_size: int, kind: type[nn.Module], precision: str
+) -> None:
     """What all micro-batches send together is what one alone sends."""
     for stage in range(4):
         model = shard(kind(), stage=stage, precision=precision, schedule=Schedule(bucket_bytes=0))
@@ -184,15 +181,10 @@ def count(rank: int, world_size: int, kind: type[nn.Module], precision: str) -> 
             assert apart[0]["shard.all_gather"] == NUM * gathers
 
 
-@pytest.mark.parametrize("kind", [Stack, Checkpointed])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_all_micro_batches_together_gather_and_reduce_what_one_does(
-    kind: type[nn.Module], precision: str
+@on_ranks(1, 3)
+def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(
+    rank: int, world_size: int
 ) -> None:
-    run_ranks(count, 3, kind, precision)
-
-
-def fetch(rank: int, world_size: int) -> None:
     """Slices on the host are fetched once per unit in forward, once in backward."""
     from shardwise.offload.home import Home
 
@@ -220,11 +212,6 @@ def fetch(rank: int, world_size: int) -> None:
     assert found[3] > found[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(world_size: int) -> None:
-    run_ranks(fetch, world_size)
-
-
 class Watched(Block):
     """Notes each call, and how many of its inner tensors are alive then."""
 
@@ -250,7 +237,10 @@ class WatchedStack(Checkpointed):
             block.number, block.log, block.alive = number, self.log, alive  # type: ignore[assignment]
 
 
-def recompute(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time(
+    rank: int, world_size: int
+) -> None:
     model = shard(WatchedStack())
     batches = [torch.randn(rows, 8) for rows in (2, 3, 4)]
     for _ in range(2):
@@ -261,14 +251,10 @@ def recompute(rank: int, world_size: int) -> None:
         assert [alive for _, _, alive in model.log] == [0] * 9
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time(
-    world_size: int,
+@on_ranks(1, 3)
+def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(
+    rank: int, world_size: int
 ) -> None:
-    run_ranks(recompute, world_size)
-
-
-def sum_in_another_order(rank: int, world_size: int) -> None:
     """Tied weights get gradients at both ends of the model, in float64 all but equal."""
     results = []
     for passes in (vertically, one_by_one):
@@ -296,14 +282,8 @@ def sum_in_another_order(rank: int, world_size: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(
-    world_size: int,
-) -> None:
-    run_ranks(sum_in_another_order, world_size)
-
-
-def window(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_an_accumulation_window_works_around_it(rank: int, world_size: int) -> None:
     results = []
     batches = batches_of(rank, 0) + batches_of(rank, 1)
     for vertical in (True, False):
@@ -317,11 +297,6 @@ def window(rank: int, world_size: int) -> None:
             one_by_one(model, batches)
         results.append([p.grad.full_tensor() for p in model.parameters()])
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_accumulation_window_works_around_it(world_size: int) -> None:
-    run_ranks(window, world_size)
 
 
 class CheckpointedInside(Stack):
@@ -388,7 +363,10 @@ def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn() ->
     run_ranks(draw, 1)
 
 
-def surround(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(
+    rank: int, world_size: int
+) -> None:
     model = shard(Stack())
     batches = batches_of(rank, 0)
     packed: list[int] = []
@@ -421,11 +399,6 @@ def surround(rank: int, world_size: int) -> None:
     assert len(packed) > NUM * 3
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(world_size: int) -> None:
-    run_ranks(surround, world_size)
-
-
 class Failing(Block):
     calls_left = -1
 
@@ -436,7 +409,10 @@ class Failing(Block):
         return super().forward(x)
 
 
-def fail(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(
+    rank: int, world_size: int
+) -> None:
     torch.manual_seed(0)
     model: Any = Stack()
     model.blocks[1].__class__ = Failing
@@ -487,16 +463,12 @@ def fail(rank: int, world_size: int) -> None:
             layer_by_layer(stage, partial(loss_of, stage), batches)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(world_size: int) -> None:
-    run_ranks(fail, world_size)
-
-
 class Interrupted(Exception):
     pass
 
 
-def interrupt(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_an_interrupt_ends_all_micro_batches_and_none_is_kept(rank: int, world_size: int) -> None:
     """A signal reaches the thread that waits for the micro-batches; nothing is left of them."""
 
     def raise_it(*_: Any) -> None:
@@ -524,7 +496,3 @@ def interrupt(rank: int, world_size: int) -> None:
         assert not any(ref() is not None for ref in alive)  # nor by a cycle of references
     finally:
         gc.enable()
-
-
-def test_an_interrupt_ends_all_micro_batches_and_none_is_kept() -> None:
-    run_ranks(interrupt, 1)

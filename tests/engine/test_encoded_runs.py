@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import shardwise
 from block_codes import decoded, wire_bytes
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import Axes, Offload, Precision, describe, gathered, shard
 from shardwise.check import gradients as check_gradients
 from shardwise.debug import stats
@@ -180,7 +180,10 @@ def test_rows_of_whole_blocks_arrive_alike_on_any_number_of_ranks() -> None:
     assert torch.equal(found[0], found[2])
 
 
-def has_odd_numbers(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3, 7)
+def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(
+    rank: int, num_ranks: int
+) -> None:
     """One of each kind in a row of its own; the rows between are ordinary, and stay so."""
     odd = [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max, 1e-45, -0.0]
     for kind in KINDS:
@@ -201,14 +204,16 @@ def has_odd_numbers(rank: int, num_ranks: int) -> None:
         assert int(wanted.isnan().sum()) == 3 * BLOCK
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 7])
-def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(num_ranks: int) -> None:
-    run_ranks(has_odd_numbers, num_ranks)
-
-
 # -- where slices rest, and what they are cut over
-def rests_elsewhere(rank: int, num_ranks: int, folder: Path) -> None:
-    homes: list[Any] = ["cpu", f"nvme:{folder}", Offload("cpu", optimizer="cpu", step_on="device")]
+@on_ranks(1, 2)
+def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(
+    rank: int, num_ranks: int, tmp_path: Path
+) -> None:
+    homes: list[Any] = [
+        "cpu",
+        f"nvme:{tmp_path}",
+        Offload("cpu", optimizer="cpu", step_on="device"),
+    ]
     homes.append(Offload(optimizer="cpu"))  # at stage 2
     for number, home in enumerate(homes):
         kind, stage = KINDS[number % 3], 2 if number == 3 else 3 - number % 2
@@ -220,14 +225,8 @@ def rests_elsewhere(rank: int, num_ranks: int, folder: Path) -> None:
         assert all(map(torch.equal, *runs)), home
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(
-    num_ranks: int, tmp_path: Path
-) -> None:
-    run_ranks(rests_elsewhere, num_ranks, tmp_path)
-
-
-def over_replicas(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_replicas_see_the_same(rank: int, num_ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for kind in KINDS:
         model = make(kind, mesh=mesh)
@@ -236,25 +235,6 @@ def over_replicas(rank: int, num_ranks: int) -> None:
         full = exact(model)
         model(batch(rank))
         assert_seen(model, full, kind, 2)
-
-
-def test_replicas_see_the_same() -> None:
-    run_ranks(over_replicas, 4)
-
-
-def over_layers(rank: int, num_ranks: int) -> None:
-    axes = Axes(dp_shard=2, tp=2)
-    for kind in KINDS:
-        torch.manual_seed(1)
-        model = parallelize_module(
-            Net(width=24), axes["tp"], {"up": ColwiseParallel(use_local_output=True)}
-        )
-        model.forward = lambda x, of=model: Net.forward(of, x)  # type: ignore[method-assign]
-        made = make(kind, model=_Up(model.up), mesh=axes)
-        full = made.weight_of().full_tensor().detach()
-        made(batch(rank))
-        mine = full.chunk(2)[axes["tp"].get_local_rank()]
-        assert torch.equal(made.seen, of_rows(mine, kind, 2))
 
 
 class _Up(nn.Module):
@@ -272,8 +252,20 @@ class _Up(nn.Module):
         return self.up(x)
 
 
-def test_a_tensor_parallel_layers_own_rows_are_encoded() -> None:
-    run_ranks(over_layers, 4)
+@on_ranks(4)
+def test_a_tensor_parallel_layers_own_rows_are_encoded(rank: int, num_ranks: int) -> None:
+    axes = Axes(dp_shard=2, tp=2)
+    for kind in KINDS:
+        torch.manual_seed(1)
+        model = parallelize_module(
+            Net(width=24), axes["tp"], {"up": ColwiseParallel(use_local_output=True)}
+        )
+        model.forward = lambda x, of=model: Net.forward(of, x)  # type: ignore[method-assign]
+        made = make(kind, model=_Up(model.up), mesh=axes)
+        full = made.weight_of().full_tensor().detach()
+        made(batch(rank))
+        mine = full.chunk(2)[axes["tp"].get_local_rank()]
+        assert torch.equal(made.seen, of_rows(mine, kind, 2))
 
 
 def gathered_units(config: TrainConfig, num_ranks: int) -> dict[str, tuple[Tensor, int]]:
@@ -290,16 +282,6 @@ def gathered_units(config: TrainConfig, num_ranks: int) -> dict[str, tuple[Tenso
     return found
 
 
-def over_axes(rank: int, num_ranks: int, degrees: dict[str, Any]) -> None:
-    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "vocab": 64}
-    config = TrainConfig(**sizes, **degrees)
-    exact_ones = gathered_units(config, num_ranks)
-    for kind in KINDS:
-        coded = config.model_copy(update={"gather": kind, "gather_block": BLOCK})
-        for name, (seen, over) in gathered_units(coded, num_ranks).items():
-            assert torch.equal(seen, of_rows(exact_ones[name][0], kind, over)), (name, over)
-
-
 @pytest.mark.parametrize(
     "degrees",
     [
@@ -311,12 +293,22 @@ def over_axes(rank: int, num_ranks: int, degrees: dict[str, Any]) -> None:
     ],
     ids=lambda degrees: "+".join(degrees),
 )
-def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(degrees: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(
+    rank: int, num_ranks: int, degrees: dict[str, Any]
+) -> None:
     """Of four ranks: experts are cut over others than the rest of a layer."""
-    run_ranks(over_axes, 4, degrees)
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "vocab": 64}
+    config = TrainConfig(**sizes, **degrees)
+    exact_ones = gathered_units(config, num_ranks)
+    for kind in KINDS:
+        coded = config.model_copy(update={"gather": kind, "gather_block": BLOCK})
+        for name, (seen, over) in gathered_units(coded, num_ranks).items():
+            assert torch.equal(seen, of_rows(exact_ones[name][0], kind, over)), (name, over)
 
 
-def frozen_base(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_a_frozen_base_is_encoded_and_stays_as_it_is(rank: int, num_ranks: int) -> None:
     """As with LoRA: a frozen base beside what is trained."""
     for stage in (2, 3):
         model = make("int4", torch.bfloat16, stage=stage, frozen=True)
@@ -332,10 +324,6 @@ def frozen_base(rank: int, num_ranks: int) -> None:
         assert torch.equal(model.seen["up.weight"], arrived)
         if stage == 2:  # what does not change is gathered once
             assert sent[0] > sent[1] == sent[2] > 0
-
-
-def test_a_frozen_base_is_encoded_and_stays_as_it_is() -> None:
-    run_ranks(frozen_base, 3)
 
 
 # -- bytes
@@ -385,7 +373,8 @@ def test_in_flat_ranges_all_send_as_much_as_the_longest_share() -> None:
             assert 0 <= sent[kind] - (383 * wire_bytes(256, kind, 256) + 2 * 512) < 8
 
 
-def whole_numbers(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_whole_numbers_travel_as_they_are(rank: int, num_ranks: int) -> None:
     model = nn.Linear(16, 6)
     table = torch.arange(60).reshape(6, 10)
     model.table = nn.Parameter(table.clone(), requires_grad=False)  # type: ignore[assignment]
@@ -397,12 +386,15 @@ def whole_numbers(rank: int, num_ranks: int) -> None:
     assert torch.equal(seen[0], table)
 
 
-def test_whole_numbers_travel_as_they_are() -> None:
-    run_ranks(whole_numbers, 2)
-
-
 # -- what else reads a model
-def is_read(rank: int, num_ranks: int) -> None:
+def _storages(model: Any) -> list[Any]:
+    return [storage for unit in engine_of(model).units for storage in unit.storages]
+
+
+@on_ranks(2)
+def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format(
+    rank: int, num_ranks: int
+) -> None:
     model = make("int4")
     before = exact(model)
     model(batch(rank)).sum().backward()
@@ -424,15 +416,8 @@ def is_read(rank: int, num_ranks: int) -> None:
         make("int8" if rank else "int4")
 
 
-def _storages(model: Any) -> list[Any]:
-    return [storage for unit in engine_of(model).units for storage in unit.storages]
-
-
-def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format() -> None:
-    run_ranks(is_read, 2)
-
-
-def refuses(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_is_refused_before_anything_changes(rank: int, num_ranks: int) -> None:
     for wrong, match in (
         ({"gather": "int9"}, "int9.*did you mean 'int8'"),
         ({"gather": "int8", "block": 24}, "block=24: expected a multiple of 16"),
@@ -453,12 +438,13 @@ def refuses(rank: int, num_ranks: int) -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-def test_what_cannot_be_is_refused_before_anything_changes() -> None:
-    run_ranks(refuses, 1)
-
-
 # -- what happens to users of other systems, by its number there
-def survives(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_encoded_weights_train_in_bf16_on_three_ranks(rank: int, num_ranks: int) -> None:
+    """DeepSpeed #4852 and #4886 (a crash in bf16), #6926 and #5059 (a loss that does not move).
+
+    And #4386: three ranks share what is no multiple of 8.
+    """
     generator = torch.Generator().manual_seed(0)
     for kind in KINDS:
         model = make(kind, torch.bfloat16)
@@ -476,15 +462,9 @@ def survives(rank: int, num_ranks: int) -> None:
         assert losses[-1] < 0.5 * losses[0], (kind, losses)
 
 
-def test_encoded_weights_train_in_bf16_on_three_ranks() -> None:
-    """DeepSpeed #4852 and #4886 (a crash in bf16), #6926 and #5059 (a loss that does not move).
-
-    And #4386: three ranks share what is no multiple of 8.
-    """
-    run_ranks(survives, 3)
-
-
-def uneven(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_fp8_gathers_take_uneven_and_empty_shards(rank: int, num_ranks: int) -> None:
+    """pytorch/ao #3982, #3983: a crash where rows do not divide, or a rank has none."""
     for rows in (1, 2, 7):
         torch.manual_seed(0)
         layer = nn.Linear(40, rows, bias=False)
@@ -496,12 +476,9 @@ def uneven(rank: int, num_ranks: int) -> None:
         assert torch.equal(seen[0], of_rows(kept, "fp8", num_ranks))
 
 
-def test_fp8_gathers_take_uneven_and_empty_shards() -> None:
-    """pytorch/ao #3982, #3983: a crash where rows do not divide, or a rank has none."""
-    run_ranks(uneven, 3)
-
-
-def is_coded(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_was_asked_for_is_what_travels(rank: int, num_ranks: int) -> None:
+    """torchtitan #3123: gathers in fp8 were asked for, and bf16 travelled, without a word."""
     for param in (None, torch.bfloat16, torch.float16):
         for layout in ("rows", "flat"):
             sent = {}
@@ -511,8 +488,3 @@ def is_coded(rank: int, num_ranks: int) -> None:
                 sent[kind] = stats(model).sent_bytes["shard.all_gather"]
             size = 4 if param is None else 2
             assert sent["fp8"] < sent[None] * (1.45 / size), (param, layout)  # type: ignore[index]
-
-
-def test_what_was_asked_for_is_what_travels() -> None:
-    """torchtitan #3123: gathers in fp8 were asked for, and bf16 travelled, without a word."""
-    run_ranks(is_coded, 2)

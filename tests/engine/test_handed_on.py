@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Block, Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import fully_shard
 from trainer import SPREAD, compare
 
@@ -49,7 +49,8 @@ def test_a_unit_is_not_over_when_one_that_handed_its_output_on_begins(
     run_ranks(compare, world_size, make_model, settings)
 
 
-def compare_fully_shard(rank: int, world: int) -> None:
+@on_ranks(1, 2)
+def test_fully_shard_too_frees_no_unit_before_its_backward(rank: int, world: int) -> None:
     for frees in (None, True, False):
         torch.manual_seed(0)
         plain, model = Wrapped(), Wrapped()
@@ -65,8 +66,3 @@ def compare_fully_shard(rank: int, world: int) -> None:
             assert (param.grad is None) == (expected.grad is None), name
             if expected.grad is not None:  # alike on all ranks, so the mean has the same bits
                 assert torch.equal(param.grad.full_tensor(), expected.grad), name
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fully_shard_too_frees_no_unit_before_its_backward(world_size: int) -> None:
-    run_ranks(compare_fully_shard, world_size)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models import Block, Stack
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import shard
 from trainer import (
     SPREAD,
@@ -290,7 +290,9 @@ TWO_BACKWARDS = [
 ]
 
 
-def compare_two_backwards(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", TWO_BACKWARDS)
+@on_ranks(2)
+def test_gradients_add_up_over(rank: int, world_size: int, kind: str) -> None:
     """Every rank has the same batch, so that the mean is the plain gradient, to the bit at N=2."""
     batch = torch.linspace(-1, 1, 24).view(3, 8)
     torch.manual_seed(0)
@@ -300,11 +302,6 @@ def compare_two_backwards(rank: int, world_size: int, kind: str) -> None:
         model = shard(Stack(), **options)
         grads = gradients_of_two_backwards(model, batch, kind)
         assert_same_bits(grads, expected)
-
-
-@pytest.mark.parametrize("kind", TWO_BACKWARDS)
-def test_gradients_add_up_over(kind: str) -> None:
-    run_ranks(compare_two_backwards, 2, kind)
 
 
 def evaluating_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -340,7 +337,8 @@ class NormalisedUnits(Stack):
     block_class = NormBlock
 
 
-def compare_buffers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_batch_norm_keeps_its_statistics(rank: int, world_size: int) -> None:
     """Feed every rank the same batches, then the plain model has the same statistics."""
     steps = [[by_rank[:1] * world_size for by_rank in m] for m in make_steps(1, 3)]
     for options in SPREAD:
@@ -357,10 +355,6 @@ def compare_buffers(rank: int, world_size: int) -> None:
                 optimizer.zero_grad()
             found.append({**full_parameters(model), **dict(model.named_buffers())})
         assert_same_bits(found[1], found[0])
-
-
-def test_batch_norm_keeps_its_statistics() -> None:
-    run_ranks(compare_buffers, 2)
 
 
 def train_with_user_hooks(model: nn.Module, batch: Tensor) -> tuple[Any, Any]:
@@ -380,7 +374,10 @@ def train_with_user_hooks(model: nn.Module, batch: Tensor) -> tuple[Any, Any]:
     return seen, full_grads(model)
 
 
-def compare_user_hooks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hooks_of_the_user_see_and_change_what_they_would_without_shards(
+    rank: int, world_size: int
+) -> None:
     batch = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
     torch.manual_seed(0)
     seen, grads = train_with_user_hooks(Stack(), batch)
@@ -390,7 +387,3 @@ def compare_user_hooks(rank: int, world_size: int) -> None:
         seen_sharded, grads_sharded = train_with_user_hooks(shard(Stack(), **options), batch)
         assert seen_sharded == seen
         assert_same_bits(grads_sharded, grads)
-
-
-def test_hooks_of_the_user_see_and_change_what_they_would_without_shards() -> None:
-    run_ranks(compare_user_hooks, 2)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from models import Block, Checkpointed, Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
 from shardwise import ShardTensor, shard
 from shardwise.debug import stats
@@ -185,7 +185,8 @@ def test_a_unit_that_is_recomputed_from_outside_takes_the_same_steps(
     run_ranks(compare, 3, make_model, [{"stage": stage, "units": units} for stage in (2, 3)])
 
 
-def backward_twice(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_a_graph_with_a_recomputed_region_runs_backward_twice(rank: int, world_size: int) -> None:
     results = []
     for stage in (None, 2, 3):
         torch.manual_seed(0)
@@ -201,11 +202,6 @@ def backward_twice(rank: int, world_size: int) -> None:
         for ours, theirs in zip(sharded, results[0], strict=True):
             # One rank has the same bits; the mean of three equal gradients is two sums, a quotient.
             assert_rounded_alike(ours, theirs, 0 if world_size == 1 else 3)
-
-
-def test_a_graph_with_a_recomputed_region_runs_backward_twice() -> None:
-    for world_size in (1, 3):
-        run_ranks(backward_twice, world_size)
 
 
 def bytes_of_a_step(rank: int, world_size: int, make_model: Any) -> tuple[int, list[int]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models import Stack, stack_roundings
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike
 from shardwise import shard
 from trainer import ENDS, compare, full_parameters, make_steps, mean_square, sgd, train
@@ -38,7 +38,9 @@ def test_compiled_blocks_take_the_same_steps(make_model: Any, world_size: int) -
     run_ranks(compare, world_size, partial(make_model, "aot_eager"), ENDS)
 
 
-def compare_inductor(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_blocks_compiled_by_inductor_train(rank: int, world_size: int) -> None:
     """Inductor's kernels round as they like; SGD, by Note [Losses after steps of Adam]."""
     steps = make_steps(world_size, 3)
     torch.manual_seed(0)
@@ -51,11 +53,6 @@ def compare_inductor(rank: int, world_size: int) -> None:
         assert_all_rounded_alike(ours, theirs, roundings)
     assert_all_rounded_alike(compiled.parameters, eager.parameters, roundings)
     assert full_parameters(model).keys() == eager.parameters.keys()
-
-
-@pytest.mark.slow
-def test_blocks_compiled_by_inductor_train() -> None:
-    run_ranks(compare_inductor, 2)
 
 
 class Generating(Stack):

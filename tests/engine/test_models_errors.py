@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import Block, Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import accumulate, shard
 from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
@@ -149,7 +149,8 @@ def test_an_exception_in_recomputation_leaves_no_trace() -> None:
     run_ranks(compare, 2, FailsInRecompute, SPREAD, failing_recompute_loss)
 
 
-def states_after_failures(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_states_and_memory_are_clean_after_a_step_that_raised(rank: int, world_size: int) -> None:
     """After a failed step and one that follows, every unit is where it was at the beginning."""
     batch = torch.linspace(-1, 1, 24).view(3, 8)
     for options in STAGES:
@@ -169,10 +170,6 @@ def states_after_failures(rank: int, world_size: int) -> None:
             if options["stage"] == 3:
                 assert {u.param_state for u in engine.units} == {ParamState.SHARDED}
             assert all(type(p) is not nn.Parameter for p in model.parameters())
-
-
-def test_states_and_memory_are_clean_after_a_step_that_raised() -> None:
-    run_ranks(states_after_failures, 2)
 
 
 class Detours(Stack):
@@ -195,7 +192,8 @@ class DetoursByStep(Detours):
         return super().forward(x)
 
 
-def compare_detours(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_the_order_of_units_may_change_from_step_to_step(rank: int, world_size: int) -> None:
     steps = make_steps(world_size, 6)
     for number, (by_rank,) in enumerate(steps):
         for batch in by_rank:
@@ -205,11 +203,6 @@ def compare_detours(rank: int, world_size: int) -> None:
     for options in [*SPREAD, {"stage": 3, "schedule": Schedule(1 << 20)}]:
         torch.manual_seed(0)
         assert_same_run(train(DetoursByStep(), steps, mean_square, **options), truth)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_order_of_units_may_change_from_step_to_step(world_size: int) -> None:
-    run_ranks(compare_detours, world_size)
 
 
 def gathers_ahead(rank: int, world_size: int) -> list[int]:

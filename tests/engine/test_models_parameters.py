@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Experts, Stack, routed_loss
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import shard
 from trainer import (
     ENDS,
@@ -122,7 +122,8 @@ def toggling_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return mean_square(model, batch)
 
 
-def compare_toggled(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_requires_grad_may_be_toggled_between_steps(rank: int, world_size: int) -> None:
     """Toggle by the step, the same on all ranks."""
     steps = make_steps(world_size, 5)
     for number, (by_rank,) in enumerate(steps):
@@ -133,11 +134,6 @@ def compare_toggled(rank: int, world_size: int) -> None:
     for options in SPREAD:
         torch.manual_seed(0)
         assert_same_run(train(Stack(), steps, toggling_loss, **options), truth)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_requires_grad_may_be_toggled_between_steps(world_size: int) -> None:
-    run_ranks(compare_toggled, world_size)
 
 
 class Branches(nn.Module):
@@ -394,15 +390,12 @@ def scheduled(rank: int, world_size: int, is_sharded: bool) -> Any:
     return rates, full_parameters(model)
 
 
-def compare_scheduled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_learning_rate_schedules_drive_the_sharded_optimizer(rank: int, world_size: int) -> None:
     rates, parameters = scheduled(rank, world_size, True)
     expected_rates, expected = scheduled(rank, world_size, False)
     assert rates == expected_rates
     assert_same_bits(parameters, expected)
-
-
-def test_learning_rate_schedules_drive_the_sharded_optimizer() -> None:
-    run_ranks(compare_scheduled, 2)
 
 
 class WithNothing(nn.Module):
@@ -417,7 +410,10 @@ class WithNothing(nn.Module):
         return self.layer(x) + self.nothing.sum().float()
 
 
-def reduce_nothing_over_replicas(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replicas(
+    rank: int, world_size: int
+) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for stage in range(4):
         model = shard(WithNothing(), stage=stage, mesh=mesh)
@@ -427,7 +423,3 @@ def reduce_nothing_over_replicas(rank: int, world_size: int) -> None:
         by_name = dict(zip((n for n, _ in model.named_parameters()), means, strict=True))
         assert torch.equal(by_name["layer.weight"], torch.full((4, 4), 3.0)), stage
         assert by_name["nothing"].shape == (0, 4) and by_name["nothing"].dtype == torch.float64
-
-
-def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replicas() -> None:
-    run_ranks(reduce_nothing_over_replicas, 2)

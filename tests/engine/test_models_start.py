@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from models import Block, Stack, stack_roundings
 from oracle import Grads, assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
 from shardwise import fully_shard, shard
 from shardwise.config import Units
@@ -156,7 +156,20 @@ def on_meta(leaves: tuple[str, ...]) -> Scales:
 ALL = ("weight", "scale", "mask", "ids", "codes")
 
 
-def refuse_unwritten(rank: int, world_size: int) -> None:
+def emptied(leaves: tuple[str, ...]) -> nn.Module:
+    model = on_meta(leaves)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model).to_empty(device="cpu")
+    for block in model.blocks:
+        block.reset_parameters()
+    return model
+
+
+@on_ranks(1, 3, fresh=True)
+def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(
+    rank: int, world_size: int
+) -> None:
     """Leave elements unwritten on all ranks, and on the last rank alone."""
     names = ", ".join(f"'blocks.1.{name}'" for name in ALL)
     x = torch.ones(2, 7)
@@ -178,21 +191,6 @@ def refuse_unwritten(rank: int, world_size: int) -> None:
     last = world_size - 1
     with pytest.raises(ShardwiseError, match=f"rank {last}: nothing has written 'blocks.1.ids'"):
         emptied(("ids",) if rank == last else ())(x)
-
-
-def emptied(leaves: tuple[str, ...]) -> nn.Module:
-    model = on_meta(leaves)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model).to_empty(device="cpu")
-    for block in model.blocks:
-        block.reset_parameters()
-    return model
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(world_size: int) -> None:
-    run_ranks(refuse_unwritten, world_size, fresh=True)
 
 
 class Mixed(nn.Module):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 
 import shardwise
 from models import Block, Experts, Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
@@ -88,7 +88,10 @@ def sent(model: nn.Module, kind: str) -> int:
 
 
 # -- what they are
-def names(rank: int, world: int) -> None:
+@on_ranks(1, 2)
+def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_were(
+    rank: int, world: int
+) -> None:
     for stage in (1, 3):
         model = sharded(stage)
         engine = engine_of(model)
@@ -128,13 +131,6 @@ def names(rank: int, world: int) -> None:
         same_gradients(model, [p.grad for p in reference.parameters()])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_were(
-    world: int,
-) -> None:
-    run_ranks(names, world)
-
-
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +140,8 @@ class Lines(logging.Handler):
         self.found.append(record.getMessage().removeprefix("FSDP::"))
 
 
-def logged(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_passes_of_shard_are_told_in_the_log_of_torchs_own(rank: int, world: int) -> None:
     log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
     level = log.level
     model = sharded(3)
@@ -162,10 +159,6 @@ def logged(rank: int, world: int) -> None:
         assert told == sorted(f"{event} ({name})" if name else event for name in units)
 
 
-def test_passes_of_shard_are_told_in_the_log_of_torchs_own() -> None:
-    run_ranks(logged, 1)
-
-
 # -- full parameters
 class OwnNames(nn.Linear):
     """A layer with a method that FSDPModule has too."""
@@ -177,7 +170,10 @@ class OwnNames(nn.Linear):
         return super().forward(x) * self.reshard(0)
 
 
-def shown(rank: int, world: int) -> None:
+@on_ranks(1, 3)
+def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(
+    rank: int, world: int
+) -> None:
     """Full parameters stand in the modules until a backward pass ends; nothing of them is lost."""
     for stage in STAGES:
         model = sharded(stage)
@@ -205,11 +201,6 @@ def shown(rank: int, world: int) -> None:
     layers = shard(nn.Sequential(OwnNames(4, 4)), units=[OwnNames])
     assert layers[0].reshard(1) == 2  # type: ignore[operator]
     layers(torch.ones(2, 4)).sum().backward()
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(world: int) -> None:
-    run_ranks(shown, world)
 
 
 def pinned(rank: int, world: int, folder: str) -> None:
@@ -276,7 +267,8 @@ def test_unshard_holds_parameters_in_full_over_passes_until_reshard(
     run_ranks(pinned, world, str(tmp_path))
 
 
-def kept_full(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_full_parameters_are_freed_and_prefetched_as_the_setters_say(rank: int, world: int) -> None:
     """Gathers of a step of two micro-batches, by what is freed; stage 3."""
     # The root stays for its backward, and so does the last block.
     for settings, gathers in (
@@ -317,12 +309,9 @@ def kept_full(rank: int, world: int) -> None:
         assert sent(model, "all_gather") == before
 
 
-def test_full_parameters_are_freed_and_prefetched_as_the_setters_say() -> None:
-    run_ranks(kept_full, 2)
-
-
 # -- gradients
-def windows(rank: int, world: int) -> None:
+@on_ranks(1, 3)
+def test_gradients_stay_on_their_ranks_until_synced_or_finalized(rank: int, world: int) -> None:
     for stage in STAGES:
         model = sharded(stage)
         for number in range(3):
@@ -356,11 +345,6 @@ def windows(rank: int, world: int) -> None:
         same_gradients(model, expected(world, (0, 1)))
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_gradients_stay_on_their_ranks_until_synced_or_finalized(world: int) -> None:
-    run_ranks(windows, world)
-
-
 def skipped(rank: int, world: int) -> None:
     """Where ranks run different experts, what is finalized takes part on all of them."""
     for stage in (0, 2):
@@ -382,7 +366,8 @@ def skipped(rank: int, world: int) -> None:
                 assert_rounded_alike(param.grad.full_tensor(), like.grad, wanted)
 
 
-def sums(rank: int, world: int) -> None:
+@on_ranks(1, 2, 3)
+def test_sums_take_a_divisor_and_zeros_for_what_had_no_gradient(rank: int, world: int) -> None:
     shape = (2, 1) if world == 2 else (1, world)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for stage in STAGES:
@@ -407,11 +392,6 @@ def sums(rank: int, world: int) -> None:
         with pytest.raises(ConfigError, match=r"set_requires_all_reduce\(\).*accumulate\("):
             sharded(3, mesh=mesh).set_requires_all_reduce(False)
         skipped(rank, world)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_sums_take_a_divisor_and_zeros_for_what_had_no_gradient(world: int) -> None:
-    run_ranks(sums, world)
 
 
 # -- what is refused, and what means nothing

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_from_scratch as zero
 from models import OddModel
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import SMOOTH_EPS, assert_all_rounded_alike, assert_rounded_alike, of_gradient
 from shardwise import fully_shard, shard
 from shardwise.config import Schedule
@@ -78,7 +78,10 @@ class EvenModel(zero.TinyModel):
         super().__init__(width=128, num_blocks=2)
 
 
-def compare_fused(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(
+    rank: int, world_size: int
+) -> None:
     compare(
         rank,
         world_size,
@@ -90,14 +93,11 @@ def compare_fused(rank: int, world_size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(
-    world_size: int,
+@pytest.mark.kernels
+@on_ranks(3)
+def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd(
+    rank: int, world_size: int
 ) -> None:
-    run_ranks(compare_fused, world_size)
-
-
-def compare_fused_odd(rank: int, world_size: int) -> None:
     """The fused kernel's scalar tail rounds differently from its vector body."""
     steps = make_steps(world_size, 3, make_batch=token_batch)
     fused = partial(adamw_fused, eps=SMOOTH_EPS)
@@ -113,11 +113,8 @@ def compare_fused_odd(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.kernels
-def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd() -> None:
-    run_ranks(compare_fused_odd, 3)
-
-
-def compare_with_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_ranks_have_the_bits_of_distributed_data_parallel(rank: int, world_size: int) -> None:
     steps = make_steps(world_size, 4, make_batch=token_batch)
     torch.manual_seed(0)
     model = OddModel()
@@ -139,11 +136,6 @@ def compare_with_ddp(rank: int, world_size: int) -> None:
         assert_same_bits({n: trained.parameters[n] for n in expected}, expected)
 
 
-@pytest.mark.kernels
-def test_two_ranks_have_the_bits_of_distributed_data_parallel() -> None:
-    run_ranks(compare_with_ddp, 2)
-
-
 def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -156,7 +148,10 @@ def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Te
     return {name.removeprefix("module."): each for name, each in model.named_buffers()}
 
 
-def compare_buffers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(
+    rank: int, world_size: int
+) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
@@ -171,10 +166,6 @@ def compare_buffers(rank: int, world_size: int) -> None:
             assert alike == (sends or rank == 0)
             ours = {name: p.full_tensor() for name, p in model.named_parameters()}
             assert_same_bits(ours, dict(ddp.named_parameters()))
-
-
-def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them() -> None:
-    run_ranks(compare_buffers, 2)
 
 
 def compare_with_the_twin(rank: int, world_size: int, num_micro_batches: int) -> None:
@@ -294,7 +285,8 @@ def test_torchs_own_clipping_differs_by_the_rounding_of_one_norm(world_size: int
             assert_rounded_alike(norm, norms[0], ODD_NUMEL)
 
 
-def compare_many_stages(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_stages_agree_when_every_rank_was_seeded_differently(rank: int, world_size: int) -> None:
     steps = make_steps(world_size, 3, make_batch=token_batch)
     runs = []
     for options in STAGES:
@@ -304,11 +296,11 @@ def compare_many_stages(rank: int, world_size: int) -> None:
         assert_same_run(run, runs[0])
 
 
-def test_stages_agree_when_every_rank_was_seeded_differently() -> None:
-    run_ranks(compare_many_stages, 3)
-
-
-def compare_hybrid(rank: int, world_size: int, num_micro_batches: int) -> None:
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@on_ranks(4)
+def test_hybrid_sharding_sums_inside_the_shard_group_and_then_over_replicas(
+    rank: int, world_size: int, num_micro_batches: int
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     settings = [{**options, "mesh": mesh} for options in HALVES[num_micro_batches - 1]]
     compare_odd(
@@ -320,20 +312,10 @@ def compare_hybrid(rank: int, world_size: int, num_micro_batches: int) -> None:
     )
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_hybrid_sharding_sums_inside_the_shard_group_and_then_over_replicas(
-    num_micro_batches: int,
-) -> None:
-    run_ranks(compare_hybrid, 4, num_micro_batches)
-
-
-def compare_hybrid_extremes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_mesh_axis_of_one_rank_changes_nothing(rank: int, world_size: int) -> None:
     """Meshes with one rank along an axis are the pure cases."""
     for shape, num_replicas in (((1, 3), 1), ((3, 1), 3)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         settings = [{"stage": stage, "mesh": mesh} for stage in (0, 1, 3)]
         compare_odd(rank, world_size, settings=settings, num_replicas=num_replicas)
-
-
-def test_a_mesh_axis_of_one_rank_changes_nothing() -> None:
-    run_ranks(compare_hybrid_extremes, 3)

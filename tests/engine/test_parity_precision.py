@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_from_scratch as zero
 from models import OddModel
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import Precision, shard
 from trainer import (
     HALVES,
@@ -157,7 +157,8 @@ def make_bf16_model() -> nn.Module:
     return OddModel().to(torch.bfloat16)
 
 
-def compare_bf16_model(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_model_that_is_bf16_itself_stays_bf16_throughout(rank: int, world_size: int) -> None:
     compare(
         rank,
         world_size,
@@ -167,10 +168,6 @@ def compare_bf16_model(rank: int, world_size: int) -> None:
         make_batch=token_batch,
         num_micro_batches=2,
     )
-
-
-def test_a_model_that_is_bf16_itself_stays_bf16_throughout() -> None:
-    run_ranks(compare_bf16_model, 3)
 
 
 class Poisoned(OddModel):

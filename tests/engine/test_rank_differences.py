@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
@@ -72,19 +72,18 @@ def draw_batch(random):
     return x, ids, torch.randint(3, (4,), generator=random), which
 
 
-def experts_differ(rank, world_size, kind):
+@pytest.mark.parametrize("kind", [TwoTowers, Checkpointed])
+@on_ranks(1, 2, 3)
+def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_input(
+    rank, world_size, kind
+):
     units = {TwoTowers: [Experts, nn.Embedding], Checkpointed: [Experts]}[kind]
     settings = [dict(end, units=units) for end in ENDS]
     compare(rank, world_size, kind, settings, loss_of, sgd, draw_batch, num_steps=6)
 
 
-@pytest.mark.parametrize("kind", [TwoTowers, Checkpointed])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_input(num_ranks, kind):
-    run_ranks(experts_differ, num_ranks, kind)
-
-
-def write_in_forward(rank, world_size):
+@on_ranks(1, 2)
+def test_a_parameter_that_is_written_in_forward_is_refused_by_name(rank, world_size):
     class Clipped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,12 +99,8 @@ def write_in_forward(rank, world_size):
             model(torch.tensor([1, 2]))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_parameter_that_is_written_in_forward_is_refused_by_name(num_ranks):
-    run_ranks(write_in_forward, num_ranks)
-
-
-def step_before_outside_backward(rank, world_size):
+@on_ranks(1, 2)
+def test_a_step_between_an_outside_use_and_its_backward_is_refused(rank, world_size):
     for stage in (1, 3):
         model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), stage=stage)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,11 +113,6 @@ def step_before_outside_backward(rank, world_size):
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_between_an_outside_use_and_its_backward_is_refused(num_ranks):
-    run_ranks(step_before_outside_backward, num_ranks)
 
 
 def three_layers(kind, mesh=None):

@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import Experts, Stack, routed_loss, stack_roundings
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
@@ -90,7 +90,8 @@ def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
     return second(hidden @ torch.ones(5, 8)).square().mean() + (hidden * second(batch)).mean()
 
 
-def compare_two_engines(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_sharded_models_train_on_one_combined_loss(rank: int, world_size: int) -> None:
     for options in SPREAD:
         runs = []
         for settings in ({}, options):
@@ -104,10 +105,6 @@ def compare_two_engines(rank: int, world_size: int) -> None:
             runs.append([full_parameters(model) for model in models])
         for actual, expected in zip(runs[1], runs[0], strict=True):
             assert_same_bits(actual, expected)
-
-
-def test_two_sharded_models_train_on_one_combined_loss() -> None:
-    run_ranks(compare_two_engines, 2)
 
 
 # 6: bounded number of collectives per step
@@ -142,15 +139,12 @@ def test_a_step_issues_one_gather_per_unit_and_direction_one_reduction_and_one_n
 # 15: an empty parameter group
 
 
-def train_with_an_empty_group(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_empty_parameter_group_is_allowed(rank: int, world_size: int) -> None:
     model = seeded(stage=3)
     optimizer = adamw([{"params": list(model.parameters())}, {"params": []}])
     mean_square(model, BATCH).backward()
     optimizer.step()
-
-
-def test_an_empty_parameter_group_is_allowed() -> None:
-    run_ranks(train_with_an_empty_group, 2)
 
 
 # 18: modules attached late, attributes named like ours
@@ -182,27 +176,34 @@ class NamedLikeOurs(Stack):
         return super().forward(self.id(x))
 
 
-def train_named_like_ours(rank: int, world_size: int) -> None:
-    model = seeded(NamedLikeOurs, stage=3)
-    mean_square(model, BATCH).backward()
-    assert model.unit == model.stage == model.engine == "mine"
-    assert_same_bits(full_grads(model), plain_grads(NamedLikeOurs))
-
-
 def plain_grads(make_model: type[nn.Module] = Stack) -> dict[str, Tensor]:
     model = seeded(make_model)
     mean_square(model, BATCH).backward()
     return full_grads(model)
 
 
-def test_attributes_of_the_user_may_have_any_name() -> None:
-    run_ranks(train_named_like_ours, 2)
+@on_ranks(2)
+def test_attributes_of_the_user_may_have_any_name(rank: int, world_size: int) -> None:
+    model = seeded(NamedLikeOurs, stage=3)
+    mean_square(model, BATCH).backward()
+    assert model.unit == model.stage == model.engine == "mine"
+    assert_same_bits(full_grads(model), plain_grads(NamedLikeOurs))
 
 
 # 20: gather for reading and for modification
 
 
-def modify_gathered(rank: int, world_size: int) -> None:
+@torch.no_grad()
+def change_on_one_rank(weight: nn.Parameter, rank: int) -> None:
+    with gathered(weight) as (full,):
+        if rank == 1:
+            full.zero_()
+
+
+@on_ranks(3)
+def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(
+    rank: int, world_size: int
+) -> None:
     expected = full_parameters(seeded())
     for options in SPREAD:
         model = seeded(**options)
@@ -221,21 +222,11 @@ def modify_gathered(rank: int, world_size: int) -> None:
         mean_square(model, BATCH).backward()
 
 
-@torch.no_grad()
-def change_on_one_rank(weight: nn.Parameter, rank: int) -> None:
-    with gathered(weight) as (full,):
-        if rank == 1:
-            full.zero_()
-
-
-def test_a_change_that_was_not_declared_is_an_error_on_all_ranks() -> None:
-    run_ranks(modify_gathered, 3)
-
-
 # 21: train, evaluate, train
 
 
-def switch_modes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_and_evaluation_alternate(rank: int, world_size: int) -> None:
     for options in SPREAD:
         runs = []
         for settings in ({}, options):
@@ -259,14 +250,11 @@ def switch_modes(rank: int, world_size: int) -> None:
         assert_same_bits(runs[1][1], runs[0][1])
 
 
-def test_training_and_evaluation_alternate() -> None:
-    run_ranks(switch_modes, 2)
-
-
 # 23, 24: gradients are means, and may be edited
 
 
-def edit_gradients(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_gradients_are_means_over_ranks_and_norms_see_edits(rank: int, world_size: int) -> None:
     expected = plain_grads()
     total = torch.nn.utils.get_total_norm(list(expected.values()))
     for options in SPREAD:
@@ -287,14 +275,11 @@ def edit_gradients(rank: int, world_size: int) -> None:
         assert_rounded_alike(float(norm), 0.01 * float(total / (total + 2e-6)), ROUNDINGS)
 
 
-def test_gradients_are_means_over_ranks_and_norms_see_edits() -> None:
-    run_ranks(edit_gradients, 3)
-
-
 # 25: optimizer step counts
 
 
-def count_steps(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_parameter_counts_as_many_steps_as_were_taken(rank: int, world_size: int) -> None:
     for options in STAGES:
         for precision in ("fp32", "bf16"):
             model = seeded(precision=precision, **options)
@@ -308,14 +293,11 @@ def count_steps(rank: int, world_size: int) -> None:
             assert len(optimizer.state) == len(list(model.parameters()))
 
 
-def test_every_parameter_counts_as_many_steps_as_were_taken() -> None:
-    run_ranks(count_steps, 2)
-
-
 # 27: the last micro-batch is part of the average
 
 
-def accumulate_one_of_three(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_micro_batch_of_a_window_counts_alike(rank: int, world_size: int) -> None:
     """Only one micro-batch of the window has a gradient that is not zero."""
     expected = plain_grads()
     for options in SPREAD:
@@ -332,10 +314,6 @@ def accumulate_one_of_three(rank: int, world_size: int) -> None:
             assert_same_bits(found[1], found[0])
             if precision == "fp32":
                 assert_same_bits(found[0], expected)
-
-
-def test_every_micro_batch_of_a_window_counts_alike() -> None:
-    run_ranks(accumulate_one_of_three, 2)
 
 
 # 28: autocast
@@ -359,7 +337,11 @@ def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).float().square().mean() + model(batch * 0.5).float().mean()
 
 
-def compare_autocast(rank: int, world_size: int) -> None:
+@pytest.mark.filterwarnings("ignore:Detected a change in autograd graph")
+@on_ranks(2)
+def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast(
+    rank: int, world_size: int
+) -> None:
     steps = make_steps(world_size, 3)
     runs = []
     for options in ({}, *SPREAD):
@@ -380,15 +362,11 @@ def compare_autocast(rank: int, world_size: int) -> None:
         assert_same_bits(parameters, runs[0][1])
 
 
-@pytest.mark.filterwarnings("ignore:Detected a change in autograd graph")
-def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast() -> None:
-    run_ranks(compare_autocast, 2)
-
-
 # 38: experts
 
 
-def route_by_rank(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_experts_that_differ_by_rank_do_not_hang(rank: int, world_size: int) -> None:
     for options in SPREAD:
         model = seeded(Experts, **options)
         optimizer = adamw(model.parameters())
@@ -398,10 +376,6 @@ def route_by_rank(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
         values = full_parameters(model)
         assert all(v.isfinite().all() for v in values.values())
-
-
-def test_experts_that_differ_by_rank_do_not_hang() -> None:
-    run_ranks(route_by_rank, 3)
 
 
 # 39: functorch and torch.autograd.grad
@@ -465,7 +439,8 @@ def test_functional_transforms_are_right_or_refused(kind: str) -> None:
 # 41: windows are re-entered; a model that is dropped leaves nothing
 
 
-def reenter_windows(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accumulation_windows_nest_and_survive_exceptions(rank: int, world_size: int) -> None:
     expected = plain_grads()
     for options in STAGES:
         model = seeded(**options)
@@ -479,10 +454,6 @@ def reenter_windows(rank: int, world_size: int) -> None:
             (mean_square(model, BATCH) * 0.5).backward()
         for name, grad in full_grads(model).items():
             assert_rounded_alike(grad, expected[name], ROUNDINGS, name)
-
-
-def test_accumulation_windows_nest_and_survive_exceptions() -> None:
-    run_ranks(reenter_windows, 2)
 
 
 def drop_models(rank: int, world_size: int) -> list[bool]:
@@ -506,14 +477,11 @@ def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory() -> None:
     assert run_ranks(drop_models, 2) == [[True] * 4] * 2
 
 
-def drop_in_flight(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_may_be_dropped_with_reductions_in_flight(rank: int, world_size: int) -> None:
     """Leave reductions, and gathers that were ahead, to the garbage collector."""
     for turn in range(12):
         model = shard(Stack(), stage=turn % 4)
         mean_square(model, BATCH).backward()
         del model
         gc.collect()
-
-
-def test_a_model_may_be_dropped_with_reductions_in_flight() -> None:
-    run_ranks(drop_in_flight, 2)

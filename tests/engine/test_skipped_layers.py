@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, shard
 from shardwise.config import Schedule, Units
@@ -79,16 +79,15 @@ class Meeting(nn.Module):
         return x if skips else self.layers[2](x)
 
 
-def train_meeting(rank, world_size):
+@on_ranks(2)
+def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_collectives(
+    rank, world_size
+):
     for stage in (0, 2):
         model = shard(Meeting(), stage=stage, units=[nn.Linear])
         for step in range(4):  # in passes 2 and 4 ranks are compared
             x = torch.ones(2, 4, requires_grad=True)
             model(x, skips=rank == 1 and step > 0).sum().backward()
-
-
-def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_collectives():
-    run_ranks(train_meeting, 2)
 
 
 class Factor(nn.Module):
@@ -113,7 +112,10 @@ class Factors(nn.Module):
         return sum(factor(given).sum() for factor in self.each[: 3 if run else 1])
 
 
-def sums_of_windows(rank, world_size):
+@on_ranks(1, 3)
+def test_a_unit_that_some_ranks_skip_until_the_last_micro_batch_is_summed_in_the_reduce_dtype(
+    rank, world_size
+):
     """Let all ranks but the first run the units in their last micro-batch alone."""
     for stage, layout, shape in itertools.product((0, 1, 2), ("rows", "flat"), ((1, 3), (7,))):
         model = Factors(shape)
@@ -140,13 +142,6 @@ def sums_of_windows(rank, world_size):
             model.zero_grad()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_unit_that_some_ranks_skip_until_the_last_micro_batch_is_summed_in_the_reduce_dtype(
-    num_ranks,
-):
-    run_ranks(sums_of_windows, num_ranks)
-
-
 UNITS = {"units": [nn.Linear]}
 STAYS_FULL = [{**options, **UNITS} for options in LAYOUTS if options["stage"] < 3]
 
@@ -165,7 +160,11 @@ def compare_dropped(rank, world_size, settings, optimizer, num_micro_batches):
     )
 
 
-def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
+@pytest.mark.parametrize(("optimizer", "num_micro_batches"), [("adamw", 1), ("sgd", 2)])
+@on_ranks(1, 3)
+def test_ranks_may_skip_different_layers_at_stages_0_to_2(
+    rank, world_size, optimizer, num_micro_batches
+):
     budgets = itertools.cycle((None, 0, 0, None))  # both with each layout
     settings = [
         dict(s, schedule=Schedule(prefetch_bytes=b))
@@ -177,13 +176,9 @@ def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
     compare_dropped(rank, world_size, settings, made_by, num_micro_batches)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize(("optimizer", "num_micro_batches"), [("adamw", 1), ("sgd", 2)])
-def test_ranks_may_skip_different_layers_at_stages_0_to_2(num_ranks, optimizer, num_micro_batches):
-    run_ranks(skip_where_parameters_stay, num_ranks, optimizer, num_micro_batches)
-
-
-def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@on_ranks(1, 3)
+def test_ranks_may_skip_different_optional_layers_at_stage_3(rank, world_size, num_micro_batches):
     optional = ([nn.Linear], [nn.Linear, nn.LayerNorm])[num_micro_batches - 1]
     chosen = Units(optional=optional)
     settings = [
@@ -191,12 +186,6 @@ def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
         for layout, budget in (("rows", None), ("rows", 0), ("flat", 0), ("flat", 1 << 20))
     ]
     compare_dropped(rank, world_size, settings, adamw, num_micro_batches)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_ranks_may_skip_different_optional_layers_at_stage_3(num_ranks, num_micro_batches):
-    run_ranks(skip_where_parameters_are_freed, num_ranks, num_micro_batches)
 
 
 class Inner(nn.Module):
@@ -272,7 +261,8 @@ def test_all_ranks_start_the_same_collectives_in_the_same_order_whatever_they_sk
         assert other == first
 
 
-def skip_nested(rank, world_size):
+@on_ranks(1, 3)
+def test_what_is_inside_a_skipped_layer_is_skipped_with_it(rank, world_size):
     both = [Inner, nn.Linear]
     settings = [{"stage": stage, "units": Units(both, optional=both)} for stage in (1, 3)]
     for checkpoints in (False, True):
@@ -286,11 +276,6 @@ def skip_nested(rank, world_size):
             draw_batch,
             num_steps=4,
         )
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_what_is_inside_a_skipped_layer_is_skipped_with_it(num_ranks):
-    run_ranks(skip_nested, num_ranks)
 
 
 class TwoScales(Inner):
@@ -365,7 +350,8 @@ def test_units_of_one_module_on_several_meshes_are_skipped_in_one_order(checkpoi
         assert other == first
 
 
-def skip_on_meshes(rank, world_size):
+@on_ranks(1, 3)
+def test_skipped_modules_of_several_meshes_take_the_steps_of_one_process(rank, world_size):
     for checkpoints, units in ON_MESHES.items():
         placed = Units(units, placements=on_meshes(world_size))
         settings = [
@@ -374,11 +360,6 @@ def skip_on_meshes(rank, world_size):
         ]
         made = partial(OnMeshes, checkpoints)
         compare(rank, world_size, made, settings, loss_of, adamw, draw_batch, num_steps=4)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_skipped_modules_of_several_meshes_take_the_steps_of_one_process(num_ranks):
-    run_ranks(skip_on_meshes, num_ranks)
 
 
 def tiny_wav2vec2():
@@ -444,7 +425,9 @@ class Reentrant(Dropped):
         return self.heads[task](self.norm(x))
 
 
-def grads_of_late_gradients(rank, world_size, skips):
+@pytest.mark.parametrize("skips", [False, True])
+@on_ranks(1, pytest.param(3, marks=pytest.mark.kernels))
+def test_gradients_that_come_late_are_reduced_once_and_right(rank, world_size, skips):
     """Compare with one process where gradients come later than the graph of forward tells."""
     batches = [draw_batch(torch.Generator().manual_seed(r + 3)) for r in range(world_size)]
     if not skips:
@@ -484,12 +467,6 @@ def grads_of_late_gradients(rank, world_size, skips):
                         assert_rounded_alike(grad, mean, roundings, where)
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.kernels)])
-@pytest.mark.parametrize("skips", [False, True])
-def test_gradients_that_come_late_are_reduced_once_and_right(num_ranks, skips):
-    run_ranks(grads_of_late_gradients, num_ranks, skips)
-
-
 class Half(nn.Module):
     """A layer of its own behind one that it shares, which a batch may skip."""
 
@@ -512,7 +489,8 @@ class Shared(nn.Module):
         return self.second(self.first(x, run), True)
 
 
-def skip_a_shared_layer(rank, world_size):
+@on_ranks(1, 2)
+def test_a_layer_that_two_units_share_may_be_skipped_in_one_of_them(rank, world_size):
     torch.manual_seed(0)
     truth = Shared().double()
     xs = [torch.randn(3, 8, dtype=torch.float64) for _ in range(world_size)]
@@ -536,8 +514,3 @@ def skip_a_shared_layer(rank, world_size):
             full_grads(model).items(), truth.parameters(), strict=True
         ):
             assert_rounded_alike(grad, expected.grad, roundings, name)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_layer_that_two_units_share_may_be_skipped_in_one_of_them(num_ranks):
-    run_ranks(skip_a_shared_layer, num_ranks)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import describe, gathered, shard
 from shardwise.config import Units
 from trainer import compare, full_parameters, make_steps, train, train_plain
@@ -97,7 +97,8 @@ def test_transformers_models_take_the_plain_steps(name: str) -> None:
     run_ranks(compare_model, 2, name, SETTINGS + flat)
 
 
-def compare_vit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_of_pictures_takes_the_plain_steps(rank: int, world_size: int) -> None:
     """A model of pictures, with a convolution outside its layers."""
     sizes = {k: v for k, v in TINY.items() if k != "vocab_size"}
     config = transformers.ViTConfig(**sizes, intermediate_size=24, image_size=16, patch_size=8)
@@ -115,10 +116,6 @@ def compare_vit(rank: int, world_size: int) -> None:
     compare(rank, world_size, make_vit, SETTINGS, loss_of, make_batch=pictures, num_steps=2)
 
 
-def test_a_model_of_pictures_takes_the_plain_steps() -> None:
-    run_ranks(compare_vit, 2)
-
-
 def find_units(rank: int, world_size: int, name: str) -> list[str]:
     model = shard(MODELS[name][0](), stage=3)
     return [unit.name for unit in describe(model).units]
@@ -131,7 +128,11 @@ def test_the_layers_of_transformers_models_are_found_as_units(name: str) -> None
     assert len([u for u in layers if u.rpartition(".")[2].isdigit()]) == MODELS[name][1]
 
 
-def compare_checkpointed(rank: int, world_size: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_gradient_checkpointing_of_transformers_takes_the_plain_steps(
+    rank: int, world_size: int, reentrant: bool
+) -> None:
     """Checkpointing changes when layers run, not what they compute."""
     steps = make_steps(world_size, 2, make_batch=ids)
     torch.manual_seed(0)
@@ -146,12 +147,10 @@ def compare_checkpointed(rank: int, world_size: int, reentrant: bool) -> None:
         assert_same_bits(trained.parameters, truth.parameters)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_of_transformers_takes_the_plain_steps(reentrant: bool) -> None:
-    run_ranks(compare_checkpointed, 2, reentrant)
-
-
-def compare_generated(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_generation_gives_the_plain_tokens_inside_and_outside_gathered(
+    rank: int, world_size: int
+) -> None:
     """Generate greedily between training steps."""
     prompt = torch.tensor([[3, 5, 7]])
     generate = partial(dict, max_new_tokens=6, do_sample=False, pad_token_id=0)
@@ -169,10 +168,6 @@ def compare_generated(rank: int, world_size: int) -> None:
         model.eval()
         assert torch.equal(model.generate(prompt, **generate()), expected)
         assert all(p.grad is not None for p in model.parameters())
-
-
-def test_generation_gives_the_plain_tokens_inside_and_outside_gathered() -> None:
-    run_ranks(compare_generated, 2)
 
 
 def start_llama_on_meta(rank: int, world_size: int) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models import Stack, stack_roundings
 from oracle import Grads, assert_same_bits, average, copy
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_all_rounded_alike
 from shardwise import accumulate, fully_shard, shard
 from shardwise.errors import ConfigError
@@ -60,7 +60,10 @@ def train_joined(model: nn.Module, rank: int, world_size: int, **options: Any) -
     return weights
 
 
-def compare_uneven(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3)
+def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(
+    rank: int, world_size: int
+) -> None:
     lengths = LENGTHS[world_size - 1]
     for by_present in (False, True):
         truth = train_alone(world_size, by_present)
@@ -74,12 +77,9 @@ def compare_uneven(rank: int, world_size: int) -> None:
             assert_same_bits(full_parameters(model), truth)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(world_size: int) -> None:
-    run_ranks(compare_uneven, world_size)
-
-
-def check_fully_shard(rank: int, world_size: int) -> None:
+@pytest.mark.kernels
+@on_ranks(2)
+def test_uneven_data_under_fully_shard(rank: int, world_size: int) -> None:
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
     torch.manual_seed(0)
     model = Stack().double()
@@ -93,12 +93,10 @@ def check_fully_shard(rank: int, world_size: int) -> None:
     assert_all_rounded_alike(full_parameters(model), truth, roundings)
 
 
-@pytest.mark.kernels
-def test_uneven_data_under_fully_shard() -> None:
-    run_ranks(check_fully_shard, 2)
-
-
-def check_edges(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_through(
+    rank: int, world_size: int
+) -> None:
     torch.manual_seed(0)
     model = shard(Stack(), stage=2)
 
@@ -118,7 +116,3 @@ def check_edges(rank: int, world_size: int) -> None:
         with accumulate(model, last=number % 2 == 1):
             (weight * model(torch.ones(1, 8)).sum()).backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_through() -> None:
-    run_ranks(check_edges, 2)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from models import Stack
 from oracle import assert_same_bits
 from programs import run_example
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.config import Schedule
 from shardwise.errors import CheckpointError, ConfigError, StateError
@@ -115,7 +115,11 @@ class Run:
         return {n: p.clone() for n, p in full_parameters(self.plain).items()}
 
 
-def compare_with_ddp(rank: int, world_size: int, mixed_precision: str) -> None:
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@on_ranks(2)
+def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_metrics(
+    rank: int, world_size: int, mixed_precision: str
+) -> None:
     with launched(rank, world_size) as ours:
         options = {"cpu": True, "gradient_accumulation_steps": 2}
         stock = accelerate.Accelerator(mixed_precision=mixed_precision, **options)
@@ -140,13 +144,6 @@ def compare_with_ddp(rank: int, world_size: int, mixed_precision: str) -> None:
         assert list(by_calls.steps()) == losses
         assert_same_bits(by_calls.parameters(), third.parameters())
         assert torch.equal(by_calls.evaluate(), third.evaluate())
-
-
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_metrics(
-    mixed_precision: str,
-) -> None:
-    run_ranks(compare_with_ddp, 2, mixed_precision)
 
 
 def compare_compiled(rank: int, world_size: int, folder: str) -> None:
@@ -177,7 +174,8 @@ def test_a_model_that_accelerate_compiles_is_prepared_saved_and_loaded(tmp_path:
     run_ranks(compare_compiled, 2, str(tmp_path))
 
 
-def compare_clipped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_by_accelerate_is_clipping_by_torch(rank: int, world_size: int) -> None:
     """The norm has another order of additions than DDP's, so the oracle is our own plain loop."""
     with launched(rank, world_size) as ours:
         for stage in (0, 3):
@@ -199,10 +197,6 @@ def compare_clipped(rank: int, world_size: int) -> None:
         other = Run(ours.Accelerator(cpu=True), BY_CALLS, clip=0.1)
         assert list(other.steps()) == losses
         assert_same_bits(other.parameters(), run.parameters())
-
-
-def test_clipping_by_accelerate_is_clipping_by_torch() -> None:
-    run_ranks(compare_clipped, 2)
 
 
 def resume(
@@ -377,7 +371,8 @@ def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(tmp_path: 
     run_ranks(load_from_nowhere, 2, str(tmp_path))
 
 
-def prepare_torchs_own(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_of_torchs_fully_shard_is_refused_for_training(rank: int, world_size: int) -> None:
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
         model = Stack()
@@ -386,10 +381,6 @@ def prepare_torchs_own(rank: int, world_size: int) -> None:
             accelerator.prepare(model)
         assert accelerator._models == []
         assert accelerator.prepare_model(model, evaluation_mode=True) is model
-
-
-def test_a_model_of_torchs_fully_shard_is_refused_for_training() -> None:
-    run_ranks(prepare_torchs_own, 2)
 
 
 def one_model(ours: Any) -> Any:
@@ -405,7 +396,10 @@ def test_what_cannot_be_right_is_refused_with_the_remedy(
     run_ranks(meet_refusals, 2, str(tmp_path), how)
 
 
-def refuse_other_launches(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(
+    rank: int, world_size: int
+) -> None:
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
         accelerator.state.num_processes = 1  # as without cpu=True, where there is no GPU
@@ -415,10 +409,6 @@ def refuse_other_launches(rank: int, world_size: int) -> None:
         accelerator.state.distributed_type = accelerate.DistributedType.FSDP
         with pytest.raises(ConfigError, match=r"FSDP.* take FSDP"):
             accelerator.prepare(shard(Stack()))
-
-
-def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused() -> None:
-    run_ranks(refuse_other_launches, 2)
 
 
 @pytest.mark.slow

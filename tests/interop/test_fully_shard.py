@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from models import Block, Stack
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import Precision, debug, fully_shard, shard
 
@@ -73,7 +73,13 @@ def same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(ours, theirs)
 
 
-def against_torch(rank: int, world: int) -> None:
+def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
+    return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else Shard(0)
+
+
+@pytest.mark.kernels
+@on_ranks(1, 2)
+def test_it_takes_the_steps_of_torchs_own_to_the_bit(rank: int, world: int) -> None:
     cases: list[dict[str, Any]] = [
         {},
         {"reshard_after_forward": False},
@@ -89,17 +95,9 @@ def against_torch(rank: int, world: int) -> None:
             same_bits(ours, steps(theirs, rank, accumulate=accumulate))
 
 
-def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
-    return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else Shard(0)
-
-
 @pytest.mark.kernels
-@pytest.mark.parametrize("world", [1, 2])  # from 3 ranks on, torch's backend sums in another order
-def test_it_takes_the_steps_of_torchs_own_to_the_bit(world: int) -> None:
-    run_ranks(against_torch, world)
-
-
-def against_shard(rank: int, world: int) -> None:
+@on_ranks(1, 3)
+def test_it_takes_the_steps_of_shard_to_the_bit(rank: int, world: int) -> None:
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
@@ -112,24 +110,15 @@ def against_shard(rank: int, world: int) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("world", [1, 3])
-def test_it_takes_the_steps_of_shard_to_the_bit(world: int) -> None:
-    run_ranks(against_shard, world)
-
-
-def against_ddp(rank: int, world: int) -> None:
+@on_ranks(1, 2)
+def test_it_takes_the_steps_of_ddp_to_the_bit(rank: int, world: int) -> None:
     expected = steps(DistributedDataParallel(stack()), rank)
     for options in ({}, {"reshard_after_forward": False}, {"offload_policy": OFFLOAD}):
         same_bits(steps(apply(fully_shard, stack(), **options), rank), expected)
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("world", [1, 2])
-def test_it_takes_the_steps_of_ddp_to_the_bit(world: int) -> None:
-    run_ranks(against_ddp, world)
-
-
-def shards_are(rank: int, world: int) -> None:
+@on_ranks(1, 2, 3)
+def test_shards_are_those_of_distribute_tensor(rank: int, world: int) -> None:
     mesh = mesh_of(world)
     for choose in (None, lambda p: Shard(p.ndim - 1) if p.shape[-1] % world == 0 else None):
         reference, model = stack(), stack()
@@ -151,12 +140,12 @@ def shards_are(rank: int, world: int) -> None:
             assert torch.equal(ours.to_local(), distribute_tensor(theirs, mesh, [place]).to_local())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_shards_are_those_of_distribute_tensor(world: int) -> None:
-    run_ranks(shards_are, world)
+def num_collectives(model: nn.Module) -> Counter[str]:
+    return Counter(debug.stats(model).num_collectives)
 
 
-def counts_of(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_group_costs_one_gather_and_one_reduction(rank: int, world: int) -> None:
     for reshards, in_forward, in_backward in ((None, 4, 3), (True, 4, 4), (False, 4, 0)):
         model = apply(fully_shard, stack(), reshard_after_forward=reshards)
         for _ in range(3):  # what is learnt in the first steps changes no count
@@ -168,40 +157,6 @@ def counts_of(rank: int, world: int) -> None:
             assert counts[1] - counts[0] == Counter({"shard.all_gather": in_forward})
             expected = {"shard.all_gather": in_backward, "shard.reduce_scatter": 4}
             assert counts[2] - counts[1] == +Counter(expected)
-
-
-def num_collectives(model: nn.Module) -> Counter[str]:
-    return Counter(debug.stats(model).num_collectives)
-
-
-def test_a_group_costs_one_gather_and_one_reduction() -> None:
-    run_ranks(counts_of, 2)
-
-
-def hybrid(rank: int, world: int) -> None:
-    mesh = mesh_of(2, 2)
-    expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
-    for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
-        same_bits(steps(apply(fully_shard, stack(), mesh=mesh, **options), rank), expected)
-    model = apply(fully_shard, stack(), mesh=mesh)
-    reference = stack()
-    for number in range(2):  # summed over shards in both, over replicas in the last
-        model.set_requires_all_reduce(number == 1)
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
-        before = num_collectives(model)
-        model(batch).square().mean().backward()
-        counts = num_collectives(model) - before
-        assert counts["shard.reduce_scatter"] == 4, counts
-        assert counts["replicate.all_reduce"] == 8 * number  # of each unit a scatter and a gather
-        reference(batch).square().mean().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        dist.all_reduce(theirs.grad)
-        assert_rounded_alike(full(ours.grad), theirs.grad / world, 2 * TERMS)
-    spread_over_two(rank)
-    tensor_parallel(rank)
-    pipelined(rank)
-    if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
-        named_axes_and_two_meshes(rank)
 
 
 def spread_over_two(rank: int) -> None:
@@ -296,11 +251,35 @@ def placed_by_rank(infos: Any, result: Any, param: nn.Parameter) -> Any:
     return result(Shard(0), infos[param.ndim - 1])
 
 
-def test_replicas_of_shards_ints_and_tensor_parallelism() -> None:
-    run_ranks(hybrid, 4)
+@on_ranks(4)
+def test_replicas_of_shards_ints_and_tensor_parallelism(rank: int, world: int) -> None:
+    mesh = mesh_of(2, 2)
+    expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
+    for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
+        same_bits(steps(apply(fully_shard, stack(), mesh=mesh, **options), rank), expected)
+    model = apply(fully_shard, stack(), mesh=mesh)
+    reference = stack()
+    for number in range(2):  # summed over shards in both, over replicas in the last
+        model.set_requires_all_reduce(number == 1)
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+        before = num_collectives(model)
+        model(batch).square().mean().backward()
+        counts = num_collectives(model) - before
+        assert counts["shard.reduce_scatter"] == 4, counts
+        assert counts["replicate.all_reduce"] == 8 * number  # of each unit a scatter and a gather
+        reference(batch).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        assert_rounded_alike(full(ours.grad), theirs.grad / world, 2 * TERMS)
+    spread_over_two(rank)
+    tensor_parallel(rank)
+    pipelined(rank)
+    if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
+        named_axes_and_two_meshes(rank)
 
 
-def windows(rank: int, world: int) -> None:
+@on_ranks(2, 3)
+def test_gradients_of_a_window_are_reduced_at_its_end(rank: int, world: int) -> None:
     """Kept gradients are reduced once, by what autograd would have summed."""
     model, reference = apply(fully_shard, stack()), stack()
     for number in range(3):
@@ -313,8 +292,3 @@ def windows(rank: int, world: int) -> None:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         dist.all_reduce(theirs.grad)
         assert_rounded_alike(full(ours.grad), theirs.grad / world, 2 * TERMS)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_of_a_window_are_reduced_at_its_end(world: int) -> None:
-    run_ranks(windows, world)

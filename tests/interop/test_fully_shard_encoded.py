@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 from block_codes import decoded
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import Precision, shard
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
@@ -83,7 +83,8 @@ def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 
         optimizer.zero_grad()
 
 
-def in_every_way(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_layers_read_what_the_encoding_says(rank: int, num_ranks: int) -> None:
     for kind in KINDS:
         check(make(kind), kind, num_ranks, torch.float32)
     check(make("int8", torch.bfloat16), "int8", num_ranks, torch.bfloat16)
@@ -92,22 +93,14 @@ def in_every_way(rank: int, num_ranks: int) -> None:
     check(home, "int4", num_ranks, torch.bfloat16)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_layers_read_what_the_encoding_says(num_ranks: int) -> None:
-    run_ranks(in_every_way, num_ranks)
-
-
-def along_other_dims(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_a_matrix_cut_along_another_dim_is_encoded_rank_by_rank(rank: int, num_ranks: int) -> None:
     model = make("int8", shard_placement_fn=lambda p: Shard(1) if p.shape == (7, 12) else None)
     full = model.blocks[0].weight.full_tensor().detach()
     model(torch.ones(1, 12))
     assert torch.equal(model.blocks[0].seen["weight"], arrived(full, "int8", num_ranks, 1))
     back = model.blocks[0].back.full_tensor().detach()
     assert torch.equal(model.blocks[0].seen["back"], arrived(back, "int8", num_ranks))
-
-
-def test_a_matrix_cut_along_another_dim_is_encoded_rank_by_rank() -> None:
-    run_ranks(along_other_dims, 3)
 
 
 def spread_over_two(rank: int, num_ranks: int) -> None:
@@ -130,7 +123,8 @@ def test_parts_kept_nearby_and_replicas() -> None:
     run_ranks(replicas, 4)
 
 
-def as_shard_has_them(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_both_ways_in_compute_the_same(rank: int, num_ranks: int) -> None:
     torch.manual_seed(2)
     ours = shard(Net(), precision=Precision(gather="int4", block=BLOCK), units=["Block"])
     theirs = make("int4")
@@ -138,16 +132,9 @@ def as_shard_has_them(rank: int, num_ranks: int) -> None:
     assert torch.equal(ours(x), theirs(x))
 
 
-def test_both_ways_in_compute_the_same() -> None:
-    run_ranks(as_shard_has_them, 2)
-
-
-def refuses(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_is_refused(rank: int, num_ranks: int) -> None:
     with pytest.raises(ConfigError, match="fully_shard keeps the parameters' own dtype"):
         fully_shard(Net(), mp_policy=Precision(master=torch.float32, gather="int8"))
     with pytest.raises(ConfigError, match="gather='int3'"):
         fully_shard(Net(), mp_policy=Precision(gather="int3"))  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(refuses, 1)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from models import Block, Stack, stack_roundings
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike
 from shardwise import fully_shard
 
@@ -412,7 +412,8 @@ def streams(rank: int, world: int) -> None:
     assert seen == [stream] and torch.cpu.current_stream() is current
 
 
-def everything(rank: int, world: int) -> None:
+@on_ranks(1, pytest.param(2, marks=pytest.mark.kernels), 3)
+def test_methods_state_and_compositions_mean_what_torchs_do(rank: int, world: int) -> None:
     lifetimes(rank, world)
     settings(rank, world)
     states(rank, world)
@@ -425,12 +426,8 @@ def everything(rank: int, world: int) -> None:
         unused(rank, world)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.kernels), 3])
-def test_methods_state_and_compositions_mean_what_torchs_do(world: int) -> None:
-    run_ranks(everything, world)
-
-
-def refusals(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_torch_refuses_is_refused_with_its_errors(rank: int, world: int) -> None:
     model = sharded()
     assert isinstance(model, FSDPModule) and type(model).__name__ == "FSDPStack"
     assert isinstance(model, Stack) and fully_shard.state(model) is not None
@@ -471,11 +468,10 @@ def refusals(rank: int, world: int) -> None:
     assert {p.device.type for p in offloaded.parameters()} == {"cpu"}
 
 
-def test_what_torch_refuses_is_refused_with_its_errors() -> None:
-    run_ranks(refusals, 2)
-
-
-def load_over_parts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_is_loaded_counts_where_parts_of_other_values_are_left(
+    rank: int, world_size: int
+) -> None:
     """Load other parameters while parts of the old ones are left from a forward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -487,7 +483,3 @@ def load_over_parts(rank: int, world_size: int) -> None:
     state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     assert torch.equal(model(x), torch.full((2, 4), 21.0))  # 5 in each of four, and one
-
-
-def test_what_is_loaded_counts_where_parts_of_other_values_are_left() -> None:
-    run_ranks(load_over_parts, 4)

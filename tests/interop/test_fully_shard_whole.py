@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.interop.fsdp2 import fully_shard
@@ -134,7 +134,13 @@ def train_four(rank: int, world_size: int, how: str) -> list[float]:
     return train(model, adam(model), range(4))
 
 
-def what_is_told(rank: int, world_size: int) -> None:
+def train_without_step(model: nn.Module) -> None:
+    tokens = torch.arange(8) % 7
+    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+
+
+@on_ranks(1, 2)
+def test_what_is_told_of_both_surfaces_is_the_same(rank: int, world_size: int) -> None:
     model, other = sharded("fully_shard"), sharded("stage3")
     optimizers = adam(model), adam(other)
     for each, optimizer in zip((model, other), optimizers, strict=True):
@@ -159,17 +165,8 @@ def what_is_told(rank: int, world_size: int) -> None:
         assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())  # type: ignore[attr-defined]
 
 
-def train_without_step(model: nn.Module) -> None:
-    tokens = torch.arange(8) % 7
-    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_told_of_both_surfaces_is_the_same(world_size: int) -> None:
-    run_ranks(what_is_told, world_size)
-
-
-def changed_inside(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_full_parameters_may_be_read_changed_and_differentiated(rank: int, world_size: int) -> None:
     model = sharded("fully_shard")
     train(model, adam(model), range(1))
     with shardwise.gathered(model, writeback=True):
@@ -194,11 +191,6 @@ def changed_inside(rank: int, world_size: int) -> None:
     for name, param in model.named_parameters():
         assert param.grad is not None
         assert torch.equal(param.grad.full_tensor(), 2 * fulls[name])  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_full_parameters_may_be_read_changed_and_differentiated(world_size: int) -> None:
-    run_ranks(changed_inside, world_size)
 
 
 def differ(rank: int, world_size: int) -> str:
@@ -298,7 +290,8 @@ def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_p
     run_ranks(windows, 2, str(tmp_path))
 
 
-def spread(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parts_that_are_kept_from_a_forward_pass_go_stale(rank: int, world_size: int) -> None:
     """What a rank keeps of a forward pass is dropped when the parameters change."""
     torch.manual_seed(3)
     model, plain = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -318,7 +311,3 @@ def spread(rank: int, world_size: int) -> None:
                 each.bias.add_(1)
         model.reshard()
         assert torch.equal(model(x), plain(x))
-
-
-def test_parts_that_are_kept_from_a_forward_pass_go_stale() -> None:
-    run_ranks(spread, 4)

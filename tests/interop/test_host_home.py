@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import shard
 from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
@@ -189,7 +189,10 @@ def assert_same_bits(ours: list[Tensor], theirs: list[Tensor], what: object) -> 
         assert torch.equal(a, b), (what, number)
 
 
-def train_shard_with_and_without_a_home(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(
+    rank: int, world_size: int
+) -> None:
     for stage in (0, 1, 2, 3):
         for precision in ("fp32", "bf16"):
             results = []
@@ -202,12 +205,11 @@ def train_shard_with_and_without_a_home(rank: int, world_size: int) -> None:
             assert_same_bits(results[0], results[1], (stage, precision))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(world_size: int) -> None:
-    run_ranks(train_shard_with_and_without_a_home, world_size)
-
-
-def train_on_a_gpu_with_and_without_a_home(rank: int, world_size: int) -> None:
+@pytest.mark.gpu
+@on_ranks(1, fresh=True)
+def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu(
+    rank: int, world_size: int
+) -> None:
     """Steps of half the gradient: the same bits whichever processor takes them."""
     for precision in ("fp32", "bf16"):
         results = []
@@ -229,12 +231,8 @@ def train_on_a_gpu_with_and_without_a_home(rank: int, world_size: int) -> None:
         assert_same_bits(results[0], results[1], precision)
 
 
-@pytest.mark.gpu
-def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu() -> None:
-    run_ranks(train_on_a_gpu_with_and_without_a_home, 1, fresh=True)
-
-
-def train_fully_shard_with_and_without_offload(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_the_offload_policy_of_torch_gives_the_same_bits(rank: int, world_size: int) -> None:
     results = []
     for policy in (OffloadPolicy(), CPUOffloadPolicy()):
         torch.manual_seed(0)
@@ -245,8 +243,3 @@ def train_fully_shard_with_and_without_offload(rank: int, world_size: int) -> No
         fully_shard(model, offload_policy=policy)
         results.append(train(model, rank))
     assert_same_bits(results[0], results[1], "fully_shard")
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_offload_policy_of_torch_gives_the_same_bits(world_size: int) -> None:
-    run_ranks(train_fully_shard_with_and_without_offload, world_size)

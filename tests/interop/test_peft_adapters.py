@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oracle import assert_same_bits
 from peft_models import HandLora, Stack, lora_llama, loss_of, make_llama
 from programs import run_example
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from shardwise.interop.peft import load_adapter, save_adapter
@@ -280,7 +280,10 @@ def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path: Path) -
     run_ranks(save_prompts, 2, str(tmp_path))
 
 
-def write_inside(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_adapters_of_parameters_are_refused_in_the_first_forward_pass(
+    rank: int, world_size: int
+) -> None:
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"])
     model = shard(peft.get_peft_model(make_llama(), config), stage=3)
@@ -288,11 +291,10 @@ def write_inside(rank: int, world_size: int) -> None:
         model(input_ids=IDS)
 
 
-def test_adapters_of_parameters_are_refused_in_the_first_forward_pass() -> None:
-    run_ranks(write_inside, 2)
-
-
-def switch(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_switching_and_disabling_adapters_is_that_of_the_plain_model(
+    rank: int, world_size: int
+) -> None:
     """Train one adapter, then the other; look at the base in between."""
     plain = lora_llama(adapters=("first", "second"))
     base = logits(lora_llama(adapters=("first", "second")).unload())
@@ -313,11 +315,8 @@ def switch(rank: int, world_size: int) -> None:
         assert_same_bits(values(model), dict(plain.named_parameters()))
 
 
-def test_switching_and_disabling_adapters_is_that_of_the_plain_model() -> None:
-    run_ranks(switch, 2)
-
-
-def merge(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_merging_is_that_of_the_plain_model(rank: int, world_size: int) -> None:
     for dtype, options in ((torch.float32, {"stage": 3, "layout": "flat"}), (BF16, {"stage": 1})):
         model, plain = shard(lora_llama(dtype), **options), lora_llama(dtype)
         for work in ("merge_adapter", "unmerge_adapter"):  # each rank merges its own rows
@@ -333,11 +332,8 @@ def merge(rank: int, world_size: int) -> None:
         assert torch.equal(logits(model), logits(plain))
 
 
-def test_merging_is_that_of_the_plain_model() -> None:
-    run_ranks(merge, 2)
-
-
-def merge_without_writeback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_merge_that_would_be_lost_is_refused(rank: int, world_size: int) -> None:
     model = shard(lora_llama(), stage=3)
     with (
         pytest.raises(StateError, match=r"q_proj\.base_layer\.weight.*writeback=True"),
@@ -346,11 +342,11 @@ def merge_without_writeback(rank: int, world_size: int) -> None:
         model.merge_adapter()
 
 
-def test_a_merge_that_would_be_lost_is_refused() -> None:
-    run_ranks(merge_without_writeback, 2)
-
-
-def checkpoint_activations(rank: int, world_size: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(
+    rank: int, world_size: int, reentrant: bool
+) -> None:
     def make() -> nn.Module:
         model = lora_llama(BF16)
         model.enable_input_require_grads()
@@ -360,11 +356,6 @@ def checkpoint_activations(rank: int, world_size: int, reentrant: bool) -> None:
     losses = train(DistributedDataParallel(make()))
     for stage in (1, 3):
         assert train(shard(make(), stage=stage)) == losses
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reentrant: bool) -> None:
-    run_ranks(checkpoint_activations, 2, reentrant)
 
 
 @pytest.mark.slow

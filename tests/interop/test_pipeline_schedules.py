@@ -40,7 +40,7 @@ from pipelines import (
     pipeline_of,
     whole_batch,
 )
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import apart, assert_rounded_alike, of_gradient
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
@@ -224,7 +224,10 @@ class Looks(PipelineStage):
         type(self).num_looks += 1
 
 
-def shapes_are_inferred(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind(
+    rank: int, num_ranks: int
+) -> None:
     axes = shardwise.Axes(pp=2)
     x, y = batch_of(0, axes["dp_shard"].get_local_rank())
     for number, schedule in enumerate(THERE):
@@ -243,11 +246,10 @@ def shapes_are_inferred(rank: int, num_ranks: int) -> None:
         assert Looks.num_looks >= len(THERE)
 
 
-def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind() -> None:
-    run_ranks(shapes_are_inferred, 4)
-
-
-def backward_by_autograd_grad(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind(
+    rank: int, num_ranks: int
+) -> None:
     axes = shardwise.Axes(pp=2)
     dp = axes["dp_shard"]
     for number, schedule in enumerate(name for name in THERE if name in BY_AUTOGRAD_GRAD):
@@ -264,15 +266,24 @@ def backward_by_autograd_grad(rank: int, num_ranks: int) -> None:
                     is_at_rest(part)
 
 
-def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind() -> None:
-    run_ranks(backward_by_autograd_grad, 4)
-
-
 # -- the failures of others, by name
 
 
-def gathers_follow_the_schedule(rank: int, num_ranks: int) -> None:
-    """With four stages on a rank the schedule opens and closes them several times in a step."""
+def states_of(part: Any) -> set[str]:
+    """Return what torch's tests ask of every parameter (`FSDPParam.sharded_state`)."""
+    context = torch_fully_shard.state(part)._state_ctx
+    groups = [group for state in context.all_states for group in state._fsdp_param_groups]
+    return {param.sharded_state.name for group in groups for param in group.fsdp_params}
+
+
+@on_ranks(4)
+def test_stages_are_gathered_when_an_interleaved_schedule_opens_them_and_at_no_other_time(
+    rank: int, num_ranks: int
+) -> None:
+    """With four stages on a rank the schedule opens and closes them several times in a step.
+
+    See pytorch#164756.
+    """
     axes = shardwise.Axes(pp=2)
     place = axes["pp"].get_local_rank()
     looping = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -301,20 +312,14 @@ def gathers_follow_the_schedule(rank: int, num_ranks: int) -> None:
                 assert states_of(part) == {"SHARDED"}
 
 
-def states_of(part: Any) -> set[str]:
-    """Return what torch's tests ask of every parameter (`FSDPParam.sharded_state`)."""
-    context = torch_fully_shard.state(part)._state_ctx
-    groups = [group for state in context.all_states for group in state._fsdp_param_groups]
-    return {param.sharded_state.name for group in groups for param in group.fsdp_params}
+@on_ranks(4)
+def test_gradients_of_several_schedules_are_reduced_once_and_divided_once(
+    rank: int, num_ranks: int
+) -> None:
+    """Several schedules before one optimizer step, reduced once, with the last.
 
-
-def test_stages_are_gathered_when_an_interleaved_schedule_opens_them_and_at_no_other_time() -> None:
-    """See pytorch#164756."""
-    run_ranks(gathers_follow_the_schedule, 4)
-
-
-def windows_over_schedules(rank: int, num_ranks: int) -> None:
-    """Several schedules before one optimizer step, reduced once, with the last."""
+    See pytorch#196641.
+    """
     axes = shardwise.Axes(pp=2)
     dp = axes["dp_shard"]
     for number, schedule in enumerate(THERE):
@@ -346,12 +351,10 @@ def windows_over_schedules(rank: int, num_ranks: int) -> None:
         reference.check(made)
 
 
-def test_gradients_of_several_schedules_are_reduced_once_and_divided_once() -> None:
-    """See pytorch#196641."""
-    run_ranks(windows_over_schedules, 4)
-
-
-def finalized_by_hand(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(
+    rank: int, num_ranks: int
+) -> None:
     """What torch 2.15's schedules call in the place of private names."""
     for by in BY:
         part: Any = BY[by](Net(), mesh=shardwise.Axes(), stage=3, precision="fp32")
@@ -377,11 +380,10 @@ def finalized_by_hand(rank: int, num_ranks: int) -> None:
             assert_rounded_alike(full(param.grad), wanted, roundings, name)
 
 
-def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window() -> None:
-    run_ranks(finalized_by_hand, 2)
-
-
-def a_second_schedule_is_refused(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_schedule_whose_division_would_hit_earlier_gradients_is_refused(
+    rank: int, num_ranks: int
+) -> None:
     axes = shardwise.Axes(pp=2)
     for by in BY:
         made = pipeline_of("1F1B", axes, 2, by=by)
@@ -400,12 +402,12 @@ def a_second_schedule_is_refused(rank: int, num_ranks: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-def test_a_schedule_whose_division_would_hit_earlier_gradients_is_refused() -> None:
-    run_ranks(a_second_schedule_is_refused, 2)
+@on_ranks(4)
+def test_gradients_are_whole_when_a_schedule_returns(rank: int, num_ranks: int) -> None:
+    """One rank comes late to the reductions; the gradients that the other reads are whole.
 
-
-def slow_reductions(rank: int, num_ranks: int) -> Any:
-    """One rank comes late to the reductions; the gradients that the other reads are whole."""
+    See pytorch#144535.
+    """
     axes = shardwise.Axes(pp=2)
     dp = axes["dp_shard"]
     for by in BY:
@@ -422,12 +424,10 @@ def slow_reductions(rank: int, num_ranks: int) -> Any:
             assert_rounded_alike(full(param.grad), expected[name], roundings, name)
 
 
-def test_gradients_are_whole_when_a_schedule_returns() -> None:
-    """See pytorch#144535."""
-    run_ranks(slow_reductions, 4)
-
-
-def kept_after_forward_by_hand(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_where_the_mesh_names_no_pipeline_one_setting_makes_it_one_gather(
+    rank: int, num_ranks: int
+) -> None:
     """A mesh that names no pipeline: the user says that parameters stay after forward."""
     axes = shardwise.Axes(pp=2)
     for schedule in SINGLE:
@@ -444,7 +444,3 @@ def kept_after_forward_by_hand(rank: int, num_ranks: int) -> None:
                 for param in made.params:
                     param.grad = None
             assert gathers == num_units(made.parts) if stays else gathers > num_units(made.parts)
-
-
-def test_where_the_mesh_names_no_pipeline_one_setting_makes_it_one_gather() -> None:
-    run_ranks(kept_after_forward_by_hand, 4)

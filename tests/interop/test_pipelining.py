@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from models import Block
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import shard
 from shardwise.engine.api import engine_of, is_sharded
@@ -177,7 +177,13 @@ def steps(
             is_at_rest(part)
 
 
-def on_ranks(rank: int, world: int, num_stages: int, stages: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("world", "num_stages", "stages"), [(4, 2, (0, 2, 3)), (2, 2, (3,)), (3, 1, (2, 3))]
+)
+@on_ranks()
+def test_stages_of_shard_take_the_steps_of_one_process_and_of_fsdp2(
+    rank: int, world: int, num_stages: int, stages: tuple[int, ...]
+) -> None:
     shape = (num_stages, world // num_stages)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
     schedules = [(schedule, num_stages) for schedule in (ScheduleGPipe, Schedule1F1B)]
@@ -187,12 +193,3 @@ def on_ranks(rank: int, world: int, num_stages: int, stages: tuple[int, ...]) ->
         expected = steps_of_torchs_own(schedule, mesh, num)
         for stage in stages:
             steps(schedule, mesh, num, stage, expected)
-
-
-@pytest.mark.parametrize(
-    ("world", "num_stages", "stages"), [(4, 2, (0, 2, 3)), (2, 2, (3,)), (3, 1, (2, 3))]
-)
-def test_stages_of_shard_take_the_steps_of_one_process_and_of_fsdp2(
-    world: int, num_stages: int, stages: tuple[int, ...]
-) -> None:
-    run_ranks(on_ranks, world, num_stages, stages)

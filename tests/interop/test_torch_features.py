@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from models import Block, Stack, stack_roundings
 from oracle import assert_same_bits
 from programs import run_program
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
 from shardwise import gathered, shard
 from shardwise.config import Schedule
@@ -95,7 +95,11 @@ def train_compiled(
 SHARDINGS = [partial(shard, stage=1), partial(shard, stage=3), shard_fully]
 
 
-def compare_compiled(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_before_or_after_shard_is_the_same_and_compiled_once(
+    rank: int, world_size: int
+) -> None:
     steps = make_steps(world_size, num_steps=4)
     for number, sharded in enumerate(SHARDINGS):
         losses, parameters, none = train_compiled(rank, steps, lambda m, _: m, True, sharded)
@@ -110,11 +114,6 @@ def compare_compiled(rank: int, world_size: int) -> None:
             assert found[2][0] > 0 and len(set(found[2])) == 1, (compiled_by, before, found[2])
 
 
-@pytest.mark.slow
-def test_compiled_before_or_after_shard_is_the_same_and_compiled_once() -> None:
-    run_ranks(compare_compiled, 2)
-
-
 # -- torch.autocast
 
 
@@ -127,7 +126,10 @@ class Checkpointed(Stack):
         return self.head(x)
 
 
-def compare_autocast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp(
+    rank: int, world_size: int
+) -> None:
     """One autocast region over several micro-batches, so that its cache of casts is used."""
     steps = make_steps(world_size, num_steps=3, num_micro_batches=2)
     for make in (Stack, Checkpointed):
@@ -158,10 +160,6 @@ def compare_autocast(rank: int, world_size: int) -> None:
         for losses, parameters in runs[1:]:
             assert losses == runs[0][0]
             assert_same_bits(parameters, runs[0][1])
-
-
-def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp() -> None:
-    run_ranks(compare_autocast, 2)
 
 
 # -- torch.profiler
@@ -331,7 +329,8 @@ def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process(
 # -- torch.func
 
 
-def call_functionally(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torch_func_works_on_a_gathered_model(rank: int, world_size: int) -> None:
     plain, model = seeded(), shard(seeded())
     batch = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     with gathered(model):
@@ -361,10 +360,6 @@ def call_functionally(rank: int, world_size: int) -> None:
     for ours, theirs in zip(keeps.parameters(), plain.parameters(), strict=True):
         grad = ours.grad.full_tensor()  # type: ignore[union-attr]
         assert torch.equal(grad, theirs.grad)
-
-
-def test_torch_func_works_on_a_gathered_model() -> None:
-    run_ranks(call_functionally, 2)
 
 
 # -- CUDA graphs
@@ -401,12 +396,9 @@ def replay_gathered(rank: int, world_size: int) -> None:
         assert_rounded_alike(out, model(batch), stack_roundings(rows=3))
 
 
-def run_on_gpu(rank: int, world_size: int) -> None:
+@pytest.mark.gpu
+@on_ranks(1, fresh=True)
+def test_cuda_graphs_of_compiled_blocks_and_of_a_gathered_model(rank: int, world_size: int) -> None:
     eager, graphs = (train_with_graphs(rank, world_size, c) for c in (False, True))
     assert_all_rounded_alike(graphs, eager, stack_roundings(rows=64))
     replay_gathered(rank, world_size)
-
-
-@pytest.mark.gpu
-def test_cuda_graphs_of_compiled_blocks_and_of_a_gathered_model() -> None:
-    run_ranks(run_on_gpu, 1, fresh=True)

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from models import Block
 from oracle import assert_same_bits
 from programs import run_example
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.errors import ConfigError
@@ -159,7 +159,8 @@ def assert_same_run(ours: Any, plain: Any) -> None:
     assert_same_bits(dict(zip(names, ours[1].values(), strict=True)), plain[1])
 
 
-def train_stand_in(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, fresh=True)
+def test_a_decoder_takes_the_steps_of_the_plain_one(rank: int, world_size: int) -> None:
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     steps = batches_of(world_size, VOCAB)
     torch.manual_seed(0)
@@ -187,12 +188,8 @@ def train_stand_in(rank: int, world_size: int) -> None:
     assert bf16(steps[0][rank][:, :-1]).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_decoder_takes_the_steps_of_the_plain_one(world_size: int) -> None:
-    run_ranks(train_stand_in, world_size, fresh=True)
-
-
-def shard_over_replicas(rank: int, world_size: int) -> None:
+@on_ranks(4, fresh=True)
+def test_replicas_of_shards_are_where_the_degrees_say(rank: int, world_size: int) -> None:
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     torch.manual_seed(0)
     plain = Decoder()
@@ -216,10 +213,6 @@ def shard_over_replicas(rank: int, world_size: int) -> None:
         assert_rounded_alike(full(ours.grad), theirs.grad, 2 * 4)
 
 
-def test_replicas_of_shards_are_where_the_degrees_say() -> None:
-    run_ranks(shard_over_replicas, 4, fresh=True)
-
-
 def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
     """Stand in for a model's own function: tensor parallelism, then shards, as torchtitan does."""
     sharding: Any = sys.modules["torchtitan.distributed.fsdp"]
@@ -232,7 +225,10 @@ def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
     return model
 
 
-def train_with_all_degrees(rank: int, world_size: int) -> None:
+@on_ranks(4, fresh=True)
+def test_a_models_own_function_takes_any_degree_and_shards_by_ours(
+    rank: int, world_size: int
+) -> None:
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
     sys.modules["torchtitan.distributed.fsdp"] = torchs  # type: ignore[assignment]
@@ -258,11 +254,10 @@ def train_with_all_degrees(rank: int, world_size: int) -> None:
         )  # type: ignore[union-attr]
 
 
-def test_a_models_own_function_takes_any_degree_and_shards_by_ours() -> None:
-    run_ranks(train_with_all_degrees, 4, fresh=True)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(1, fresh=True)
+def test_what_is_not_data_parallelism_is_refused_before_anything_changes(
+    rank: int, world_size: int
+) -> None:
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),
@@ -283,10 +278,6 @@ def refuse(rank: int, world_size: int) -> None:
     on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="disable_cuda_graphs"):
         torchtitan.parallelize(Decoder(), **settings(parallel_dims=on_gpu))
-
-
-def test_what_is_not_data_parallelism_is_refused_before_anything_changes() -> None:
-    run_ranks(refuse, 1, fresh=True)
 
 
 # -- torchtitan itself

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.comm.exchange import Exchange
 from shardwise.config import Units
@@ -422,7 +422,8 @@ def test_checkpoints_of_any_degree_of_ep_load_into_any_other(tmp_path: Path) -> 
         holds(plain, optimizer, tmp_path, name)
 
 
-def meta_is_the_same(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep(rank: int, num_ranks: int) -> None:
     """Experts that are drawn after they were spread are those of one process."""
     found = []
     for ep in (1, num_ranks):
@@ -435,10 +436,6 @@ def meta_is_the_same(rank: int, num_ranks: int) -> None:
         found.append([*map(whole, model.parameters()), *model.buffers()])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b) and not a.is_meta
-
-
-def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep() -> None:
-    run_ranks(meta_is_the_same, 3)
 
 
 # -- what goes wrong elsewhere, by name
@@ -456,29 +453,29 @@ def checked(cell: Cell, micro_batches: int = 1) -> None:
     )
 
 
-def scales_are_right(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_gradients_of_experts_are_not_ep_or_tp_times_too_large(rank: int, num_ranks: int) -> None:
+    """Megatron-LM#5956, pytorch#160285."""
     checked(Cell({"ep": 4}, by=0))
     checked(Cell({"ep": 2, "tp": 2}, by=3))
     checked(Cell({"ep": 4, "tp": 4}, by="fully_shard"))
     checked(Cell({"ep": 2, "dp_replicate": 2}, by="fully_shard"))
 
 
-def test_gradients_of_experts_are_not_ep_or_tp_times_too_large() -> None:
-    """Megatron-LM#5956, pytorch#160285."""
-    run_ranks(scales_are_right, 4)
-
-
-def groups_of_one_rank(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_group_of_one_rank_doubles_nothing_and_no_micro_batch_is_lost(
+    rank: int, num_ranks: int
+) -> None:
+    """Megatron-LM#6660 (doubled by each micro-batch), Fast-LLM#550 (the last one is kept)."""
     for by in (0, 3, "fully_shard"):
         checked(Cell({"ep": num_ranks}, by=by), micro_batches=3)  # efsdp is one rank
 
 
-def test_a_group_of_one_rank_doubles_nothing_and_no_micro_batch_is_lost() -> None:
-    """Megatron-LM#6660 (doubled by each micro-batch), Fast-LLM#550 (the last one is kept)."""
-    run_ranks(groups_of_one_rank, 2)
-
-
-def norm_of_all(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_the_norm_has_the_experts_of_all_ranks_where_tp_is_there_too(
+    rank: int, num_ranks: int
+) -> None:
+    """Megatron-LM#5916."""
     for by in (0, 3, "fully_shard"):
         cell = Cell({"ep": 2, "tp": 2}, by=by)
         axes = shardwise.Axes(**cell.degrees)
@@ -493,13 +490,14 @@ def norm_of_all(rank: int, num_ranks: int) -> None:
         assert torch.cat([g.flatten() for g in alone]).norm() > 0.1 * truth
 
 
-def test_the_norm_has_the_experts_of_all_ranks_where_tp_is_there_too() -> None:
-    """Megatron-LM#5916."""
-    run_ranks(norm_of_all, 4)
+@on_ranks(4)
+def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(
+    rank: int, num_ranks: int
+) -> None:
+    """Also with other seeds on other ranks: what copies there are have the first one's bits.
 
-
-def experts_keep_their_values(rank: int, num_ranks: int) -> None:
-    """Also with other seeds on other ranks: what copies there are have the first one's bits."""
+    transformers#45662 (overwritten by rank 0), Automodel#3135 (replicas drift apart).
+    """
     cell = Cell({"ep": 2, "dp_replicate": 2})
     for by in (3, "fully_shard"):
         cell = replace(cell, by=by)
@@ -522,13 +520,9 @@ def experts_keep_their_values(rank: int, num_ranks: int) -> None:
         assert all(torch.equal(mine, each) for each in copies), name
 
 
-def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same() -> None:
-    """transformers#45662 (overwritten by rank 0), Automodel#3135 (replicas drift apart)."""
-    run_ranks(experts_keep_their_values, 4)
-
-
 # -- axes of one rank
-def costs_nothing(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 2)
+def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank: int, num_ranks: int) -> None:
     """`spread_experts` over axes of one rank changes no bit and sends nothing."""
     found, sent = [], []
     for spreads in (False, True):
@@ -550,11 +544,6 @@ def costs_nothing(rank: int, num_ranks: int) -> None:
     loads = sent[1].pop("loss.all_reduce", 0)
     assert sent[0] == sent[1]
     assert loads == (LAYERS if num_ranks > 1 else 0)  # of the auxiliary loss, which is asked for
-
-
-def test_axes_of_one_rank_cost_no_collective_and_no_bit() -> None:
-    for num_ranks in (1, 2):
-        run_ranks(costs_nothing, num_ranks)
 
 
 # -- a layer of one's own
@@ -588,7 +577,10 @@ class OwnNet(nn.Module):
         return self.last(x + self.experts(self.first(x)))  # type: ignore[no-any-return]
 
 
-def own_layers(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism(
+    rank: int, num_ranks: int
+) -> None:
     def make() -> nn.Module:
         torch.manual_seed(5)
         return OwnNet()
@@ -602,13 +594,9 @@ def own_layers(rank: int, num_ranks: int) -> None:
         shardwise.check.gradients(make, batch, axes, compose=compose)
 
 
-def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism() -> None:
-    for num_ranks in (1, 3):
-        run_ranks(own_layers, num_ranks)
-
-
 # -- the decoder over tensor parallelism, whose ranks have parts of the tokens between layers
-def whole_decoders(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep(rank: int, num_ranks: int) -> None:
     experts = Experts(12, 2, EXPERT, shared=1, dense_layers=1)
     shape = DecoderShape(2, DIM, 2, 2, HEAD, FFN, 14, experts=experts)
     tokens = torch.randint(14, (2, 8, 6), generator=torch.Generator().manual_seed(0))
@@ -635,10 +623,6 @@ def whole_decoders(rank: int, num_ranks: int) -> None:
         )
 
 
-def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep() -> None:
-    run_ranks(whole_decoders, 4)
-
-
 # -- stages of a pipeline, of which some have no experts
 def stages(rank: int, num_ranks: int) -> None:
     """Each pair of ranks trains another model, with names that fit only one of them."""
@@ -661,7 +645,8 @@ def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
 
 
 # -- what is refused
-def refusals(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_with_what_to_do(rank: int, num_ranks: int) -> None:
     axes = shardwise.Axes(ep=2)
     model = Cell(experts=3).make()
     before = list(model.parameters())
@@ -684,7 +669,3 @@ def refusals(rank: int, num_ranks: int) -> None:
     shardwise.shard(model, mesh=axes)
     with pytest.raises(ConfigError, match="the routers know of none: call spread_experts"):
         balance_experts(model)
-
-
-def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
-    run_ranks(refusals, 2)
