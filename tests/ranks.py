@@ -276,29 +276,40 @@ class _Body:
     module: str
     name: str
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        getattr(importlib.import_module(self.module), self.name).body(*args, **kwargs)
+    def __call__(self, rank: int, world_size: int, **given: Any) -> None:
+        body = getattr(importlib.import_module(self.module), self.name).body
+        names = inspect.signature(body).parameters.keys()
+        given |= dict.fromkeys(names & {"rank"}, rank)
+        given |= dict.fromkeys(names & _SIZE, world_size)
+        body(**given)
+
+
+_SIZE = {"world_size", "num_ranks", "world"}
 
 
 def on_ranks(*sizes: Any, **options: Any) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of `fn(rank, world_size, ...)`, which every rank of each size calls.
+    """Make a test of a function that every rank of each world size calls.
 
-    Its other parameters are those of the test: fixtures, and what `parametrize` gives. Without
-    sizes, `parametrize` gives the world size too. `fn` itself is the test's `body`.
+    The function gets `rank` and `world_size` if it has such parameters; its others are those of
+    the test: fixtures, and what `parametrize` gives. Without sizes, that gives the size too.
     """
 
     def decorate(fn: Callable[..., None]) -> Any:
-        _, size, *others = inspect.signature(fn).parameters.values()
+        params = inspect.signature(fn).parameters
+        (size,) = params.keys() & _SIZE or {"world_size"}
 
         def test(**given: Any) -> None:
-            world_size = given.pop(size.name)
+            world_size = given.pop(size)
             run_ranks(_Body(fn.__module__, fn.__name__), world_size, **given, **options)
 
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(fn, name))
-        test.__signature__ = inspect.Signature([size, *others])  # type: ignore[attr-defined]
+        names = [size, *(name for name in params if name not in ("rank", size))]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        signature = inspect.Signature([inspect.Parameter(name, keyword) for name in names])
+        test.__signature__ = signature  # type: ignore[attr-defined]
         test.body = fn  # type: ignore[attr-defined]
-        return pytest.mark.parametrize(size.name, sizes)(test) if sizes else test
+        return pytest.mark.parametrize(size, sizes)(test) if sizes else test
 
     return decorate
 

@@ -100,9 +100,7 @@ def test_8_bit_state_comes_back_on_as_many_ranks_and_is_refused_on_others(tmp_pa
 
 
 @on_ranks(2)
-def test_a_compiled_step_over_shards_says_how_to_run_it_uncompiled(
-    rank: int, world_size: int
-) -> None:
+def test_a_compiled_step_over_shards_says_how_to_run_it_uncompiled():
     model = shard(nn.Linear(4, 4), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 4)).sum().backward()

@@ -162,9 +162,7 @@ def slots_of(model: Any) -> tuple[int, int, int]:
 
 
 @on_ranks(1, 3)
-def test_training_has_the_bits_of_training_with_inputs_on_the_device(
-    rank: int, world_size: int
-) -> None:
+def test_training_has_the_bits_of_training_with_inputs_on_the_device():
     for number, kind in enumerate(KINDS):
         how = HOW[number % len(HOW)]
         state = ("cpu", "device")[number % 2]
@@ -177,9 +175,7 @@ def test_training_has_the_bits_of_training_with_inputs_on_the_device(
 
 
 @on_ranks(1)
-def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once(
-    rank: int, world_size: int
-) -> None:
+def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
     """All inputs but the last block's go; no step after the first takes more memory."""
     model: Any = made(Around, AWAY)
     assert "host memory so far" in str(describe(model)) and describe(model).activation_bytes == 0
@@ -207,9 +203,7 @@ def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once(
 
 
 @on_ranks(1)
-def test_two_inputs_are_on_the_device_while_a_block_is_computed_again(
-    rank: int, world_size: int
-) -> None:
+def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
     """While a block is computed again, its input and that of the block before it are there."""
     model: Any = made(Around, AWAY)
     fetched: list[StorageWeakRef] = []
@@ -236,9 +230,7 @@ def test_two_inputs_are_on_the_device_while_a_block_is_computed_again(
 
 
 @on_ranks(1)
-def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else(
-    rank: int, world_size: int
-) -> None:
+def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else():
     """Shorter inputs use the slots that there are; longer ones take their place."""
     model: Any = made(Around, AWAY)
     for rows, num_made, most in ((3, 1, 3), (2, 1, 3), (4, 2, 4), (1, 2, 4), (4, 2, 4)):
@@ -270,7 +262,7 @@ class Staying(Around):
 
 
 @on_ranks(1, 2)
-def test_what_others_hold_too_and_parameters_stay(rank: int, world_size: int) -> None:
+def test_what_others_hold_too_and_parameters_stay():
     runs = [train(made(Staying, offload)) for offload in (None, AWAY)]
     assert_same(*runs)
     model = made(Staying, AWAY)
@@ -298,7 +290,7 @@ class Changing(Around):
 
 
 @on_ranks(1)
-def test_an_input_that_is_changed_in_place_is_noticed_or_safe(rank: int, world_size: int) -> None:
+def test_an_input_that_is_changed_in_place_is_noticed_or_safe():
     kept = made(Around, None)
     loss_of(kept).backward()
     for after in range(3):
@@ -314,9 +306,7 @@ def test_an_input_that_is_changed_in_place_is_noticed_or_safe(rank: int, world_s
 
 
 @on_ranks(1)
-def test_other_saved_tensors_that_are_changed_in_place_are_noticed(
-    rank: int, world_size: int
-) -> None:
+def test_other_saved_tensors_that_are_changed_in_place_are_noticed():
     """What is no checkpoint's is checked as torch checks it."""
 
     class Changed(Around):
@@ -347,7 +337,7 @@ def said() -> Iterator[list[str]]:
 
 
 @on_ranks(1)
-def test_passes_that_do_not_train_or_fail_leave_nothing_behind(rank: int, world_size: int) -> None:
+def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
     """Nothing is moved or hooked without gradients, after errors, or where others' hooks are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
     seen: list[Any] = []
@@ -382,7 +372,7 @@ def test_passes_that_do_not_train_or_fail_leave_nothing_behind(rank: int, world_
 
 
 @on_ranks(1)
-def test_a_model_without_checkpoints_is_told_so_once(rank: int, world_size: int) -> None:
+def test_a_model_without_checkpoints_is_told_so_once():
     class Plain(Inside):
         def make_block(self) -> nn.Module:
             return Block()
@@ -394,7 +384,7 @@ def test_a_model_without_checkpoints_is_told_so_once(rank: int, world_size: int)
 
 
 @on_ranks(1)
-def test_graphs_that_are_kept_run_again(rank: int, world_size: int) -> None:
+def test_graphs_that_are_kept_run_again():
     found = []
     for offload in (None, AWAY):
         model = made(Around, offload, stage=2)
@@ -410,7 +400,7 @@ def test_graphs_that_are_kept_run_again(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1)
-def test_autocast_has_the_same_bits(rank: int, world_size: int) -> None:
+def test_autocast_has_the_same_bits():
     runs = []
     for offload in (None, AWAY):
         with torch.autocast("cpu", torch.bfloat16):
@@ -419,7 +409,7 @@ def test_autocast_has_the_same_bits(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1, 3)
-def test_fully_shard_takes_them_as_an_offload_policy(rank: int, world_size: int) -> None:
+def test_fully_shard_takes_them_as_an_offload_policy():
     whole = Offload("cpu", "cpu", "cpu", activations="cpu")
     for kind in (Around, Inside):
         runs = []
@@ -451,7 +441,7 @@ def test_fully_shard_takes_them_as_an_offload_policy(rank: int, world_size: int)
 
 
 @on_ranks(1)
-def test_micro_batches_in_flight_have_a_place_each(rank: int, world_size: int) -> None:
+def test_micro_batches_in_flight_have_a_place_each():
     """GPipe runs all forward passes first; each has its own place on the host."""
     runs = []
     for offload in (None, AWAY):
@@ -507,7 +497,7 @@ def test_layers_of_transformers_with_gradient_checkpointing() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
 @on_ranks(1)
-def test_compiled_blocks_are_not_compiled_again(rank: int, world_size: int) -> None:
+def test_compiled_blocks_are_not_compiled_again():
     runs = []
     for offload in (None, AWAY):
         torch._dynamo.reset()

@@ -8,7 +8,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,18 +103,14 @@ def ways() -> list[Callable[[], Any]]:
 
 
 @on_ranks(1, 3)
-def test_losses_and_steps_have_the_bits_of_an_accumulation_window(
-    rank: int, world_size: int
-) -> None:
+def test_losses_and_steps_have_the_bits_of_an_accumulation_window(rank):
     for number, make in enumerate(ways()):
         found, expected = train(make, vertically, rank), train(make, one_by_one, rank)
         assert all(map(torch.equal, found, expected)), number
 
 
 @on_ranks(1, 3)
-def test_offloaded_parameters_and_state_give_the_same_bits(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_offloaded_parameters_and_state_give_the_same_bits(rank, tmp_path):
     for offload, precision in itertools.product(("cpu", f"nvme:{tmp_path}"), ("fp32", "bf16")):
         options: Any = {"precision": precision, "schedule": Schedule(reduce_every="step")}
         found = train(lambda o=options, p=offload: shard(Stack(), offload=p, **o), vertically, rank)  # type: ignore[misc]
@@ -124,7 +119,7 @@ def test_offloaded_parameters_and_state_give_the_same_bits(
 
 
 @on_ranks(1, 3)
-def test_models_of_fully_shard_give_the_same_bits(rank: int, world_size: int) -> None:
+def test_models_of_fully_shard_give_the_same_bits(rank):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     for policy in (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
@@ -157,9 +152,7 @@ def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter
 @pytest.mark.parametrize("kind", [Stack, Checkpointed])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @on_ranks(3)
-def test_all_micro_batches_together_gather_and_reduce_what_one_does(
-    rank: int, world_size: int, kind: type[nn.Module], precision: str
-) -> None:
+def test_all_micro_batches_together_gather_and_reduce_what_one_does(rank, kind, precision):
     """What all micro-batches send together is what one alone sends."""
     for stage in range(4):
         model = shard(kind(), stage=stage, precision=precision, schedule=Schedule(bucket_bytes=0))
@@ -182,9 +175,7 @@ def test_all_micro_batches_together_gather_and_reduce_what_one_does(
 
 
 @on_ranks(1, 3)
-def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(
-    rank: int, world_size: int
-) -> None:
+def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(rank):
     """Slices on the host are fetched once per unit in forward, once in backward."""
     from shardwise.offload.home import Home
 
@@ -238,9 +229,7 @@ class WatchedStack(Checkpointed):
 
 
 @on_ranks(1, 3)
-def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time(
-    rank: int, world_size: int
-) -> None:
+def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time():
     model = shard(WatchedStack())
     batches = [torch.randn(rows, 8) for rows in (2, 3, 4)]
     for _ in range(2):
@@ -252,9 +241,7 @@ def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time(
 
 
 @on_ranks(1, 3)
-def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(
-    rank: int, world_size: int
-) -> None:
+def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(rank):
     """Tied weights get gradients at both ends of the model, in float64 all but equal."""
     results = []
     for passes in (vertically, one_by_one):
@@ -283,7 +270,7 @@ def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(
 
 
 @on_ranks(1, 3)
-def test_an_accumulation_window_works_around_it(rank: int, world_size: int) -> None:
+def test_an_accumulation_window_works_around_it(rank):
     results = []
     batches = batches_of(rank, 0) + batches_of(rank, 1)
     for vertical in (True, False):
@@ -364,9 +351,7 @@ def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn() ->
 
 
 @on_ranks(1, 3)
-def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(
-    rank: int, world_size: int
-) -> None:
+def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_size):
     model = shard(Stack())
     batches = batches_of(rank, 0)
     packed: list[int] = []
@@ -410,9 +395,7 @@ class Failing(Block):
 
 
 @on_ranks(1, 3)
-def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(
-    rank: int, world_size: int
-) -> None:
+def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_size):
     torch.manual_seed(0)
     model: Any = Stack()
     model.blocks[1].__class__ = Failing
@@ -468,7 +451,7 @@ class Interrupted(Exception):
 
 
 @on_ranks(1)
-def test_an_interrupt_ends_all_micro_batches_and_none_is_kept(rank: int, world_size: int) -> None:
+def test_an_interrupt_ends_all_micro_batches_and_none_is_kept(rank):
     """A signal reaches the thread that waits for the micro-batches; nothing is left of them."""
 
     def raise_it(*_: Any) -> None:

@@ -53,7 +53,7 @@ def make_normed() -> nn.Module:
 
 
 @on_ranks(1, 3)
-def test_a_copy_is_a_sharded_model_of_its_own(rank: int, world_size: int) -> None:
+def test_a_copy_is_a_sharded_model_of_its_own(rank):
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
     for options in SPREAD:
         model = shard(make_normed(), **options)
@@ -90,7 +90,7 @@ def test_a_copy_is_a_sharded_model_of_its_own(rank: int, world_size: int) -> Non
 
 
 @on_ranks(1, 2)
-def test_a_copy_takes_the_steps_of_the_oracle(rank: int, world_size: int) -> None:
+def test_a_copy_takes_the_steps_of_the_oracle(world_size):
     steps = make_steps(world_size, 3)
     torch.manual_seed(0)
     truth = train_plain(Stack(), steps, mean_square)
@@ -128,7 +128,7 @@ def average_alone(world_size: int, **options: Any) -> tuple[nn.Module, AveragedM
 
 
 @on_ranks(1, 3)
-def test_an_averaged_model_is_that_of_one_process(rank: int, world_size: int) -> None:
+def test_an_averaged_model_is_that_of_one_process(rank, world_size):
     variants: list[dict[str, Any]] = [
         {},
         {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
@@ -231,7 +231,7 @@ class Wrapping(nn.Module):
 
 
 @on_ranks(1)
-def test_names_that_people_look_for_say_what_to_do(rank: int, world_size: int) -> None:
+def test_names_that_people_look_for_say_what_to_do():
     model = shard(make_normed(), stage=1)
     assert not hasattr(model, "module") and not hasattr(model, "join_hook")
     assert getattr(model, "module", None) is None
@@ -257,7 +257,7 @@ def test_names_that_people_look_for_say_what_to_do(rank: int, world_size: int) -
 
 
 @on_ranks(1, 2)
-def test_no_sync_is_a_micro_batch_that_is_not_the_last(rank: int, world_size: int) -> None:
+def test_no_sync_is_a_micro_batch_that_is_not_the_last(rank, world_size):
     """`no_sync` for all but the last micro-batch, as people write it for DDP, is `accumulate`."""
     ((first, second, third),) = make_steps(world_size, 1, 3)
     for options in SPREAD:

@@ -35,9 +35,7 @@ class Net(nn.Module):
     ("num_ranks", "degrees"), [(1, {}), (3, {}), (4, {"tp": 2}), (4, {"dp_replicate": 2})]
 )
 @on_ranks()
-def test_each_ranks_elements_are_where_describe_says(
-    rank: int, num_ranks: int, degrees: dict[str, int]
-) -> None:
+def test_each_ranks_elements_are_where_describe_says(rank, num_ranks, degrees):
     axes = shardwise.Axes(**degrees)
 
     def parallel() -> Any:

@@ -158,7 +158,7 @@ WAYS: list[tuple[Callable[..., None], Loss, tuple[int, ...]]] = [
 
 
 @on_ranks(1, pytest.param(3, marks=pytest.mark.kernels))
-def test_gradient_penalties_train_as_in_one_process(rank: int, world_size: int) -> None:
+def test_gradient_penalties_train_as_in_one_process(rank, world_size):
     truths = {loss_fn: train_alone(loss_fn, world_size) for _, loss_fn, _ in WAYS}
     for way, loss_fn, stages in WAYS:
         truth = truths[loss_fn]
@@ -177,7 +177,7 @@ def test_gradient_penalties_train_as_in_one_process(rank: int, world_size: int) 
 
 
 @on_ranks(1, 2)
-def test_gradient_penalties_accumulate_over_micro_batches(rank: int, world_size: int) -> None:
+def test_gradient_penalties_accumulate_over_micro_batches(rank, world_size):
     """Penalties inside gathered() count in an accumulation window as any gradient does."""
     two = batches(world_size)
     alone = make_critic()
@@ -195,9 +195,7 @@ def test_gradient_penalties_accumulate_over_micro_batches(rank: int, world_size:
 
 
 @on_ranks(2)
-def test_gradient_penalties_over_replicas_and_with_activation_checkpoints(
-    rank: int, world_size: int
-) -> None:
+def test_gradient_penalties_over_replicas_and_with_activation_checkpoints(rank, world_size):
     """Gradients are means over the replicate axis, too, and blocks may run again in backward."""
     truth = train_alone(wgan_gp, world_size)[0]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -224,9 +222,7 @@ class Routed(nn.Module):
 
 
 @on_ranks(2)
-def test_inside_gathered_a_gradient_of_one_rank_is_reduced_by_all(
-    rank: int, world_size: int
-) -> None:
+def test_inside_gathered_a_gradient_of_one_rank_is_reduced_by_all(rank):
     """A gradient that one rank has is reduced by all; one that nobody has stays None."""
     x = torch.arange(4.0)
     alone = Routed()
@@ -244,9 +240,7 @@ def test_inside_gathered_a_gradient_of_one_rank_is_reduced_by_all(
 
 
 @on_ranks(2)
-def test_penalties_inside_gathered_reach_the_shards_of_a_bf16_run(
-    rank: int, world_size: int
-) -> None:
+def test_penalties_inside_gathered_reach_the_shards_of_a_bf16_run(rank, world_size):
     """Inside, the forward pass has the master dtype; the mean is one of bf16 values at most."""
     (by_rank,) = batches(world_size, 1)
     alone = make_critic()
@@ -266,7 +260,7 @@ def test_penalties_inside_gathered_reach_the_shards_of_a_bf16_run(
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_gathered_keeps_its_contract(rank: int, world_size: int, stage: int) -> None:
+def test_gathered_keeps_its_contract(rank, world_size, stage):
     """What gathered() promised before holds where parameters require gradients now."""
     model = shard(make_critic(), stage=stage)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -300,9 +294,7 @@ def test_gathered_keeps_its_contract(rank: int, world_size: int, stage: int) -> 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(2)
-def test_a_gradient_penalty_costs_no_further_reduction(
-    rank: int, world_size: int, stage: int
-) -> None:
+def test_a_gradient_penalty_costs_no_further_reduction(rank, world_size, stage):
     """The pass that only makes a graph sends nothing; the second reduces every unit once."""
     model = shard(make_critic(), stage=stage, schedule=Schedule(bucket_bytes=0))
     batch = batches(world_size)[0][rank]
@@ -318,9 +310,7 @@ def test_a_gradient_penalty_costs_no_further_reduction(
 
 
 @on_ranks(2)
-def test_what_cannot_have_a_second_pass_is_refused_with_advice_that_holds(
-    rank: int, world_size: int
-) -> None:
+def test_what_cannot_have_a_second_pass_is_refused_with_advice_that_holds():
     batch = batches(1)[0][0]
     truth = train_alone(wgan_gp, 1)[0]
     model = shard(make_critic(), stage=3)
@@ -347,9 +337,7 @@ def test_what_cannot_have_a_second_pass_is_refused_with_advice_that_holds(
 
 
 @on_ranks(1, 2)
-def test_fully_shard_takes_gradient_penalties_where_full_parameters_stay(
-    rank: int, world_size: int
-) -> None:
+def test_fully_shard_takes_gradient_penalties_where_full_parameters_stay(rank, world_size):
     truth = train_alone(wgan_gp, world_size)
     for frees_after_forward in (True, False):
         model = make_critic()
@@ -373,9 +361,7 @@ def test_fully_shard_takes_gradient_penalties_where_full_parameters_stay(
 
 
 @on_ranks(1, 3)
-def test_backward_into_named_inputs_reaches_the_parameters_among_them(
-    rank: int, world_size: int
-) -> None:
+def test_backward_into_named_inputs_reaches_the_parameters_among_them(rank, world_size):
     """Named parameters get the mean, others nothing, activations what is this rank's."""
     (by_rank,) = batches(world_size, 1)
     alone = make_critic()

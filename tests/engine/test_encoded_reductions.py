@@ -108,9 +108,7 @@ def record_exchanges(patch: pytest.MonkeyPatch) -> list[list[int]]:
     ("num_ranks", "is_nccl"), [(1, False), (2, False), (3, False), (7, False), (3, True)]
 )
 @on_ranks()
-def test_a_mean_is_that_of_what_every_rank_encoded_to_the_bit(
-    rank: int, num_ranks: int, is_nccl: bool
-) -> None:
+def test_a_mean_is_that_of_what_every_rank_encoded_to_the_bit(rank, num_ranks, is_nccl):
     with pytest.MonkeyPatch.context() as patch:
         exchanged = record_exchanges(patch) if is_nccl else []
         for stage, layout, kind, dtype in CASES:
@@ -129,7 +127,7 @@ def test_a_mean_is_that_of_what_every_rank_encoded_to_the_bit(
 
 
 @on_ranks(4)
-def test_sums_over_replicas_are_encoded_once_more(rank: int, num_ranks: int) -> None:
+def test_sums_over_replicas_are_encoded_once_more(rank, num_ranks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for stage, layout, kind in ((3, "rows", "int8"), (1, "flat", "fp8"), (0, "rows", "int8")):
         precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
@@ -172,7 +170,7 @@ def test_what_is_sent_are_codes_scales_and_little_more() -> None:
 
 
 @on_ranks(1, 3)
-def test_fully_shard_encodes_its_reductions_alike(rank: int, num_ranks: int) -> None:
+def test_fully_shard_encodes_its_reductions_alike(rank, num_ranks):
     for kind in KINDS:
         precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
         model: Any = fully_shard(Odd(), mp_policy=precision)
@@ -187,9 +185,7 @@ def test_fully_shard_encodes_its_reductions_alike(rank: int, num_ranks: int) -> 
 
 
 @on_ranks(1, 3)
-def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(
-    rank: int, num_ranks: int
-) -> None:
+def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(rank, num_ranks):
     precision = Precision(reduce="int8-a2a", block=BLOCK)
     ranks = [*range(num_ranks)]
     sums = mean_of(ranks, "int8", "rows", torch.float32, num_ranks)

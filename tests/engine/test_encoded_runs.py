@@ -181,9 +181,7 @@ def test_rows_of_whole_blocks_arrive_alike_on_any_number_of_ranks() -> None:
 
 
 @on_ranks(1, 3, 7)
-def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(
-    rank: int, num_ranks: int
-) -> None:
+def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(num_ranks):
     """One of each kind in a row of its own; the rows between are ordinary, and stay so."""
     odd = [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max, 1e-45, -0.0]
     for kind in KINDS:
@@ -206,9 +204,7 @@ def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(
 
 # -- where slices rest, and what they are cut over
 @on_ranks(1, 2)
-def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(
-    rank: int, num_ranks: int, tmp_path: Path
-) -> None:
+def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(rank, tmp_path):
     homes: list[Any] = [
         "cpu",
         f"nvme:{tmp_path}",
@@ -226,7 +222,7 @@ def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(
 
 
 @on_ranks(4)
-def test_replicas_see_the_same(rank: int, num_ranks: int) -> None:
+def test_replicas_see_the_same(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for kind in KINDS:
         model = make(kind, mesh=mesh)
@@ -253,7 +249,7 @@ class _Up(nn.Module):
 
 
 @on_ranks(4)
-def test_a_tensor_parallel_layers_own_rows_are_encoded(rank: int, num_ranks: int) -> None:
+def test_a_tensor_parallel_layers_own_rows_are_encoded(rank):
     axes = Axes(dp_shard=2, tp=2)
     for kind in KINDS:
         torch.manual_seed(1)
@@ -294,9 +290,7 @@ def gathered_units(config: TrainConfig, num_ranks: int) -> dict[str, tuple[Tenso
     ids=lambda degrees: "+".join(degrees),
 )
 @on_ranks(4)
-def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(
-    rank: int, num_ranks: int, degrees: dict[str, Any]
-) -> None:
+def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(num_ranks, degrees):
     """Of four ranks: experts are cut over others than the rest of a layer."""
     sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "vocab": 64}
     config = TrainConfig(**sizes, **degrees)
@@ -308,7 +302,7 @@ def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(
 
 
 @on_ranks(3)
-def test_a_frozen_base_is_encoded_and_stays_as_it_is(rank: int, num_ranks: int) -> None:
+def test_a_frozen_base_is_encoded_and_stays_as_it_is(rank, num_ranks):
     """As with LoRA: a frozen base beside what is trained."""
     for stage in (2, 3):
         model = make("int4", torch.bfloat16, stage=stage, frozen=True)
@@ -374,7 +368,7 @@ def test_in_flat_ranges_all_send_as_much_as_the_longest_share() -> None:
 
 
 @on_ranks(2)
-def test_whole_numbers_travel_as_they_are(rank: int, num_ranks: int) -> None:
+def test_whole_numbers_travel_as_they_are():
     model = nn.Linear(16, 6)
     table = torch.arange(60).reshape(6, 10)
     model.table = nn.Parameter(table.clone(), requires_grad=False)  # type: ignore[assignment]
@@ -392,9 +386,7 @@ def _storages(model: Any) -> list[Any]:
 
 
 @on_ranks(2)
-def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format(
-    rank: int, num_ranks: int
-) -> None:
+def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format(rank, num_ranks):
     model = make("int4")
     before = exact(model)
     model(batch(rank)).sum().backward()
@@ -417,7 +409,7 @@ def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format
 
 
 @on_ranks(1)
-def test_what_cannot_be_is_refused_before_anything_changes(rank: int, num_ranks: int) -> None:
+def test_what_cannot_be_is_refused_before_anything_changes():
     for wrong, match in (
         ({"gather": "int9"}, "int9.*did you mean 'int8'"),
         ({"gather": "int8", "block": 24}, "block=24: expected a multiple of 16"),
@@ -440,7 +432,7 @@ def test_what_cannot_be_is_refused_before_anything_changes(rank: int, num_ranks:
 
 # -- what happens to users of other systems, by its number there
 @on_ranks(3)
-def test_encoded_weights_train_in_bf16_on_three_ranks(rank: int, num_ranks: int) -> None:
+def test_encoded_weights_train_in_bf16_on_three_ranks():
     """DeepSpeed #4852 and #4886 (a crash in bf16), #6926 and #5059 (a loss that does not move).
 
     And #4386: three ranks share what is no multiple of 8.
@@ -463,7 +455,7 @@ def test_encoded_weights_train_in_bf16_on_three_ranks(rank: int, num_ranks: int)
 
 
 @on_ranks(3)
-def test_fp8_gathers_take_uneven_and_empty_shards(rank: int, num_ranks: int) -> None:
+def test_fp8_gathers_take_uneven_and_empty_shards(num_ranks):
     """pytorch/ao #3982, #3983: a crash where rows do not divide, or a rank has none."""
     for rows in (1, 2, 7):
         torch.manual_seed(0)
@@ -477,7 +469,7 @@ def test_fp8_gathers_take_uneven_and_empty_shards(rank: int, num_ranks: int) -> 
 
 
 @on_ranks(2)
-def test_what_was_asked_for_is_what_travels(rank: int, num_ranks: int) -> None:
+def test_what_was_asked_for_is_what_travels(rank):
     """torchtitan #3123: gathers in fp8 were asked for, and bf16 travelled, without a word."""
     for param in (None, torch.bfloat16, torch.float16):
         for layout in ("rows", "flat"):

@@ -33,9 +33,7 @@ def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
 
 
 @on_ranks(1, 3)
-def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(
-    rank: int, world_size: int
-) -> None:
+def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(rank, world_size):
     for options in STAGES:
         found = []
         for in_backward in (True, False):
@@ -61,7 +59,7 @@ def fail(param: Tensor) -> None:
 
 
 @on_ranks(1, pytest.param(2, marks=pytest.mark.kernels))
-def test_hooks_are_called_once_for_every_gradient_that_grew(rank: int, world_size: int) -> None:
+def test_hooks_are_called_once_for_every_gradient_that_grew(rank, world_size):
     """Once per window, with the mean, in one order on all ranks, whatever a rank has used."""
     for options in SPREAD:
         torch.manual_seed(0)
@@ -104,7 +102,7 @@ def test_hooks_are_called_once_for_every_gradient_that_grew(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_hooks_on_what_is_no_trained_parameter_are_refused(rank: int, world_size: int) -> None:
+def test_hooks_on_what_is_no_trained_parameter_are_refused():
     tokens = torch.arange(6).view(2, 3) % 5
     model = shard(OddModel(), stage=3)
     names = {p: name for name, p in model.named_parameters()}
@@ -129,9 +127,7 @@ SHARDS = {"shard": shard, "fully_shard": fully_shard}
 
 
 @on_ranks(1, 3)
-def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(
-    rank: int, world_size: int
-) -> None:
+def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(rank, world_size):
     """Hooks of a plain model are called by the sharded one, until their handles remove them."""
     for shards in SHARDS.values():
         model = Stack()
@@ -172,7 +168,7 @@ def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(
 
 
 @on_ranks(2)
-def test_an_optimizer_in_backward_under_fully_shard(rank: int, world_size: int) -> None:
+def test_an_optimizer_in_backward_under_fully_shard(rank, world_size):
     found = []
     for in_backward in (True, False):
         torch.manual_seed(0)

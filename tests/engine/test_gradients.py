@@ -77,7 +77,7 @@ def odd_on_meta() -> nn.Module:
 
 
 @on_ranks(1, 3)
-def test_right_gradients_pass_whatever_the_composition(rank: int, num_ranks: int) -> None:
+def test_right_gradients_pass_whatever_the_composition(rank, num_ranks):
     torch.manual_seed(rank)  # weights differ from call to call and rank to rank, which is no matter
     batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     report = shardwise.check.gradients(Net, batch)
@@ -180,7 +180,7 @@ def expert_scales_are_explained(rank: int, num_ranks: int) -> None:
 
 
 @on_ranks(4)
-def test_wrong_gradients_are_found_and_their_factors_explained(rank: int, num_ranks: int) -> None:
+def test_wrong_gradients_are_found_and_their_factors_explained(rank, num_ranks):
     wrong_ones_are_explained(rank, num_ranks)
     expert_scales_are_explained(rank, num_ranks)
 
@@ -217,9 +217,7 @@ def said_of_attention(batch: Tensor, loss: Any) -> str:
 
 
 @on_ranks(3)
-def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together(
-    rank: int, num_ranks: int
-) -> None:
+def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together(rank):
     batch = torch.randn(ROWS, 4 * WIDTH, generator=torch.Generator().manual_seed(1))
     report = shardwise.check.gradients(Attention, batch)
     (bias,) = (check for check in report.checks if check.name == "key.bias")

@@ -50,7 +50,7 @@ def test_a_unit_is_not_over_when_one_that_handed_its_output_on_begins(
 
 
 @on_ranks(1, 2)
-def test_fully_shard_too_frees_no_unit_before_its_backward(rank: int, world: int) -> None:
+def test_fully_shard_too_frees_no_unit_before_its_backward():
     for frees in (None, True, False):
         torch.manual_seed(0)
         plain, model = Wrapped(), Wrapped()

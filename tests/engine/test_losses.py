@@ -24,7 +24,7 @@ def sum_of_losses(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @on_ranks(1, 3, 4)
-def test_ranks_with_any_numbers_of_tokens_make_one_mean(rank: int, num_ranks: int) -> None:
+def test_ranks_with_any_numbers_of_tokens_make_one_mean(rank, num_ranks):
     x = torch.randn(ROWS * num_ranks, WIDTH, generator=torch.Generator().manual_seed(2))
     # Rank 0 has one token, the last one has most of them, and one between has none.
     bounds = [0, 1, 1, *(2 * n for n in range(1, num_ranks)), len(x)][: num_ranks + 1]

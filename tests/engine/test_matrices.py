@@ -87,7 +87,7 @@ def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 @on_ranks(2)
-def test_axes_of_one_rank_neither_average_nor_add_twice(rank: int, num_ranks: int) -> None:
+def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
     """Groups of one rank neither average nor add twice (Megatron-LM#6660), nor send."""
     of_step = [[[batch(r, s, m) for r in range(num_ranks)] for m in range(2)] for s in range(STEPS)]
     for sizes in ((1, num_ranks), (num_ranks, 1)):

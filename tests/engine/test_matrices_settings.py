@@ -122,9 +122,7 @@ def test_muon_and_adamw_have_the_bits_of_stage_0(num_ranks: int, tmp_path: Path)
 
 
 @on_ranks(4)
-def test_replicas_of_an_owner_step_alike_and_a_difference_is_found(
-    rank: int, num_ranks: int
-) -> None:
+def test_replicas_of_an_owner_step_alike_and_a_difference_is_found(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     truth = trained(rank, stage=0, mesh=mesh)
     for options in ({"stage": 1}, {"stage": 3}):
@@ -145,9 +143,7 @@ SETTINGS = [(0, "fp32"), (1, "fp32"), (3, "fp32"), (3, "bf16")]
 
 
 @on_ranks(1, 2, 3)
-def test_broadcasts_from_owners_and_reductions_to_them_give_the_same(
-    rank: int, num_ranks: int
-) -> None:
+def test_broadcasts_from_owners_and_reductions_to_them_give_the_same(rank, num_ranks):
     made = [{"layout": "matrices", "stage": stage, "precision": p} for stage, p in SETTINGS]
     truth = [trained(rank, **options) for options in made]
     with pytest.MonkeyPatch.context() as patch, CheckingDevice():
@@ -249,7 +245,7 @@ def test_optimizers_built_before_saved_loaded_and_copied_go_on(
 
 
 @on_ranks(2)
-def test_what_cannot_be_is_refused(rank: int, num_ranks: int) -> None:
+def test_what_cannot_be_is_refused(rank):
     with pytest.raises(ConfigError, match=r"'matrices' \(each matrix whole on one rank\)"):
         shardwise.shard(net(), layout="columns")
     model = shardwise.shard(net(), units=[Block])
@@ -272,9 +268,7 @@ def test_what_cannot_be_is_refused(rank: int, num_ranks: int) -> None:
 
 
 @on_ranks(2)
-def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch(
-    rank: int, num_ranks: int
-) -> None:
+def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch(rank):
     found = []
     for how in (fully_shard, torch_fully_shard):
         model: Any = how(net())
@@ -311,7 +305,7 @@ def test_each_part_of_a_mixed_optimizer_rests_where_it_would_by_itself(tmp_path:
 
 
 @on_ranks(2)
-def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank: int, num_ranks: int) -> None:
+def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank):
     """A gradient that overflows on one owner alone makes all ranks skip the step."""
     found = []
     for options in ({"stage": 0}, {"layout": "matrices"}):
@@ -332,7 +326,7 @@ def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank: int, num_ran
 
 
 @on_ranks(1, 3)
-def test_a_matrix_is_read_and_written_whole(rank: int, num_ranks: int) -> None:
+def test_a_matrix_is_read_and_written_whole(num_ranks):
     """What writes full values into a matrix writes them on its owner."""
     model = shardwise.shard(net(), units=[Block], layout="matrices")
     weight: Any = model.blocks[0].up.weight
@@ -352,7 +346,7 @@ def test_a_matrix_is_read_and_written_whole(rank: int, num_ranks: int) -> None:
 
 
 @on_ranks(2)
-def test_the_loop_of_the_page_learns(rank: int, num_ranks: int) -> None:
+def test_the_loop_of_the_page_learns():
     page = Path(__file__).parents[2] / "docs" / "how-to" / "matrices.md"
     (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"model": net(), "shardwise": shardwise, "torch": torch}

@@ -292,7 +292,7 @@ TWO_BACKWARDS = [
 
 @pytest.mark.parametrize("kind", TWO_BACKWARDS)
 @on_ranks(2)
-def test_gradients_add_up_over(rank: int, world_size: int, kind: str) -> None:
+def test_gradients_add_up_over(kind):
     """Every rank has the same batch, so that the mean is the plain gradient, to the bit at N=2."""
     batch = torch.linspace(-1, 1, 24).view(3, 8)
     torch.manual_seed(0)
@@ -338,7 +338,7 @@ class NormalisedUnits(Stack):
 
 
 @on_ranks(2)
-def test_batch_norm_keeps_its_statistics(rank: int, world_size: int) -> None:
+def test_batch_norm_keeps_its_statistics(rank, world_size):
     """Feed every rank the same batches, then the plain model has the same statistics."""
     steps = [[by_rank[:1] * world_size for by_rank in m] for m in make_steps(1, 3)]
     for options in SPREAD:
@@ -375,9 +375,7 @@ def train_with_user_hooks(model: nn.Module, batch: Tensor) -> tuple[Any, Any]:
 
 
 @on_ranks(2)
-def test_hooks_of_the_user_see_and_change_what_they_would_without_shards(
-    rank: int, world_size: int
-) -> None:
+def test_hooks_of_the_user_see_and_change_what_they_would_without_shards():
     batch = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
     torch.manual_seed(0)
     seen, grads = train_with_user_hooks(Stack(), batch)

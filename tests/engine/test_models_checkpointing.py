@@ -186,7 +186,7 @@ def test_a_unit_that_is_recomputed_from_outside_takes_the_same_steps(
 
 
 @on_ranks(1, 3)
-def test_a_graph_with_a_recomputed_region_runs_backward_twice(rank: int, world_size: int) -> None:
+def test_a_graph_with_a_recomputed_region_runs_backward_twice(world_size):
     results = []
     for stage in (None, 2, 3):
         torch.manual_seed(0)

@@ -40,7 +40,7 @@ def test_compiled_blocks_take_the_same_steps(make_model: Any, world_size: int) -
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_blocks_compiled_by_inductor_train(rank: int, world_size: int) -> None:
+def test_blocks_compiled_by_inductor_train(world_size):
     """Inductor's kernels round as they like; SGD, by Note [Losses after steps of Adam]."""
     steps = make_steps(world_size, 3)
     torch.manual_seed(0)

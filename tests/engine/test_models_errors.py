@@ -150,7 +150,7 @@ def test_an_exception_in_recomputation_leaves_no_trace() -> None:
 
 
 @on_ranks(2)
-def test_states_and_memory_are_clean_after_a_step_that_raised(rank: int, world_size: int) -> None:
+def test_states_and_memory_are_clean_after_a_step_that_raised():
     """After a failed step and one that follows, every unit is where it was at the beginning."""
     batch = torch.linspace(-1, 1, 24).view(3, 8)
     for options in STAGES:
@@ -193,7 +193,7 @@ class DetoursByStep(Detours):
 
 
 @on_ranks(1, 3)
-def test_the_order_of_units_may_change_from_step_to_step(rank: int, world_size: int) -> None:
+def test_the_order_of_units_may_change_from_step_to_step(world_size):
     steps = make_steps(world_size, 6)
     for number, (by_rank,) in enumerate(steps):
         for batch in by_rank:

@@ -123,7 +123,7 @@ def toggling_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @on_ranks(1, 3)
-def test_requires_grad_may_be_toggled_between_steps(rank: int, world_size: int) -> None:
+def test_requires_grad_may_be_toggled_between_steps(world_size):
     """Toggle by the step, the same on all ranks."""
     steps = make_steps(world_size, 5)
     for number, (by_rank,) in enumerate(steps):
@@ -391,7 +391,7 @@ def scheduled(rank: int, world_size: int, is_sharded: bool) -> Any:
 
 
 @on_ranks(2)
-def test_learning_rate_schedules_drive_the_sharded_optimizer(rank: int, world_size: int) -> None:
+def test_learning_rate_schedules_drive_the_sharded_optimizer(rank, world_size):
     rates, parameters = scheduled(rank, world_size, True)
     expected_rates, expected = scheduled(rank, world_size, False)
     assert rates == expected_rates
@@ -411,9 +411,7 @@ class WithNothing(nn.Module):
 
 
 @on_ranks(2)
-def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replicas(
-    rank: int, world_size: int
-) -> None:
+def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replicas(rank):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for stage in range(4):
         model = shard(WithNothing(), stage=stage, mesh=mesh)

@@ -167,9 +167,7 @@ def emptied(leaves: tuple[str, ...]) -> nn.Module:
 
 
 @on_ranks(1, 3, fresh=True)
-def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(
-    rank: int, world_size: int
-) -> None:
+def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(rank, world_size):
     """Leave elements unwritten on all ranks, and on the last rank alone."""
     names = ", ".join(f"'blocks.1.{name}'" for name in ALL)
     x = torch.ones(2, 7)

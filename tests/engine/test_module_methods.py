@@ -89,9 +89,7 @@ def sent(model: nn.Module, kind: str) -> int:
 
 # -- what they are
 @on_ranks(1, 2)
-def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_were(
-    rank: int, world: int
-) -> None:
+def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_were(rank, world):
     for stage in (1, 3):
         model = sharded(stage)
         engine = engine_of(model)
@@ -141,7 +139,7 @@ class Lines(logging.Handler):
 
 
 @on_ranks(1)
-def test_passes_of_shard_are_told_in_the_log_of_torchs_own(rank: int, world: int) -> None:
+def test_passes_of_shard_are_told_in_the_log_of_torchs_own(rank):
     log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
     level = log.level
     model = sharded(3)
@@ -171,9 +169,7 @@ class OwnNames(nn.Linear):
 
 
 @on_ranks(1, 3)
-def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(
-    rank: int, world: int
-) -> None:
+def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(rank):
     """Full parameters stand in the modules until a backward pass ends; nothing of them is lost."""
     for stage in STAGES:
         model = sharded(stage)
@@ -268,7 +264,7 @@ def test_unshard_holds_parameters_in_full_over_passes_until_reshard(
 
 
 @on_ranks(2)
-def test_full_parameters_are_freed_and_prefetched_as_the_setters_say(rank: int, world: int) -> None:
+def test_full_parameters_are_freed_and_prefetched_as_the_setters_say(rank, world):
     """Gathers of a step of two micro-batches, by what is freed; stage 3."""
     # The root stays for its backward, and so does the last block.
     for settings, gathers in (
@@ -311,7 +307,7 @@ def test_full_parameters_are_freed_and_prefetched_as_the_setters_say(rank: int, 
 
 # -- gradients
 @on_ranks(1, 3)
-def test_gradients_stay_on_their_ranks_until_synced_or_finalized(rank: int, world: int) -> None:
+def test_gradients_stay_on_their_ranks_until_synced_or_finalized(rank, world):
     for stage in STAGES:
         model = sharded(stage)
         for number in range(3):
@@ -367,7 +363,7 @@ def skipped(rank: int, world: int) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_sums_take_a_divisor_and_zeros_for_what_had_no_gradient(rank: int, world: int) -> None:
+def test_sums_take_a_divisor_and_zeros_for_what_had_no_gradient(rank, world):
     shape = (2, 1) if world == 2 else (1, world)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for stage in STAGES:

@@ -79,9 +79,7 @@ class EvenModel(zero.TinyModel):
 
 
 @on_ranks(1, 2)
-def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(
-    rank: int, world_size: int
-) -> None:
+def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(rank, world_size):
     compare(
         rank,
         world_size,
@@ -95,9 +93,7 @@ def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(
 
 @pytest.mark.kernels
 @on_ranks(3)
-def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd(
-    rank: int, world_size: int
-) -> None:
+def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd(world_size):
     """The fused kernel's scalar tail rounds differently from its vector body."""
     steps = make_steps(world_size, 3, make_batch=token_batch)
     fused = partial(adamw_fused, eps=SMOOTH_EPS)
@@ -114,7 +110,7 @@ def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd(
 
 @pytest.mark.kernels
 @on_ranks(2)
-def test_two_ranks_have_the_bits_of_distributed_data_parallel(rank: int, world_size: int) -> None:
+def test_two_ranks_have_the_bits_of_distributed_data_parallel(rank, world_size):
     steps = make_steps(world_size, 4, make_batch=token_batch)
     torch.manual_seed(0)
     model = OddModel()
@@ -149,9 +145,7 @@ def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Te
 
 
 @on_ranks(2)
-def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(
-    rank: int, world_size: int
-) -> None:
+def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(rank):
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
@@ -286,7 +280,7 @@ def test_torchs_own_clipping_differs_by_the_rounding_of_one_norm(world_size: int
 
 
 @on_ranks(3)
-def test_stages_agree_when_every_rank_was_seeded_differently(rank: int, world_size: int) -> None:
+def test_stages_agree_when_every_rank_was_seeded_differently(rank, world_size):
     steps = make_steps(world_size, 3, make_batch=token_batch)
     runs = []
     for options in STAGES:
@@ -299,8 +293,8 @@ def test_stages_agree_when_every_rank_was_seeded_differently(rank: int, world_si
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @on_ranks(4)
 def test_hybrid_sharding_sums_inside_the_shard_group_and_then_over_replicas(
-    rank: int, world_size: int, num_micro_batches: int
-) -> None:
+    rank, world_size, num_micro_batches
+):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     settings = [{**options, "mesh": mesh} for options in HALVES[num_micro_batches - 1]]
     compare_odd(
@@ -313,7 +307,7 @@ def test_hybrid_sharding_sums_inside_the_shard_group_and_then_over_replicas(
 
 
 @on_ranks(3)
-def test_a_mesh_axis_of_one_rank_changes_nothing(rank: int, world_size: int) -> None:
+def test_a_mesh_axis_of_one_rank_changes_nothing(rank, world_size):
     """Meshes with one rank along an axis are the pure cases."""
     for shape, num_replicas in (((1, 3), 1), ((3, 1), 3)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))

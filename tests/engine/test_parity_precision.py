@@ -158,7 +158,7 @@ def make_bf16_model() -> nn.Module:
 
 
 @on_ranks(3)
-def test_a_model_that_is_bf16_itself_stays_bf16_throughout(rank: int, world_size: int) -> None:
+def test_a_model_that_is_bf16_itself_stays_bf16_throughout(rank, world_size):
     compare(
         rank,
         world_size,

@@ -59,8 +59,8 @@ def watch(model: nn.Module) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (3, 3)])
 @on_ranks()
 def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_of_one_process(
-    rank: int, world_size: int, stage: int
-) -> None:
+    stage,
+):
     plain = whole_numbers()
     model = shard(whole_numbers(), stage=stage, units=[nn.Sequential])
     heard = watch(model)
@@ -81,9 +81,7 @@ def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_o
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 3)])
 @on_ranks()
-def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(
-    rank: int, world_size: int, stage: int
-) -> None:
+def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(stage):
     plain = whole_numbers()
     model = shard(
         whole_numbers(), stage=stage, units=[nn.Sequential], schedule=Schedule(bucket_bytes=0)
@@ -102,9 +100,7 @@ def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(
 
 
 @on_ranks(2)
-def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass(
-    rank: int, world_size: int
-) -> None:
+def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass():
     """Passes through one graph, of one that is alive, say nothing of passes through two."""
     model = shard(
         whole_numbers(), stage=3, units=[nn.Sequential], schedule=Schedule(bucket_bytes=0)
@@ -118,7 +114,7 @@ def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass(
 
 
 @on_ranks(2)
-def test_a_graph_that_never_runs_keeps_no_unit_open(rank: int, world_size: int) -> None:
+def test_a_graph_that_never_runs_keeps_no_unit_open():
     """A graph that is kept and never run keeps no unit open in the passes of others."""
     model = shard(whole_numbers(), stage=3, units=[nn.Sequential])
     model(inputs(0, 0)).sum().backward()
@@ -146,9 +142,7 @@ def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(
-    rank: int, world_size: int, stage: int
-) -> None:
+def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(rank, stage):
     """One rank holds on to what the others drop: what is waited for is the same on all."""
     plain = whole_numbers()
     model = shard(whole_numbers(), stage=stage, units=[nn.Sequential])
@@ -182,9 +176,7 @@ class Breaks(nn.Module):
 
 @pytest.mark.parametrize("how", ["0", "2", "3", "fully_shard"])
 @on_ranks(2)
-def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(
-    rank: int, world_size: int, how: str
-) -> None:
+def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how):
     """A pass that raised leaves nothing in the next one, be that of another graph or of a new."""
     plain, ours = whole_numbers(), whole_numbers()
     breaks = Breaks()
@@ -233,9 +225,7 @@ class Force(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(
-    rank: int, world_size: int, stage: int
-) -> None:
+def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(stage):
     plain, model = Force(), shard(Force(), stage=stage, units=[nn.Sequential])
     for step in range(2):
         x = inputs(step, 0).requires_grad_()
@@ -248,8 +238,8 @@ def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(1, 2)
 def test_gradients_that_come_late_are_whole_in_whatever_order_they_are_read(
-    rank: int, world_size: int, stage: int
-) -> None:
+    rank, world_size, stage
+):
     """Let a penalty's gradients come after the layers' own are on their way; read in two orders."""
     found = []
     for step in (1, -1):

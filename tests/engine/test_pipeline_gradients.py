@@ -65,7 +65,7 @@ def by_torch(part: Any, mesh: Any) -> nn.Module:
 
 
 @on_ranks(4)
-def test_every_schedule_has_the_gradients_of_one_process(rank: int, num_ranks: int) -> None:
+def test_every_schedule_has_the_gradients_of_one_process():
     axes = shardwise.Axes(pp=2)
     shards = {by: partial(BY[by], mesh=axes, stage=3, precision="fp32") for by in BY}
     for number, schedule in enumerate(THERE):
@@ -79,9 +79,7 @@ def test_every_schedule_has_the_gradients_of_one_process(rank: int, num_ranks: i
 
 
 @on_ranks(2)
-def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks(
-    rank: int, num_ranks: int
-) -> None:
+def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks():
     axes = shardwise.Axes(pp=2)
     shards = partial(BY["shard"], mesh=axes, stage=3, precision="fp32")
 
@@ -121,9 +119,7 @@ class WithMore(Net):
 
 
 @on_ranks(2)
-def test_stages_that_are_not_the_plain_model_are_refused_on_all_ranks(
-    rank: int, num_ranks: int
-) -> None:
+def test_stages_that_are_not_the_plain_model_are_refused_on_all_ranks():
     axes = shardwise.Axes(pp=2)
     shards = partial(BY["shard"], mesh=axes, stage=3, precision="fp32")
     checked = Checked("Interleaved1F1B", axes, shards)

@@ -1,6 +1,5 @@
 """Pipelines with tensor parallelism, and with replicas of shards: the steps of one process."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,8 +63,8 @@ def parallel(part: Any, axes: shardwise.Axes) -> Any:
 
 @on_ranks(4)
 def test_pipelines_beside_tensor_parallelism_and_replicas_take_the_steps_of_one_process(
-    rank: int, num_ranks: int, tmp_path: Path
-) -> None:
+    rank, tmp_path
+):
     patch = pytest.MonkeyPatch()
     patch.setattr(pipelines, "WIDTH", WIDTH)
     for number, (degrees, schedule, stage, tied) in enumerate(CASES):
@@ -166,9 +165,7 @@ def counts_gathers_of_other_meshes(axes: shardwise.Axes) -> None:
 
 
 @on_ranks(4)
-def test_experts_of_a_stage_have_the_gradients_of_one_process_and_know_of_other_stages(
-    rank: int, num_ranks: int
-) -> None:
+def test_experts_of_a_stage_have_the_gradients_of_one_process_and_know_of_other_stages():
     axes = shardwise.Axes(pp=2, ep=2)
     patch = pytest.MonkeyPatch()
     patch.setattr(pipelines, "Block", ExpertsBlock)

@@ -222,9 +222,7 @@ def refuses(mesh: DeviceMesh) -> None:
 
 
 @on_ranks(1, 3, 4)
-def test_meshes_and_dims_of_single_parameters_leave_the_steps_of_one_process(
-    rank: int, world_size: int
-) -> None:
+def test_meshes_and_dims_of_single_parameters_leave_the_steps_of_one_process(rank, world_size):
     if world_size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
         for stage, layout in ((0, "rows"), (1, "flat"), (2, "rows"), (3, "rows"), (3, "flat")):

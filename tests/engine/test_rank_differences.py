@@ -83,7 +83,7 @@ def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_inp
 
 
 @on_ranks(1, 2)
-def test_a_parameter_that_is_written_in_forward_is_refused_by_name(rank, world_size):
+def test_a_parameter_that_is_written_in_forward_is_refused_by_name():
     class Clipped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_a_parameter_that_is_written_in_forward_is_refused_by_name(rank, world_s
 
 
 @on_ranks(1, 2)
-def test_a_step_between_an_outside_use_and_its_backward_is_refused(rank, world_size):
+def test_a_step_between_an_outside_use_and_its_backward_is_refused():
     for stage in (1, 3):
         model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), stage=stage)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -232,7 +232,7 @@ def test_the_error_is_a_state_error() -> None:
 
 
 @on_ranks(1)
-def test_one_rank_has_nobody_to_compare_with(rank: int, world_size: int) -> None:
+def test_one_rank_has_nobody_to_compare_with(rank):
     model, optimizer = build(rank, stage=0)
     flip_bit(model.get_parameter(NAME))
     check_replicas(model, optimizer)

@@ -91,7 +91,7 @@ def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
 
 
 @on_ranks(2)
-def test_two_sharded_models_train_on_one_combined_loss(rank: int, world_size: int) -> None:
+def test_two_sharded_models_train_on_one_combined_loss():
     for options in SPREAD:
         runs = []
         for settings in ({}, options):
@@ -140,7 +140,7 @@ def test_a_step_issues_one_gather_per_unit_and_direction_one_reduction_and_one_n
 
 
 @on_ranks(2)
-def test_an_empty_parameter_group_is_allowed(rank: int, world_size: int) -> None:
+def test_an_empty_parameter_group_is_allowed():
     model = seeded(stage=3)
     optimizer = adamw([{"params": list(model.parameters())}, {"params": []}])
     mean_square(model, BATCH).backward()
@@ -183,7 +183,7 @@ def plain_grads(make_model: type[nn.Module] = Stack) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-def test_attributes_of_the_user_may_have_any_name(rank: int, world_size: int) -> None:
+def test_attributes_of_the_user_may_have_any_name():
     model = seeded(NamedLikeOurs, stage=3)
     mean_square(model, BATCH).backward()
     assert model.unit == model.stage == model.engine == "mine"
@@ -201,9 +201,7 @@ def change_on_one_rank(weight: nn.Parameter, rank: int) -> None:
 
 
 @on_ranks(3)
-def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(
-    rank: int, world_size: int
-) -> None:
+def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(rank):
     expected = full_parameters(seeded())
     for options in SPREAD:
         model = seeded(**options)
@@ -226,7 +224,7 @@ def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(
 
 
 @on_ranks(2)
-def test_training_and_evaluation_alternate(rank: int, world_size: int) -> None:
+def test_training_and_evaluation_alternate():
     for options in SPREAD:
         runs = []
         for settings in ({}, options):
@@ -254,7 +252,7 @@ def test_training_and_evaluation_alternate(rank: int, world_size: int) -> None:
 
 
 @on_ranks(3)
-def test_gradients_are_means_over_ranks_and_norms_see_edits(rank: int, world_size: int) -> None:
+def test_gradients_are_means_over_ranks_and_norms_see_edits(rank):
     expected = plain_grads()
     total = torch.nn.utils.get_total_norm(list(expected.values()))
     for options in SPREAD:
@@ -279,7 +277,7 @@ def test_gradients_are_means_over_ranks_and_norms_see_edits(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_every_parameter_counts_as_many_steps_as_were_taken(rank: int, world_size: int) -> None:
+def test_every_parameter_counts_as_many_steps_as_were_taken(rank, world_size):
     for options in STAGES:
         for precision in ("fp32", "bf16"):
             model = seeded(precision=precision, **options)
@@ -297,7 +295,7 @@ def test_every_parameter_counts_as_many_steps_as_were_taken(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_every_micro_batch_of_a_window_counts_alike(rank: int, world_size: int) -> None:
+def test_every_micro_batch_of_a_window_counts_alike():
     """Only one micro-batch of the window has a gradient that is not zero."""
     expected = plain_grads()
     for options in SPREAD:
@@ -339,9 +337,7 @@ def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:Detected a change in autograd graph")
 @on_ranks(2)
-def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast(
-    rank: int, world_size: int
-) -> None:
+def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast(rank, world_size):
     steps = make_steps(world_size, 3)
     runs = []
     for options in ({}, *SPREAD):
@@ -366,7 +362,7 @@ def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast(
 
 
 @on_ranks(3)
-def test_experts_that_differ_by_rank_do_not_hang(rank: int, world_size: int) -> None:
+def test_experts_that_differ_by_rank_do_not_hang(rank):
     for options in SPREAD:
         model = seeded(Experts, **options)
         optimizer = adamw(model.parameters())
@@ -440,7 +436,7 @@ def test_functional_transforms_are_right_or_refused(kind: str) -> None:
 
 
 @on_ranks(2)
-def test_accumulation_windows_nest_and_survive_exceptions(rank: int, world_size: int) -> None:
+def test_accumulation_windows_nest_and_survive_exceptions():
     expected = plain_grads()
     for options in STAGES:
         model = seeded(**options)
@@ -478,7 +474,7 @@ def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory() -> None:
 
 
 @on_ranks(2)
-def test_a_model_may_be_dropped_with_reductions_in_flight(rank: int, world_size: int) -> None:
+def test_a_model_may_be_dropped_with_reductions_in_flight():
     """Leave reductions, and gathers that were ahead, to the garbage collector."""
     for turn in range(12):
         model = shard(Stack(), stage=turn % 4)

@@ -80,9 +80,7 @@ class Meeting(nn.Module):
 
 
 @on_ranks(2)
-def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_collectives(
-    rank, world_size
-):
+def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_collectives(rank):
     for stage in (0, 2):
         model = shard(Meeting(), stage=stage, units=[nn.Linear])
         for step in range(4):  # in passes 2 and 4 ranks are compared

@@ -120,9 +120,7 @@ class Ends(nn.Module):
 
 
 @on_ranks(2)
-def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(
-    rank: int, num_ranks: int
-) -> None:
+def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(rank):
     axes = shardwise.Axes(pp=2)
     place = axes["pp"].get_local_rank()
 
@@ -158,7 +156,7 @@ def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(
 
 
 @on_ranks(2)
-def test_a_window_over_schedules_sums_tied_gradients_once(rank: int, num_ranks: int) -> None:
+def test_a_window_over_schedules_sums_tied_gradients_once():
     """Gradients of several schedules are summed over stages once, with the last."""
     axes = shardwise.Axes(pp=2)
     for by in BY:
@@ -181,7 +179,7 @@ def test_a_window_over_schedules_sums_tied_gradients_once(rank: int, num_ranks: 
 
 
 @on_ranks(2)
-def test_frozen_copies_send_nothing_in_a_step(rank: int, num_ranks: int) -> None:
+def test_frozen_copies_send_nothing_in_a_step():
     def frozen(part: Any) -> nn.Module:
         for name, param in part.named_parameters():
             param.requires_grad_(name not in ("embed.weight", "head.weight"))

@@ -98,7 +98,7 @@ def test_transformers_models_take_the_plain_steps(name: str) -> None:
 
 
 @on_ranks(2)
-def test_a_model_of_pictures_takes_the_plain_steps(rank: int, world_size: int) -> None:
+def test_a_model_of_pictures_takes_the_plain_steps(rank, world_size):
     """A model of pictures, with a convolution outside its layers."""
     sizes = {k: v for k, v in TINY.items() if k != "vocab_size"}
     config = transformers.ViTConfig(**sizes, intermediate_size=24, image_size=16, patch_size=8)
@@ -130,9 +130,7 @@ def test_the_layers_of_transformers_models_are_found_as_units(name: str) -> None
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_gradient_checkpointing_of_transformers_takes_the_plain_steps(
-    rank: int, world_size: int, reentrant: bool
-) -> None:
+def test_gradient_checkpointing_of_transformers_takes_the_plain_steps(world_size, reentrant):
     """Checkpointing changes when layers run, not what they compute."""
     steps = make_steps(world_size, 2, make_batch=ids)
     torch.manual_seed(0)
@@ -148,9 +146,7 @@ def test_gradient_checkpointing_of_transformers_takes_the_plain_steps(
 
 
 @on_ranks(2)
-def test_generation_gives_the_plain_tokens_inside_and_outside_gathered(
-    rank: int, world_size: int
-) -> None:
+def test_generation_gives_the_plain_tokens_inside_and_outside_gathered():
     """Generate greedily between training steps."""
     prompt = torch.tensor([[3, 5, 7]])
     generate = partial(dict, max_new_tokens=6, do_sample=False, pad_token_id=0)

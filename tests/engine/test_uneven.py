@@ -61,9 +61,7 @@ def train_joined(model: nn.Module, rank: int, world_size: int, **options: Any) -
 
 
 @on_ranks(1, 2, 3)
-def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(
-    rank: int, world_size: int
-) -> None:
+def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(rank, world_size):
     lengths = LENGTHS[world_size - 1]
     for by_present in (False, True):
         truth = train_alone(world_size, by_present)
@@ -79,7 +77,7 @@ def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(
 
 @pytest.mark.kernels
 @on_ranks(2)
-def test_uneven_data_under_fully_shard(rank: int, world_size: int) -> None:
+def test_uneven_data_under_fully_shard(rank, world_size):
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
     torch.manual_seed(0)
     model = Stack().double()
@@ -94,9 +92,7 @@ def test_uneven_data_under_fully_shard(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_through(
-    rank: int, world_size: int
-) -> None:
+def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_through(rank):
     torch.manual_seed(0)
     model = shard(Stack(), stage=2)
 

@@ -57,9 +57,7 @@ def trace(
 
 
 @on_ranks(2)
-def test_calls_of_any_wrapped_module_send_hold_and_compute_what_the_model_alone_does(
-    rank: int, world_size: int
-) -> None:
+def test_calls_of_any_wrapped_module_send_hold_and_compute_what_the_model_alone_does(rank):
     for options in STAGES:
         torch.manual_seed(0)
         sent, found, plain = trace(Stack(), lambda m, x: m(x), options, rank)
@@ -83,9 +81,7 @@ def test_calls_of_any_wrapped_module_send_hold_and_compute_what_the_model_alone_
 
 
 @on_ranks(2)
-def test_checkpointing_a_wrapped_module_gives_the_same_gradients(
-    rank: int, world_size: int
-) -> None:
+def test_checkpointing_a_wrapped_module_gives_the_same_gradients(rank):
     """Recompute from outside the wrapper, from inside, and on the way past it."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank), requires_grad=True)
     for stage in (1, 3):  # where full parameters stay, and where they are freed
@@ -120,7 +116,7 @@ class Failing(Stack):
 
 
 @on_ranks(2)
-def test_a_call_that_raised_leaves_the_way_in_open(rank: int, world_size: int) -> None:
+def test_a_call_that_raised_leaves_the_way_in_open():
     torch.manual_seed(0)
     expected = Stack()(torch.ones(3, 8))
     torch.manual_seed(0)

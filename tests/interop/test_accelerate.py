@@ -118,8 +118,8 @@ class Run:
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 @on_ranks(2)
 def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_metrics(
-    rank: int, world_size: int, mixed_precision: str
-) -> None:
+    rank, world_size, mixed_precision
+):
     with launched(rank, world_size) as ours:
         options = {"cpu": True, "gradient_accumulation_steps": 2}
         stock = accelerate.Accelerator(mixed_precision=mixed_precision, **options)
@@ -175,7 +175,7 @@ def test_a_model_that_accelerate_compiles_is_prepared_saved_and_loaded(tmp_path:
 
 
 @on_ranks(2)
-def test_clipping_by_accelerate_is_clipping_by_torch(rank: int, world_size: int) -> None:
+def test_clipping_by_accelerate_is_clipping_by_torch(rank, world_size):
     """The norm has another order of additions than DDP's, so the oracle is our own plain loop."""
     with launched(rank, world_size) as ours:
         for stage in (0, 3):
@@ -372,7 +372,7 @@ def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(tmp_path: 
 
 
 @on_ranks(2)
-def test_a_model_of_torchs_fully_shard_is_refused_for_training(rank: int, world_size: int) -> None:
+def test_a_model_of_torchs_fully_shard_is_refused_for_training(rank, world_size):
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
         model = Stack()
@@ -397,9 +397,7 @@ def test_what_cannot_be_right_is_refused_with_the_remedy(
 
 
 @on_ranks(2)
-def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(
-    rank: int, world_size: int
-) -> None:
+def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(rank, world_size):
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
         accelerator.state.num_processes = 1  # as without cpu=True, where there is no GPU

@@ -51,9 +51,7 @@ def place(model: nn.Module) -> Any:
 
 
 @on_ranks(1, 2, 3, 5)
-def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(
-    rank: int, world_size: int
-) -> None:
+def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     plain = Held()
     model: Any = Held()
@@ -77,9 +75,7 @@ def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(
 
 
 @on_ranks(2)
-def test_an_uneven_cut_along_a_later_dim_is_refused_and_leaves_the_module_alone(
-    rank: int, world_size: int
-) -> None:
+def test_an_uneven_cut_along_a_later_dim_is_refused_and_leaves_the_module_alone():
     model = nn.Linear(5, 4, bias=False)
     with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*weight"):
         fully_shard(model, shard_placement_fn=lambda _: Shard(1))
@@ -119,7 +115,7 @@ def train(model: nn.Module, rank: int) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_training_along_another_dim_has_the_bits_of_ddp(rank: int, world_size: int) -> None:
+def test_training_along_another_dim_has_the_bits_of_ddp(rank):
     torch.manual_seed(0)
     plain = Net()
     expected = train(nn.parallel.DistributedDataParallel(copy.deepcopy(plain)), rank)
@@ -141,7 +137,7 @@ def test_training_along_another_dim_has_the_bits_of_ddp(rank: int, world_size: i
 
 
 @on_ranks(2)
-def test_in_bf16_the_dim_of_the_cut_does_not_change_a_bit(rank: int, world_size: int) -> None:
+def test_in_bf16_the_dim_of_the_cut_does_not_change_a_bit(rank, world_size):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results = []
     for dim in (0, 1):

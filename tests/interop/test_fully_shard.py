@@ -79,7 +79,7 @@ def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
 
 @pytest.mark.kernels
 @on_ranks(1, 2)
-def test_it_takes_the_steps_of_torchs_own_to_the_bit(rank: int, world: int) -> None:
+def test_it_takes_the_steps_of_torchs_own_to_the_bit(rank, world):
     cases: list[dict[str, Any]] = [
         {},
         {"reshard_after_forward": False},
@@ -97,7 +97,7 @@ def test_it_takes_the_steps_of_torchs_own_to_the_bit(rank: int, world: int) -> N
 
 @pytest.mark.kernels
 @on_ranks(1, 3)
-def test_it_takes_the_steps_of_shard_to_the_bit(rank: int, world: int) -> None:
+def test_it_takes_the_steps_of_shard_to_the_bit(rank):
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
@@ -111,14 +111,14 @@ def test_it_takes_the_steps_of_shard_to_the_bit(rank: int, world: int) -> None:
 
 @pytest.mark.kernels
 @on_ranks(1, 2)
-def test_it_takes_the_steps_of_ddp_to_the_bit(rank: int, world: int) -> None:
+def test_it_takes_the_steps_of_ddp_to_the_bit(rank):
     expected = steps(DistributedDataParallel(stack()), rank)
     for options in ({}, {"reshard_after_forward": False}, {"offload_policy": OFFLOAD}):
         same_bits(steps(apply(fully_shard, stack(), **options), rank), expected)
 
 
 @on_ranks(1, 2, 3)
-def test_shards_are_those_of_distribute_tensor(rank: int, world: int) -> None:
+def test_shards_are_those_of_distribute_tensor(world):
     mesh = mesh_of(world)
     for choose in (None, lambda p: Shard(p.ndim - 1) if p.shape[-1] % world == 0 else None):
         reference, model = stack(), stack()
@@ -145,7 +145,7 @@ def num_collectives(model: nn.Module) -> Counter[str]:
 
 
 @on_ranks(2)
-def test_a_group_costs_one_gather_and_one_reduction(rank: int, world: int) -> None:
+def test_a_group_costs_one_gather_and_one_reduction():
     for reshards, in_forward, in_backward in ((None, 4, 3), (True, 4, 4), (False, 4, 0)):
         model = apply(fully_shard, stack(), reshard_after_forward=reshards)
         for _ in range(3):  # what is learnt in the first steps changes no count
@@ -252,7 +252,7 @@ def placed_by_rank(infos: Any, result: Any, param: nn.Parameter) -> Any:
 
 
 @on_ranks(4)
-def test_replicas_of_shards_ints_and_tensor_parallelism(rank: int, world: int) -> None:
+def test_replicas_of_shards_ints_and_tensor_parallelism(rank, world):
     mesh = mesh_of(2, 2)
     expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
     for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
@@ -279,7 +279,7 @@ def test_replicas_of_shards_ints_and_tensor_parallelism(rank: int, world: int) -
 
 
 @on_ranks(2, 3)
-def test_gradients_of_a_window_are_reduced_at_its_end(rank: int, world: int) -> None:
+def test_gradients_of_a_window_are_reduced_at_its_end(rank, world):
     """Kept gradients are reduced once, by what autograd would have summed."""
     model, reference = apply(fully_shard, stack()), stack()
     for number in range(3):

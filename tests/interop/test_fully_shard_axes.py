@@ -194,8 +194,6 @@ def one_data_parallel_rank_sends_nothing(rank: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, about its own
 @on_ranks(4)
-def test_gradients_norms_and_state_beside_tensor_parallelism_are_those_of_torchs_own(
-    rank: int, world_size: int
-) -> None:
+def test_gradients_norms_and_state_beside_tensor_parallelism_are_those_of_torchs_own(rank):
     trains(rank)
     one_data_parallel_rank_sends_nothing(rank)

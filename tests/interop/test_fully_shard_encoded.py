@@ -84,7 +84,7 @@ def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 
 
 
 @on_ranks(1, 3)
-def test_layers_read_what_the_encoding_says(rank: int, num_ranks: int) -> None:
+def test_layers_read_what_the_encoding_says(num_ranks):
     for kind in KINDS:
         check(make(kind), kind, num_ranks, torch.float32)
     check(make("int8", torch.bfloat16), "int8", num_ranks, torch.bfloat16)
@@ -94,7 +94,7 @@ def test_layers_read_what_the_encoding_says(rank: int, num_ranks: int) -> None:
 
 
 @on_ranks(3)
-def test_a_matrix_cut_along_another_dim_is_encoded_rank_by_rank(rank: int, num_ranks: int) -> None:
+def test_a_matrix_cut_along_another_dim_is_encoded_rank_by_rank(num_ranks):
     model = make("int8", shard_placement_fn=lambda p: Shard(1) if p.shape == (7, 12) else None)
     full = model.blocks[0].weight.full_tensor().detach()
     model(torch.ones(1, 12))
@@ -124,7 +124,7 @@ def test_parts_kept_nearby_and_replicas() -> None:
 
 
 @on_ranks(2)
-def test_both_ways_in_compute_the_same(rank: int, num_ranks: int) -> None:
+def test_both_ways_in_compute_the_same():
     torch.manual_seed(2)
     ours = shard(Net(), precision=Precision(gather="int4", block=BLOCK), units=["Block"])
     theirs = make("int4")
@@ -133,7 +133,7 @@ def test_both_ways_in_compute_the_same(rank: int, num_ranks: int) -> None:
 
 
 @on_ranks(1)
-def test_what_cannot_be_is_refused(rank: int, num_ranks: int) -> None:
+def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="fully_shard keeps the parameters' own dtype"):
         fully_shard(Net(), mp_policy=Precision(master=torch.float32, gather="int8"))
     with pytest.raises(ConfigError, match="gather='int3'"):

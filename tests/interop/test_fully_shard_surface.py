@@ -413,7 +413,7 @@ def streams(rank: int, world: int) -> None:
 
 
 @on_ranks(1, pytest.param(2, marks=pytest.mark.kernels), 3)
-def test_methods_state_and_compositions_mean_what_torchs_do(rank: int, world: int) -> None:
+def test_methods_state_and_compositions_mean_what_torchs_do(rank, world):
     lifetimes(rank, world)
     settings(rank, world)
     states(rank, world)
@@ -427,7 +427,7 @@ def test_methods_state_and_compositions_mean_what_torchs_do(rank: int, world: in
 
 
 @on_ranks(2)
-def test_what_torch_refuses_is_refused_with_its_errors(rank: int, world: int) -> None:
+def test_what_torch_refuses_is_refused_with_its_errors():
     model = sharded()
     assert isinstance(model, FSDPModule) and type(model).__name__ == "FSDPStack"
     assert isinstance(model, Stack) and fully_shard.state(model) is not None
@@ -469,9 +469,7 @@ def test_what_torch_refuses_is_refused_with_its_errors(rank: int, world: int) ->
 
 
 @on_ranks(4)
-def test_what_is_loaded_counts_where_parts_of_other_values_are_left(
-    rank: int, world_size: int
-) -> None:
+def test_what_is_loaded_counts_where_parts_of_other_values_are_left():
     """Load other parameters while parts of the old ones are left from a forward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

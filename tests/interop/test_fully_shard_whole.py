@@ -140,7 +140,7 @@ def train_without_step(model: nn.Module) -> None:
 
 
 @on_ranks(1, 2)
-def test_what_is_told_of_both_surfaces_is_the_same(rank: int, world_size: int) -> None:
+def test_what_is_told_of_both_surfaces_is_the_same(world_size):
     model, other = sharded("fully_shard"), sharded("stage3")
     optimizers = adam(model), adam(other)
     for each, optimizer in zip((model, other), optimizers, strict=True):
@@ -166,7 +166,7 @@ def test_what_is_told_of_both_surfaces_is_the_same(rank: int, world_size: int) -
 
 
 @on_ranks(1, 2)
-def test_full_parameters_may_be_read_changed_and_differentiated(rank: int, world_size: int) -> None:
+def test_full_parameters_may_be_read_changed_and_differentiated(rank):
     model = sharded("fully_shard")
     train(model, adam(model), range(1))
     with shardwise.gathered(model, writeback=True):
@@ -291,7 +291,7 @@ def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_p
 
 
 @on_ranks(4)
-def test_parts_that_are_kept_from_a_forward_pass_go_stale(rank: int, world_size: int) -> None:
+def test_parts_that_are_kept_from_a_forward_pass_go_stale():
     """What a rank keeps of a forward pass is dropped when the parameters change."""
     torch.manual_seed(3)
     model, plain = nn.Linear(8, 8), nn.Linear(8, 8)

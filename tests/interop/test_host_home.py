@@ -190,9 +190,7 @@ def assert_same_bits(ours: list[Tensor], theirs: list[Tensor], what: object) -> 
 
 
 @on_ranks(1, 3)
-def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(
-    rank: int, world_size: int
-) -> None:
+def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(rank):
     for stage in (0, 1, 2, 3):
         for precision in ("fp32", "bf16"):
             results = []
@@ -207,9 +205,7 @@ def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(
 
 @pytest.mark.gpu
 @on_ranks(1, fresh=True)
-def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu(
-    rank: int, world_size: int
-) -> None:
+def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu():
     """Steps of half the gradient: the same bits whichever processor takes them."""
     for precision in ("fp32", "bf16"):
         results = []
@@ -232,7 +228,7 @@ def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu(
 
 
 @on_ranks(1, 3)
-def test_the_offload_policy_of_torch_gives_the_same_bits(rank: int, world_size: int) -> None:
+def test_the_offload_policy_of_torch_gives_the_same_bits(rank):
     results = []
     for policy in (OffloadPolicy(), CPUOffloadPolicy()):
         torch.manual_seed(0)

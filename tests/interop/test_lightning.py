@@ -233,8 +233,8 @@ def refuse_settings(module: Any, world_size: int, cases: list[tuple[str, Any, An
 
 @on_ranks(2)
 def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_checkpoints(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+    rank, world_size, tmp_path
+):
     """Calls of fully_shard in configure_model, on the module or on its networks alone."""
     with launched(rank, world_size):
         for make, plain_one in ((ByCalls, VectorScale), (InsideByCalls, TwoNetworks)):
@@ -264,7 +264,7 @@ def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_check
 
 
 @on_ranks(1, 2)
-def test_every_stage_takes_the_steps_of_ddp(rank: int, world_size: int) -> None:
+def test_every_stage_takes_the_steps_of_ddp(rank, world_size):
     with launched(rank, world_size):
         plain = fit("ddp", rank, world_size)
         assert len(set(plain[0].seen)) > 10
@@ -302,7 +302,7 @@ class Recording(Regression):
 
 
 @on_ranks(2)
-def test_clipping_by_norm_is_that_of_the_whole_gradient(rank: int, world_size: int) -> None:
+def test_clipping_by_norm_is_that_of_the_whole_gradient(rank, world_size):
     """The same steps by hand, on the batches that Lightning's sampler gave this rank."""
     options = {"max_epochs": 1, "gradient_clip_val": 0.1}
     with launched(rank, world_size):
@@ -330,7 +330,7 @@ def check_best(rank: int, world_size: int, keep: ModelCheckpoint) -> None:
 
 
 @on_ranks(2)
-def test_a_resumed_fit_goes_on_to_the_bit(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_resumed_fit_goes_on_to_the_bit(rank, world_size, tmp_path):
     with launched(rank, world_size):
         whole, _ = fit("shardwise", rank, world_size, max_epochs=4)
         keep = ModelCheckpoint(
@@ -368,9 +368,7 @@ def test_a_resumed_fit_goes_on_to_the_bit(rank: int, world_size: int, tmp_path: 
 
 
 @on_ranks(2)
-def test_several_optimizers_are_saved_and_resumed(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_several_optimizers_are_saved_and_resumed(rank, world_size, tmp_path):
     with launched(rank, world_size):
         whole, _ = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=3)
         first, ended = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=1)
@@ -382,7 +380,7 @@ def test_several_optimizers_are_saved_and_resumed(
 
 
 @on_ranks(2)
-def test_the_trainers_precision_is_that_of_ddp(rank: int, world_size: int) -> None:
+def test_the_trainers_precision_is_that_of_ddp(rank, world_size):
     with launched(rank, world_size):
         for precision in ("64-true", "bf16-true", "bf16-mixed"):
             plain = fit("ddp", rank, world_size, precision=precision)
@@ -426,7 +424,7 @@ def refuse_other_settings(module: nn.Module, rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
-def test_what_does_not_go_is_said(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_what_does_not_go_is_said(rank, world_size, tmp_path):
     with launched(rank, world_size):
         plain = fit("ddp", rank, world_size)
         hybrid = fit(ShardwiseStrategy(mesh=(2, 1)), rank, world_size)

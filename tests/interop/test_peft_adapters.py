@@ -281,9 +281,7 @@ def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path: Path) -
 
 
 @on_ranks(2)
-def test_adapters_of_parameters_are_refused_in_the_first_forward_pass(
-    rank: int, world_size: int
-) -> None:
+def test_adapters_of_parameters_are_refused_in_the_first_forward_pass():
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"])
     model = shard(peft.get_peft_model(make_llama(), config), stage=3)
@@ -292,9 +290,7 @@ def test_adapters_of_parameters_are_refused_in_the_first_forward_pass(
 
 
 @on_ranks(2)
-def test_switching_and_disabling_adapters_is_that_of_the_plain_model(
-    rank: int, world_size: int
-) -> None:
+def test_switching_and_disabling_adapters_is_that_of_the_plain_model():
     """Train one adapter, then the other; look at the base in between."""
     plain = lora_llama(adapters=("first", "second"))
     base = logits(lora_llama(adapters=("first", "second")).unload())
@@ -316,7 +312,7 @@ def test_switching_and_disabling_adapters_is_that_of_the_plain_model(
 
 
 @on_ranks(2)
-def test_merging_is_that_of_the_plain_model(rank: int, world_size: int) -> None:
+def test_merging_is_that_of_the_plain_model():
     for dtype, options in ((torch.float32, {"stage": 3, "layout": "flat"}), (BF16, {"stage": 1})):
         model, plain = shard(lora_llama(dtype), **options), lora_llama(dtype)
         for work in ("merge_adapter", "unmerge_adapter"):  # each rank merges its own rows
@@ -333,7 +329,7 @@ def test_merging_is_that_of_the_plain_model(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_merge_that_would_be_lost_is_refused(rank: int, world_size: int) -> None:
+def test_a_merge_that_would_be_lost_is_refused():
     model = shard(lora_llama(), stage=3)
     with (
         pytest.raises(StateError, match=r"q_proj\.base_layer\.weight.*writeback=True"),
@@ -344,9 +340,7 @@ def test_a_merge_that_would_be_lost_is_refused(rank: int, world_size: int) -> No
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(
-    rank: int, world_size: int, reentrant: bool
-) -> None:
+def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reentrant):
     def make() -> nn.Module:
         model = lora_llama(BF16)
         model.enable_input_require_grads()

@@ -225,9 +225,7 @@ class Looks(PipelineStage):
 
 
 @on_ranks(4)
-def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind(
-    rank: int, num_ranks: int
-) -> None:
+def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind():
     axes = shardwise.Axes(pp=2)
     x, y = batch_of(0, axes["dp_shard"].get_local_rank())
     for number, schedule in enumerate(THERE):
@@ -247,9 +245,7 @@ def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind
 
 
 @on_ranks(4)
-def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind(
-    rank: int, num_ranks: int
-) -> None:
+def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind():
     axes = shardwise.Axes(pp=2)
     dp = axes["dp_shard"]
     for number, schedule in enumerate(name for name in THERE if name in BY_AUTOGRAD_GRAD):
@@ -277,9 +273,7 @@ def states_of(part: Any) -> set[str]:
 
 
 @on_ranks(4)
-def test_stages_are_gathered_when_an_interleaved_schedule_opens_them_and_at_no_other_time(
-    rank: int, num_ranks: int
-) -> None:
+def test_stages_are_gathered_when_an_interleaved_schedule_opens_them_and_at_no_other_time():
     """With four stages on a rank the schedule opens and closes them several times in a step.
 
     See pytorch#164756.
@@ -313,9 +307,7 @@ def test_stages_are_gathered_when_an_interleaved_schedule_opens_them_and_at_no_o
 
 
 @on_ranks(4)
-def test_gradients_of_several_schedules_are_reduced_once_and_divided_once(
-    rank: int, num_ranks: int
-) -> None:
+def test_gradients_of_several_schedules_are_reduced_once_and_divided_once():
     """Several schedules before one optimizer step, reduced once, with the last.
 
     See pytorch#196641.
@@ -352,9 +344,7 @@ def test_gradients_of_several_schedules_are_reduced_once_and_divided_once(
 
 
 @on_ranks(2)
-def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(
-    rank: int, num_ranks: int
-) -> None:
+def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(rank, num_ranks):
     """What torch 2.15's schedules call in the place of private names."""
     for by in BY:
         part: Any = BY[by](Net(), mesh=shardwise.Axes(), stage=3, precision="fp32")
@@ -381,9 +371,7 @@ def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(
 
 
 @on_ranks(2)
-def test_a_schedule_whose_division_would_hit_earlier_gradients_is_refused(
-    rank: int, num_ranks: int
-) -> None:
+def test_a_schedule_whose_division_would_hit_earlier_gradients_is_refused():
     axes = shardwise.Axes(pp=2)
     for by in BY:
         made = pipeline_of("1F1B", axes, 2, by=by)
@@ -403,7 +391,7 @@ def test_a_schedule_whose_division_would_hit_earlier_gradients_is_refused(
 
 
 @on_ranks(4)
-def test_gradients_are_whole_when_a_schedule_returns(rank: int, num_ranks: int) -> None:
+def test_gradients_are_whole_when_a_schedule_returns():
     """One rank comes late to the reductions; the gradients that the other reads are whole.
 
     See pytorch#144535.
@@ -425,9 +413,7 @@ def test_gradients_are_whole_when_a_schedule_returns(rank: int, num_ranks: int) 
 
 
 @on_ranks(4)
-def test_where_the_mesh_names_no_pipeline_one_setting_makes_it_one_gather(
-    rank: int, num_ranks: int
-) -> None:
+def test_where_the_mesh_names_no_pipeline_one_setting_makes_it_one_gather():
     """A mesh that names no pipeline: the user says that parameters stay after forward."""
     axes = shardwise.Axes(pp=2)
     for schedule in SINGLE:

@@ -181,9 +181,7 @@ def steps(
     ("world", "num_stages", "stages"), [(4, 2, (0, 2, 3)), (2, 2, (3,)), (3, 1, (2, 3))]
 )
 @on_ranks()
-def test_stages_of_shard_take_the_steps_of_one_process_and_of_fsdp2(
-    rank: int, world: int, num_stages: int, stages: tuple[int, ...]
-) -> None:
+def test_stages_of_shard_take_the_steps_of_one_process_and_of_fsdp2(world, num_stages, stages):
     shape = (num_stages, world // num_stages)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
     schedules = [(schedule, num_stages) for schedule in (ScheduleGPipe, Schedule1F1B)]

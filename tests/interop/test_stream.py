@@ -74,8 +74,8 @@ def after_a_step(model: nn.Module) -> State:
 
 @on_ranks(1, 3)
 def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_that_asks(
-    rank: int, num_ranks: int
-) -> None:
+    rank, num_ranks
+):
     torch.manual_seed(0)
     makes: list[Any] = []
     for layout, stage, offload in (
@@ -111,7 +111,7 @@ def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_tha
 
 
 @on_ranks(2)
-def test_a_weight_that_is_cut_along_its_columns_comes_in_full(rank: int, num_ranks: int) -> None:
+def test_a_weight_that_is_cut_along_its_columns_comes_in_full():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2, bias=False))
     want = {name: t.detach().clone() for name, t in model.state_dict().items()}
@@ -134,9 +134,7 @@ def experts() -> PlainDecoder:
 
 
 @on_ranks(4)
-def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_experts(
-    rank: int, num_ranks: int
-) -> None:
+def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_experts():
     whole = {name: t.detach().clone() for name, t in Net().state_dict().items()}
     asks = (None, [0], [1, 2])
     replicas = shardwise.Axes(dp_replicate=2, dp_shard=2)
@@ -167,9 +165,7 @@ def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_exp
 
 
 @on_ranks(2)
-def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(
-    rank: int, num_ranks: int, tmp_path: Path
-) -> None:
+def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(rank, tmp_path):
     for name, make in (
         ("mixtral", make_mixtral),
         ("tied", lambda: make_llama(tie_word_embeddings=True)),
@@ -214,9 +210,7 @@ def test_one_weight_and_a_bucket_are_in_memory_on_the_ranks_that_take_them() -> 
 
 
 @on_ranks(2)
-def test_what_would_be_a_mixture_of_steps_or_never_end_is_refused(
-    rank: int, num_ranks: int
-) -> None:
+def test_what_would_be_a_mixture_of_steps_or_never_end_is_refused(rank):
     model = shardwise.shard(Small(), units=nn.Linear)
     with pytest.raises(ConfigError, match=r"ranks=\[9\]: expected ranks of the world, 0 to 1"):
         shardwise.interop.stream(model, ranks=[9])

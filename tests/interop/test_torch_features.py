@@ -97,9 +97,7 @@ SHARDINGS = [partial(shard, stage=1), partial(shard, stage=3), shard_fully]
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_compiled_before_or_after_shard_is_the_same_and_compiled_once(
-    rank: int, world_size: int
-) -> None:
+def test_compiled_before_or_after_shard_is_the_same_and_compiled_once(rank, world_size):
     steps = make_steps(world_size, num_steps=4)
     for number, sharded in enumerate(SHARDINGS):
         losses, parameters, none = train_compiled(rank, steps, lambda m, _: m, True, sharded)
@@ -127,9 +125,7 @@ class Checkpointed(Stack):
 
 
 @on_ranks(2)
-def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp(
-    rank: int, world_size: int
-) -> None:
+def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp(rank, world_size):
     """One autocast region over several micro-batches, so that its cache of casts is used."""
     steps = make_steps(world_size, num_steps=3, num_micro_batches=2)
     for make in (Stack, Checkpointed):
@@ -330,7 +326,7 @@ def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process(
 
 
 @on_ranks(2)
-def test_torch_func_works_on_a_gathered_model(rank: int, world_size: int) -> None:
+def test_torch_func_works_on_a_gathered_model():
     plain, model = seeded(), shard(seeded())
     batch = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     with gathered(model):
@@ -398,7 +394,7 @@ def replay_gathered(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 @on_ranks(1, fresh=True)
-def test_cuda_graphs_of_compiled_blocks_and_of_a_gathered_model(rank: int, world_size: int) -> None:
+def test_cuda_graphs_of_compiled_blocks_and_of_a_gathered_model(rank, world_size):
     eager, graphs = (train_with_graphs(rank, world_size, c) for c in (False, True))
     assert_all_rounded_alike(graphs, eager, stack_roundings(rows=64))
     replay_gathered(rank, world_size)

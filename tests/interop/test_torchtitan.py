@@ -160,7 +160,7 @@ def assert_same_run(ours: Any, plain: Any) -> None:
 
 
 @on_ranks(1, 2, fresh=True)
-def test_a_decoder_takes_the_steps_of_the_plain_one(rank: int, world_size: int) -> None:
+def test_a_decoder_takes_the_steps_of_the_plain_one(rank, world_size):
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     steps = batches_of(world_size, VOCAB)
     torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_a_decoder_takes_the_steps_of_the_plain_one(rank: int, world_size: int) 
 
 
 @on_ranks(4, fresh=True)
-def test_replicas_of_shards_are_where_the_degrees_say(rank: int, world_size: int) -> None:
+def test_replicas_of_shards_are_where_the_degrees_say(rank, world_size):
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     torch.manual_seed(0)
     plain = Decoder()
@@ -226,9 +226,7 @@ def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
 
 
 @on_ranks(4, fresh=True)
-def test_a_models_own_function_takes_any_degree_and_shards_by_ours(
-    rank: int, world_size: int
-) -> None:
+def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_size):
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
     sys.modules["torchtitan.distributed.fsdp"] = torchs  # type: ignore[assignment]
@@ -255,9 +253,7 @@ def test_a_models_own_function_takes_any_degree_and_shards_by_ours(
 
 
 @on_ranks(1, fresh=True)
-def test_what_is_not_data_parallelism_is_refused_before_anything_changes(
-    rank: int, world_size: int
-) -> None:
+def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),

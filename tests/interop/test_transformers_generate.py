@@ -38,7 +38,7 @@ def generate(model: Any, rank: int, seed: int, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
 @on_ranks(2)
-def test_every_rank_gets_the_plain_models_tokens(rank: int, world_size: int, name: str) -> None:
+def test_every_rank_gets_the_plain_models_tokens(rank, name):
     """Greedy, drawn, with beams, without a cache: each rank with its own length."""
     torch.manual_seed(0)
     plain = MODELS[name]().eval()

@@ -148,9 +148,7 @@ def test_models_over_any_axes_train_as_one_process_does(num_ranks: int, tmp_path
     ],
 )
 @on_ranks()
-def test_cut_sequences_have_the_gradients_of_whole_ones(
-    rank: int, num_ranks: int, cells: list[tuple[str, dict[str, int], tuple[int, ...]]]
-) -> None:
+def test_cut_sequences_have_the_gradients_of_whole_ones(num_ranks, cells):
     for number, (method, degrees, documents) in enumerate(cells):
         axes, whole = shardwise.Axes(**degrees), sum(documents)
         generator = torch.Generator().manual_seed(number)
@@ -187,7 +185,7 @@ def test_cut_sequences_have_the_gradients_of_whole_ones(
 
 
 @on_ranks(2)
-def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice(rank: int, num_ranks: int) -> None:
+def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice():
     axes = shardwise.Axes(tp=2)
 
     def tied() -> Any:

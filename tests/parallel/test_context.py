@@ -116,7 +116,7 @@ def check_attention(
 
 
 @on_ranks(1, 2, 3, 4)
-def test_attention_over_parts_is_that_of_the_whole_sequence(rank: int, num_ranks: int) -> None:
+def test_attention_over_parts_is_that_of_the_whole_sequence(rank, num_ranks):
     context = shardwise.parallel.ContextParallel(nn.Linear(1, 1), shardwise.Axes(cp=num_ranks))
     for length, documents in ((24, None), (25, None), (24, (3, 1, 12, 8)), (2, None)):
         for causal in (True, False):
@@ -257,7 +257,7 @@ def test_a_cut_step_has_the_gradients_of_one_process(num_ranks: int) -> None:
 
 
 @on_ranks(2)
-def test_what_would_train_on_a_part_without_a_word_is_refused(rank: int, num_ranks: int) -> None:
+def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
     ids = torch.zeros(1, 12, dtype=torch.int64)
     axes = shardwise.Axes(cp=num_ranks)
     with pytest.raises(
@@ -351,7 +351,7 @@ def test_what_would_train_on_a_part_without_a_word_is_refused(rank: int, num_ran
 
 
 @on_ranks(4)
-def test_contexts_of_one_model_are_over_their_own_ranks(rank: int, num_ranks: int) -> None:
+def test_contexts_of_one_model_are_over_their_own_ranks(num_ranks):
     """A run that takes longer sequences from some step on makes another context."""
     model = shardwise.shard(nn.Linear(1, 1))
     sent = 0

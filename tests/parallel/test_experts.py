@@ -423,7 +423,7 @@ def test_checkpoints_of_any_degree_of_ep_load_into_any_other(tmp_path: Path) -> 
 
 
 @on_ranks(3)
-def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep(rank: int, num_ranks: int) -> None:
+def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep(rank, num_ranks):
     """Experts that are drawn after they were spread are those of one process."""
     found = []
     for ep in (1, num_ranks):
@@ -454,7 +454,7 @@ def checked(cell: Cell, micro_batches: int = 1) -> None:
 
 
 @on_ranks(4)
-def test_gradients_of_experts_are_not_ep_or_tp_times_too_large(rank: int, num_ranks: int) -> None:
+def test_gradients_of_experts_are_not_ep_or_tp_times_too_large():
     """Megatron-LM#5956, pytorch#160285."""
     checked(Cell({"ep": 4}, by=0))
     checked(Cell({"ep": 2, "tp": 2}, by=3))
@@ -463,18 +463,14 @@ def test_gradients_of_experts_are_not_ep_or_tp_times_too_large(rank: int, num_ra
 
 
 @on_ranks(2)
-def test_a_group_of_one_rank_doubles_nothing_and_no_micro_batch_is_lost(
-    rank: int, num_ranks: int
-) -> None:
+def test_a_group_of_one_rank_doubles_nothing_and_no_micro_batch_is_lost(num_ranks):
     """Megatron-LM#6660 (doubled by each micro-batch), Fast-LLM#550 (the last one is kept)."""
     for by in (0, 3, "fully_shard"):
         checked(Cell({"ep": num_ranks}, by=by), micro_batches=3)  # efsdp is one rank
 
 
 @on_ranks(4)
-def test_the_norm_has_the_experts_of_all_ranks_where_tp_is_there_too(
-    rank: int, num_ranks: int
-) -> None:
+def test_the_norm_has_the_experts_of_all_ranks_where_tp_is_there_too():
     """Megatron-LM#5916."""
     for by in (0, 3, "fully_shard"):
         cell = Cell({"ep": 2, "tp": 2}, by=by)
@@ -491,9 +487,7 @@ def test_the_norm_has_the_experts_of_all_ranks_where_tp_is_there_too(
 
 
 @on_ranks(4)
-def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(
-    rank: int, num_ranks: int
-) -> None:
+def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(rank, num_ranks):
     """Also with other seeds on other ranks: what copies there are have the first one's bits.
 
     transformers#45662 (overwritten by rank 0), Automodel#3135 (replicas drift apart).
@@ -522,7 +516,7 @@ def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(
 
 # -- axes of one rank
 @on_ranks(1, 2)
-def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank: int, num_ranks: int) -> None:
+def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank, num_ranks):
     """`spread_experts` over axes of one rank changes no bit and sends nothing."""
     found, sent = [], []
     for spreads in (False, True):
@@ -578,9 +572,7 @@ class OwnNet(nn.Module):
 
 
 @on_ranks(1, 3)
-def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism(
-    rank: int, num_ranks: int
-) -> None:
+def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism(num_ranks):
     def make() -> nn.Module:
         torch.manual_seed(5)
         return OwnNet()
@@ -596,7 +588,7 @@ def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_paralleli
 
 # -- the decoder over tensor parallelism, whose ranks have parts of the tokens between layers
 @on_ranks(4)
-def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep(rank: int, num_ranks: int) -> None:
+def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep():
     experts = Experts(12, 2, EXPERT, shared=1, dense_layers=1)
     shape = DecoderShape(2, DIM, 2, 2, HEAD, FFN, 14, experts=experts)
     tokens = torch.randint(14, (2, 8, 6), generator=torch.Generator().manual_seed(0))
@@ -646,7 +638,7 @@ def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
 
 # -- what is refused
 @on_ranks(2)
-def test_what_does_not_fit_is_refused_with_what_to_do(rank: int, num_ranks: int) -> None:
+def test_what_does_not_fit_is_refused_with_what_to_do():
     axes = shardwise.Axes(ep=2)
     model = Cell(experts=3).make()
     before = list(model.parameters())
