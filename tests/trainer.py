@@ -251,12 +251,16 @@ def compare(
     num_steps: int = 2,
     num_micro_batches: int = 1,
     num_replicas: int = 1,
+    drawn: Callable[[int, int], Steps] | None = None,
 ) -> None:
     """Check that every setting takes the oracle's steps; raise one error with all that do not.
 
     In the second step units are gathered in the order that the first one showed.
     """
-    steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
+    if drawn is None:
+        steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
+    else:
+        steps = drawn(world_size, num_micro_batches)
     truths: dict[bool, Trained] = {}
     failures = []
     for options in settings:

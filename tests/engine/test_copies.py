@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 import shardwise
 from models import Block, OddModel, Stack
 from oracle import assert_same_bits, average
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import ShardTensor, accumulate, gathered, shard
 from shardwise.debug import stats
@@ -159,7 +158,9 @@ def test_an_averaged_model_is_that_of_one_process(rank, world_size):
             assert torch.equal(plain(loader[0]), out)
 
 
-def check_averages_are_saved(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path):
+    folder = str(tmp_path / "averaged")
     model = shard(make_normed(), stage=3, layout="flat")
     averaged = AveragedModel(model)
     with torch.no_grad():
@@ -177,11 +178,9 @@ def check_averages_are_saved(rank: int, world_size: int, folder: str) -> None:
     assert_rounded_alike(full_parameters(other)["head.bias"], mean, 2 + 3)
 
 
-def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path: Path) -> None:
-    run_ranks(check_averages_are_saved, 2, str(tmp_path / "averaged"))
-
-
-def check_plain_copy(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_copy_inside_gathered_is_plain(stage):
     """Inside gathered() a copy is a model that was never sharded."""
     plain = make_normed()
     model = shard(make_normed(), stage=stage)
@@ -199,11 +198,6 @@ def check_plain_copy(rank: int, world_size: int, stage: int) -> None:
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
     resharded = shard(copied, stage=3)  # and may be sharded like any other
     assert_same_bits(full_parameters(resharded), full_parameters(model))
-
-
-def test_a_copy_inside_gathered_is_plain() -> None:
-    for stage in (0, 3):
-        run_ranks(check_plain_copy, 2, stage)
 
 
 class Refusing(nn.Module):

@@ -90,7 +90,9 @@ def trained(rank: int, clip: float | None = None, **options: Any) -> dict[str, T
     return values(model)
 
 
-def check_settings(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(1, 3)
+def test_muon_and_adamw_have_the_bits_of_stage_0(rank, tmp_path):
+    folder = str(tmp_path)
     host, files = shardwise.Offload("cpu", "cpu", "cpu"), f"nvme:{folder}"
     alike: dict[str, list[dict[str, Any]]] = {
         "fp32": [
@@ -114,11 +116,6 @@ def check_settings(rank: int, num_ranks: int, folder: str) -> None:
             assert_same_bits(found, truth)
     clipped, plainly = (trained(rank, 0.1, **o) for o in ({"layout": "matrices"}, {"stage": 0}))
     torch.testing.assert_close(clipped, plainly)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_muon_and_adamw_have_the_bits_of_stage_0(num_ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_settings, num_ranks, str(tmp_path))
 
 
 @on_ranks(4)
@@ -209,7 +206,9 @@ def test_owners_send_their_matrices_and_get_their_gradients_to_the_byte(
     assert max(held) - min(held) <= 19 * 6 + 36  # the largest, and the frozen one's rows
 
 
-def of_others(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(1, 2)
+def test_optimizers_built_before_saved_loaded_and_copied_go_on(rank, tmp_path):
+    folder = str(tmp_path / "saved")
     built = net()
     optimizer = mixed(built)
     before = shardwise.shard(built, units=[Block], layout="matrices", optimizer=optimizer)
@@ -235,13 +234,6 @@ def of_others(rank: int, num_ranks: int, folder: str) -> None:
     theirs.param_groups[0]["lr"] = 0.05
     step(after, theirs, range(4, 5), rank)
     assert_same_bits(values(before), values(after))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_optimizers_built_before_saved_loaded_and_copied_go_on(
-    num_ranks: int, tmp_path: Path
-) -> None:
-    run_ranks(of_others, num_ranks, str(tmp_path / "saved"))
 
 
 @on_ranks(2)
@@ -277,8 +269,13 @@ def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch(
     assert_same_bits(*found)
 
 
-def in_files(rank: int, num_ranks: int, folder: str) -> None:
+ADAMWS = ("exp_avg", "exp_avg_sq")
+
+
+@on_ranks(2)
+def test_each_part_of_a_mixed_optimizer_rests_where_it_would_by_itself(rank, tmp_path):
     """AdamW is overlapped and rests in files, Muon steps plainly and rests on the host."""
+    folder = str(tmp_path)
     offload = shardwise.Offload("cpu", "cpu", f"nvme:{folder}")
     model = shardwise.shard(net(), units=[Block], layout="matrices", offload=offload)
     optimizer = mixed(model)
@@ -295,13 +292,6 @@ def in_files(rank: int, num_ranks: int, folder: str) -> None:
     assert places["files"] == of_adamw > 0
     held = shardwise.debug.stats(model).bytes_by_place["host"]
     assert places["host"] == held + of_muon + 4 * len(counts)
-
-
-ADAMWS = ("exp_avg", "exp_avg_sq")
-
-
-def test_each_part_of_a_mixed_optimizer_rests_where_it_would_by_itself(tmp_path: Path) -> None:
-    run_ranks(in_files, 2, str(tmp_path))
 
 
 @on_ranks(2)

@@ -4,7 +4,6 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,7 +198,9 @@ def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(rank)
     layers(torch.ones(2, 4)).sum().backward()
 
 
-def pinned(rank: int, world: int, folder: str) -> None:
+@on_ranks(1, 2, 3)
+def test_unshard_holds_parameters_in_full_over_passes_until_reshard(rank, world, tmp_path):
+    folder = str(tmp_path)
     for stage in STAGES:
         model, reference = sharded(stage), plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -254,13 +255,6 @@ def pinned(rank: int, world: int, folder: str) -> None:
         with pytest.raises(ShardError, match=r"'blocks\.0\.up\.weight' was written while unshard"):
             model.blocks[0].reshard()
         assert isinstance(model.blocks[0].up.weight, ShardTensor)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_unshard_holds_parameters_in_full_over_passes_until_reshard(
-    world: int, tmp_path: Path
-) -> None:
-    run_ranks(pinned, world, str(tmp_path))
 
 
 @on_ranks(2)

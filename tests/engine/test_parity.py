@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_from_scratch as zero
@@ -25,11 +24,9 @@ from trainer import (
     Trained,
     adamw,
     adamw_fused,
-    adamw_loop,
     assert_same_grads,
     assert_same_run,
     backward_all,
-    compare,
     events_of,
     full_grads,
     full_parameters,
@@ -40,55 +37,9 @@ from trainer import (
     train_plain,
 )
 
-compare_odd = partial(
-    compare, make_model=OddModel, loss_fn=zero.next_byte_loss, make_batch=token_batch
-)
-
-
 # The last sum is over 3 ranks of 2 x 8 tokens; the loss is a sum over 256 bytes.
 ODD_ROUNDINGS = of_gradient(*(7, 28) * 3, 7, 256, over=3 * 2 * 8)
 ODD_NUMEL = sum(p.numel() for p in OddModel().parameters())
-
-
-def compare_odd_model(rank: int, world_size: int, **options: Any) -> None:
-    compare_odd(rank, world_size, **options)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_stage_and_layout_has_the_bits_of_the_plain_loop(world_size: int) -> None:
-    run_ranks(compare_odd_model, world_size, settings=LAYOUTS, num_steps=4)
-
-
-@pytest.mark.slow
-def test_four_ranks_have_the_bits_of_the_plain_loop() -> None:
-    run_ranks(compare_odd_model, 4, settings=HALVES[1])
-
-
-def test_an_optimizer_over_a_loop_of_parameters_takes_the_same_steps_on_shards() -> None:
-    """As by default on CPUs; all optimizers of torch are in test_shard_tensor_optimizers.py."""
-    settings = [{"stage": 1, "layout": "flat"}, {"stage": 3}]
-    run_ranks(compare_odd_model, 3, settings=settings, optimizer_factory=adamw_loop)
-
-
-class EvenModel(zero.TinyModel):
-    """Every slice of it is a multiple of 64 elements, at any of the tested world sizes."""
-
-    def __init__(self) -> None:
-        super().__init__(width=128, num_blocks=2)
-
-
-@on_ranks(1, 2)
-def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(rank, world_size):
-    compare(
-        rank,
-        world_size,
-        EvenModel,
-        HALVES[world_size % 2],
-        zero.next_byte_loss,
-        adamw_fused,
-        token_batch,
-    )
 
 
 @pytest.mark.kernels
@@ -162,7 +113,9 @@ def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(r
             assert_same_bits(ours, dict(ddp.named_parameters()))
 
 
-def compare_with_the_twin(rank: int, world_size: int, num_micro_batches: int) -> None:
+@on_ranks(3)
+def test_the_engine_has_the_bits_of_the_blocking_twin(rank, world_size):
+    num_micro_batches = 2
     steps = make_steps(world_size, 3, num_micro_batches, token_batch)
     own = [[by_rank[rank] for by_rank in micro_batches] for micro_batches in steps]
     for options in HALVES[1]:
@@ -177,11 +130,9 @@ def compare_with_the_twin(rank: int, world_size: int, num_micro_batches: int) ->
         assert_same_bits({n: trained.parameters[n] for n in twin.parameters}, twin.parameters)
 
 
-def test_the_engine_has_the_bits_of_the_blocking_twin() -> None:
-    run_ranks(compare_with_the_twin, 3, 2)
-
-
-def train_with_prefetch(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(1, 3)
+def test_blocking_and_prefetched_gathers_give_the_same_bits(world_size, stage):
     steps = make_steps(world_size, 3, 2, token_batch)
     runs: list[Trained] = []
     for prefetch_bytes in (0, None, 1 << 30):
@@ -198,12 +149,6 @@ def train_with_prefetch(rank: int, world_size: int, stage: int) -> None:
         )
     for run in runs[1:]:
         assert_same_run(run, runs[0])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_blocking_and_prefetched_gathers_give_the_same_bits(world_size: int) -> None:
-    for stage in (1, 3):
-        run_ranks(train_with_prefetch, world_size, stage)
 
 
 def order_of_gathers(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
@@ -231,20 +176,6 @@ def test_prefetching_gathers_the_same_units_one_call_earlier() -> None:
             gather, call = ("gather", f"blocks.{number}"), ("call", f"blocks.{number - 1}")
             assert blocking.index(gather) > blocking.index(call)
             assert prefetched.index(gather) < prefetched.index(call)
-
-
-ACCUMULATION = [  # every stage as it does by default, and in the other way
-    {"stage": stage, "layout": ("rows", "flat")[(stage + number) % 2], **override}
-    for stage in range(4)
-    for number, override in enumerate(
-        ({}, {"schedule": Schedule(reduce_every="micro_batch" if stage < 2 else "step")})
-    )
-]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int) -> None:
-    run_ranks(compare_odd_model, world_size, settings=ACCUMULATION, num_micro_batches=3)
 
 
 def compare_clipped(rank: int, world_size: int, max_norm: float) -> list[float]:
@@ -288,28 +219,3 @@ def test_stages_agree_when_every_rank_was_seeded_differently(rank, world_size):
         runs.append(train(OddModel(), steps, zero.next_byte_loss, **options))
     for run in runs[1:]:
         assert_same_run(run, runs[0])
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-@on_ranks(4)
-def test_hybrid_sharding_sums_inside_the_shard_group_and_then_over_replicas(
-    rank, world_size, num_micro_batches
-):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    settings = [{**options, "mesh": mesh} for options in HALVES[num_micro_batches - 1]]
-    compare_odd(
-        rank,
-        world_size,
-        settings=settings,
-        num_micro_batches=num_micro_batches,
-        num_replicas=2,
-    )
-
-
-@on_ranks(3)
-def test_a_mesh_axis_of_one_rank_changes_nothing(rank, world_size):
-    """Meshes with one rank along an axis are the pure cases."""
-    for shape, num_replicas in (((1, 3), 1), ((3, 1), 3)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        settings = [{"stage": stage, "mesh": mesh} for stage in (0, 1, 3)]
-        compare_odd(rank, world_size, settings=settings, num_replicas=num_replicas)

@@ -275,7 +275,20 @@ def test_other_values_on_one_rank_are_loaded_on_none(stage):
         assert "; rank 2 has [" in text and "Load the same file on every rank" in text
 
 
-def go_on_alone(rank, world_size, kind, what):
+@pytest.mark.parametrize(
+    ("kind", "what", "odd", "others"),
+    [
+        (3, "freeze", "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
+        (None, "freeze", "('2.weight' is frozen here", "reduce_scatter of unit"),
+        (2, "load", "(load_state_dict())", "reduce_scatter of unit"),
+        (None, "load", "(load_state_dict())", "all_gather of unit"),
+        (1, "gather", "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
+    ],
+)
+@on_ranks(2, fresh=True)
+def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(
+    rank, world_size, kind, what, odd, others
+):
     """Let the last rank do something that the others do not; return what is raised."""
     model = three_layers(kind)
     is_odd = rank == world_size - 1
@@ -289,22 +302,6 @@ def go_on_alone(rank, world_size, kind, what):
             if what == "gather":
                 (model[2] if is_odd else model[0]).weight.full_tensor()
             backward(model)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "what", "odd", "others"),
-    [
-        (3, "freeze", "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
-        (None, "freeze", "('2.weight' is frozen here", "reduce_scatter of unit"),
-        (2, "load", "(load_state_dict())", "reduce_scatter of unit"),
-        (None, "load", "(load_state_dict())", "all_gather of unit"),
-        (1, "gather", "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
-    ],
-)
-def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(
-    kind, what, odd, others
-):
-    for text in run_ranks(go_on_alone, 2, kind, what, fresh=True):
-        first, second = text.split(", and rank 1 waits in ")
-        assert odd in second and others in first.rpartition("rank 0 waits in ")[2], text
+    text = str(error.value)
+    first, second = text.split(", and rank 1 waits in ")
+    assert odd in second and others in first.rpartition("rank 0 waits in ")[2], text

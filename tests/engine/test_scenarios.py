@@ -1,45 +1,4 @@
-"""What users of other ZeRO engines ran into: scenarios of their test suites, and where ours are.
-
-Scenario                                              Test
- 1 the plain loop, stages 0 to 3                      test_parity (the plain loop, DDP, the twin)
- 2 non-scalar outputs, loss outside the engine        test_models_calls: gradients add up over
- 3 two engines, one combined loss                     here
- 4 accumulation equals one sum; backwards vary        test_parity: accumulation
- 5 several backwards before one step                  test_models_calls: gradients add up over
- 6 bounded number of collectives per step             here; exact bytes in test_traffic_memory
- 7 checkpointing, both kinds, nested                  test_models_checkpointing
- 8 checkpointing: frozen, early stop, exceptions      test_models_checkpointing, test_models_errors
- 9 frozen weights train (and save)                    test_models_parameters; later: checkpoint
-10 requires_grad toggled between steps                test_models_parameters: requires_grad
-11 unused parameters, no stale gradient               test_models_parameters: no gradient outlives
-12 a module used several times in one forward         test_models_calls: several times in a step
-13 tied weights (saved and loaded)                    test_models_parameters; later: checkpoint
-14 odd sizes, fewer elements than ranks               test_models_parameters: scalar, empty and tiny
-15 zero-sized parameters, two groups, an empty group  test_models_parameters; an empty group: here
-16 outputs of every shape, None                       test_models_calls: outputs may come in
-17 parameters used outside their module               test_models_parameters: outside its module
-18 modules attached late; attributes named like ours  here
-19 sharded construction                               test_models_start
-20 gather for reading and for modification            here, test_refusals: gathered parameters
-21 train / eval / generate switches                   here, test_transformers: generation
-22 get and set full parameters, gradients, state      test_shard_tensor: read and written whole
-23 clip by editing gradients, then the norm agrees    here
-24 mean reduction                                     here
-25 optimizer step counts                              here, and every comparison with the oracle
-26 bf16 masters and gradients                         test_parity_precision
-27 the last micro-batch is part of the average        here
-28 autocast equals DDP's autocast; mixed dtypes       here, test_models_parameters: several dtypes
-29 overflow: some ranks, some steps, exact scales     test_parity_precision
-30 client optimizers                                  test_parity: elementwise optimizers
-31 schedulers against closed forms                    train/test_schedule
-32-36 save, load, elastic, full state, tags           later: checkpoint
-37 offload                                            later: offload
-38 experts that differ by rank do not hang            here, test_models_parameters: one rank uses
-39 functorch; compile per block                       here, test_models_compile
-40 other engines' configuration files                 later: interop
-41 windows are re-entered; destroy frees everything   here
-42 stream safety under overlap                        needs a GPU
-"""
+"""The table of scenarios (tests/scenarios.py), and what users of other ZeRO engines ran into."""
 
 import gc
 import weakref
@@ -54,6 +13,7 @@ from models import Experts, Stack, routed_loss, stack_roundings
 from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
+from scenarios import SCENARIOS, check
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardwiseError, StateError
@@ -74,6 +34,18 @@ BATCH = torch.linspace(-1, 1, 24).view(3, 8)
 ROUNDINGS = stack_roundings(rows=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=row.marks, id=f"{name}, {size} ranks")
+        for name, row in SCENARIOS.items()
+        for size in row.sizes
+    ],
+)
+def test_every_setting_takes_the_steps_of_the_oracle(name: str, world_size: int) -> None:
+    run_ranks(check, world_size, name)
+
+
 def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -> nn.Module:
     """Make a model, plain or (given a stage) sharded."""
     torch.manual_seed(seed)
@@ -81,7 +53,7 @@ def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -
     return shard(model, **options) if options else model
 
 
-# 3: two engines, one combined loss
+# Two engines, one combined loss.
 
 
 def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
@@ -107,7 +79,7 @@ def test_two_sharded_models_train_on_one_combined_loss():
             assert_same_bits(actual, expected)
 
 
-# 6: bounded number of collectives per step
+# Bounded number of collectives per step.
 
 
 def count_collectives(rank: int, world_size: int, stage: int) -> dict[str, int]:
@@ -136,7 +108,7 @@ def test_a_step_issues_one_gather_per_unit_and_direction_one_reduction_and_one_n
             assert not kinds
 
 
-# 15: an empty parameter group
+# An empty parameter group.
 
 
 @on_ranks(2)
@@ -147,7 +119,7 @@ def test_an_empty_parameter_group_is_allowed():
     optimizer.step()
 
 
-# 18: modules attached late, attributes named like ours
+# Modules attached late, attributes named like ours.
 
 
 def attach_late(rank: int, world_size: int, stage: int) -> str:
@@ -190,7 +162,7 @@ def test_attributes_of_the_user_may_have_any_name():
     assert_same_bits(full_grads(model), plain_grads(NamedLikeOurs))
 
 
-# 20: gather for reading and for modification
+# Gather for reading and for modification.
 
 
 @torch.no_grad()
@@ -220,7 +192,7 @@ def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(rank):
         mean_square(model, BATCH).backward()
 
 
-# 21: train, evaluate, train
+# Train, evaluate, train.
 
 
 @on_ranks(2)
@@ -248,7 +220,7 @@ def test_training_and_evaluation_alternate():
         assert_same_bits(runs[1][1], runs[0][1])
 
 
-# 23, 24: gradients are means, and may be edited
+# Gradients are means, and may be edited.
 
 
 @on_ranks(3)
@@ -273,7 +245,7 @@ def test_gradients_are_means_over_ranks_and_norms_see_edits(rank):
         assert_rounded_alike(float(norm), 0.01 * float(total / (total + 2e-6)), ROUNDINGS)
 
 
-# 25: optimizer step counts
+# Optimizer step counts.
 
 
 @on_ranks(2)
@@ -291,7 +263,7 @@ def test_every_parameter_counts_as_many_steps_as_were_taken(rank, world_size):
             assert len(optimizer.state) == len(list(model.parameters()))
 
 
-# 27: the last micro-batch is part of the average
+# The last micro-batch is part of the average.
 
 
 @on_ranks(2)
@@ -314,7 +286,7 @@ def test_every_micro_batch_of_a_window_counts_alike():
                 assert_same_bits(found[0], expected)
 
 
-# 28: autocast
+# Autocast.
 
 
 class Cast(Stack):
@@ -358,7 +330,7 @@ def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast(rank, 
         assert_same_bits(parameters, runs[0][1])
 
 
-# 38: experts
+# Experts.
 
 
 @on_ranks(3)
@@ -374,7 +346,7 @@ def test_experts_that_differ_by_rank_do_not_hang(rank):
         assert all(v.isfinite().all() for v in values.values())
 
 
-# 39: functorch and torch.autograd.grad
+# Functorch and torch.autograd.grad.
 
 
 def call_functionally(model: nn.Module, kind: str) -> Tensor:
@@ -432,7 +404,7 @@ def test_functional_transforms_are_right_or_refused(kind: str) -> None:
     assert run_ranks(compare_functional, 2, kind) == [[], []]
 
 
-# 41: windows are re-entered; a model that is dropped leaves nothing
+# Windows are re-entered; a model that is dropped leaves nothing.
 
 
 @on_ranks(2)

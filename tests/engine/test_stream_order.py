@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checking_device import CheckingDevice, StreamError
 from models import Stack
-from ranks import run_ranks, run_sizes
+from ranks import on_ranks, run_ranks, run_sizes
 from shardwise import Offload, Precision, accumulate, gathered, optim, overlap, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
@@ -577,7 +577,9 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
 }
 
 
-def make_mistake(rank: int, world_size: int, name: str) -> list[str]:
+@pytest.mark.parametrize("name", MISTAKES)
+@on_ranks(2)
+def test_a_mistake_in_the_engine_is_found(rank, world_size, name):
     make, scenario, _ = MISTAKES[name]
     device = CheckingDevice()
     with (
@@ -588,10 +590,5 @@ def make_mistake(rank: int, world_size: int, name: str) -> list[str]:
     ):
         patch.setattr(*make(device))
         SCENARIOS[scenario](rank, world_size)
-    return device.errors
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_the_engine_is_found(name: str) -> None:
-    for errors in run_ranks(make_mistake, 2, name):
-        assert any(re.search(MISTAKES[name][2], error) for error in errors), errors[:10]
+    errors = device.errors
+    assert any(re.search(MISTAKES[name][2], error) for error in errors), errors[:10]

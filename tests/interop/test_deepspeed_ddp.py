@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import shard
 from shardwise.interop.deepspeed import from_deepspeed
 
@@ -47,7 +47,8 @@ def losses_of(rank: int, model: torch.nn.Module, optimizer: Any, scheduler: Any)
     return losses
 
 
-def both(rank: int, world_size: int) -> tuple[list[float], list[list[float]]]:
+@on_ranks(2)
+def test_every_stage_of_a_config_has_the_bits_of_ddp_on_two_ranks(rank, world_size):
     """Return the losses of DDP, and of every stage."""
     plain = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1)
@@ -60,10 +61,6 @@ def both(rank: int, world_size: int) -> tuple[list[float], list[list[float]]]:
         model = shard(make_model(), **settings.shard)
         optimizer = settings.optimizer(model.parameters())
         found.append(losses_of(rank, model, optimizer, settings.scheduler(optimizer)))
-    return expected, found
-
-
-def test_every_stage_of_a_config_has_the_bits_of_ddp_on_two_ranks() -> None:
-    for expected, found in run_ranks(both, 2):
-        assert found == [expected] * 4
-        assert len(set(expected)) == NUM_STEPS
+    expected, found = expected, found
+    assert found == [expected] * 4
+    assert len(set(expected)) == NUM_STEPS

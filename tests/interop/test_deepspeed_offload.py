@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import Offload, shard
 from shardwise.errors import ConfigError
 from shardwise.homes import resolve_offload
@@ -91,8 +91,10 @@ def test_the_report_says_where_state_rests_that_the_file_would_have_elsewhere() 
     assert "Offload(optimizer='nvme:/fast', fraction=0.5)" in report.mapped[other]
 
 
-def train_by_the_file(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(1)
+def test_a_run_whose_file_says_nvme_has_the_bits_of_one_whose_state_stays(tmp_path):
     """Two steps of a model whose state lies in files are those of one on the device."""
+    folder = str(tmp_path)
     files = {"device": "nvme", "nvme_path": folder}
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True}}
     found = []
@@ -109,10 +111,6 @@ def train_by_the_file(rank: int, world_size: int, folder: str) -> None:
             optimizer.zero_grad()
         found.append(model(torch.ones(2, 4)))
     assert torch.equal(*found)
-
-
-def test_a_run_whose_file_says_nvme_has_the_bits_of_one_whose_state_stays(tmp_path: Path) -> None:
-    run_ranks(train_by_the_file, 1, str(tmp_path))
 
 
 def test_two_files_that_offload_differently_are_told(tmp_path: Path) -> None:

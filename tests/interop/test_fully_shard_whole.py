@@ -212,7 +212,10 @@ def test_replicas_that_differ_are_named() -> None:
         assert "parameter 'embedding.weight', value" in text
 
 
-def refusals(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_what_cannot_be_saved_says_why_and_what_to_use(tmp_path):
+    folder = str(tmp_path)
+
     def refused(match: str, make: Callable[[], nn.Module]) -> None:
         with pytest.raises(ConfigError, match=match):
             shardwise.save(folder, make())
@@ -225,32 +228,9 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
     refused("must be called last on the model itself", blocks_alone)
 
 
-def test_what_cannot_be_saved_says_why_and_what_to_use(tmp_path: Path) -> None:
-    run_ranks(refusals, 2, str(tmp_path))
-
-
 def step_of(model: nn.Module, number: int) -> None:
     tokens = torch.arange(8).add(number) % 7
     nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
-
-
-def windows(rank: int, world_size: int, folder: str) -> None:
-    """A window under torch's own switches, ended by ours; nothing in it can be saved."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-        model, plain = sharded("fully_shard", mesh), sharded("fully_shard", mesh)
-        getattr(model, switch)(False)
-        step_of(model, 0)
-        with pytest.raises(StateError, match="accumulation window"):
-            shardwise.save(folder, model)
-        with shardwise.accumulate(model, last=True):
-            step_of(model, 1)
-        step_of(plain, 0)
-        step_of(plain, 1)
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert mine.grad is not None and theirs.grad is not None
-            grads = [p.grad.full_tensor() for p in (mine, theirs)]  # type: ignore[union-attr]
-            assert_rounded_alike(*grads, 8, switch)  # one reduction of a sum, or a sum of two
 
 
 def moments(rank: int, world_size: int) -> None:
@@ -286,8 +266,25 @@ def test_moments_that_would_be_wrong_are_refused(world_size: int) -> None:
     run_ranks(moments, world_size)
 
 
-def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_path: Path) -> None:
-    run_ranks(windows, 2, str(tmp_path))
+@on_ranks(2)
+def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_path):
+    """A window under torch's own switches, ended by ours; nothing in it can be saved."""
+    folder = str(tmp_path)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model, plain = sharded("fully_shard", mesh), sharded("fully_shard", mesh)
+        getattr(model, switch)(False)
+        step_of(model, 0)
+        with pytest.raises(StateError, match="accumulation window"):
+            shardwise.save(folder, model)
+        with shardwise.accumulate(model, last=True):
+            step_of(model, 1)
+        step_of(plain, 0)
+        step_of(plain, 1)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None
+            grads = [p.grad.full_tensor() for p in (mine, theirs)]  # type: ignore[union-attr]
+            assert_rounded_alike(*grads, 8, switch)  # one reduction of a sum, or a sum of two
 
 
 @on_ranks(4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ranks import RankError, run_ranks
+from ranks import RankError, on_ranks, run_ranks
 from shardwise import describe, fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -112,8 +112,10 @@ def test_weights_are_read_into_models_of_fully_shard_on_meta_and_saved_as_of_sha
     run_ranks(compare_by_calls, world_size, paths)
 
 
-def load_partly_by_calls(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(2)
+def test_what_files_lack_is_drawn_alike_in_models_of_fully_shard(rank, tmp_path):
     """What the files lack is drawn by the model's rule; other classes say what no file holds."""
+    path = save_plain("llama", tmp_path)
     torch.manual_seed(7)
     with torch.device("meta"):
         model = by_calls(transformers.LlamaForSequenceClassification(make_llama().config))
@@ -132,10 +134,6 @@ def load_partly_by_calls(rank: int, world_size: int, path: Path) -> None:
     load_weights(model, path)  # once more, into memory that it has
     with pytest.raises(ConfigError, match="is not sharded"):
         load_weights(make_llama(), path)
-
-
-def test_what_files_lack_is_drawn_alike_in_models_of_fully_shard(tmp_path: Path) -> None:
-    run_ranks(load_partly_by_calls, 2, save_plain("llama", tmp_path))
 
 
 def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:

@@ -306,7 +306,9 @@ class Layer(nn.Module):
         return self.after(x + y), balance
 
 
-def some_have_nothing(rank: int, num_ranks: int, by: Any) -> None:
+@pytest.mark.parametrize("by", [3, 1, "fully_shard"])
+@on_ranks(1, 3, 4)
+def test_ranks_without_tokens_and_experts_without_tokens_take_part(rank, num_ranks, by):
     """Rank 0 has no token, the last one most; experts from the third on are never chosen."""
     torch.manual_seed(3)
     routing = Routing(12, 2, "sigmoid", scale=2.5, balanced=True, biased=True)
@@ -345,12 +347,6 @@ def some_have_nothing(rank: int, num_ranks: int, by: Any) -> None:
         (found.sum() + balance).backward()
         sent = shardwise.debug.stats(model).num_collectives
         assert sent["loss.all_reduce"] == 5
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_ranks_without_tokens_and_experts_without_tokens_take_part(num_ranks: int) -> None:
-    for by in (3, 1, "fully_shard"):
-        run_ranks(some_have_nothing, num_ranks, by)
 
 
 # -- checkpoints
