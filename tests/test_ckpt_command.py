@@ -1,6 +1,7 @@
 """`shardwise ckpt` on real checkpoints: what it prints, what it writes, and how it ends."""
 
 import datetime
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -26,7 +28,9 @@ from shardwise.checkpoint.folder import take_lock
 from shardwise.checkpoint.manifest import seal, unseal
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import OptimizerInfo
+from shardwise.cli.facts import checkpoint_facts, run_facts
 from shardwise.cli.main import app
+from shardwise.cli.tables import show_checkpoint, show_run
 from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.convert.importing import import_source
 
@@ -144,6 +148,18 @@ def test_a_folder_that_a_running_run_may_be_writing_is_called_no_leftover(
     assert "being written or removed now, or left by" in command("inspect", run).stdout
     locked.release()
     assert "the next run in this folder removes them" in command("inspect", run).stdout
+
+
+@pytest.mark.parametrize("width", [24, 50, 80])
+def test_a_narrow_terminal_cuts_no_value(run: Path, width: int) -> None:
+    files, text = Files(), io.StringIO()
+    console = Console(file=text, width=width)
+    show_run(console, run_facts(files, run))
+    show_checkpoint(console, checkpoint_facts(files, run / NEWEST, with_tensors=True))
+    shown = text.getvalue()
+    assert "…" not in shown
+    words = ("newest", "UTC", "up  exp_avg", "30 x 70", "own, 1 ranks", "indexes and values")
+    assert all(word in shown for word in words)
 
 
 def test_the_sizes_of_a_checkpoint_are_those_of_its_tensors(run: Path) -> None:

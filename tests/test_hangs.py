@@ -23,20 +23,19 @@ from torch import nn
 import shardwise
 from hangs import Case, End, named, train
 from ranks import HANG_S, Ranks, run_ranks, start_ranks
-from shardwise.comm.collective_key import CollectiveKey, describe_key
+from shardwise.comm.collective_key import CollectiveKey
 from shardwise.comm.listener import WAITS, Listener, checked_timeout
 from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.errors import ConfigError
-from shardwise.hangs.diagnosis import WaitGraph, describe_waits, find_circle, walk_waits
-from shardwise.hangs.heartbeat import ENDED_WELL, Heartbeat, Heartbeats, WaitRecord
-from shardwise.hangs.waits import (
-    AsyncCollectives,
-    CollectiveCounts,
-    Wait,
+from shardwise.hangs.abort import WATCH
+from shardwise.hangs.diagnosis import FAILED, AsyncCollectives, Table, Wait, torch_call
+from shardwise.hangs.heartbeat import (
+    ENDED_WELL,
+    Heartbeat,
+    Heartbeats,
+    WaitRecord,
     lines_of_main,
-    torch_call,
 )
-from shardwise.hangs.watch import WATCH
 from shardwise.processes import Process, fate, own_process
 from shardwise.train.config import TrainConfig
 from shardwise.train.setup import make_decoder, shard_decoder
@@ -128,84 +127,66 @@ def test_a_process_is_alive_stopped_or_dead_of_a_signal() -> None:
 
 
 def test_a_heartbeat_is_read_as_it_was_published() -> None:
-    wait = WaitRecord(1, 2, "k", 1, (0, 1), "here")
-    published = Heartbeat(
-        3, own_process(), "0|shard|all_gather|1|blocks.0|", 2, 7, 0.5, "in f", {"k": 1}, wait
-    )
+    wait = WaitRecord("k", 1, (0, 1), "here")
+    published = Heartbeat(3, own_process(), "all_gather", "in f", wait, begun={"k": 1})
     assert Heartbeat.from_json(published.to_json().encode()) == published
 
 
-# -- what is said
-class Published:
-    """A store with some ranks' heartbeats."""
-
-    rank, num_ranks = 0, 4
-
-    def __init__(self, **by_rank: Heartbeat) -> None:
-        self._by_rank = {int(name[1:]): heartbeat for name, heartbeat in by_rank.items()}
-
-    def read(self, ranks: list[int]) -> dict[int, Heartbeat]:
-        return {rank: self._by_rank[rank] for rank in ranks if rank in self._by_rank}
-
-
+# -- the table
 def beats(**other: Any) -> Heartbeat:
     return Heartbeat(**{"beat": 1, "process": own_process(), **other})
 
 
-def waits(beat: int = 1, begun: dict[str, int] | None = None, **other: Any) -> Heartbeat:
-    record = {"key": "k", "number": 2, "ranks": (0, 1, 2), "text": "here"} | other
-    return beats(beat=beat, begun=begun or {"k": 2}, wait=WaitRecord(1, 1, **record))
+def waits(**other: Any) -> Heartbeat:
+    return beats(wait=record(**other))
 
 
-def walk(*stores: Published, **own: Any) -> WaitGraph:
-    heard = Heartbeats(1.0)
-    for store in stores:
-        heard.forget()
-        graph = walk_waits(store, heard, waits(**own), lambda rank: "")  # type: ignore[arg-type]
-    return graph
+def record(**other: Any) -> WaitRecord:
+    return WaitRecord(**{"key": "k", "number": 2, "ranks": (0, 1, 2), "text": "here", **other})
 
 
-def verdict(*stores: Published, **own: Any) -> str:
-    return describe_waits(walk(*stores, **own))
+def table(**by_rank: Heartbeat) -> Table:
+    """Return the table of rank 0, which waits in ``record()``."""
+    return table_of(record(), **by_rank)
 
 
-def test_a_rank_in_the_same_line_since_has_never_entered() -> None:
-    one = Published(_1=beats(where="in load (a.py:3)"), _2=waits())
-    later = Published(_1=beats(beat=2, where="in load (a.py:3)"), _2=waits(beat=2))
-    text = verdict(one, later)
+def table_of(wait: WaitRecord, **by_rank: Heartbeat) -> Table:
+    heard = Heartbeats()
+    for name, heartbeat in by_rank.items():
+        heard.add(int(name[1:]), heartbeat)
+    return Table(heard, 0, wait)
+
+
+def test_a_rank_that_has_not_come_is_in_the_table_with_its_line_and_its_last_collective() -> None:
+    found = table(_1=beats(where="in load (a.py:3)", last="a gather"), _2=waits())
+    text = found.describe()
+    assert not found.gone
     assert "rank 1 is in no call of Shardwise, but in load (a.py:3)" in text
-    assert "has never entered" in text and "Waiting: ranks 0, 2 in here" in text
+    assert "its last collective: a gather" in text and "Waiting: ranks 0, 2 in here" in text
 
 
-def test_a_rank_that_goes_on_elsewhere_or_computes_is_late() -> None:
-    one = Published(_1=beats(), _2=waits())
-    moves = Published(_1=beats(beat=2, changes=5), _2=waits(beat=2))
-    computes = Published(_1=beats(beat=2, computed_s=100.0), _2=waits(beat=2))
-    assert "is late: it has been in other collectives" in verdict(one, moves)
-    assert "is late: it has computed for 100.0 s" in verdict(one, computes)
+def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one() -> None:
+    elsewhere = waits(number=1, text="there", key="other")
+    text = table(_1=elsewhere, _2=waits()).describe()
+    assert "in different calls" in text and "optional=" in text
+    assert "Waiting: ranks 0, 2 in here; rank 1 in there" in text
+    assert "stuck inside" in table(_1=waits(), _2=waits()).describe()
 
 
-def test_ranks_in_different_calls_are_mismatched_and_those_in_one_are_stuck_inside() -> None:
-    elsewhere = waits(number=1, text="there", key="other", begun={"k": 1, "other": 1})
-    assert "mismatched" in verdict(Published(_1=elsewhere, _2=waits()))
-    inside = Published(_1=waits(), _2=waits())
-    assert "all ranks have begun it, and are stuck inside" in verdict(inside)
-    left = beats(left="RuntimeError", follows=True, came="a sum of 7")
-    came = verdict(Published(_1=left, _2=waits(came="a gather of 4")), came="a sum of 4")
-    assert "the ranks are mismatched: rank 0 came with a sum of 4, rank 1 came with a sum" in came
-    assert "gather" not in came
+def test_a_rank_that_others_wait_for_elsewhere_is_in_the_table_too() -> None:
+    there = waits(key="other", ranks=(1, 5), text="there")
+    found = table(_1=there, _2=waits(), _5=beats(left="ValueError: enough"))
+    assert found.gone == [5] and "ValueError: enough" in found.describe()
 
 
-def test_who_follows_another_ones_failure_is_not_blamed() -> None:
+def test_who_follows_another_ones_failure_passes_its_verdict_on() -> None:
     cause = beats(left="ValueError: enough")
-    follows = beats(left="CollectiveError: rank 1 ...", follows=True)
-    text = verdict(Published(_1=cause, _2=follows))
-    assert "rank 1" in text and "ValueError: enough" in text and "rank 2" not in text
-    elsewhere = verdict(Published(_1=follows, _2=waits(), _3=cause))
-    assert "rank 3" in elsewhere and "ValueError: enough" in elsewhere
-    assert "rank 1 (" not in elsewhere  # the victim through which it came
-    done = verdict(Published(_1=follows, _2=waits(), _3=beats(left=ENDED_WELL)))
-    assert "rank 3" not in done  # of another group, and at its end
+    follows = beats(failed=f"{FAILED}rank 7 has died", left="CollectiveError: x", follows=True)
+    both = table(_1=cause, _2=follows).describe()
+    assert "ValueError: enough" in both and "rank 7" not in both
+    assert table(_1=waits(), _2=follows).describe() == "rank 7 has died"
+    silent = table(_1=waits(), _2=beats(left="RuntimeError in a sum of 7", follows=True))
+    assert silent.gone == [] and silent.followers == [2]  # it is about to find its cause out
 
 
 @pytest.mark.parametrize(
@@ -221,44 +202,15 @@ def test_who_follows_another_ones_failure_is_not_blamed() -> None:
 def test_who_has_ended_well_is_missed_only_where_all_must_come(
     left: str, number: int, needs_all: bool, is_missed: bool
 ) -> None:
-    ended = Published(_1=beats(left=left, last="k", number=number), _2=waits())
-    assert walk(ended, needs_all=needs_all).gone == [1] * is_missed
+    ended = beats(left=left, begun={"k": number})
+    assert table_of(record(needs_all=needs_all), _1=ended, _2=waits()).gone == [1] * is_missed
 
 
 def test_a_rank_that_raises_is_gone_from_training_and_not_from_small_exchanges() -> None:
-    raises = Published(_1=beats(failed="rank 1: no space left"), _2=waits())
-    assert "rank 1: no space left" in verdict(raises) and walk(raises).gone == [1]
-    assert walk(raises, trains=False).gone == []
-
-
-@pytest.mark.parametrize(
-    ("ones", "others", "circle"),
-    [
-        ({"a": 1}, {"b": 1}, [0, 1]),
-        ({"a": 1, "b": 1}, {"b": 1}, []),  # rank 0 has done its part of what rank 1 waits in
-        ({"a": 1}, {"a": 1, "b": 1}, []),
-    ],
-)
-def test_a_circle_is_of_ranks_that_have_not_begun_what_the_other_waits_in(
-    ones: dict[str, int], others: dict[str, int], circle: list[int]
-) -> None:
-    two = {
-        0: waits(number=1, key="a", ranks=(0, 1), begun=ones),
-        1: waits(number=1, key="b", ranks=(0, 1), begun=others),
-    }
-    assert find_circle(two, 0) == circle
-
-
-def test_the_last_collective_is_the_later_of_what_was_said_and_what_ended_here() -> None:
-    counts = CollectiveCounts()
-    group = mock.Mock(group_name="0")
-    keys = [CollectiveKey("all_gather", f"blocks.{n}", n, "shard", group) for n in range(3)]
-    numbers = [counts.begin(key) for key in keys]
-    with mock.patch.object(CollectiveKey, "ranks", (0, 1)):
-        counts.end(keys[1], numbers[1])
-    for said, unit in ((0, 1), (2, 2)):  # whether or not the group is still there
-        key = counts.last_of(1, (keys[said].key, 1))
-        assert describe_key(key) == f"all_gather of unit 'blocks.{unit}' over axis 'shard'"
+    ranks = {"_1": beats(failed="rank 1: no space left"), "_2": waits()}
+    found = table(**ranks)
+    assert "rank 1: no space left" in found.describe() and found.gone == [1]
+    assert table_of(record(trains=False), **ranks).gone == []
 
 
 # -- devices, whose collectives no thread waits for
@@ -301,9 +253,9 @@ def a_device_hangs(rank: int, world_size: int) -> list[str]:
     key = CollectiveKey("all_gather", "blocks.0", 0, "shard", group)
     aborted = threading.Event()
     with (
-        mock.patch("shardwise.hangs.watch.waits_block", lambda group: False),
-        mock.patch("shardwise.hangs.watch.abort_all", aborted.set),
-        mock.patch("shardwise.hangs.diagnosis.timeout_s_of", lambda group: 300.0),
+        mock.patch("shardwise.hangs.abort.waits_block", lambda group: False),
+        mock.patch("shardwise.hangs.abort.abort_all", aborted.set),
+        mock.patch("shardwise.hangs.abort.timeout_s_of", lambda group: 300.0),
     ):
         if rank == 0:
             WATCH.launch(key, WATCH.begin(key), [OnDevice()])

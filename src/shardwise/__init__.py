@@ -9,6 +9,7 @@ Reading order, which is also the import order (a file imports only from what sta
     terminal                  output with control characters escaped
     progress                  progress of long work: a bar, or lines
     svg                       three kinds of chart
+    charts                    charts as SVG text: lines, bars, areas, timelines
     trace_events              Chrome traces
     unit_facts                the facts of one unit
     versions                  tested versions of other libraries
@@ -128,7 +129,7 @@ def _warn_of_name(name: str) -> None:
 
 
 def _hang_watch() -> _Listener:
-    from shardwise.hangs.watch import WATCH
+    from shardwise.hangs.abort import WATCH
 
     return WATCH
 

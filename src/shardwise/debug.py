@@ -14,7 +14,7 @@ from shardwise.comm.torch_collectives import CountedCollectives
 from shardwise.engine.api import engine_of
 from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.engine.seams import Activations
-from shardwise.hangs.watch import watch as watch
+from shardwise.hangs.abort import watch as watch
 from shardwise.mesh import Axis
 from shardwise.step.overlap import is_elementwise, staging_bytes
 from shardwise.tensor.background_step import elements_of
@@ -36,14 +36,14 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     storages = [s for u in engine.units for s in u.storages]
     params = [s for u in engine.units for s in u.params]
     grads = [elements_of(g).nbytes for s in params if isinstance(g := s.grad, DTensor)]
-    in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
+    in_leaves = [getattr(s.leaf, "grad", None) for s in params]  # none before a first gather
     partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
     traffic = traffic_of(model)
     apart = [elements_of(p.sharded) for p in params if not p.encoding.in_storage]
     apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
     return Stats(
-        param_shard_bytes=sum(s.shard_bytes for s in storages) + apart_bytes,
+        param_shard_bytes=sum(s.memory.shard_bytes for s in storages) + apart_bytes,
         param_full_bytes=kept,
         param_full_peak_bytes=max(engine.ledger.peak, kept),
         grad_shard_bytes=sum(grads) + engine.reductions.nbytes,
@@ -125,15 +125,15 @@ def bytes_by_place(
         found["host"] += activations.host_bytes
     for unit in units:
         for storage in unit.storages:
-            found[place_of(unit, "params")] += storage.shard_bytes
-            found["device"] += storage.copy_bytes + storage.kept_bytes
-            found["host"] += storage.bytes_at_home
+            found[place_of(unit, "params")] += storage.memory.shard_bytes
+            found["device"] += storage.memory.copy_bytes + storage.kept_bytes
+            found["host"] += storage.means.bytes_at_home
         for param in unit.params:
             if not param.encoding.in_storage:
                 found[place_of(unit)] += elements_of(param.sharded).nbytes
             if isinstance(param.grad, DTensor):
                 grad = elements_of(param.grad)
-                if not param.has_storage or not param.storage.has_at_home(grad):
+                if not param.has_storage or not param.storage.means.has_at_home(grad):
                     found[place_of(unit, "grads")] += grad.nbytes
     for each, state in () if optimizer is None else optimizer.state.items():
         owner = owner_of(each)

@@ -1,19 +1,19 @@
-"""Pictures as SVG text: three kinds of chart, and the document around them.
+"""Pictures as SVG text: axes, curves over steps, and the elements of a document.
 
-`draw_curves` draws values over steps, `draw_spans` rows of coloured bars, `draw_areas` stacked
-areas. Colours follow the reader's light or dark setting.
+Colours follow the reader's light or dark setting.
 
 Note [Few shapes]
 ~~~~~~~~~~~~~~~~~
-A step has thousands of spans and moments, and a run more steps than a picture has columns. Steps
-that share a column become one: the least of the minima, the mean of the values (weighed by their
-number of steps), the greatest of the maxima, so a spike of one step is still seen. Spans that are
-too short to be seen are joined with their neighbours and drawn with as much of each kind as they
-had. Only the longest have titles; the shapes of all others of one kind in a row are one path.
+A step has thousands of spans, and a run more steps than a picture has columns. Steps that share a
+column become one: the least of the minima, the mean of the values (weighed by their number of
+steps), the greatest of the maxima, so a spike of one step is still seen. Spans that are too short
+to be seen are joined with their neighbours and drawn with as much of each kind as they had. Only
+spans that a pointer can hit have titles; the shapes of all others of one kind in a row are one
+path.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 _ENOUGH, _FAR = 20, 10  # values of which some can be called far away; by how many of their range
 _DOT_GAP = 11  # pixels between points that are dotted
+WIDTH = 760  # of charts that are as wide as a page
 _COLOURS = {  # selector: the property that has the colour; on light, on dark
     "text": ("fill", "#4a5058", "#b3bac3"),
     ".strong": ("fill", "#1c2024", "#f0f3f6"),
@@ -34,7 +35,10 @@ _COLOURS = {  # selector: the property that has the colour; on light, on dark
     ".held": ("stroke", "#b3560b", "#f0a35a"),
     ".held-fill": ("fill", "#b3560b", "#f0a35a"),
     ".rate": ("stroke", "#27864b", "#6dc48c"),
+    ".rate-fill": ("fill", "#27864b", "#6dc48c"),
     ".bad,.limit": ("stroke", "#c0392b", "#ff8a7a"),
+    ".on-dark": ("fill", "#fff", "#fff"),
+    ".on-light": ("fill", "#1c2024", "#1c2024"),
 }
 OTHER = "other"  # bytes of the device that are not the engine's
 KIND_COLOURS = {  # kinds of memory, in the order in which they are stacked and listed
@@ -90,6 +94,11 @@ def order_of_kinds(kind: str) -> tuple[bool, int]:
     """Return the place of a kind of memory in pictures and tables; `OTHER` is last."""
     known = list(KIND_COLOURS)
     return kind == OTHER, known.index(kind) if kind in known else len(known)
+
+
+def name_of_kind(kind: str) -> str:
+    """Return the shown name of a phase or a kind of memory."""
+    return "activations, temporaries, others" if kind == OTHER else kind.replace("_", " ")
 
 
 def is_light(colour: str) -> bool:
@@ -269,152 +278,6 @@ def _draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
     return parts
 
 
-# -- rows of coloured bars
-class Span(NamedTuple):
-    """A part of a row: its kind, which tells its colour, its begin and length; its owner."""
-
-    kind: str
-    begin: float
-    length: float
-    of: str = ""
-
-
-@dataclass
-class _Bar:
-    """A span, or several short ones: the length of each kind, in the order of the first ones."""
-
-    first: Span
-    end: float
-    kinds: dict[str, float]
-    count: int = 1
-
-    @property
-    def length(self) -> float:
-        return self.end - self.first.begin
-
-
-def stack(values: Mapping[str, float]) -> list[Span]:
-    """Return values as spans, one after the other."""
-    spans, at = [], 0.0
-    for kind, value in values.items():
-        spans.append(Span(kind, at, value))
-        at += value
-    return spans
-
-
-def draw_spans(
-    rows: Sequence[tuple[float, Sequence[Span]]],
-    across: Axis,
-    height: float,
-    say: Callable[[Span, float], str],
-    shortest: float = 0.0,
-    most_titles: int | None = None,
-) -> list[str]:
-    """Draw rows of (top, spans) as bars; see Note [Few shapes].
-
-    Spans below ``shortest`` are joined with their neighbours. ``say`` takes a span and the length
-    of one of its kinds and returns the title. ``most_titles`` bars have one; None is all.
-    """
-    drawn = [(top, _join(spans, shortest)) for top, spans in rows]
-    lengths = sorted((bar.length for _, bars in drawn for bar in bars), reverse=True)
-    few = most_titles is not None and len(lengths) > most_titles
-    least = lengths[most_titles] if few and most_titles is not None else -1.0
-    return [
-        part for top, bars in drawn for part in _draw_row(bars, across, top, height, say, least)
-    ]
-
-
-def _join(spans: Sequence[Span], shortest: float) -> list[_Bar]:
-    bars: list[_Bar] = []
-    for span in spans:
-        last = bars[-1] if bars else None
-        if (
-            last is not None
-            and span.begin - last.end < shortest / 4
-            and min(last.length, span.length) < shortest / 2
-            and last.length < shortest
-        ):
-            last.kinds[span.kind] = last.kinds.get(span.kind, 0.0) + span.length
-            last.end, last.count = span.begin + span.length, last.count + 1
-        else:
-            bars.append(_Bar(span, span.begin + span.length, {span.kind: span.length}))
-    return bars
-
-
-def _draw_row(
-    bars: Sequence[_Bar],
-    across: Axis,
-    top: float,
-    height: float,
-    say: Callable[[Span, float], str],
-    least: float,
-) -> list[str]:
-    untitled: dict[str, list[str]] = {}
-    titled = []
-    for bar in bars:
-        at, is_titled = bar.first.begin, bar.length > least
-        for kind, length in bar.kinds.items():
-            x, width = across.at(at), max(across.at(at + length) - across.at(at), 0.3)
-            at += length
-            if is_titled and bar.count == 1:
-                titled.append(
-                    draw_bar(x, top, width, height, colour_of(kind), say(bar.first, length))
-                )
-            else:
-                untitled.setdefault(kind, []).append(rectangle(x, top, width, height))
-        if is_titled and bar.count > 1:  # an invisible bar that has the title
-            words = ", ".join(say(Span(kind, 0.0, n), n) for kind, n in bar.kinds.items())
-            words = f"{bar.count} spans from {bar.first.of or '(root)'} on: {words}"
-            x = across.at(bar.first.begin)
-            titled.append(draw_bar(x, top, across.at(bar.end) - x, height, "#0000", words))
-    return draw_paths(untitled) + titled
-
-
-def rectangle(x: float, y: float, width: float, height: float) -> str:
-    """Return a rectangle as part of a path."""
-    return f"M{x:.1f},{y:.0f}h{width:.1f}v{height:.0f}h-{width:.1f}z"
-
-
-def draw_paths(pieces: Mapping[str, Sequence[str]]) -> list[str]:
-    """Draw the rectangles of each kind as one shape."""
-    return [
-        element("path", "", d="".join(these), fill=colour_of(kind))
-        for kind, these in pieces.items()
-    ]
-
-
-# -- stacked areas
-def draw_areas(
-    kinds: Sequence[str],
-    columns: Sequence[tuple[float, Mapping[str, float]]],
-    across: Axis,
-    up: Axis,
-    say: Callable[[str, float], str],
-) -> list[str]:
-    """Draw columns of (begin, value by kind) as stacked areas, the first kind lowest."""
-    below, parts = [0.0] * len(columns), []
-    ends = [*(begin for begin, _ in columns[1:]), across.high]
-
-    def corners(values: Sequence[float]) -> list[tuple[float, float]]:
-        """Return the corners of a line of steps; a value that stays adds none."""
-        found: list[tuple[float, float]] = []
-        rows = zip((begin for begin, _ in columns), ends, values, strict=True)
-        for value, group in groupby(rows, key=lambda row: row[2]):
-            same = list(group)
-            found += [(across.at(x), up.at(value)) for x in (same[0][0], same[-1][1])]
-        return found
-
-    for kind in kinds:
-        top = [low + row.get(kind, 0) for low, (_, row) in zip(below, columns, strict=True)]
-        if top != below:
-            edge = [*corners(top), *corners(below)[::-1]]
-            path = "M" + "L".join(f"{x:.0f},{y:.1f}" for x, y in edge) + "z"
-            said = say(kind, max(row.get(kind, 0) for _, row in columns))
-            parts.append(element("path", "", said, d=path, fill=colour_of(kind)))
-        below = top
-    return parts
-
-
 # -- the document and its elements
 def document(
     size: tuple[float, float],
@@ -527,17 +390,14 @@ def draw_bar(x: float, y: float, width: float, height: float, fill: str, said: s
     return element("rect", "", said, x=x, y=y, width=max(width, 0.3), height=height, fill=fill)
 
 
-def squares(
-    kinds: Mapping[str, str], left: float, right: float, top: float
-) -> tuple[list[str], float]:
+def squares(kinds: Mapping[str, str], left: float, top: float) -> tuple[list[str], float]:
     """Draw a legend of kinds with their names, in lines; return it and its lower end."""
     parts: list[str] = []
     x = left
     for kind, name in kinds.items():
         width = 28 + 6.8 * len(name)
-        if x + width > right:
+        if x + width > WIDTH - 8:
             x, top = left, top + 20
-        parts.append(draw_bar(x, top - 9, 10, 10, colour_of(kind)))
-        parts.append(text(x + 15, top, name))
+        parts += [draw_bar(x, top - 9, 10, 10, colour_of(kind)), text(x + 15, top, name)]
         x += width
     return parts, top + 16

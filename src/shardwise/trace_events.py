@@ -5,7 +5,6 @@ events X, metadata events M, flow events s and f; times in microseconds.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 Place = tuple[int, int, int]  # process, thread, time
 
@@ -50,6 +49,6 @@ class ChromeTrace:
             binding = {"bp": "e"} if phase == "f" else {}
             self._events.append({**base, "ts": at / self._ticks_per_us, **binding})
 
-    def to_json(self, **other: object) -> dict[str, Any]:
+    def to_json(self, **other: object) -> dict[str, object]:
         """Return the trace as values of JSON, with other data about it."""
         return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": self._events}

@@ -18,7 +18,7 @@ from ranks import HANG_S, run_ranks
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
 from shardwise.errors import CheckpointError, CollectiveError, ShardError, StorageError
-from shardwise.hangs.watch import WATCH
+from shardwise.hangs.abort import WATCH
 from shardwise.offload import file_slices
 from shardwise.offload.files import System
 from shardwise.step.state_file import StateFile

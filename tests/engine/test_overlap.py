@@ -202,7 +202,7 @@ def steps_offloaded_units_behind(rank: int, world_size: int, every: bool = False
             assert away == sorted(away)
             assert all(away) == (offload == "cpu" or offload.fraction == 1) and any(away)
             assert_same(runs[-1], runs[0])
-            copies = sum(s.copy_bytes for unit in units for s in unit.storages)
+            copies = sum(s.memory.copy_bytes for unit in units for s in unit.storages)
             stays = offload != "cpu" and offload.params == "device"
             assert (copies > 0) == (stays and stage == 3 and world_size > 1)
 

@@ -1,15 +1,18 @@
 """`shardwise convert` between forms: recognized by keys, reported once, nothing silently lost."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from shardwise.cli.convert import run_command
+from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.interop.foreign_settings import read_accelerate_keys
+
+run_command = partial(call_command, "convert")
 
 ZERO_2 = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 10}}
 

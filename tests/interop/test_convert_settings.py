@@ -1,17 +1,20 @@
 """`shardwise convert`: files that are read can be written again; losses are reported."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from shardwise.cli.convert import run_command
+from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.interop.foreign_settings import read_accelerate_keys, read_train_keys
 from shardwise.interop.foreign_writing import to_accelerate, to_deepspeed
 from shardwise.train.config import TrainConfig, load_config
+
+run_command = partial(call_command, "convert")
 
 OURS: list[dict[str, Any]] = [
     {"stage": 3, "precision": "bf16", "micro_batch": 2, "accumulation": 3, "prefetch_bytes": 4000},

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 import yaml
 
 from programs import run_program
-from shardwise.cli.convert import run_command as convert
+from shardwise.cli.main import call_command
 from shardwise.cli.train import read_run
-from shardwise.cli.train import run_command as train
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed import from_deepspeed
 from shardwise.interop.foreign_keys import Report
@@ -21,6 +21,9 @@ from shardwise.interop.foreign_settings import read_train_keys
 from shardwise.train.checks import resolve_batch
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import RankPlace
+
+convert = partial(call_command, "convert")
+train = partial(call_command, "train")
 
 # transformers' documentation, "DeepSpeed", ZeRO-3; with the schedulers that its Trainer fills in.
 HUGGING_FACE: dict[str, Any] = {

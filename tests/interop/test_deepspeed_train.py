@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import yaml
 
 from programs import run_program
-from shardwise.cli.convert import run_command as convert
-from shardwise.cli.train import run_command as train
+from shardwise.cli.main import call_command
+
+convert = partial(call_command, "convert")
+train = partial(call_command, "train")
 
 RUN: dict[str, Any] = {
     **{"dim": 32, "layers": 2, "heads": 2, "seq": 32, "steps": 6, "sample_tokens": 0},

@@ -41,7 +41,7 @@ def test_slices_at_home_share_no_memory_with_the_full_copy(
     storage = make_storage(stage, num_ranks, dtypes)
     full = torch.arange(15.0).reshape(5, 3)
     storage.fill(0, full)
-    assert not storage.aliased
+    assert not storage.memory.aliased
     assert storage.master.untyped_storage().data_ptr() != (
         storage.full.untyped_storage().data_ptr()
     )
@@ -124,7 +124,7 @@ def test_full_copies_follow_the_slices_wherever_those_live(
 
 
 def evicted(storage: Storage, means: Tensor) -> Tensor:
-    brought, arrival = storage.start_evict(means)
+    brought, arrival = storage.means.start_evict(means)
     arrival.wait()
     return brought
 

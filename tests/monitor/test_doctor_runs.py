@@ -20,16 +20,13 @@ from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.record import read_run
 
 SAMPLE = [
-    *("copies only", "slow link", "slow rank", "slow loader on a rank"),
-    "slow loop on a rank, the loss is averaged",
-    *("slow step on the host", "slow copies", "slow disk", "torch.save while others wait"),
+    *("slow link", "slow loader on a rank", "slow loop on a rank, the loss is averaged"),
+    *("slow copies", "slow disk", "torch.save while others wait", "bad gradients", "overflows"),
     *("batches that are uneven in turn", "uneven batches of two, fully_shard"),
-    *("updates that round away", "updates that round away, fully_shard"),
-    *("overflows", "bad batch on a rank in a long line", "bad gradients"),
+    *("updates that round away, fully_shard", "bad batch on a rank in a long line"),
 ]
 HEALTHY_SAMPLE = [
-    *("stage 0 of 2", "stage 3 of 1", "stage 3 of 3", "accumulation", "fully_shard"),
-    "updates of 16 bits that arrive",
+    *("stage 3 of 3", "accumulation", "fully_shard", "updates of 16 bits that arrive")
 ]
 
 

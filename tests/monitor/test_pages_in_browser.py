@@ -1,16 +1,19 @@
 """Pages of runs and plans as a browser shows them, on a screen and on a phone, light and dark."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from browser import browser, look_at
 from records import write_record
-from shardwise.cli.plan import run_plan
+from shardwise.cli.main import call_command
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
 from shardwise.monitor.page import ShownRun, report_html
 from shardwise.monitor.record import read_run
+
+run_plan = partial(call_command, "plan")
 
 KEYS = {"dim": 32, "layers": 2, "heads": 2, "seq": 16, "stage": 3, "ranks": 2, "steps": 1}
 WIDTHS = (1280, 420)

@@ -31,10 +31,7 @@ def diagnosis_of(*changes: Change) -> Diagnosis:
     ("changes", "settings"),
     [
         ([Change("stage", 0, 3)], {"stage": 3}),
-        (
-            [Change("stage", 0, 2), Change("loader", None, "more workers")],
-            {"stage": 2},
-        ),
+        ([Change("stage", 0, 2), Change("loader", None, "more workers")], {"stage": 2}),
         (
             [
                 Change("activation_checkpointing", None, "blocks"),

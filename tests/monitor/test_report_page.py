@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,17 +12,18 @@ from xml.etree import ElementTree
 import pytest
 
 from records import facts, memory, step_line, write_record
-from shardwise.cli.report import run_command
+from shardwise.charts import Bar, areas_chart
+from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
 from shardwise.monitor.lines import read_newest
 from shardwise.monitor.metrics import STEP_S, OverRanks, OverSteps, summarize_steps
 from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
-from shardwise.monitor.pictures import memory_of, memory_svg
 from shardwise.monitor.record import FOLDER, KINDS, StepLine, read_run, read_step
 from shardwise.monitor.summary import (
     ENGINE,
     figures_of,
+    memory_of,
     metric_curve,
     not_numbers,
     phase_seconds,
@@ -31,6 +33,8 @@ from shardwise.monitor.summary import (
     value_curve,
 )
 from shardwise.svg import colour_of
+
+run_command = partial(call_command, "report")
 
 NEVER_CLOSED = {"meta", "br"}
 
@@ -198,7 +202,7 @@ def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path: Path) -> None:
     assert len(page_of(*[path] * MOST_RUNS).encode()) < LIMIT_BYTES
 
 
-def test_the_memory_picture_is_as_high_as_its_moments() -> None:
+def test_the_memory_picture_has_every_moment_and_the_plan() -> None:
     told = memory(2, num_units=4)
     of_device, of_process = memory_of(1, told, False), memory_of(1, told, True)
     assert (of_device.peak, of_process.peak) == (7, 3)  # of moments alike the first
@@ -206,12 +210,17 @@ def test_the_memory_picture_is_as_high_as_its_moments() -> None:
     assert of_process.peak_bytes == (1 << 20) + 4000
     assert of_process.kinds == ["param_shards", "param_full"]
     assert of_process.process_bytes == of_device.peak_bytes
-    (drawn,) = pictures(memory_svg(of_device, "a", {"param_shards": 1 << 20}, 100))
+    moments = [Bar(phase, kinds) for phase, _, kinds in of_device.moments]
+    (drawn,) = pictures(areas_chart("a", moments, 100, beside=Bar("plan", {"param_shards": 512})))
     fills = [each.get("fill") for each in drawn]
-    planned = colour_of("param_shards")
-    assert fills.count(planned) == 4  # measured, planned, the legend; the phase "forward"
+    assert fills.count(colour_of("param_shards")) == 4  # measured, planned, the legend; "forward"
     said = [each[0].text for each in drawn if len(each)]
-    assert "param full: up to 3.91 KiB" in said and "plan: param shards 1 MiB" in said
+    assert "param full: up to 3.91 KiB" in said and "plan: param shards 512 B" in said
+    (full,) = (e for e in drawn if len(e) and (e[0].text or "").startswith("param full"))
+    heights = {pair.split(",")[1] for pair in full.attrib["points"].split()}
+    assert len(heights) > 2  # it is seen to come and go
+    few = pictures(areas_chart("a", moments, 1))[0]
+    assert len([e for e in few if e.tag.endswith("polygon")]) == len(of_device.kinds)
 
 
 def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path: Path) -> None:

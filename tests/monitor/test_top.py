@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from records import memory, step_line, write_record
-from shardwise.cli.top import run_command, sparkline
-from shardwise.monitor.live_run import LiveRun
+from shardwise.cli.main import call_command
+from shardwise.cli.top import sparkline
+from shardwise.monitor.live_run import LiveRun, is_late, snapshot_of
 from shardwise.monitor.metrics import STEP_S, OverRanks
 from shardwise.monitor.record import FOLDER
+
+run_command = partial(call_command, "top")
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -28,20 +32,20 @@ def line(step: int, **values: Any) -> str:
 
 
 def sampled(live: LiveRun) -> dict[int, int]:
-    return {rank: told["step"] for rank, told in live.look().record.lines("memory")}
+    return {rank: told["step"] for rank, told in live.look().lines("memory")}
 
 
 def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:
     run = write_record(tmp_path, num_steps=3)
     steps = run / FOLDER / "steps.jsonl"
     live = LiveRun(run)
-    assert [each.step for each in live.look().lines] == [1, 2, 3]
+    assert [each.step for each in live.look().steps] == [1, 2, 3]
     text = line(4, loss=0.5)
     add(steps, text[:20])
-    assert live.look().lines[-1].step == 3
+    assert live.look().steps[-1].step == 3
     add(steps, text[20:] + line(5))
-    assert [each.step for each in live.look().lines] == [1, 2, 3, 4, 5]
-    assert live.look().lines[3].values == {"loss": 0.5}
+    assert [each.step for each in live.look().steps] == [1, 2, 3, 4, 5]
+    assert live.look().steps[3].values == {"loss": 0.5}
 
 
 def test_a_run_that_is_resumed_is_read_anew(tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_a_run_that_is_resumed_is_read_anew(tmp_path: Path) -> None:
     other = steps.with_name("steps.cut")
     other.write_text("".join(kept) + line(3, loss=7.0) * 9)
     other.replace(steps)
-    lines = live.look().lines
+    lines = live.look().steps
     assert [each.step for each in lines[:3]] == [1, 2, 3] and lines[2].values == {"loss": 7.0}
 
 
@@ -68,11 +72,11 @@ def test_the_newest_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
 def test_a_run_without_news_is_late_unless_it_is_over(tmp_path: Path) -> None:
     run = write_record(tmp_path)  # a line each half a second
     written_s = os.stat(run / FOLDER / "steps.jsonl").st_mtime
-    assert not LiveRun(run, lambda: written_s + 20).look().is_late
+    assert not is_late(LiveRun(run, lambda: written_s + 20).look())
     late = LiveRun(run, lambda: written_s + 40)
-    assert late.look().is_late and late.look().quiet_s == pytest.approx(40)
+    assert is_late(late.look()) and late.look().idle_s == pytest.approx(40)
     add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40, "error": null}\n')
-    assert late.look().ending == "it is over" and not late.look().is_late
+    assert late.look().ending == "it is over" and not is_late(late.look())
     add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40, "error": "disk full"}\n')
     assert late.look().ending == "it broke off: disk full"
 
@@ -97,7 +101,7 @@ def test_findings_of_a_run_are_told_while_it_goes_on(
     run = write_record(tmp_path)
     written_s = os.stat(run / FOLDER / "steps.jsonl").st_mtime
     now = LiveRun(run, lambda: written_s + 4000).look()
-    assert "SW022" in {finding["code"] for finding in now.to_json()["findings"]}
+    assert "SW022" in {finding["code"] for finding in snapshot_of(now)["findings"]}
     os.utime(run / FOLDER / "steps.jsonl", (written_s - 4000, written_s - 4000))
     assert run_command([str(run), "--once"]) == 0
     assert "SW022 " in capsys.readouterr().out

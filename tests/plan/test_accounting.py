@@ -539,8 +539,7 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
             ["torch", "numpy", "pydantic", "rich", "difflib"],
         ),
         (
-            "from shardwise.cli.main import app; "
-            "app(['plan', '--params', '7e9', '--json'], standalone_mode=False)",
+            "from shardwise.cli.main import call_command as run; run('plan', ['--params', '7B'])",
             ["torch", "numpy", "transformers"],
         ),
         ("import shardwise.plan.planning, shardwise.plan.machine.pricing", ["torch"]),

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
-from shardwise.cli.plan import run_plan, run_simulate
+from shardwise.cli.main import call_command
 from shardwise.cli.plan_setup import set_up
 from shardwise.cli.simulate import scenario_of
 from shardwise.errors import ConfigError
@@ -29,6 +30,9 @@ from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import simulate
 from shardwise.train.config import load_config
+
+run_plan = partial(call_command, "plan")
+run_simulate = partial(call_command, "simulate")
 
 DEEP = replace(SHAPE, layers=8)
 BOUNDARY = SEQ * SHAPE.dim * 2  # bytes of the stream, one window in bf16

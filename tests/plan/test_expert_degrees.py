@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
 from ranks import run_ranks
-from shardwise.cli.plan import run_plan
+from shardwise.cli.main import call_command
 from shardwise.cli.plan_setup import padding_notes, set_up
 from shardwise.cli.plan_write import train_config_of
 from shardwise.engine.schedule import Schedule
@@ -34,6 +35,8 @@ from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.decoder import Decoder
 from shardwise.train.setup import shard_decoder
+
+run_plan = partial(call_command, "plan")
 
 MIXED = replace(SHAPE, experts=Experts(8, 2, 96, shared=1, dense_layers=1))
 VOCAB = 64

@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,12 +14,14 @@ import torch
 import yaml
 
 from programs import run_program
-from shardwise.cli.main import main
-from shardwise.cli.plan import run_plan, run_simulate
+from shardwise.cli.main import call_command, main
 from shardwise.plan.machine.calibration import write_calibration
 from shardwise.train.config import load_config
 from shardwise.train.decoder import Decoder
 from test_calibration import a_calibration
+
+run_plan = partial(call_command, "plan")
+run_simulate = partial(call_command, "simulate")
 
 SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nmicro_batch: 2\nranks: 2\nvocab: 300\n"

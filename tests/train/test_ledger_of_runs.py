@@ -8,8 +8,8 @@ import pytest
 from ranks import run_ranks
 from resumes import train, write_text
 from shardwise.cli.planned_run import plan_of_run
-from shardwise.monitor.pictures import memory_of
 from shardwise.monitor.record import read_run
+from shardwise.monitor.summary import memory_of
 
 # Units that share a bucket, and so many of them that reductions are under way in later passes.
 FLAGS: dict[str, Any] = {

@@ -53,8 +53,8 @@ def labels(root: ET.Element) -> list[str]:
 
 def test_points_lie_where_the_axes_say() -> None:
     root = drawn(metrics([4.0, 3.0, 2.0], eval_loss={3: 2.5}))
-    (train,) = places(root, "train")
-    assert [x for x, _ in train] == [74.0, 398.0, 722.0]
+    (train,), (rate,) = places(root, "train"), places(root, "rate")
+    assert [x for x, _ in train] == [x for x, _ in rate] == [74.0, 398.0, 722.0]
     ticks = {
         float(text.text or "nan"): float(text.attrib["y"]) - 4
         for text in root.iter(f"{SVG}text")
@@ -63,12 +63,14 @@ def test_points_lie_where_the_axes_say() -> None:
     assert [y for _, y in train] == pytest.approx([ticks[4.0], ticks[3.0], ticks[2.0]], abs=0.1)
     assert titles(root, "circle", "train-fill") == ["step 1: 4", "step 2: 3", "step 3: 2"]
     assert titles(root, "circle", "held-fill") == ["step 3: 2.5"]
-    assert {"loss, nats per token", "step", "training loss", "held out"} <= set(labels(root))
+    assert {"loss, nats per token", "learning rate", "step", "training loss", "held out"} <= set(
+        labels(root)
+    )
     assert root.attrib["role"] == "img" and root.attrib["aria-label"] == "Loss of <runs> & more"
     assert root.findtext(f"{SVG}title") == "Loss of <runs> & more"
     assert root.findtext(f"{SVG}desc") == (
         "Training loss from 4 at step 1 to 2 at step 3, lowest 2 at step 3; held out from 2.5 at "
-        "step 3 to 2.5 at step 3, lowest 2.5 at step 3."
+        "step 3 to 2.5 at step 3, lowest 2.5 at step 3; learning rate at most 0.001."
     )
     assert "prefers-color-scheme:dark" in (root.findtext(f"{SVG}style") or "")
 

@@ -127,11 +127,12 @@ def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
     control, stages = engine.everyone, engine.comm.axes.stages
     assert stages is not None
     mine: dict[str, list[str]] = {}
-    for param in (p for unit in engine.units for p in unit.params if p.tie is not None):
+    tied = [(p, p.tie) for unit in engine.units for p in unit.params if p.tie is not None]
+    for param, tie in tied:
         state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
         tensors = {"value": param.sharded, **{k: v for k, v in state.items() if torch.is_tensor(v)}}
         for key, tensor in tensors.items():
-            label = f"parameter '{param.tie.name}', {key}"
+            label = f"parameter '{tie.name}', {key}"
             mine.setdefault(label, []).append(_digest(tensor).hex())
     ranks = get_process_group_ranks(stages.group)
     rows = exchange_any(control, json.dumps([ranks, mine]).encode())
@@ -198,7 +199,7 @@ def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
 
     A temporary copy must not be passed to numpy: its storage could then not be freed.
     """
-    is_value = storage.aliased and not storage.needs_gather
+    is_value = storage.memory.aliased and not storage.memory.needs_gather
     is_complete = storage.is_fresh and unit.param_state is not ParamState.GATHERING
     return is_complete and not is_value and not storage.frees
 

@@ -4,73 +4,60 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
-from shardwise.cli.train import read_place
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.train.launch import INTERRUPTED, RankPlace, launch_local_ranks
+from shardwise.cli.train import read_place, told_by_one_rank
+from shardwise.errors import ConfigError
+from shardwise.train.launch import RankPlace, launch_local_ranks
 
 if TYPE_CHECKING:
     from shardwise.plan.machine.calibration import Calibration
 
-_BAD_CONFIG, _FAILED = 2, 1
 _DEFAULT = Path("shardwise-calibration.json")
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise bench` with its arguments; return the exit code."""
+def bench(
+    context: typer.Context,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="write a file that `shardwise plan` takes")
+    ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="local ranks; unset: one per device, or per core. Not under "
+            "torchrun, which has its own",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads per rank; unset: cores / ranks")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="the file that --calibrate writes; its disk is measured")
+    ] = _DEFAULT,
+    quick: Annotated[bool, typer.Option(help="a few seconds, and rough numbers")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the file's contents")] = False,
+) -> int:
+    """Measure this machine with all its ranks at once: products, memory, collectives, disk.
 
-    def bench(
-        calibrate: Annotated[
-            bool, typer.Option("--calibrate", help="write a file that `shardwise plan` takes")
-        ] = False,
-        ranks: Annotated[
-            int | None,
-            typer.Option(
-                min=1,
-                help="local ranks; unset: one per device, or per core. Not under "
-                "torchrun, which has its own",
-            ),
-        ] = None,
-        threads: Annotated[
-            int | None, typer.Option(min=1, help="CPU threads per rank; unset: cores / ranks")
-        ] = None,
-        output: Annotated[
-            Path, typer.Option(help="the file that --calibrate writes; its disk is measured")
-        ] = _DEFAULT,
-        quick: Annotated[bool, typer.Option(help="a few seconds, and rough numbers")] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="print the file's contents")] = False,
-    ) -> int:
-        """Measure this machine with all its ranks at once: products, memory, collectives, disk.
-
-        The figures hold for this number of ranks, since ranks share cores and memory. With
-        --calibrate they are written to a file, for `shardwise plan --calibration`. Takes about a
-        minute.
-        """
-        place = read_place(os.environ)
-        try:
-            _check_folder(output.parent)
-            num_ranks = ranks or _num_devices() if place is None else 1
-            if num_ranks > 1:
-                return launch_local_ranks(["bench", *arguments], num_ranks)
-            found = _measured(place or RankPlace(0, 1, 0, 1), threads, output.parent, quick)
-            if found is not None:
-                _report(found, output if calibrate else None, as_json)
-        except KeyboardInterrupt:
-            return INTERRUPTED
-        except ShardwiseError as error:
-            if place is None or place.rank == 0:
-                terminal.complain(f"shardwise bench: {error}\n")
-            return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
-        return 0
-
-    return call_command(bench, arguments, "shardwise bench")
+    The figures hold for this number of ranks, since ranks share cores and memory. With
+    --calibrate they are written to a file, for `shardwise plan --calibration`. Takes about a
+    minute.
+    """
+    place = read_place(os.environ)
+    with told_by_one_rank(place):
+        _check_folder(output.parent)
+        num_ranks = ranks or _num_devices() if place is None else 1
+        if num_ranks > 1:
+            return launch_local_ranks(["bench", *context.meta["arguments"]], num_ranks)
+        found = _measured(place or RankPlace(0, 1, 0, 1), threads, output.parent, quick)
+        if found is not None:
+            _report(found, output if calibrate else None, as_json)
+    return 0
 
 
 def _check_folder(folder: Path) -> None:

@@ -5,8 +5,7 @@ Exit codes: 0 success; 1 damage was found, or an error; 2 wrong arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,16 +13,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise import terminal
+from shardwise.cli.flags import Command, print_json
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.read import Checkpoint
     from shardwise.checkpoint.verify import Verified
 
-_WRONG, _FAILED = 2, 1
+_DAMAGED = 1
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
-app = typer.Typer(
+
+class _Command(Command):
+    """A command that reports errors of the system and of torch's readers too."""
+
+    reports = (ShardwiseError, OSError, MemoryError, RuntimeError)
+
+
+ckpt = typer.Typer(
     help="Inspect, verify, export and import checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -47,7 +54,7 @@ class _From(StrEnum):
     deepspeed = "deepspeed"
 
 
-@app.command()
+@ckpt.command(cls=_Command)
 def inspect(
     path: _Path,
     as_json: _Json = False,
@@ -56,91 +63,85 @@ def inspect(
     ] = False,
 ) -> None:
     """Show what a checkpoint holds, or all checkpoints of a run. Reads no tensors."""
-    with _exit_codes("inspect"):
-        from shardwise.checkpoint.files import Files
-        from shardwise.cli.facts import checkpoint_facts, kind_of, run_facts
+    from shardwise.checkpoint.files import Files
+    from shardwise.cli.facts import checkpoint_facts, kind_of, run_facts
 
-        files = Files()
-        is_run = kind_of(files, path) == "run"
-        facts = run_facts(files, path) if is_run else checkpoint_facts(files, path, tensors)
-        if as_json:
-            from shardwise.cli.flags import print_json
-
-            print_json(facts)
-        else:
-            from shardwise.cli.tables import show_checkpoint, show_run
-            from shardwise.terminal import open_console
-
-            (show_run if is_run else show_checkpoint)(open_console(), facts)
-        if not is_run and facts["damage"]:
-            raise typer.Exit(_FAILED)
-
-
-@app.command()
-def verify(path: _Path, as_json: _Json = False) -> None:
-    """Verify every byte of a checkpoint, or of a run; list all damage."""
-    with _exit_codes("verify"):
-        from time import perf_counter
-
-        from shardwise.checkpoint.files import Files
-        from shardwise.checkpoint.verify import verify as verify_one
-        from shardwise.cli.facts import bytes_to_read, checkpoints_at, is_gone
-        from shardwise.cli.tables import show_verified
-        from shardwise.progress import byte_bar
+    files = Files()
+    is_run = kind_of(files, path) == "run"
+    facts = run_facts(files, path) if is_run else checkpoint_facts(files, path, tensors)
+    if as_json:
+        print_json(facts)
+    else:
+        from shardwise.cli.tables import show_checkpoint, show_run
         from shardwise.terminal import open_console
 
-        files, console = Files(), open_console()
-        paths = checkpoints_at(files, path)
-        found: list[Verified] = []
-        removed: list[Path] = []  # by a run that is still writing
-        errors: list[str] = []  # of checkpoints that could not be verified
-        started_s = perf_counter()
-        with byte_bar("verify", sum(bytes_to_read(files, one) for one in paths)) as progress:
-            for one in paths:
-                try:
-                    verified = verify_one(files, one, progress)
-                except CheckpointError as error:
-                    if not is_gone(files, one):
-                        errors.append(str(error))
-                        continue
-                    verified = None
-                if verified is None or (verified.findings and is_gone(files, one)):
-                    removed.append(one)
-                else:
-                    found.append(verified)
-        duration_s = perf_counter() - started_s
-        num_bytes = sum(verified.num_bytes for verified in found)
-        num_damaged = sum(not verified.ok for verified in found)
-        is_ok = bool(found) and not num_damaged and not errors
-        if as_json:
-            from shardwise.cli.flags import print_json
-
-            facts = {
-                "path": str(path),
-                "ok": is_ok,
-                "num_damaged": num_damaged,
-                "num_bytes": num_bytes,
-                "duration_s": duration_s,
-                "bytes_per_s": round(num_bytes / duration_s),
-                "checkpoints": [_verified_facts(verified) for verified in found],
-                "removed_meanwhile": [str(gone) for gone in removed],
-                "errors": errors,
-            }
-            print_json(facts)
-        else:
-            for verified in found:
-                show_verified(console, verified)
-            for gone in removed:
-                _say(f"note: {gone.name} was removed meanwhile")
-            text = _summary(len(found), num_damaged, num_bytes, duration_s)
-            console.print(text, soft_wrap=True)
-        if errors:
-            raise CheckpointError("; ".join(errors))
-        if not is_ok:
-            raise typer.Exit(_FAILED)
+        (show_run if is_run else show_checkpoint)(open_console(), facts)
+    if not is_run and facts["damage"]:
+        raise typer.Exit(_DAMAGED)
 
 
-@app.command()
+@ckpt.command(cls=_Command)
+def verify(path: _Path, as_json: _Json = False) -> None:
+    """Verify every byte of a checkpoint, or of a run; list all damage."""
+    from time import perf_counter
+
+    from shardwise.checkpoint.files import Files
+    from shardwise.checkpoint.verify import verify as verify_one
+    from shardwise.cli.facts import bytes_to_read, checkpoints_at, is_gone
+    from shardwise.cli.tables import show_verified
+    from shardwise.progress import byte_bar
+    from shardwise.terminal import open_console
+
+    files, console = Files(), open_console()
+    paths = checkpoints_at(files, path)
+    found: list[Verified] = []
+    removed: list[Path] = []  # by a run that is still writing
+    errors: list[str] = []  # of checkpoints that could not be verified
+    started_s = perf_counter()
+    with byte_bar("verify", sum(bytes_to_read(files, one) for one in paths)) as progress:
+        for one in paths:
+            try:
+                verified = verify_one(files, one, progress)
+            except CheckpointError as error:
+                if not is_gone(files, one):
+                    errors.append(str(error))
+                    continue
+                verified = None
+            if verified is None or (verified.findings and is_gone(files, one)):
+                removed.append(one)
+            else:
+                found.append(verified)
+    duration_s = perf_counter() - started_s
+    num_bytes = sum(verified.num_bytes for verified in found)
+    num_damaged = sum(not verified.ok for verified in found)
+    is_ok = bool(found) and not num_damaged and not errors
+    if as_json:
+        facts = {
+            "path": str(path),
+            "ok": is_ok,
+            "num_damaged": num_damaged,
+            "num_bytes": num_bytes,
+            "duration_s": duration_s,
+            "bytes_per_s": round(num_bytes / duration_s),
+            "checkpoints": [_verified_facts(verified) for verified in found],
+            "removed_meanwhile": [str(gone) for gone in removed],
+            "errors": errors,
+        }
+        print_json(facts)
+    else:
+        for verified in found:
+            show_verified(console, verified)
+        for gone in removed:
+            _say(f"note: {gone.name} was removed meanwhile")
+        text = _summary(len(found), num_damaged, num_bytes, duration_s)
+        console.print(text, soft_wrap=True)
+    if errors:
+        raise CheckpointError("; ".join(errors))
+    if not is_ok:
+        raise typer.Exit(_DAMAGED)
+
+
+@ckpt.command(cls=_Command)
 def export(
     path: _Path,
     target: Annotated[Path, typer.Argument(help="the folder to make")],
@@ -159,24 +160,23 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint to another format; every byte is checked."""
-    with _exit_codes("export"):
-        if to is _To.dcp and (dtype or max_shard_size or config_from):
-            raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")
-        if config_from is not None and not config_from.is_dir():
-            raise ConfigError(f"--config-from {config_from}: there is no such folder")
-        max_bytes = _parse_size(max_shard_size or "5GB")
-        with closing(_open(path, step)) as checkpoint:
-            if to is _To.hf:
-                _export_weights(checkpoint, target, max_bytes, dtype, config_from)
-            else:
-                from shardwise.convert.export import export_dcp
+    if to is _To.dcp and (dtype or max_shard_size or config_from):
+        raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")
+    if config_from is not None and not config_from.is_dir():
+        raise ConfigError(f"--config-from {config_from}: there is no such folder")
+    max_bytes = _parse_size(max_shard_size or "5GB")
+    with closing(_open(path, step)) as checkpoint:
+        if to is _To.hf:
+            _export_weights(checkpoint, target, max_bytes, dtype, config_from)
+        else:
+            from shardwise.convert.export import export_dcp
 
-                export_dcp(checkpoint, target)
-                sizes = [t.num_bytes for t in checkpoint.tensors if t.kind != "extra"]
-                _say_written(target, len(sizes), sum(sizes))
+            export_dcp(checkpoint, target)
+            sizes = [t.num_bytes for t in checkpoint.tensors if t.kind != "extra"]
+            _say_written(target, len(sizes), sum(sizes))
 
 
-@app.command("import")
+@ckpt.command("import", cls=_Command)
 def import_(
     source: Annotated[Path, typer.Argument(help="the other checkpoint's folder or file")],
     target: Annotated[Path, typer.Argument(help="the folder to make")],
@@ -192,24 +192,23 @@ def import_(
     ] = None,
 ) -> None:
     """Write a checkpoint of others as one of ours, which loads on any number of ranks."""
-    with _exit_codes("import"):
-        if not source.exists():  # before torch is loaded
-            raise ConfigError(f"{source} cannot be read: there is no such file or folder")
-        from shardwise.checkpoint.files import Files
-        from shardwise.convert.detect import FORMATS, open_any
-        from shardwise.convert.importing import import_source, without_prefix
-        from shardwise.progress import byte_bar
+    if not source.exists():  # before torch is loaded
+        raise ConfigError(f"{source} cannot be read: there is no such file or folder")
+    from shardwise.checkpoint.files import Files
+    from shardwise.convert.detect import FORMATS, open_any
+    from shardwise.convert.importing import import_source, without_prefix
+    from shardwise.progress import byte_bar
 
-        found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
-        _say(f"reading {source} as {FORMATS[found]}")
-        if strip_prefix is not None:
-            opened = without_prefix(opened, strip_prefix)
-        total = sum(t.num_bytes for t in opened.tensors)
-        with byte_bar("import", total) as progress:
-            written = import_source(opened, target, files=Files(), step=step, progress=progress)
-        _say_written(written.path, len(opened.tensors), written.num_bytes)
-        for place in opened.left_out:
-            _say(f"left out: {place}, which is made of a class that is not read")
+    found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
+    _say(f"reading {source} as {FORMATS[found]}")
+    if strip_prefix is not None:
+        opened = without_prefix(opened, strip_prefix)
+    total = sum(t.num_bytes for t in opened.tensors)
+    with byte_bar("import", total) as progress:
+        written = import_source(opened, target, files=Files(), step=step, progress=progress)
+    _say_written(written.path, len(opened.tensors), written.num_bytes)
+    for place in opened.left_out:
+        _say(f"left out: {place}, which is made of a class that is not read")
 
 
 def _verified_facts(verified: Verified) -> dict[str, object]:
@@ -310,21 +309,6 @@ def _parse_size(text: str) -> int:
 
 
 # -- messages
-
-
-@contextmanager
-def _exit_codes(command: str) -> Iterator[None]:
-    """Print an error and exit with its code."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort):  # these are RuntimeErrors too
-        raise
-    except (ShardwiseError, OSError, MemoryError, RuntimeError) as error:
-        said = str(error)
-        if isinstance(error, MemoryError):
-            said = f"the memory of this machine is not enough: {said}".removesuffix(": ")
-        terminal.complain(f"shardwise ckpt {command}: {said}\n")
-        raise typer.Exit(_WRONG if isinstance(error, ConfigError) else _FAILED) from None
 
 
 def _say(text: str) -> None:

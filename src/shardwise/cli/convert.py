@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,29 +36,24 @@ _Ranks = Annotated[
 _AsJson = Annotated[bool, typer.Option("--json", help="print the report as JSON, to stderr")]
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise convert` with its arguments; return the exit code."""
+def convert(
+    file: _File,
+    to: _To = None,
+    output: _Output = None,
+    ranks: _Ranks = None,
+    as_json: _AsJson = False,
+) -> int:
+    """Turn one file of settings into another form, and report on each key.
 
-    def command(
-        file: _File,
-        to: _To = None,
-        output: _Output = None,
-        ranks: _Ranks = None,
-        as_json: _AsJson = False,
-    ) -> int:
-        """Turn one file of settings into another form, and report on each key.
-
-        The new file goes to stdout, or to --output; the report to stderr.
-        """
-        text, report = _convert(file, to, ranks)
-        _write(text, output)
-        if as_json:
-            terminal.complain(json.dumps(report.as_json(), indent=2) + "\n")
-        else:
-            show_report(report, to_stderr=True)
-        return 0
-
-    return call_command(command, arguments, "shardwise convert")
+    The new file goes to stdout, or to --output; the report to stderr.
+    """
+    text, report = _convert(file, to, ranks)
+    _write(text, output)
+    if as_json:
+        terminal.complain(json.dumps(report.as_json(), indent=2) + "\n")
+    else:
+        show_report(report, to_stderr=True)
+    return 0
 
 
 def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Report]:

@@ -1,26 +1,23 @@
-"""`shardwise doctor`: the diagnosis of an observed run, as cards or as JSON.
-
-Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, it cannot be judged,
-or there is no such run.
-"""
+"""`shardwise doctor`: the diagnosis of an observed run, as cards or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.panel import Panel
+from rich.text import Text
 
-from shardwise.cli.flags import call_command, print_json
+from shardwise.cli.flags import print_json
+from shardwise.cli.planned_run import with_planned_gains
+from shardwise.cli.tables import printable
 from shardwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.panel import Panel
-
-    from shardwise.monitor.findings import Diagnosis, Finding, Gain
-    from shardwise.monitor.record import RunRecord
+from shardwise.monitor.doctor import diagnose
+from shardwise.monitor.findings import Diagnosis, Finding, Gain
+from shardwise.monitor.record import RunRecord, read_run
+from shardwise.quantities import format_bytes
+from shardwise.terminal import open_console
 
 _HEALTHY, _FOUND, _NOT_WHOLE = 0, 1, 2
 _BROKEN_RUN = ("SW022", "SW023")
@@ -28,55 +25,33 @@ _COLOURS = {"critical": "red", "warning": "yellow"}
 _CARD_WIDTH = 100
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise doctor` with its arguments; return the exit code."""
-
-    def doctor(
-        run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
-        as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
-    ) -> int:
-        return _doctor(run, as_json)
-
-    doctor.__doc__ = _doctor.__doc__
-    return call_command(doctor, arguments, "shardwise doctor")
-
-
-def _doctor(path: Path, as_json: bool) -> int:
+def doctor(
+    run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+) -> int:
     """Diagnose an observed run: failures, the numbers behind them, and settings to change.
 
     Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
     run, or too little of it to judge.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder")
-    from shardwise.cli.planned_run import with_planned_gains
-    from shardwise.monitor.doctor import diagnose
-    from shardwise.monitor.record import read_run
-
-    run = read_run(path)
-    diagnosis = with_planned_gains(diagnose(run), run)
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such folder")
+    record = read_run(run)
+    diagnosis = with_planned_gains(diagnose(record), record)
+    # Rules that look at steps must judge: what stands in the facts says little.
+    is_judged = not any("lines of steps" in each.missing for each in diagnosis.abstentions)
     if as_json:
-        print_json({"kind": "diagnosis", "run": str(path)} | diagnosis.to_json())
+        print_json({"kind": "diagnosis", "run": str(run)} | diagnosis.to_json())
     else:
-        _show(run, diagnosis)
+        _show(record, diagnosis, is_judged)
     if any(finding.code in _BROKEN_RUN for finding in diagnosis.findings):
         return _NOT_WHOLE
     if diagnosis.findings:
         return _FOUND
-    return _HEALTHY if _is_judged(diagnosis) else _NOT_WHOLE
+    return _HEALTHY if is_judged else _NOT_WHOLE
 
 
-def _is_judged(diagnosis: Diagnosis) -> bool:
-    """Tell whether rules that look at steps could judge: what stands in the facts says little."""
-    return not any("lines of steps" in each.missing for each in diagnosis.abstentions)
-
-
-def _show(run: RunRecord, diagnosis: Diagnosis) -> None:
-    from rich.text import Text
-
-    from shardwise.cli.tables import printable
-    from shardwise.terminal import open_console
-
+def _show(run: RunRecord, diagnosis: Diagnosis, is_judged: bool) -> None:
     console = open_console()
     facts, steps = run.facts, run.steps[-1].step if run.steps else 0
     what = f"stage {facts.stage}, {facts.num_ranks} ranks of {facts.device}, {steps} steps"
@@ -84,61 +59,38 @@ def _show(run: RunRecord, diagnosis: Diagnosis) -> None:
     for finding in diagnosis.findings:
         console.print(_card(finding))
     if not diagnosis.findings:
-        none = "nothing found" if _is_judged(diagnosis) else "cannot be judged yet"
-        console.print(Text(none, "green" if _is_judged(diagnosis) else "yellow"))
-    _show_abstentions(console, diagnosis)
-
-
-def _card(finding: Finding) -> Panel:
-    from rich.panel import Panel
-    from rich.text import Text
-
-    from shardwise.cli.tables import printable
-
-    colour = _COLOURS[finding.severity]
-    lines = [Text(printable(finding.verdict), "bold"), Text(printable(finding.why))]
-    lines.append(Text(_evidence(finding.evidence), "dim"))
-    for change in finding.changes:
-        was = "" if change.before is None else f"- {change.key}: {change.before}\n"
-        text = f"{was}+ {change.key}: {change.after}"
-        lines.append(Text("\n".join(map(printable, text.split("\n"))), "cyan"))
-    if finding.gain is not None:
-        lines.append(Text(f"expected: {_gain(finding.gain)}", "green"))
-    lines.append(Text(f"shardwise explain {finding.code}   {finding.doc}", "dim"))
-    heading = f"{finding.code}  {finding.title} ({finding.severity})"
-    return Panel(
-        Text("\n").join(lines),
-        title=f"[{colour}]{heading}[/{colour}]",
-        title_align="left",
-        border_style=colour,
-        width=_CARD_WIDTH,
-    )
-
-
-def _evidence(evidence: Mapping[str, float]) -> str:
-    return "; ".join(f"{name}: {value:,.4g}" for name, value in evidence.items())
-
-
-def _gain(gain: Gain) -> str:
-    from shardwise.quantities import format_bytes
-
-    def amount(value: float) -> str:
-        return format_bytes(value) if gain.unit == "bytes" else f"{value:.3g} s of each step"
-
-    if gain.high is None:
-        size = f"at least {amount(gain.low)}"
-    elif gain.low > 0:
-        size = f"{amount(gain.low)} to {amount(gain.high)}"
-    else:
-        size = f"at most {amount(gain.high)}"
-    return f"{size} ({gain.source})"
-
-
-def _show_abstentions(console: Console, diagnosis: Diagnosis) -> None:
-    from rich.text import Text
-
+        none = ("nothing found", "green") if is_judged else ("cannot be judged yet", "yellow")
+        console.print(Text(*none))
     by_reason: dict[str, list[str]] = {}
     for each in diagnosis.abstentions:
         by_reason.setdefault(each.missing, []).append(each.code)
     for missing, codes in by_reason.items():
         console.print(Text(f"not enough evidence for {', '.join(codes)}: {missing}", "dim"))
+
+
+def _card(finding: Finding) -> Panel:
+    colour = _COLOURS[finding.severity]
+    evidence = "; ".join(f"{name}: {value:,.4g}" for name, value in finding.evidence.items())
+    lines = [Text(printable(finding.verdict), "bold"), Text(printable(finding.why))]
+    lines.append(Text(evidence, "dim"))
+    for change in finding.changes:
+        was = "" if change.before is None else f"- {change.key}: {change.before}\n"
+        text = f"{was}+ {change.key}: {change.after}"
+        lines.append(Text("\n".join(map(printable, text.split("\n"))), "cyan"))
+    if finding.gain is not None:
+        lines.append(Text(f"expected: {_describe_gain(finding.gain)}", "green"))
+    lines.append(Text(f"shardwise explain {finding.code}   {finding.doc}", "dim"))
+    heading = f"[{colour}]{finding.code}  {finding.title} ({finding.severity})[/{colour}]"
+    look = {"title_align": "left", "border_style": colour, "width": _CARD_WIDTH}
+    return Panel(Text("\n").join(lines), title=heading, **look)  # type: ignore[arg-type]
+
+
+def _describe_gain(gain: Gain) -> str:
+    def amount(value: float) -> str:
+        return format_bytes(value) if gain.unit == "bytes" else f"{value:.3g} s of each step"
+
+    size = f"at least {amount(gain.low)}"
+    if gain.high is not None:
+        size = f"{amount(gain.low)} to {amount(gain.high)}"
+        size = size if gain.low > 0 else f"at most {amount(gain.high)}"
+    return f"{size} ({gain.source})"

@@ -2,76 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
+from shardwise.cli.tables import make_table
 from shardwise.errors import ConfigError
+from shardwise.monitor.findings import finding_docs, findings_page
 from shardwise.spelling import did_you_mean
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-    from shardwise.monitor.findings import FindingDoc
-
-
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise explain` with its arguments; return the exit code."""
-
-    def explain(
-        code: Annotated[
-            str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
-        ] = None,
-        markdown: Annotated[
-            bool, typer.Option("--markdown", help="the page of all findings, docs/findings.md")
-        ] = False,
-    ) -> int:
-        """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
-        return _explain(code, markdown)
-
-    return call_command(explain, arguments, "shardwise explain")
-
-
-def _explain(code: str | None, markdown: bool) -> int:
-    from shardwise.monitor.findings import finding_docs, findings_page
-
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="the page of all findings, docs/findings.md")
+    ] = False,
+) -> int:
+    """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
+    docs, console = finding_docs(), terminal.open_console()
     if markdown:
         terminal.say(findings_page())
         return 0
-    docs = finding_docs()
-    if code is not None:
-        given, code = code, f"SW{int(code):03d}" if code.isdecimal() else code.upper()
-        if code not in docs:
-            raise ConfigError(
-                f"{given!r} is not the code of a finding{did_you_mean(code, docs)}; "
-                "`shardwise explain` lists them"
-            )
-    from shardwise.cli.tables import make_table
-    from shardwise.terminal import open_console
-
-    console = open_console()
-    if code is not None:
-        _show(console, docs[code])
+    if code is None:
+        table = make_table("!code", "finding", "!severity")
+        for doc in docs.values():
+            table.add_row(doc.code, doc.title, doc.severity)
+        console.print(table)
         return 0
-    table = make_table("!code", "finding", "!severity")
-    for doc in docs.values():
-        table.add_row(doc.code, doc.title, doc.severity)
-    console.print(table)
-    return 0
-
-
-def _show(console: Console, doc: FindingDoc) -> None:
-    from rich.text import Text
-
-    def say(heading: str, text: str) -> None:
-        console.print(Text.assemble((f"{heading}\n", "bold"), text, "\n"))
-
-    console.print(Text(f"{doc.code}  {doc.title} ({doc.severity})\n", "bold"))
-    say("Meaning", doc.means)
-    say("Condition", doc.condition)
+    known = f"SW{int(code):03d}" if code.isdecimal() else code.upper()
+    if known not in docs:
+        raise ConfigError(
+            f"{code!r} is not the code of a finding{did_you_mean(known, docs)}; "
+            "`shardwise explain` lists them"
+        )
+    doc = docs[known]
     remedies = "\n".join(f"{n}. {text}" for n, text in enumerate(doc.remedies, 1))
-    say("Remedies, in this order", remedies)
-    say("In the report", doc.picture)
+    console.print(Text(f"{doc.code}  {doc.title} ({doc.severity})\n", "bold"))
+    for heading, text in (
+        ("Meaning", doc.means),
+        ("Condition", doc.condition),
+        ("Remedies, in this order", remedies),
+        ("In the report", doc.picture),
+    ):
+        console.print(Text.assemble((f"{heading}\n", "bold"), text, "\n"))
+    return 0

@@ -1,66 +1,60 @@
-"""Flags of a command from the keys of a pydantic model: one optional flag per key."""
+"""Commands: flags from the keys of a pydantic model, help by panels, errors as exit codes."""
 
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
 from shardwise import terminal
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.keys import flag_of, names_in, panel_of
+from shardwise.train.launch import INTERRUPTED
 
-_BAD_CONFIG = 2
+_BAD_CONFIG, _FAILED = 2, 1
 _HELP_WIDTH, _HELP_COLUMN = 100, 30  # columns of the help at most; where the descriptions begin
 _MAX_METAVAR = 40  # columns; longer lists of choices stand in the description
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+KeysCommand = Callable[[typer.Context, Any, dict[str, Any]], int]
 
 
-def run_with_flags(
-    keys: type[BaseModel],
-    argument: inspect.Parameter,
-    arguments: Sequence[str],
-    name: str,
-    run: Callable[[Any, dict[str, Any]], int],
-) -> int:
-    """Parse one positional argument and flags of ``keys``; return the exit code of ``run``.
+def takes_keys(
+    keys: type[BaseModel], name: str, kind: object, description: str
+) -> Callable[[KeysCommand], Callable[..., int]]:
+    """Give a command one positional argument, which may be left out, and a flag for each key.
 
-    ``run`` gets the positional argument and the given flags; its docstring is the help text.
+    It is called with the context, the argument and the given flags, unchecked.
     """
-    return call_command(_command(keys, argument, run), arguments, name)
+
+    def decorate(run: KeysCommand) -> Callable[..., int]:
+        @wraps(run)
+        def command(context: typer.Context, **values: object) -> int:
+            given = {key: value for key, value in values.items() if value is not None}
+            return run(context, given.pop(name, None), given)
+
+        argument = typer.Argument(help=description, show_default=False)
+        context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
+        flags = (_flag(keys, key) for key in names_in(keys))
+        parameters = [context, _parameter(name, kind, argument), *flags]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
 
 
-def parsed_flags(
-    keys: type[BaseModel], argument: inspect.Parameter, arguments: Sequence[str], name: str
-) -> tuple[Any, dict[str, Any]]:
-    """Return the positional argument and the flags of ``keys`` that were given."""
-    program = _program(_command(keys, argument, lambda value, flags: (value, flags)))
-    found: tuple[Any, dict[str, Any]] = program(
-        list(arguments), prog_name=name, standalone_mode=False
-    )
-    return found
-
-
-def call_command(command: Callable[..., object], arguments: Sequence[str], name: str) -> int:
-    """Call a function with ``arguments``, parsed by its signature; return the exit code.
-
-    A ConfigError is printed to stderr and gives code 2.
-    """
-    try:
-        return int(_program(command)(list(arguments), prog_name=name, standalone_mode=False) or 0)
-    except ConfigError as error:
-        terminal.complain(f"{name}: {error}\n")
-        return _BAD_CONFIG
-
-
-def positional(name: str, kind: object, description: str) -> inspect.Parameter:
-    """Return the positional argument of a command; it may be left out."""
-    argument = typer.Argument(help=description, show_default=False)
-    return _parameter(name, kind, argument)
+def command_of(function: Callable[..., int]) -> "Command":
+    """Make a command of a function, by its signature and docstring."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(cls=Command, context_settings={"max_content_width": _HELP_WIDTH})(function)
+    return cast(Command, typer.main.get_command(app))
 
 
 def print_json(facts: Mapping[str, object]) -> None:
@@ -68,14 +62,35 @@ def print_json(facts: Mapping[str, object]) -> None:
     terminal.say(json.dumps(facts, indent=2) + "\n")
 
 
-def _program(command: Callable[..., object]) -> Callable[..., Any]:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(cls=PanelCommand, context_settings={"max_content_width": _HELP_WIDTH})(command)
-    return typer.main.get_command(app)
+class Command(TyperCommand):
+    """A command that returns its exit code, with plain-text help and its flags by panel.
 
+    An error is printed to stderr after the command's name: a ConfigError gives code 2, others that
+    the command ``reports`` give 1. ``context.meta["arguments"]`` are its arguments as written.
+    """
 
-class PanelCommand(TyperCommand):
-    """A command with plain-text help, its flags by panel, without truncated names or choices."""
+    reports: tuple[type[Exception], ...] = (ShardwiseError,)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, and keep them as they are written."""
+        ctx.meta["arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> None:
+        """Run the command and exit with its code."""
+        try:
+            code = super().invoke(ctx)
+        except (typer.Exit, typer.Abort):  # these are RuntimeErrors too
+            raise
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except self.reports as error:
+            text = str(error)
+            if isinstance(error, MemoryError):
+                text = f"the memory of this machine is not enough: {text}".removesuffix(": ")
+            terminal.complain(f"{ctx.command_path}: {text}\n")
+            code = code_of(error)
+        raise typer.Exit(code or 0)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each panel, in the order in which the flags stand."""
@@ -101,22 +116,9 @@ class PanelCommand(TyperCommand):
                 formatter.write(f"{wrapper.fill(text)}\n")
 
 
-def _command(
-    keys: type[BaseModel],
-    argument: inspect.Parameter,
-    run: Callable[[Any, dict[str, Any]], object],
-) -> Callable[..., object]:
-    """Return a function for typer, whose signature has a flag for each key."""
-
-    def command(**values: Any) -> object:
-        given = {key: value for key, value in values.items() if value is not None}
-        return run(given.pop(argument.name, None), given)
-
-    parameters = [argument, *(_flag(keys, key) for key in names_in(keys))]
-    command.__doc__ = run.__doc__
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
+def code_of(error: Exception) -> int:
+    """Return the exit code of an error."""
+    return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
 
 
 def _flag(keys: type[BaseModel], key: str) -> inspect.Parameter:
@@ -142,8 +144,7 @@ def _flag(keys: type[BaseModel], key: str) -> inspect.Parameter:
 
 def _parameter(name: str, kind: Any, option: object) -> inspect.Parameter:
     annotation = Annotated[kind | None, option]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword, default=None, annotation=annotation)
+    return inspect.Parameter(name, _KEYWORD, default=None, annotation=annotation)
 
 
 def _flag_type(annotation: Any) -> tuple[Any, str | None]:

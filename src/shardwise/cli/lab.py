@@ -13,9 +13,10 @@ from shardwise import terminal
 
 _WRONG, _MISSED = 2, 1
 
-app = typer.Typer(
+lab = typer.Typer(
     help="Learn ZeRO and FSDP: fill the gaps of a file, run it on ranks, have it checked.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -26,7 +27,7 @@ _File = Annotated[
 ]
 
 
-@app.command("list")
+@lab.command("list")
 def list_labs() -> None:
     """List the labs, with the targets met so far."""
     with _errors():
@@ -35,7 +36,7 @@ def list_labs() -> None:
         terminal.say(desk.list_labs(Path()) + "\n")
 
 
-@app.command()
+@lab.command()
 def start(number: _Number) -> None:
     """Copy the lab's file with gaps into this folder."""
     with _errors():
@@ -44,7 +45,7 @@ def start(number: _Number) -> None:
         terminal.say(desk.start(number, Path()) + "\n")
 
 
-@app.command()
+@lab.command()
 def read(
     number: _Number,
     step: Annotated[str | None, typer.Argument(help="such as build; without it, a list")] = None,
@@ -56,7 +57,7 @@ def read(
         terminal.say(desk.read(number, step) + "\n")
 
 
-@app.command()
+@lab.command()
 def run(number: _Number, file: _File = None) -> None:
     """Run your file on ranks, and show what was measured."""
     with _errors():
@@ -65,7 +66,7 @@ def run(number: _Number, file: _File = None) -> None:
         terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
 
 
-@app.command()
+@lab.command()
 def check(number: _Number, file: _File = None) -> None:
     """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
     with _errors():
@@ -78,7 +79,7 @@ def check(number: _Number, file: _File = None) -> None:
             raise typer.Exit(_MISSED)
 
 
-@app.command()
+@lab.command()
 def hint(
     number: _Number,
     gap: Annotated[int | None, typer.Option(help="the gap; the first that is not met")] = None,
@@ -90,7 +91,7 @@ def hint(
         terminal.say(desk.hint(number, gap, Path()) + "\n")
 
 
-@app.command()
+@lab.command()
 def show(
     number: _Number,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask for a confirmation")] = False,

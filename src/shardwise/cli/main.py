@@ -1,34 +1,63 @@
-"""The commands of `shardwise`; each imports its file only when it runs."""
+"""The commands of `shardwise`; the file of a command is imported when it is called."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from shardwise import terminal
-from shardwise.cli.ckpt import app as ckpt_app
-from shardwise.cli.lab import app as lab_app
 
-_PASSED_ON = {
-    "allow_extra_args": True,
-    "allow_interspersed_args": False,
-    "ignore_unknown_options": True,
+_COMMANDS = {  # each is a function in the file of its name
+    "train": "Train a decoder on text, on local ranks or under torchrun.",
+    "convert": "Convert a DeepSpeed or accelerate file to a YAML, or back.",
+    "plan": "Predict what fits and how fast it is, without a device.",
+    "simulate": "Simulate steps on thousands of ranks, and failures.",
+    "report": "Draw observed runs as one HTML page.",
+    "top": "Watch an observed run in the terminal.",
+    "doctor": "Find what is wrong with an observed run, and remedies.",
+    "explain": "Explain a finding of `doctor` by its code.",
+    "bench": "Measure this machine with all its ranks, for the planner.",
+    "ckpt": "Inspect, verify, export and import checkpoints.",
+    "lab": "Learn ZeRO and FSDP: fill the gaps of a file, run it on ranks, have it checked.",
 }
+
+
+class _Commands(TyperGroup):
+    """A group whose help imports no command."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command; return None for an unknown name, for which typer suggests another."""
+        if cmd_name not in _COMMANDS:
+            self.commands = dict.fromkeys(_COMMANDS, TyperCommand(cmd_name))
+            return None
+        from shardwise.cli.flags import command_of
+
+        found = getattr(import_module(f"shardwise.cli.{cmd_name}"), cmd_name)
+        is_group = isinstance(found, typer.Typer)
+        return typer.main.get_command(found) if is_group else command_of(found)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the names of all commands with their help."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
 
 app = typer.Typer(
     name="shardwise",
+    cls=_Commands,
     help="Shard training state across ranks, with PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-app.add_typer(ckpt_app, name="ckpt")
-app.add_typer(lab_app, name="lab")
 
 
 def _show_version(is_asked: bool) -> None:
@@ -55,34 +84,10 @@ def _commands(
     """Shard training state across ranks, with PyTorch."""
 
 
-def _runner(where: str) -> Callable[[typer.Context], None]:
-    """Return a command that hands its arguments on; ``where`` is imported when it runs."""
-
-    def run(context: typer.Context) -> None:
-        module, _, function = where.partition(":")
-        found = getattr(import_module(f"shardwise.cli.{module}"), function)
-        raise typer.Exit(found(context.args))
-
-    return run
-
-
-for _name, _where, _help in (
-    ("train", "train:run_command", "Train a decoder on text, on local ranks or under torchrun."),
-    (
-        "convert",
-        "convert:run_command",
-        "Convert a DeepSpeed or accelerate file to a YAML, or back.",
-    ),
-    ("plan", "plan:run_plan", "Predict what fits and how fast it is, without a device."),
-    ("simulate", "plan:run_simulate", "Simulate steps on thousands of ranks, and failures."),
-    ("report", "report:run_command", "Draw observed runs as one HTML page."),
-    ("top", "top:run_command", "Watch an observed run in the terminal."),
-    ("doctor", "doctor:run_command", "Find what is wrong with an observed run, and remedies."),
-    ("explain", "explain:run_command", "Explain a finding of `doctor` by its code."),
-    ("bench", "bench:run_command", "Measure this machine with all its ranks, for the planner."),
-):
-    _passed_on = app.command(_name, help=_help, add_help_option=False, context_settings=_PASSED_ON)
-    _passed_on(_runner(_where))
+def call_command(command: str, arguments: Sequence[str]) -> int:
+    """Run one command in this process and return its exit code."""
+    words = [command, *arguments]
+    return int(app(words, prog_name="shardwise", standalone_mode=False) or 0)
 
 
 def main() -> None:

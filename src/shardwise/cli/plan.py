@@ -1,16 +1,18 @@
-"""`shardwise plan` and `shardwise simulate`: parse, call, print."""
+"""`shardwise plan`: an accounting, a plan or a search, printed and written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardwise.cli.flags import positional, print_json, run_with_flags
+import typer
+
+from shardwise.cli.flags import print_json, takes_keys
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
-from shardwise.plan.request import PlanRequest, SimulateRequest, offload_asked
+from shardwise.plan.request import PlanRequest, offload_asked
 from shardwise.quantities import format_bytes, format_gb
 
 if TYPE_CHECKING:
@@ -19,24 +21,11 @@ if TYPE_CHECKING:
     from shardwise.plan.accounting import Accounting
 
 _NOTHING_FITS = 1
-MODEL = positional(
-    "model",
-    str,
-    "preset, config.json or its folder, file.py:factory, or a YAML of the train command",
-)
+MODEL = "preset, config.json or its folder, file.py:factory, or a YAML of the train command"
 
 
-def run_plan(arguments: Sequence[str]) -> int:
-    """Run `shardwise plan` with its arguments; return the exit code."""
-    return run_with_flags(PlanRequest, MODEL, arguments, "shardwise plan", _plan)
-
-
-def run_simulate(arguments: Sequence[str]) -> int:
-    """Run `shardwise simulate` with its arguments; return the exit code."""
-    return run_with_flags(SimulateRequest, MODEL, arguments, "shardwise simulate", _simulate)
-
-
-def _plan(model: str | None, flags: Mapping[str, object]) -> int:
+@takes_keys(PlanRequest, "model", str, MODEL)
+def plan(_: typer.Context, model: str | None, flags: Mapping[str, object]) -> int:
     """Tell what fits, how fast it will be and why, before a run and without a device.
 
     With --params alone: bytes of parameters, gradients and optimizer state. With a MODEL: memory by
@@ -45,27 +34,14 @@ def _plan(model: str | None, flags: Mapping[str, object]) -> int:
     """
     request = check_keys(PlanRequest, {}, flags, None, "plan")
     if request.list_:
-        return _list_names()
+        return list_names()
     if request.params is not None:
         return _account(model, request)
     return _plan_model(model, request)
 
 
-def _simulate(model: str | None, flags: Mapping[str, object]) -> int:
-    """Play a step on all ranks of a cluster: stragglers, noise, slow links, failures, scaling.
-
-    The step is the one that `shardwise plan` shows. --sweep compares numbers of ranks, --svg draws
-    them; --trace writes a timeline that Perfetto opens.
-    """
-    request = check_keys(SimulateRequest, {}, flags, None, "simulate")
-    if request.list_:
-        return _list_names()
-    from shardwise.cli.simulate import simulate_request
-
-    return simulate_request(model, request)
-
-
-def _list_names() -> int:
+def list_names() -> int:
+    """Print everything that has a name."""
     from shardwise.cli.plan_tables import names_view
     from shardwise.terminal import open_console
 
@@ -144,7 +120,8 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     from shardwise.cli.plan_setup import limits_of, padding_notes, set_up, space_of
     from shardwise.cli.plan_tables import plan_view, search_view
     from shardwise.cli.plan_write import check_target, check_trainable, train_file, write_file
-    from shardwise.plan.planning import asked_of, plan
+    from shardwise.plan.planning import asked_of
+    from shardwise.plan.planning import plan as make_plan
     from shardwise.plan.report.facts import plan_facts, search_facts
     from shardwise.plan.report.page import full_page, plans_html
     from shardwise.plan.searching import search
@@ -167,7 +144,7 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
         winner, plans, reasons, title = result.winner, result.pareto, result.reasons, "search"
         fits, facts, view = winner is not None, partial(search_facts, result), search_view(result)
     else:
-        made = plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
+        made = make_plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
         made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
         if setup.config is None:  # `shardwise train` runs its decoder in one way
             made = asked_of(made, model, cluster, setup.given, prices_of)

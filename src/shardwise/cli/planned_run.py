@@ -56,11 +56,13 @@ def plan_of_loop(planned: str, record: RunRecord) -> tuple[Planned, bool]:
     stage and degrees are the run's, unless flags name others. **Raises** ConfigError for what no
     plan can have, and for the plan of another model than the run's.
     """
-    from shardwise.cli.flags import parsed_flags
-    from shardwise.cli.plan import MODEL
+    from shardwise.cli.flags import command_of
+    from shardwise.cli.plan import plan
     from shardwise.plan.request import PlanRequest
 
-    model, flags = parsed_flags(PlanRequest, MODEL, shlex.split(planned), "flag --planned")
+    context = command_of(plan).make_context("flag --planned", shlex.split(planned))
+    flags = {name: value for name, value in context.params.items() if value is not None}
+    model = flags.pop("model", None)
     facts, cluster = record.facts, _cluster_of(record)
     degrees = {
         key: facts.degrees[axis] for axis, key in _KEYS_OF_AXES.items() if axis in facts.degrees

@@ -6,17 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shardwise import terminal
-from shardwise.cli.flags import call_command
+from shardwise.cli.plan_write import check_target, write_file
+from shardwise.cli.planned_run import config_of, plan_of_loop, plan_of_run, with_planned_gains
 from shardwise.errors import ConfigError, ShardwiseError
-
-if TYPE_CHECKING:
-    from shardwise.monitor.page import ShownRun
-    from shardwise.monitor.record import RunRecord
+from shardwise.monitor.doctor import diagnose
+from shardwise.monitor.page import ShownRun, report_html
+from shardwise.monitor.record import RunRecord, folder_of, read_run
+from shardwise.monitor.timeline import recorded_trace
+from shardwise.quantities import format_bytes
 
 _Runs = Annotated[
     list[Path],
@@ -41,48 +43,35 @@ _Planned = Annotated[
 ]
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise report` with its arguments; return the exit code."""
+def report(
+    runs: _Runs,
+    output: _Output = None,
+    trace: _Trace = None,
+    trace_steps: _Steps = 10,
+    plan: _WithPlan = True,
+    planned: _Planned = None,
+) -> int:
+    """Draw observed runs as one HTML file without other files.
 
-    def report(
-        runs: _Runs,
-        output: _Output = None,
-        trace: _Trace = None,
-        trace_steps: _Steps = 10,
-        plan: _WithPlan = True,
-        planned: _Planned = None,
-    ) -> int:
-        """Draw observed runs as one HTML file without other files.
-
-        A run under way can be drawn too. If RUN has the config.yaml of `shardwise train`, the plan
-        of the same settings is shown beside the measurements. For other loops give the arguments of
-        `shardwise plan` with --planned; ranks, stage and degrees are the run's.
-        """
-        from shardwise.cli.plan_write import check_target
-        from shardwise.monitor.page import report_html
-        from shardwise.monitor.record import folder_of, read_run
-        from shardwise.monitor.timeline import recorded_trace
-
-        page = output if output is not None else folder_of(runs[0]).parent / "report.html"
-        if trace is not None and len(runs) > 1:
-            raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
-        records = [read_run(path, newest=trace_steps if trace else 2) for path in runs]
-        check_target("output", page)
-        check_target("trace", trace)
-        names = _names(runs)
-        shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
-        _write("output", page, report_html(shown))
-        if trace is not None:
-            _write("trace", trace, json.dumps(recorded_trace(records[0])))
-        return 0
-
-    return call_command(report, arguments, "shardwise report")
+    A run under way can be drawn too. If RUN has the config.yaml of `shardwise train`, the plan
+    of the same settings is shown beside the measurements. For other loops give the arguments of
+    `shardwise plan` with --planned; ranks, stage and degrees are the run's.
+    """
+    page = output if output is not None else folder_of(runs[0]).parent / "report.html"
+    if trace is not None and len(runs) > 1:
+        raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
+    records = [read_run(path, newest=trace_steps if trace else 2) for path in runs]
+    check_target("output", page)
+    check_target("trace", trace)
+    names = _names(runs)
+    shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
+    _write("output", page, report_html(shown))
+    if trace is not None:
+        _write("trace", trace, json.dumps(recorded_trace(records[0])))
+    return 0
 
 
 def _write(flag: str, path: Path, text: str) -> None:
-    from shardwise.cli.plan_write import write_file
-    from shardwise.quantities import format_bytes
-
     write_file(flag, path, text)
     opens = ": open it in Perfetto (ui.perfetto.dev)" if flag == "trace" else ""
     terminal.say(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
@@ -90,22 +79,11 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 def _names(runs: Sequence[Path]) -> list[str]:
     """Return names that tell runs apart: their last parts, else their paths."""
-    from shardwise.monitor.record import folder_of
-
     names = [folder_of(path).resolve().parent.name for path in runs]
     return names if len(set(names)) == len(names) else [str(path) for path in runs]
 
 
 def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -> ShownRun:
-    from shardwise.cli.planned_run import (
-        config_of,
-        plan_of_loop,
-        plan_of_run,
-        with_planned_gains,
-    )
-    from shardwise.monitor.doctor import diagnose
-    from shardwise.monitor.page import ShownRun
-
     config, diagnosis = config_of(record), diagnose(record)
     if planned is not None:
         plan, is_of_device = plan_of_loop(planned, record)

@@ -1,14 +1,18 @@
-"""Run `shardwise simulate`: scenario, one step or a sweep, files to write."""
+"""`shardwise simulate`: scenario, one step or a sweep, files to write."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.cli.flags import print_json
+import typer
+
+from shardwise.cli.flags import print_json, takes_keys
+from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.cli.plan_write import check_target, write_file
 from shardwise.errors import ConfigError
+from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.request import SimulateRequest
@@ -26,8 +30,18 @@ from shardwise.progress import step_bar
 _DOES_NOT_FIT = 1
 
 
-def simulate_request(name: str | None, request: SimulateRequest) -> int:
-    """Simulate what the request asks for, print and write it; return the exit code."""
+@takes_keys(SimulateRequest, "model", str, MODEL)
+def simulate(_: typer.Context, model: str | None, flags: Mapping[str, object]) -> int:
+    """Play a step on all ranks of a cluster: stragglers, noise, slow links, failures, scaling.
+
+    The step is the one that `shardwise plan` shows. --sweep compares numbers of ranks, --svg draws
+    them; --trace writes a timeline that Perfetto opens.
+    """
+    request = check_keys(SimulateRequest, {}, flags, None, "simulate")
+    return list_names() if request.list_ else _simulate_model(model, request)
+
+
+def _simulate_model(name: str | None, request: SimulateRequest) -> int:
     check_target("svg", request.svg)
     check_target("trace", request.trace)
     if request.svg is not None and not request.sweep:

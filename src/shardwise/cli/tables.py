@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.verify import Verified
 
 _SHOWN = 3
+_FOLDED = 16  # characters
 
 
 def printable(value: Any) -> str:
@@ -53,6 +54,27 @@ def make_table(*columns: str, title: str | None = None, boxed: bool = True, **mo
     return table
 
 
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, or a line of named values for each row if the terminal is too narrow for it.
+
+    A column that folds needs 16 characters at most; others need their longest cell.
+    """
+    needed = 0
+    for column in table.columns:
+        width = max(len(str(cell)) for cell in (column.header, *column.cells))
+        needed += 3 + (min(width, _FOLDED) if column.overflow == "fold" else width)
+    if needed <= console.width:
+        console.print(table)
+        return
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        line = Text("  ")
+        for column, cell in zip(table.columns, cells, strict=True):
+            if str(cell):
+                line.append(f"{column.header} ", "dim").append(cell).append("  ")
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
 def show_run(console: Console, facts: Mapping[str, Any]) -> None:
     """Print all checkpoints of a run."""
     table = make_table(">!step", "!saved", ">!ranks", ">!stage", ">!bytes", "~quick check")
@@ -66,7 +88,10 @@ def show_run(console: Console, facts: Mapping[str, Any]) -> None:
             described = [_time(row), _ranks(row), str(row["stage"]), format_bytes(row["num_bytes"])]
         table.add_row(f"{row['step']:,}", *described, state)
     console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
-    console.print(table if facts["checkpoints"] else "  no checkpoint yet")
+    if facts["checkpoints"]:
+        print_table(console, table)
+    else:
+        console.print("  no checkpoint yet")
     if facts["lock_holder"]:
         _line(console, "in use", facts["lock_holder"])
     if facts["leftovers"]:
@@ -150,7 +175,7 @@ def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
     table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
     table.add_section()
     table.add_row("on disk", "", "", format_bytes(facts["num_bytes"]))
-    console.print(table)
+    print_table(console, table)
 
 
 def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
@@ -166,7 +191,7 @@ def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
             format_bytes(row["num_bytes"]),
             cut or f"{row['layout']}, {row['num_parts']}",
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def _group(group: Mapping[str, Any]) -> str:

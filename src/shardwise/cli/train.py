@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from shardwise import terminal
 from shardwise.cli.convert import show_report
-from shardwise.cli.flags import positional, run_with_flags
+from shardwise.cli.flags import code_of, takes_keys
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
 from shardwise.keys import flag_of, key, read_keys, shown
 from shardwise.train.checks import check_output, check_run, resolve_batch
@@ -19,9 +22,7 @@ from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_l
 if TYPE_CHECKING:
     from shardwise.interop.foreign_keys import Report
 
-_BAD_CONFIG, _FAILED = 2, 1
 _MOST_RANKS = 10**8
-_FILE = positional("config_file", Path, "YAML file of keys")
 
 
 class TrainFlags(TrainConfig):
@@ -32,25 +33,20 @@ class TrainFlags(TrainConfig):
     )
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `shardwise train` with its arguments; return the exit code."""
-    try:
-        place = read_place(os.environ)
-    except ConfigError as error:
-        terminal.complain(f"shardwise train: {error}\n")
-        return _BAD_CONFIG
+@takes_keys(TrainFlags, "config_file", Path, "YAML file of keys")
+def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -> int:
+    """Train the built-in decoder on text.
+
+    Every key can be in the YAML file or a flag; flags win. Under torchrun this is
+    one rank; otherwise `ranks` local ranks are launched. Ctrl-C ends all ranks after their
+    step.
+    """
+    place = read_place(os.environ)
     # A rank listens before it imports torch: see Note [Ending on a signal].
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
     stop = StopRequest.installed(has_launcher) if place is not None else None
-
-    def run(file: Path | None, flags: dict[str, object]) -> int:
-        """Train the built-in decoder on text.
-
-        Every key can be in the YAML file or a flag; flags win. Under torchrun this is
-        one rank; otherwise `ranks` local ranks are launched. Ctrl-C ends all ranks after their
-        step.
-        """
-        try:
+    try:
+        with told_by_one_rank(place):
             config, report = read_run(file, flags, place)
             num_ranks = place.world_size if place is not None else config.ranks or 1
             if report is not None and (place.rank == 0 if place is not None else num_ranks == 1):
@@ -59,19 +55,28 @@ def run_command(arguments: Sequence[str]) -> int:
                 check_run(config, num_ranks)
                 check_output(config)
                 if num_ranks > 1:
-                    return launch_local_ranks(["train", *arguments], num_ranks)
+                    return launch_local_ranks(["train", *context.meta["arguments"]], num_ranks)
             return _train(config, place or RankPlace(0, 1, 0, 1), stop or StopRequest.installed())
-        except KeyboardInterrupt:
-            terminal.say("stopped before the first step, as asked\n")
-            return INTERRUPTED
-        except ShardwiseError as error:
-            is_same = _is_same_on_all_ranks(error)
-            if place is None or place.rank == 0 or not is_same:
-                where = f"rank {place.rank}: " if place is not None and not is_same else ""
-                terminal.complain(f"shardwise train: {where}{error}\n")
-            return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
+    except KeyboardInterrupt:
+        terminal.say("stopped before the first step, as asked\n")
+        return INTERRUPTED
 
-    return run_with_flags(TrainFlags, _FILE, arguments, "shardwise train", run)
+
+@contextmanager
+def told_by_one_rank(place: RankPlace | None) -> Iterator[None]:
+    """Report an error that all ranks raise on the first rank only, others with their rank.
+
+    Without a launcher (``place`` is None) every error is raised.
+    """
+    try:
+        yield
+    except ShardwiseError as error:
+        is_same = _is_same_on_all_ranks(error)
+        if place is None or (is_same and place.rank == 0):
+            raise
+        if not is_same:
+            terminal.complain(f"rank {place.rank}: {error}\n")
+        raise typer.Exit(code_of(error)) from None
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:

@@ -60,6 +60,9 @@ class CollectiveKey:
         unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
         return f"{self.kind} of {_DESCRIPTIONS.get(self.unit, unit)}{about} over axis '{self.axis}'"
 
+    def __str__(self) -> str:
+        return self.text
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the group. **Raises** KeyError if torch has no such group."""

@@ -172,7 +172,7 @@ class collective_errors:  # noqa: N801 - reads as a statement
         self._key = key
 
     def __enter__(self) -> None:
-        FAILED_GROUPS.refuse(self._key.text, self._key.group)
+        FAILED_GROUPS.refuse(self._key, self._key.group)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
@@ -212,5 +212,5 @@ class blocking_collective(collective_wait):  # noqa: N801 - reads as a statement
         super().__init__(key, 0)
 
     def __enter__(self) -> None:
-        FAILED_GROUPS.refuse(self._key.text, self._key.group)
+        FAILED_GROUPS.refuse(self._key, self._key.group)
         WAITS.listener.enter(self._key, WAITS.listener.begin(self._key))

@@ -43,7 +43,7 @@ class FailedGroups:
         """Return the reasons of all groups."""
         return [reason for _, reason in self._reasons.values()]
 
-    def refuse(self, what: str, group: dist.ProcessGroup | None) -> None:
+    def refuse(self, what: str | CollectiveKey, group: dist.ProcessGroup | None) -> None:
         """Refuse ``what`` on a group. **Raises** CollectiveError if an earlier call has failed."""
         if self._reasons and (reason := self.reason(group)) is not None:
             raise CollectiveError(

@@ -454,7 +454,7 @@ class _Leaves:
             for unit in units
         }
         for unit in units:
-            unit.has_local_sum |= bool(self._params[unit.index])
+            unit.grads.has_local_sum |= bool(self._params[unit.index])
 
     def change(self, units: Sequence[Unit]) -> None:
         """Give the units' layers new leaves."""

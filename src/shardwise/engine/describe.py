@@ -155,7 +155,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         numel += storage.layout.numel
         full += storage.layout.numel * size
         padding += (storage.layout.full_numel - storage.layout.numel) * size
-        rank_bytes += storage.shard_bytes
+        rank_bytes += storage.memory.shard_bytes
         master, compute = (
             str(d).removeprefix("torch.") for d in (storage.master.dtype, storage.full.dtype)
         )
@@ -190,7 +190,8 @@ def _describe_gather(unit: Unit) -> str:
     coding = next((s.coding for s in unit.storages if s.coding is not None), None)
     if coding is None:
         return ""
-    sent, whole = (sum(each) for each in zip(*(s.gather_bytes for s in unit.storages), strict=True))
+    gathers = (storage.memory.gather_bytes for storage in unit.storages)
+    sent, whole = map(sum, zip(*gathers, strict=True))
     return f"{coding}" + (f": {sent / whole:.3f} x the bytes" if whole else "")
 
 

@@ -50,7 +50,7 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.param import AsShardTensor, ShardedParam
 from shardwise.unit.storage import Storage
-from shardwise.unit.unit import Unit
+from shardwise.unit.unit import Gather, Unit
 
 
 def compare_load(
@@ -140,7 +140,8 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         engine,
         unit.settings,
         unit.precision,
-        unit.sums,
+        unit.grads.sums,
+        Gather(unit.gather.transport),
         home=None if unit.home is None else unit.home.over(comm.time),
     )
     storages: dict[int, Storage] = {}
@@ -161,9 +162,9 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         made.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
     known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}
-    for rows in unit.summed_apart:
+    for rows in unit.grads.apart:
         of_copies = tuple(known[id(param)] for param in rows.params)
-        made.summed_apart.append(replace(rows, params=of_copies))
+        made.grads.apart.append(replace(rows, params=of_copies))
     made.lay_out(list(storages.values()))
     for storage in made.storages:  # last, because the full parameters are views of it
         storage.free()
@@ -368,7 +369,7 @@ def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
 def _hide(module: ShardedModule) -> None:
     """Put the shards into the module, as if no unit were pinned."""
     for unit in module._get_fsdp_state().units:
-        unit.hide()
+        unit.slots.hide()
 
 
 def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:

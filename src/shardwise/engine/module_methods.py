@@ -174,7 +174,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with the caller's own collective."""
-        _state_of_one_unit(self, "set_custom_all_gather").units[0].transport = Packed(comm)
+        _state_of_one_unit(self, "set_custom_all_gather").units[0].gather.transport = Packed(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce with the caller's own collective.
@@ -230,8 +230,8 @@ class FSDPModule(TorchFSDPModule):
         """Accept it, except together with the caller's own collectives."""
         for unit in self._get_fsdp_state().units:
             own = (
-                getattr(unit.transport, "all_gather", None),
-                unit.sums.reduce_scatter,
+                getattr(unit.gather.transport, "all_gather", None),
+                unit.grads.sums.reduce_scatter,
             )
             if any(own):
                 raise AssertionError(

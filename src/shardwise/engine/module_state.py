@@ -64,7 +64,7 @@ def _reduce(engine: Engine, *, last: bool) -> None:
     """Reduce all gradients on this rank; free full parameters."""
     for unit in engine.units:
         if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
-            unit.enter_grad_state(GradState.PARTIAL)
+            unit.grads.enter(GradState.PARTIAL)
         if not unit.settings.stays_full:
             unit.unpin()
     with engine.conditions.micro_batch(last=last):
@@ -160,13 +160,13 @@ class ModuleState(_State):
     def change_sums(self, **changes: Any) -> None:
         """Replace fields of the units' `sums`."""
         for unit in self.units:
-            unit.sums = replace(unit.sums, **changes)
+            unit.grads.sums = replace(unit.grads.sums, **changes)
 
     def free_after_forward(self, frees: bool) -> None:
         """Free full parameters after forward, or keep them for backward."""
         self.change_stage(frees_after_forward=frees)
         for unit in self.units:
-            unit.nearby = None
+            unit.gather.nearby = None
 
     def allow_in_flight(self, num: int) -> None:
         """Limit the reductions in flight; the largest limit of any module counts."""

@@ -9,7 +9,6 @@ import torch
 
 from shardwise.engine.buckets import ReduceQueue
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.states import GradState
 from shardwise.unit.sums import Held, RunningSum
 from shardwise.unit.unit import Unit
 
@@ -33,12 +32,10 @@ class Reduction:
         """Hand the gradients to the transport. **State** PARTIAL -> REDUCING."""
         with self._tracer.span("reduce", *self._names):
             for unit in self.units:
-                unit.enter_grad_state(GradState.PARTIAL)
-                unit.enter_grad_state(GradState.REDUCING)
-                unit.num_reducing += 1
-            self._running = self.units[0].sums.start(self.units)
+                unit.grads.begin_reducing()
+            self._running = self.units[0].grads.sums.start(self.units)
             for unit in self.units:
-                unit.has_local_sum = False
+                unit.grads.has_local_sum = False
 
     def wait(self) -> None:
         """Wait for the sums; set ``p.grad`` at once unless parameters ask for it."""
@@ -74,13 +71,11 @@ class Reduction:
     def _end(self) -> None:
         self._running = None
         for unit in self.units:
-            unit.num_reducing -= 1
-            if not unit.num_reducing and unit.grad_state is GradState.REDUCING:
-                unit.enter_grad_state(GradState.PARTIAL if unit.is_deferred else GradState.REDUCED)
+            unit.grads.end_reducing(is_deferred=unit.is_deferred)
 
     def _forget_grads_if_none(self) -> None:
         for unit in self.units:
-            if not unit.num_reducing:
+            if not unit.grads.num_reducing:
                 unit.forget_grads_if_none()
 
     @property
@@ -119,7 +114,7 @@ class Reductions:
             bucket_bytes,
             reduces_in_flight,
             waits_at_close,
-            lambda unit: (id(unit.comm), unit.sums),
+            lambda unit: (id(unit.comm), unit.grads.sums),
         )
 
     def allow_in_flight(self, num: int) -> None:
@@ -145,7 +140,11 @@ class Reductions:
         is_shared = unit.comm.axes.num_ranks > 1  # another rank may have a gradient
         if is_shared:
             self._compare()
-        if is_shared or unit.sums.zero_fill or any(param.has_partial for param in unit.params):
+        if (
+            is_shared
+            or unit.grads.sums.zero_fill
+            or any(param.has_partial for param in unit.params)
+        ):
             self._queue.add(unit)
 
     def keep(self, unit: Unit) -> None:

@@ -226,7 +226,7 @@ class Engine:
         call = self._passes.enter(unit)
         call.backward_is_next = self.conditions.rounds.visit(self._schedule, call)
         unit.comm.tracer.mark_begin("recompute" if call.in_backward else "forward", unit.name)
-        unit.bind()
+        unit.slots.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not call.recomputes:
             self._optional.record(call)
@@ -277,7 +277,7 @@ class Engine:
             self._optional.visit_forward(None)
         call = self._passes.leave()
         unit.comm.tracer.mark_end("recompute" if in_backward() else "forward", unit.name)
-        written = unit.unbind()
+        written = unit.slots.unbind()
         if output is not None and written:
             raise written_in_forward(written)
         if output is None and isinstance(sys.exc_info()[1], CollectiveError):
@@ -376,8 +376,8 @@ class Engine:
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)
-            unit.has_local_sum |= self.window_open and not reduces
-            waits = unit.is_deferred and (is_last is False or not unit.sums.all_reduces)
+            unit.grads.has_local_sum |= self.window_open and not reduces
+            waits = unit.is_deferred and (is_last is False or not unit.grads.sums.all_reduces)
             left = reduces and unit.grad_state is GradState.PARTIAL and not waits
             if (self._passes.is_open(unit) or left) and not self._schedule.is_waiting(unit):
                 self._passes.close(unit)
@@ -388,7 +388,7 @@ class Engine:
         self._reset_pass()
         for unit in self.units:
             if not unit.settings.stays_full:
-                unit.hide()  # optimizers and clipping need the sharded parameters
+                unit.slots.hide()  # optimizers and clipping need the sharded parameters
         self.num_reduced += not self.window_open
         if self.is_last_micro_batch and any_grad_hooks(self.units):
             self.finish_reductions()
@@ -404,7 +404,7 @@ class Engine:
 
     def on_cut(self) -> None:
         """Clean up after a backward pass that raised; drop its unreduced gradients."""
-        if self.window_open and any(u.has_local_sum or u.is_deferred for u in self.units):
+        if self.window_open and any(u.grads.has_local_sum or u.is_deferred for u in self.units):
             warn_of_dropped_window()
         self.window_open = False
         self.reductions.drop()
@@ -416,7 +416,7 @@ class Engine:
         running = {call.unit.index for call in self._passes.stack}  # a forward around this pass
         for unit in self.units:
             if unit.index not in running:
-                unit.unbind_all()
+                unit.slots.unbind_all()
         self._passes.reset()
         self._schedule.end_pass(running)
 

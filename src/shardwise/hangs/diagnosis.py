@@ -1,479 +1,420 @@
-"""Diagnosis of a wait: which ranks keep it from ending, found by a walk over heartbeats.
+"""The waits of this process, and a table of the ranks that a wait needs.
 
-Note [A wait that has no end]
-A collective needs all ranks of its group. If rank 0 waits in one that rank 1 has not begun, and
-rank 1 waits in one that rank 0 has not begun, neither ever begins another. A heartbeat has the wait
-and the number of collectives that the rank has begun by key, which cannot change while it waits. So
-if ranks wait for each other in a circle, and each is still in the same wait at its next look, that
-is a proof, however slow the machine or the network is.
+Note [Waits in torch's own calls]
+A loop makes collectives itself (an averaged loss, a barrier), and so do DTensors, pipelines and the
+reducer of `DistributedDataParallel` inside `backward()`. They report no wait. But a thread that
+waits stands still: at two looks in succession the main thread is in the same call, and no
+collective has begun in between. The call of the autograd engine is the same for a computation, so
+there the thread must have used no time of a core either.
 
-Note [Four words]
-A missing rank has *never entered* the collective: dead, stopped, or in the same line since. Or it
-is *late*: it has computed, or begun other collectives meanwhile. Ranks that wait in different calls
-are *mismatched*. If all ranks have begun it they are *stuck inside*: the network or a device is at
-fault, or a process was stopped there.
+Note [The table]
+A wait needs the ranks of its collective. A rank of these may wait in another collective, and then
+the ranks of that one are needed too, and so on. Each rank of the table waits, or is in a line of
+the program, or is gone: it has died, ended or failed. If a rank that is gone follows another one's
+failure, its own verdict is passed on instead of a new one.
 """
 
-from __future__ import annotations
-
+import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from shardwise.comm.collective_key import CollectiveKey, describe_key, name_ranks
-from shardwise.comm.process_groups import timeout_s_of, waits_block
+from shardwise.comm.collective_key import CollectiveKey, name_ranks
 from shardwise.hangs.heartbeat import (
     ENDED_WELL,
-    FAILED,
     Heartbeat,
     Heartbeats,
     WaitRecord,
-    WatchStore,
-)
-from shardwise.hangs.waits import (
-    CollectiveCounts,
-    TorchCall,
-    Wait,
-    computed_s,
-    lines_of_main,
-    num_begun,
+    frames_of,
+    line_of,
 )
 from shardwise.processes import Life
 
-MAX_RANKS = 256  # that one rank reads: the store must serve all ranks that look
-_NEAR = 32  # that are read at each look
-_FIND_CAUSE_S = 3.0  # a rank may be about to publish why it has ended
-_POLL_S = 0.1
+FAILED = "a rank has failed or ended, and will not come: "
 _MAX_SHOWN = 8
-_COMPUTES = 0.1  # share of the time on a core above which a rank is not asleep
-_SILENT = "it does not answer: stopped, dead, or in a call that does not let Python go on"
+_DISTRIBUTED = str(Path(dist.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_OPERATORS = tuple(str(Path(_TORCH, name)) for name in ("_ops.py", "_library"))
+_PIPELINE = str(Path(_DISTRIBUTED, "pipelining"))
+# A thread elsewhere in torch.distributed computes, as in a DTensor, or writes files.
+_CALLS = (
+    *(str(Path(_DISTRIBUTED, name)) for name in ("distributed_c10d", "_functional_collectives")),
+    *(str(Path(_DISTRIBUTED, "utils.py")), str(Path(_TORCH, "nn/parallel/distributed.py"))),
+    _PIPELINE,
+)
+_BACKWARD = str(Path(_TORCH, "autograd", "graph.py")), "_engine_run_backward"
+_BROKEN = ("gloo", "pair closure")  # gloo's words for a closed connection
+_NEED_ALL = ("all_", "reduce_scatter", "barrier", "monitored_barrier")
 _REMEDY = (
     "Every rank must make the same calls and run the same units in the same order. Where ranks may "
     "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
     "shard(..., units=Units(optional=[...])); stages 0 to 2 need no such list"
 )
-DescribeLast = Callable[[int], str]  # the last collective of a rank, as the end of a sentence
 
 
-class HangFinder:
-    """This rank's heartbeats in the store, and the verdicts that follow from those of others."""
+# -- waits
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """A call of torch.distributed that a thread is in.
+
+    ``kind`` is the kind of collective alone, ``text`` has this rank's arguments too. ``group`` is
+    None if it is unknown. ``needs_all``: no rank of the group can end it without all others.
+    """
+
+    kind: str
+    text: str
+    group: dist.ProcessGroup | None
+    needs_all: bool = False
+
+    @property
+    def key(self) -> CollectiveKey:
+        """Its key, the same on all ranks of the group."""
+        return CollectiveKey(self.kind, "", 0, "torch", self.group)
+
+
+@dataclass(eq=False)
+class Wait:
+    """A wait under way; ``call`` is torch's own call, if it is one."""
+
+    key: CollectiveKey
+    number: int = 0
+    begun_s: float = field(default_factory=time.monotonic)
+    call: TorchCall | None = None
+    is_reported: bool = False
+    is_ended: bool = False
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.begun_s
+
+    def text(self, thread: int) -> str:
+        """Return its description, with the user's line."""
+        return (self.key.text if self.call is None else self.call.text) + line_of(thread)
+
+    def record(self) -> WaitRecord:
+        """Return its description for other ranks; it is the main thread's.
+
+        **Raises** KeyError or ValueError if its group was destroyed.
+        """
+        is_any = self.key.group is None and not self.key.members
+        return WaitRecord(
+            self.key.key,
+            self.number if self.call is None else 0,
+            tuple(range(dist.get_world_size()) if is_any else self.key.ranks),
+            self.text(threading.main_thread().ident or 0),
+            needs_all=self.call is None or self.call.needs_all,
+            trains=bool(self.key.axis or self.key.about),
+        )
+
+
+class StalledCalls:
+    """Finds waits in torch's own calls, see Note [Waits in torch's own calls]."""
 
     def __init__(self) -> None:
-        self.counts = CollectiveCounts()
-        self.failure = ""  # the error that this rank raises, until it begins another collective
-        self._exit: tuple[str, str, bool] = ("", "", False)
-        self._store: tuple[dist.Store, WatchStore] | None = None
-        self._heard = Heartbeats(1.0)
-        self._beats, self._changes = 0, -1
-        self._suspects: dict[int, WaitRecord] = {}
-        self._publishing = threading.Lock()
+        self._place: tuple[object, ...] = ()
+        self._since_s = 0.0
+        self._found: Wait | None = None
 
-    @property
-    def store(self) -> WatchStore:
-        """The store of the current process group. **Raises** ValueError if there is no group."""
-        store = dist.distributed_c10d._get_default_store()
-        if self._store is None or self._store[0] is not store:
-            self._store = store, WatchStore(store)
-            self._heard = Heartbeats(self._heard.look_every_s)  # of other processes
-        return self._store[1]
-
-    def start(self, look_every_s: float) -> None:
-        """Publish that this rank is there."""
-        self._heard = Heartbeats(look_every_s)
-        self.publish()
-
-    def publish(self, wait: Wait | None = None) -> None:
-        """Publish a heartbeat; ``wait`` is the main thread's. **Cost** a message to the store."""
-        with self._publishing:
-            self._beats += 1
-            changes = self.counts.total + num_begun()
-            is_idle = changes == self._changes
-            self._changes = changes
-            self.store.publish(self._heartbeat(wait, is_idle))
-
-    def publish_exit(self, left: str, came: str = "", follows: bool = False) -> None:
-        """Publish how this rank's program ends; see `Heartbeat`."""
-        self._exit = left, came, follows
-        self.publish()
-
-    def _heartbeat(self, wait: Wait | None, has_counts: bool = True) -> Heartbeat:
-        left, came, follows = self._exit
-        last, number = self.counts.last
-        record = None
-        with suppress(KeyError, ValueError):  # the group was destroyed
-            record = None if wait is None else wait.record()
-        return Heartbeat(
-            beat=self._beats,
-            process=self._heard.process,
-            last=last,
-            number=number,
-            changes=self._changes,
-            computed_s=computed_s(),
-            where=lines_of_main(),
-            begun=dict(self.counts.by_key) if has_counts or wait or self.failure or left else {},
-            wait=record,
-            failed=self.failure,
-            left=left,
-            came=came,
-            follows=follows,
-        )
-
-    def hear(self, look_every_s: float) -> None:
-        """Read which processes the nearest ranks are, before the store may end with one of them."""
-        self._heard.look_every_s = look_every_s
-        ranks = {r for g in self.counts.groups for r in nearest_ranks(g, dist.get_rank(), _NEAR)}
-        list(read_heartbeats(self.store, self._heard, sorted(ranks | {0})))
-
-    def judge(self, wait: Wait, limit_s: float | None) -> str | None:
-        """Return why a wait cannot end, or that it is over its limit; None while it may end.
-
-        Verdicts of other ranks count too. Replicas wait for a rank of a circle in another group.
-        """
-        if (told := self.store.verdict(wait.key.group_name)) is not None:
-            return told
-        is_over = limit_s is not None and wait.waited_s >= limit_s and wait.looks > 1
-        graph = self.graph(wait, MAX_RANKS if is_over else _NEAR)
-        if wait.number and (verdict := self._judge_circle(wait, graph)) is not None:
-            return verdict
-        if wait.looks == 1:
-            return None
-        if (told := self.store.verdict("", self._near_and_self(wait))) is not None:
-            return told
-        if wait.looks == 2:
-            self._heard.forget()  # the progress of others counts from now on
-        if not is_over and not graph.gone:
-            return None
-        why = FAILED if graph.gone else f"it has not ended in {wait.waited_s:.0f} s: "
-        verdict = why + describe_waits(graph)
-        self._tell(wait.key, graph, verdict)
-        return verdict
-
-    def _judge_circle(self, wait: Wait, graph: WaitGraph) -> str | None:
-        """Return a verdict if the wait is in a circle, or leads to one, that is proven."""
-        circle = find_circle(graph.waiting, dist.get_rank())
-        waits = {rank: record for rank in circle if (record := graph.waiting[rank].wait)}
-        before = self._suspects
-        if {r: w.serial for r, w in waits.items()} != {r: w.serial for r, w in before.items()}:
-            self._suspects = before = waits
-        if not waits or any(waits[rank].look == before[rank].look for rank in waits):
-            return None  # a rank has not looked again yet, and may be out of that wait
-        verdict = describe_circle(waits)
-        self.store.tell(wait.key.group_name, circle, verdict)
-        return verdict
-
-    def graph(self, wait: Wait, max_ranks: int = MAX_RANKS) -> WaitGraph:
-        """Return the ranks that keep a wait from ending, see `walk_waits`.
-
-        **Raises** KeyError if the group was destroyed.
-        """
-        own = self._heartbeat(wait)
-        if own.wait is None:
-            raise KeyError(wait.key.group_name)
-        return walk_waits(self.store, self._heard, own, self._describe_last, max_ranks)
-
-    def _describe_last(self, rank: int) -> str:
-        beat = self._heard.newest(rank)
-        key = self.counts.last_of(rank, ("", 0) if beat is None else (beat.last, beat.number))
-        return f"; its last collective: {describe_key(key)}" if key else ""
-
-    def _near_and_self(self, wait: Wait) -> list[int]:
-        return [dist.get_rank(), *nearest_ranks(wait.ranks, dist.get_rank(), _NEAR)]
-
-    def judge_without_store(self, wait: Wait) -> str:
-        """Return the verdict about a wait that is over its limit while the store does not answer.
-
-        As a rule it is rank 0's, and that rank is stopped, as the system can tell.
-        """
-        own = self._heartbeat(wait)
-        graph = WaitGraph({dist.get_rank(): own}, missing={0: "the missing rank is unknown"})
-        if dist.get_rank() != 0 and self._heard.life(0)[0] != "alive":
-            described = describe_rank(0, "", self._heard, own.wait)
-            graph.missing[0] = described + self._describe_last(0)
-        silent = (
-            "the store of the process group does not answer, which rank 0 or the launcher keeps"
-        )
-        return f"{silent}: {describe_waits(graph)}"
-
-    def _tell(self, key: CollectiveKey, graph: WaitGraph, verdict: str) -> None:
-        # A verdict about a rank stays, and ranks survive a small exchange: tell only its group.
-        self.store.tell(key.group_name, graph.ranks if key.axis else (), verdict)
-
-    def limit_s(self, wait: Wait, asked_s: float | None) -> float | None:
-        """Return when a wait is broken off; None if its own timeout ends it with a verdict."""
-        look_s = self._heard.look_every_s
-        if not wait.key.axis:  # small exchanges end by themselves
-            return None if asked_s is None else asked_s + look_s
-        if asked_s is not None or (wait.call is None and waits_block(wait.key.group)):
-            return asked_s
-        own_s = timeout_s_of(wait.key.group)
-        return None if own_s is None else own_s - 3 * look_s
-
-    def tell_cause(self, key: CollectiveKey, verdict: str) -> None:
-        """Tell ranks that wait for this one, or in this collective, the cause of its failure."""
-        with suppress(RuntimeError, ValueError):
-            self.store.tell(key.group_name, [dist.get_rank()], verdict)
-
-    def find_cause(
-        self, key: CollectiveKey, reason: str, call: TorchCall | None, has_store: bool
-    ) -> str:
-        """Return why a collective has failed: a verdict, or the ranks that are gone, or ``reason``.
-
-        It waits a little for a rank that is about to die, or to publish why it has ended.
-        """
-        wait = Wait(key, self.counts.by_key[key.key], time.monotonic(), call=call)
-        if not has_store:
-            return f"{reason}; {self.judge_without_store(wait)}"
-        try:
-            num_ranks = len(wait.ranks)
-            graph = WaitGraph({dist.get_rank(): self._heartbeat(wait)})
-        except (KeyError, ValueError):  # the group was destroyed: its ranks are unknown
-            return reason
-        timed_out = "imed out" in reason or "did not come within" in reason
-        first_beats: dict[int, int] = {}
-        while has_store and wait.waited_s < _FIND_CAUSE_S:
-            told = None
-            try:
-                told = self.store.verdict(key.group_name, self._near_and_self(wait))
-            except dist.DistNetworkError:  # only the heartbeats that were read before are left
-                has_store = False
-            except (RuntimeError, ValueError):  # the process group was destroyed
-                pass
-            if told is not None:
-                self.tell_cause(key, told)
-                return told
-            with suppress(ValueError):
-                graph = self.graph(wait)
-            graph.gone = graph.gone or graph.unexplained
-            num_gone = len(graph.gone) + len(graph.followers)
-            if timed_out or (graph.gone and (call is None or num_gone == num_ranks - 1)):
-                break
-            if graph.missing and self._all_alive(graph, first_beats):
-                return reason
-            time.sleep(_POLL_S)
-        if not timed_out and not graph.gone:
-            return reason
-        verdict = (FAILED if graph.gone else f"{reason}. ") + describe_waits(graph)
-        with suppress(RuntimeError, ValueError):
-            self._tell(key, graph, verdict)
-        return verdict
-
-    def _all_alive(self, graph: WaitGraph, first_beats: dict[int, int]) -> bool:
-        """Tell whether all other ranks have published twice since the first call."""
-        others = {rank: self._heard.newest(rank) for rank in graph.ranks if rank != dist.get_rank()}
-        beats = {rank: beat.beat for rank, beat in others.items() if beat is not None}
-        for rank, beat in beats.items():
-            first_beats.setdefault(rank, beat)
-        return len(beats) == len(others) and all(b >= first_beats[r] + 2 for r, b in beats.items())
+    def look(self) -> Wait | None:
+        """Return the wait that the main thread has been in since the last look, or longer."""
+        place = _place_of_main()
+        if place != self._place:
+            self._place, self._found, self._since_s = place, None, time.monotonic()
+        elif self._found is None and (call := torch_call()) is not None:
+            self._found = Wait(call.key, 0, self._since_s, call)
+        return self._found
 
 
-@dataclass
-class WaitGraph:
-    """The ranks that a wait needs, and in turn the ranks that these wait for.
+_Launched = deque[tuple[Wait, Sequence[dist.Work]]]
 
-    ``waiting`` has those that wait, ``elsewhere`` those of them that wait in another collective.
-    ``missing`` has a description of each other one. Of these, ``gone`` never come: they have died
-    or failed; ``followers`` have ended because of another rank; ``unexplained`` have died, and
-    with no cause from them or the system. ``arguments`` are those of calls of torch's.
+
+class AsyncCollectives:
+    """Collectives that a device runs while no thread waits for them, as NCCL's.
+
+    They end group by group in the order in which they began. A rank may run ahead of its device by
+    a step or so: the time of one counts from the end of the one before.
     """
 
-    waiting: dict[int, Heartbeat]
-    missing: dict[int, str] = field(default_factory=dict)
-    elsewhere: list[int] = field(default_factory=list)
-    gone: list[int] = field(default_factory=list)
-    followers: list[int] = field(default_factory=list)
-    unexplained: list[int] = field(default_factory=list)
-    arguments: dict[int, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._by_group: dict[str, _Launched] = {}
+        self._lock = threading.Lock()  # the main thread and the watch both drop the ended ones
 
-    @property
-    def ranks(self) -> list[int]:
-        """All ranks of the graph."""
-        return sorted({*self.missing, *self.waiting})
+    def add(self, wait: Wait, works: Sequence[dist.Work]) -> None:
+        """Note one that has begun; drop the ended ones, whose tensors would stay alive."""
+        with self._lock:
+            launched = self._by_group.setdefault(wait.key.group_name, deque())
+            _drop_ended(launched)
+            launched.append((wait, works))
+
+    def oldest(self) -> Wait | None:
+        """Return the first of its group that has not ended, and of these the oldest."""
+        with self._lock:
+            for launched in self._by_group.values():
+                _drop_ended(launched)
+            found = [launched[0][0] for launched in self._by_group.values() if launched]
+        return min(found, key=lambda wait: wait.begun_s, default=None)
 
 
-def walk_waits(
-    store: WatchStore,
-    heard: Heartbeats,
-    own: Heartbeat,
-    describe_last: DescribeLast,
-    max_ranks: int = MAX_RANKS,
-) -> WaitGraph:
-    """Walk from this rank's wait to all ranks that keep it from ending.
+def _drop_ended(launched: _Launched) -> None:
+    def is_over(works: Sequence[dist.Work]) -> bool:
+        with suppress(RuntimeError):  # it has failed, and its own wait raises that
+            return all(work.is_completed() for work in works)
+        return True
 
-    ``own`` is this rank's heartbeat. At most about ``max_ranks`` are read, the nearest first.
+    while launched and is_over(launched[0][1]):
+        launched.popleft()
+        if launched:
+            launched[0][0].begun_s = max(launched[0][0].begun_s, time.monotonic())
 
-    **Cost** two requests to the store for each group of ranks on the way.
+
+# -- torch's own calls
+
+
+def torch_call() -> TorchCall | None:
+    """Return the call of torch.distributed that the main thread is in, if it is in one."""
+    frames = list(frames_of(threading.main_thread().ident or 0))
+    return _call_in(frames) or _backward_in(frames)
+
+
+def call_of_error(error: BaseException) -> TorchCall | None:
+    """Return the call of torch.distributed that has raised an error, if one has."""
+    frames: list[FrameType] = []
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        frames.insert(0, trace.tb_frame)
+        trace = trace.tb_next
+    is_broken = any(word in str(error) for word in _BROKEN)
+    return _call_in(frames) or (_backward_in(frames) if is_broken else None)
+
+
+def _place_of_main() -> tuple[object, ...]:
+    """Return where the main thread is, and how many collectives torch has begun.
+
+    If two looks find the same, it has stood still in between; in backward, without computing.
     """
-    assert own.wait is not None
-    trains, kind = own.wait.trains, own.wait.came.partition(" of ")[0]
-    graph = WaitGraph({store.rank: own}, arguments={store.rank: own.wait.came})
+    begun, main = 0, threading.main_thread().ident or 0
+    for group in list(getattr(dist.distributed_c10d._world, "pg_map", {})):
+        with suppress(Exception):  # a backend that does not count
+            begun += group._get_sequence_number_for_group()
+    frame = next(frames_of(main), None)
+    if frame is None:
+        return (begun,)
+    core_s = 0.0
+    if _is_backward(frame):
+        with suppress(AttributeError, OSError):  # a system that does not tell it
+            core_s = round(time.clock_gettime(time.pthread_getcpuclockid(main)), 2)
+    return id(frame), frame.f_lasti, frame.f_code.co_name, core_s, begun
 
-    def add_missing(rank: int, beat: Heartbeat | None, wait: WaitRecord | None) -> None:
-        life, cause = heard.life(rank)
-        failed = beat.failed if beat and (trains or wait is None) else ""
-        left = beat.left if beat else ""
-        if failed or _is_gone(beat, life, cause, wait):
-            (graph.followers if beat and left and beat.follows else graph.gone).append(rank)
-        elif life == "dead" and not (cause or left):
-            graph.unexplained.append(rank)
-        graph.missing[rank] = describe_rank(rank, failed, heard, wait) + describe_last(rank)
 
-    seen, todo = {store.rank}, [(store.rank, own.wait)]
-    while todo and len(seen) < max_ranks:
-        at, wait = todo.pop(0)
-        others = [rank for rank in nearest_ranks(wait.ranks, at, max_ranks) if rank not in seen]
-        seen.update(others)
-        for rank, beat in read_heartbeats(store, heard, others):
-            if beat and beat.arguments.partition(" of ")[0] == kind:
-                graph.arguments[rank] = beat.arguments
-            is_there = beat is not None and heard.life(rank)[0] == "alive" and not beat.left
-            if beat and beat.wait and is_there and not (beat.failed and trains):
-                graph.waiting[rank] = beat
-                if not beat.has_begun(wait):
-                    graph.elsewhere.append(rank)
-                    todo.append((rank, beat.wait))
-            else:
-                add_missing(rank, beat, wait)
-    if graph.followers and not graph.gone:
-        # A victim takes with it ranks that are in no group with the rank that has died.
-        near = nearest_ranks(range(store.num_ranks), store.rank, MAX_RANKS)
-        others = [rank for rank in near if rank not in graph.ranks]
-        for rank, beat in read_heartbeats(store, heard, others):
-            if beat is None or beat.follows or beat.left == ENDED_WELL:
+def _is_backward(frame: FrameType) -> bool:
+    return (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD
+
+
+def _backward_in(frames: list[FrameType]) -> TorchCall | None:
+    if not frames or not _is_backward(frames[0]):
+        return None
+    kind = "backward(), in a reduction of gradients"
+    return TorchCall(kind, kind, dist.group.WORLD, needs_all=True)
+
+
+def _call_in(frames: list[FrameType]) -> TorchCall | None:
+    """Return the call that some frames are in, the innermost first.
+
+    A decorator's frame may be around the collective, and a method's inside: the first name without
+    an underscore is the collective's, which the user or a DTensor has called.
+    """
+    rest = dropwhile(lambda frame: frame.f_code.co_filename.startswith(_OPERATORS), frames)
+    homes = (_DISTRIBUTED, _CALLS[3])
+    inside = list(takewhile(lambda frame: frame.f_code.co_filename.startswith(homes), rest))
+    names = [frame.f_code.co_filename for frame in inside]
+    if not any(name.startswith(_CALLS) for name in names):
+        return None
+    group = _group_in(inside)
+    if any(name.startswith(_PIPELINE) for name in names):
+        return TorchCall("exchange", "an exchange between stages", group)
+    calls = [frame for frame in inside if not frame.f_code.co_name.startswith("_")]
+    calls = [frame for frame in calls if frame.f_code.co_name != "wrapper"] or inside
+    kind = calls[0].f_code.co_name
+    if kind.startswith("destroy"):  # which waits for no rank
+        return None
+    given = [v for v in calls[0].f_locals.values() if isinstance(v, torch.Tensor)][:1]
+    of = "".join(f" of {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
+    needs_all = group is not None and kind.startswith(_NEED_ALL)
+    return TorchCall(kind, f"torch's {kind}{of}{_over(group)}", group, needs_all)
+
+
+def _group_in(frames: list[FrameType]) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments, or that of a pipeline's stage, if any."""
+    default: dist.ProcessGroup | None = dist.group.WORLD
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    for frame in frames:
+        values = frame.f_locals
+        schedule = values.get("self")
+        given = [values.get(name) for name in ("group", "pg", "process_group")]
+        given.append(getattr(schedule, "process_group", None))
+        stages = getattr(schedule, "_stage", None), *(getattr(schedule, "_stages", None) or ())[:1]
+        for value in (*given, *(getattr(stage, "group", None) for stage in stages)):
+            if isinstance(value, str):
+                with suppress(Exception):
+                    value = resolve(value)
+            if isinstance(value, dist.ProcessGroup):
+                return value
+        if "group" in values and values["group"] is None:
+            return default
+    return None
+
+
+def _over(group: dist.ProcessGroup | None) -> str:
+    """Return the mesh axis or the ranks of a group, for a message."""
+    if group is None:
+        return ""
+    description = str(getattr(group, "group_desc", "") or "")
+    if description.startswith("mesh_"):
+        return f" over axis '{description.removeprefix('mesh_')}'"
+    return f" over ranks {', '.join(map(str, dist.get_process_group_ranks(group)[:8]))}"
+
+
+# -- the table of ranks
+
+
+def needed_ranks(
+    heard: Heartbeats, rank: int, wait: WaitRecord, most: int = sys.maxsize
+) -> dict[int, WaitRecord]:
+    """Return the ranks that a wait of ``rank`` needs, each with the wait that needs it.
+
+    At most about ``most``, the nearest first. See Note [The table].
+    """
+    found: dict[int, WaitRecord] = {}
+    todo = [wait]
+    while todo and len(found) < most:
+        by = todo.pop(0)
+        for other in sorted(by.ranks, key=lambda each: abs(each - rank))[: most + 1]:
+            if other == rank or other in found:
                 continue
-            if beat.left or beat.failed or heard.life(rank)[0] == "dead":
-                add_missing(rank, beat, None)
-        graph.gone = graph.gone or graph.unexplained
-    return graph
+            found[other] = by
+            beat = heard.newest(other)
+            if beat is not None and beat.wait is not None and not beat.has_begun(by):
+                todo.append(beat.wait)
+    return found
 
 
-def read_heartbeats(
-    store: WatchStore, heard: Heartbeats, ranks: Sequence[int]
-) -> Iterator[tuple[int, Heartbeat | None]]:
-    """Yield each rank's newest heartbeat, after noting it in ``heard``.
+class Table:
+    """The ranks that a wait of ``rank`` needs, as far as was heard: see Note [The table].
 
-    If the store has ended, what a rank waited in when it was last heard is out of date: left out.
+    ``gone`` never come, ``missing`` have not come yet, ``waiting`` wait too.
     """
-    found: Mapping[int, Heartbeat] = {}
-    is_stale = False
-    try:
-        found = store.read(ranks)
-    except (RuntimeError, ValueError):  # the store may have ended with rank 0
-        is_stale = True
-    for rank, beat in found.items():
-        heard.add(rank, beat)
-    for rank in ranks:
-        newest = heard.newest(rank)
-        if newest is not None and is_stale:
-            newest = replace(newest, wait=None, failed="")
-        yield rank, newest
 
+    def __init__(self, heard: Heartbeats, rank: int, wait: WaitRecord) -> None:
+        self.gone: list[int] = []
+        self.missing: list[int] = []
+        self._heard = heard
+        self._waiting: dict[int, WaitRecord] = {rank: wait}
+        self._lives: dict[int, tuple[Life, str]] = {}
+        for other, by in needed_ranks(heard, rank, wait).items():
+            beat = heard.newest(other)
+            self._lives[other] = life, cause = heard.life(other)
+            failed = beat is not None and bool(beat.failed) and wait.trains
+            if failed or _is_gone(beat, life, cause, by):
+                self.gone.append(other)
+            elif beat is not None and beat.wait is not None and life == "alive" and not beat.left:
+                self._waiting[other] = beat.wait
+            else:
+                self.missing.append(other)
 
-def nearest_ranks(ranks: Sequence[int], rank: int, most: int) -> list[int]:
-    """Return other ranks of a group, the nearest to a rank first."""
-    at = ranks.index(rank) if rank in ranks else 0
-    ordered = sorted(range(len(ranks)), key=lambda place: abs(place - at))
-    return [ranks[place] for place in ordered if ranks[place] != rank][:most]
+    @property
+    def followers(self) -> list[int]:
+        """The ranks that are ending because of another one, and do not say of which."""
+        beats = {rank: self._heard.newest(rank) for rank in self.missing}
+        return [rank for rank, beat in beats.items() if beat is not None and beat.left]
 
+    def describe(self) -> str:
+        """Return the table in sentences, or the verdict of a rank that is gone by now."""
+        beats = {rank: self._heard.newest(rank) for rank in self.gone}
+        causes = [rank for rank, beat in beats.items() if beat is None or not beat.follows]
+        told = next((beat.failed for beat in beats.values() if beat and beat.failed), "")
+        if self.gone and not causes and told:
+            return told.removeprefix(FAILED)
+        shown = causes or self.gone or self.missing
+        sentences = [self._describe_rank(rank) for rank in shown[:_MAX_SHOWN]]
+        if len(shown) > _MAX_SHOWN:
+            sentences.append(f"and {len(shown) - _MAX_SHOWN} more")
+        if not self._heard.is_current:
+            sentences.insert(
+                0,
+                "the store of the process group does not answer, which rank 0 or the launcher "
+                "keeps: what was heard before",
+            )
+        by_text: dict[str, list[int]] = defaultdict(list)
+        for rank, wait in sorted(self._waiting.items()):
+            by_text[wait.text].append(rank)
+        if not shown and len({wait.key for wait in self._waiting.values()}) > 1:
+            sentences.append(f"the ranks are in different calls. {_REMEDY}")
+        elif not shown:
+            sentences.append(
+                "all ranks have begun it, and are stuck inside: a network or a device is slow, or "
+                "hangs"
+            )
+        waiting = (f"{name_ranks(ranks)} in {text}" for text, ranks in by_text.items())
+        return f"{'; '.join(sentences)}. Waiting: {'; '.join(waiting)}"
 
-def find_circle(waiting: Mapping[int, Heartbeat], rank: int) -> list[int]:
-    """Return ranks that wait for each other, reached from one rank, if there are any.
-
-    See Note [A wait that has no end].
-    """
-    path, seen = list[int](), set[int]()
-
-    def visit(at: int) -> list[int]:
-        if at in path:
-            return path[path.index(at) :]
-        wait = waiting[at].wait
-        if at in seen or wait is None or not wait.is_counted:
-            return []
-        seen.add(at)
-        path.append(at)
-        for other in wait.ranks:
-            is_needed = other != at and other in waiting and not waiting[other].has_begun(wait)
-            if is_needed and (circle := visit(other)):
-                return circle
-        path.pop()
-        return []
-
-    return visit(rank)
-
-
-def describe_circle(waits: Mapping[int, WaitRecord]) -> str:
-    """Return the verdict about ranks that wait for each other."""
-    parts = [f"rank {rank} waits in {waits[rank].text}" for rank in sorted(waits)]
-    return f"{', and '.join(parts)}, for each other. {_REMEDY}"
-
-
-def describe_waits(graph: WaitGraph) -> str:
-    """Return the verdict about a graph, in sentences."""
-    sentences: list[str] = []
-    if len(set(graph.arguments.values())) > 1:
-        came = (f"rank {rank} came with {text}" for rank, text in sorted(graph.arguments.items()))
-        sentences.append(f"the ranks are mismatched: {', '.join(came)}")
-    if graph.missing:
-        shown = graph.gone or list(graph.missing)
-        sentences += [graph.missing[rank] for rank in shown[:_MAX_SHOWN]]
-        sentences += [f"and {len(shown) - _MAX_SHOWN} more"] * (len(shown) > _MAX_SHOWN)
-    elif graph.elsewhere and not sentences:
-        sentences = ["the ranks are mismatched, each of them waits for others that are elsewhere"]
-    elif not sentences:
-        sentences = [
-            "all ranks have begun it, and are stuck inside: a network or a device is slow, or hangs"
-        ]
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for rank, beat in sorted(graph.waiting.items()):
-        by_text[beat.wait.text if beat.wait else ""].append(rank)
-    waiting = (f"{name_ranks(ranks)} in {text}" for text, ranks in by_text.items())
-    return f"{'; '.join(sentences)}. Waiting: {'; '.join(waiting)}"
-
-
-def describe_rank(rank: int, failed: str, heard: Heartbeats, wait: WaitRecord | None) -> str:
-    """Return the description of a rank that is missing in a wait; None is any wait."""
-    beat = heard.newest(rank)
-    if failed:
-        return failed.removeprefix(FAILED)
-    if beat is None:
-        return f"rank {rank} is in no call of Shardwise, and does not answer: it may not have begun"
-    who = f"rank {rank} ({beat.process})"
-    is_inside = wait is not None and wait.is_counted and beat.has_begun(wait)
-    entered = "is stuck inside it too" if is_inside else "has never entered it"
-    life, cause = heard.life(rank)
-    if beat.left == ENDED_WELL:
-        return (
-            f"{who} has ended without an error, after fewer collectives than this rank: if ranks "
-            "have different numbers of batches, iterate over "
-            "shardwise.parallel.join(model, batches)"
+    def _describe_rank(self, rank: int) -> str:
+        beat, (life, cause) = self._heard.newest(rank), self._lives[rank]
+        if beat is None:
+            return (
+                f"rank {rank} is in no call of Shardwise, and does not answer: it may not have "
+                "begun"
+            )
+        if beat.failed and rank in self.gone:
+            return beat.failed.removeprefix(FAILED)
+        who = f"rank {rank} ({beat.process})"
+        if beat.left == ENDED_WELL:
+            return (
+                f"{who} has ended without an error, after fewer collectives than this rank: if "
+                "ranks have different numbers of batches, iterate over "
+                "shardwise.parallel.join(model, batches)"
+            )
+        if beat.left:
+            return f"{who} has ended: {beat.left}"
+        if life == "dead":
+            by = (
+                f"ended by {cause}"
+                if cause
+                else "killed or crashed, as its launcher's log may tell"
+            )
+            if cause.startswith("signal 6 "):
+                by += ", which is what gloo does to a rank that is sent more bytes than it expects"
+            return f"{who} has died: {by}"
+        last = f"; its last collective: {beat.last}" if beat.last else ""
+        if life == "stopped":
+            return f"{who} has not come: it is stopped (by SIGSTOP, or a debugger){last}"
+        if life == "silent":
+            return (
+                f"{who} does not answer: stopped, dead, or in a call that does not let Python go "
+                f"on{last}"
+            )
+        inside = (
+            f"waits in {beat.wait.text}"
+            if beat.wait
+            else f"is in no call of Shardwise, but {beat.where}"
         )
-    if beat.left:
-        return f"{who} has ended: {beat.left}"
-    if life == "dead":
-        by = f"ended by {cause}" if cause else "killed or crashed, as its launcher's log may tell"
-        if cause.startswith("signal 6 "):
-            by += ", which is what gloo does to a rank that is sent more bytes than it expects"
-        return f"{who} has died: {by}"
-    if life == "stopped":
-        return f"{who} {entered}: it is stopped (by SIGSTOP, or a debugger)"
-    if life == "silent" or heard.is_silent(rank):
-        return f"{who} {entered}: {_SILENT}"
-    has_begun_more, core_s, since_s = heard.progress(rank)
-    state = f"and {entered.replace('it', 'this one', 1)}"
-    if has_begun_more:
-        state = "and is late: it has been in other collectives meanwhile"
-    elif core_s > _COMPUTES * since_s:
-        state = f"and is late: it has computed for {core_s:.1f} s meanwhile"
-    place = f", but {beat.where}," if beat.where else ""
-    return f"rank {rank} is in no call of Shardwise{place} {state} ({beat.process})"
+        return f"rank {rank} {inside} ({beat.process}){last}"
 
 
-def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord | None) -> bool:
-    """Tell whether a rank has ended, and is needed in a wait; None is any wait.
+def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord) -> bool:
+    """Tell whether a rank has ended, and is needed in a wait.
 
     A rank that has ended without an error may have done its part: of a message, or of a collective
     of other ranks. It is missing only from a call that needs all ranks, and that it has not begun.
@@ -481,7 +422,8 @@ def _is_gone(beat: Heartbeat | None, life: Life, cause: str, wait: WaitRecord | 
     left = beat.left if beat is not None else ""
     if life == "dead" and cause.startswith("signal"):
         return True
-    has_begun = beat is not None and wait is not None and wait.is_counted and beat.has_begun(wait)
-    if (life != "dead" and not left) or has_begun:
+    if (life != "dead" and not left) or (beat is not None and beat.has_begun(wait)):
         return False
-    return (wait is not None and wait.needs_all) or left not in ("", ENDED_WELL)
+    if beat is not None and left and beat.follows and life != "dead":
+        return False  # it is about to find out which other rank is the cause
+    return wait.needs_all or left != ENDED_WELL

@@ -124,6 +124,14 @@ class Memory:
         return self.own_numel * self.master_size
 
     @property
+    def gather_bytes(self) -> tuple[int, int]:
+        """Bytes that a rank sends to each other rank in a gather, and their number unencoded."""
+        if not self.needs_gather:
+            return 0, 0
+        sent = sum(each.share_numel(self.rank) * size for each, size in self.gathered_segments)
+        return sent, self.layout.shard_numel(self.rank) * self.full_size
+
+    @property
     def beside_bytes(self) -> int:
         """Bytes of an allocated full copy beyond the slices."""
         return self.full_bytes - (self.shard_bytes if self.aliased else 0)

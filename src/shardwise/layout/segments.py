@@ -16,7 +16,7 @@ shares lie one after the other in its shard buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
@@ -165,14 +165,22 @@ class Layout:
         share = -(-shape[0] // self.num_ranks)
         return (max(min(share, shape[0] - rank * share), 0), *shape[1:])
 
-    def segments_of(self, indices: Iterable[int]) -> Iterator[tuple[Segment, list[int]]]:
-        """Yield the segments of the parameters, each with its own; skip empty segments."""
-        found: dict[int, list[int]] = {}
-        for index in indices:
-            found.setdefault(self.params[index].segment, []).append(index)
-        for number, inside in sorted(found.items()):
-            if self.segments[number].numel:
-                yield self.segments[number], inside
+    def segments_of(self, indices: tuple[int, ...]) -> Sequence[tuple[Segment, Sequence[int]]]:
+        """Return the segments of the parameters, each with its own, without empty segments.
+
+        **Cost** the answer is kept: it is the same in every step.
+        """
+        if indices not in self._segments_of:
+            inside: dict[int, list[int]] = {}
+            for index in indices:
+                inside.setdefault(self.params[index].segment, []).append(index)
+            found = ((self.segments[number], each) for number, each in sorted(inside.items()))
+            self._segments_of[indices] = [each for each in found if each[0].numel]
+        return self._segments_of[indices]
+
+    @cached_property
+    def _segments_of(self) -> dict[tuple[int, ...], Sequence[tuple[Segment, Sequence[int]]]]:
+        return {}
 
 
 def rows_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:

@@ -77,7 +77,7 @@ class Finding:
         """The section of the documentation about this code."""
         return f"{DOC}#{self.code.lower()}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the finding as values of JSON."""
         changes = [{"key": c.key, "from": c.before, "to": c.after} for c in self.changes]
         values = {**asdict(self), "evidence": dict(self.evidence), "changes": changes}
@@ -100,21 +100,13 @@ class Diagnosis:
     abstentions: tuple[Abstention, ...] = ()
     judged: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the diagnosis as values of JSON."""
         return {
             "findings": [finding.to_json() for finding in self.findings],
             "not_enough_evidence": {each.code: each.missing for each in self.abstentions},
             "judged": list(self.judged),
         }
-
-
-def finding_from_json(values: Mapping[str, Any]) -> Finding:
-    """Return the finding that `Finding.to_json` has written. **Raises** KeyError, TypeError."""
-    given = {key: value for key, value in values.items() if key != "doc"}
-    given["changes"] = tuple(Change(c["key"], c["from"], c["to"]) for c in given["changes"])
-    given["gain"] = None if given["gain"] is None else Gain(**given["gain"])
-    return Finding(**given)
 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:

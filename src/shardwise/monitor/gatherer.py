@@ -1,4 +1,4 @@
-"""The thread that makes figures of recorded steps, behind the training.
+"""The thread that makes lines of recorded steps, behind the training.
 
 Note [What the training waits for]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -29,10 +29,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from heapq import nlargest
-from operator import itemgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,10 +41,11 @@ from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.device import memory_figures
 from shardwise.errors import CollectiveError
-from shardwise.hangs.waits import call_of_error, save_under_way
+from shardwise.hangs.diagnosis import call_of_error
+from shardwise.hangs.heartbeat import save_under_way
 from shardwise.host import core_wait_s
 from shardwise.monitor.ledger import is_out_of_memory
-from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.lines import JsonLines, RankLine
 from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
@@ -63,7 +63,6 @@ from shardwise.monitor.metrics import (
     TOKENS_PER_S,
     mean_of,
     over_ranks,
-    pace_metrics,
     step_metrics,
     summarize_steps,
     tokens_over_ranks,
@@ -103,23 +102,70 @@ class ObservedStep:
     step: int
     recorded: Recorded
     values: dict[str, float]  # logged by the loop until the step is handed over
-    figures: Mapping[str, float]
-    own_lines: Sequence[Mapping[str, Any]] = ()
+    figures: Figures
+    own_lines: Sequence[RankLine] = ()
     bad_gradients: Sequence[str] = ()
     keeps_timeline: bool = False
 
 
-@dataclass(frozen=True)
 class Outputs:
     """The outputs of this rank: its lines and, on rank 0, those of all ranks.
 
-    ``doctor`` and ``sinks`` receive each line of all ranks, the doctor those of this rank too.
+    The first error of writing is logged and ends all writing, but not the training. ``doctor`` and
+    ``sinks`` receive each line of all ranks, the doctor those of this rank too.
     """
 
-    steps: JsonLines
-    own: JsonLines
-    doctor: LiveDoctor
-    sinks: Sequence[Sink] = ()
+    def __init__(
+        self, rank: int, steps: JsonLines, own: JsonLines, doctor: LiveDoctor, sinks: Sequence[Sink]
+    ) -> None:
+        self.doctor = doctor
+        self._rank = rank
+        self._steps, self._own, self._sinks = steps, own, sinks
+        self._has_failed = False
+
+    def note(self, **line: object) -> None:
+        """Write a line of this rank now; any thread may."""
+        with self._writing():
+            self._own.write(**line)
+
+    def write_own(self, **line: object) -> None:
+        """Write a line of this rank, and tell the doctor."""
+        self.note(**line)
+        self.doctor.note(line)
+
+    def write(self, line: StepLine) -> None:
+        """Write a line over all ranks, on rank 0."""
+        with self._writing():
+            self._steps.write(**asdict(line))
+            for sink in (*self._sinks, self.doctor):
+                sink.write(line)
+
+    def close(self) -> None:
+        """Close all outputs."""
+        self._close()
+        with self._writing():
+            self.doctor.close()
+
+    def _close(self) -> None:
+        for close in (self._steps.close, self._own.close, *(sink.close for sink in self._sinks)):
+            with self._writing():
+                close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._has_failed:
+                return
+            self._has_failed = True
+            _LOG.warning(
+                "rank %d: observe() could not write its record of the run and writes no more: "
+                "%s: %s",
+                *(self._rank, type(error).__name__, error),
+            )
+            self._close()
+            self._sinks = ()
 
 
 class Sampler:
@@ -167,15 +213,9 @@ class Sampler:
         """Return the means over all steps of the line; usual ones stand for those not looked at."""
         if self._skipped is not None and not self._usual:
             self._usual.append(self._skipped())
-        sums: dict[str, float] = defaultdict(float)
-        weights: dict[str, float] = defaultdict(float)
-        usual = (len(self._known) - len(self._rare)) / max(len(self._usual), 1)
-        for weight, steps in ((usual, self._usual), (1.0, self._rare)):
-            for name, value in (each for step in steps for each in step.items()):
-                sums[name] += weight * value
-                weights[name] += weight
-        looked_at = {name: sums[name] / weights[name] for name in sums}
-        return {**looked_at, **mean_of(self._known)}
+        each = (self.num_steps - len(self._rare)) / max(len(self._usual), 1)
+        weighed = [(each, step) for step in self._usual] + [(1.0, step) for step in self._rare]
+        return {**mean_of(weighed), **mean_of([(1.0, step) for step in self._known])}
 
     def begin_line(self, slowest_s: float) -> None:
         """Begin a line; ``slowest_s`` is the mean step of the slowest rank in the last one."""
@@ -187,33 +227,6 @@ class Sampler:
         unit = self._every or _LINE_STEPS
         self._length = math.ceil(at_least / unit) * unit - self._num_seen % unit
         self._one_in = max(min(int(_LOOKED_AT_S / slowest_s), at_least), 1)
-
-
-class Gauges:
-    """Figures with a current value, read once for each line: memory, padding, waits for a core.
-
-    Made on the training thread; any thread may read. **Cost** 0.1 to 0.3 ms of system calls.
-    """
-
-    def __init__(self, facts: RunFacts, device: torch.device) -> None:
-        self._facts = facts
-        self._device = device
-        self._thread = threading.get_native_id()
-        self._core_wait_s = core_wait_s(self._thread)
-
-    def read(self, num_steps: int) -> Figures:
-        """Return the figures now; waits for a core are since the last time, for each step."""
-        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._thread)
-        memory = memory_figures(self._device)
-        return {
-            CORE_WAIT_S: (self._core_wait_s - waited_s) / num_steps,
-            PADDING_SHARE: 100 * self._facts.padding_share,
-            MAX_ACTIVE_GIB: memory.peak_bytes / GIB,
-            MAX_RESERVED_GIB: memory.reserved_bytes / GIB,
-            MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
-            RETRIES: memory.num_retries,
-            OOMS: memory.num_ooms,
-        }
 
 
 class Gatherer:
@@ -228,30 +241,32 @@ class Gatherer:
         facts: RunFacts,
         outputs: Outputs,
         every: int | None,
-        gauges: Gauges,
+        device: torch.device,
     ) -> None:
         self.latest: StepLine | None = None
+        self.outputs = outputs
+        self.rank = control.rank  # among those that are observed
         self._control = control
         self._facts = facts
-        self._outputs = outputs
+        self._device = device
         self._every = every
-        self._gauges = gauges
         self._taken: list[ObservedStep] = []  # and not yet handed over
         self._handed_over_s = 0.0
         self._batches: queue.SimpleQueue[list[ObservedStep] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._line = Sampler(every)
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
-        self._of_each: list[tuple[int, Mapping[str, float], Mapping[str, float]]] = []
+        self._of_each: list[tuple[int, Figures, Figures]] = []
         self._values: dict[str, float] = {}
         self._tokens: list[int] = []  # of each step of the line
         self._bad_since: dict[str, int] = {}  # as in `StepLine`, of this rank
         self._finite_step = 0  # the last one in which gradients were looked at and finite
         self._saves: defaultdict[str, float] = defaultdict(float)  # seconds in each call
-        self._trained_by = threading.get_ident()
+        self._trained_by, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._core_wait_s = core_wait_s(self._native_id)
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
-        self._is_abandoned = self._writes_no_more = False
+        self._is_abandoned = False
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
 
@@ -261,7 +276,7 @@ class Gatherer:
 
     def take(self, step: ObservedStep) -> None:
         """Take over a step; dropped after an error. **Raises** the error of an earlier one."""
-        self.raise_once()
+        self._raise_once()
         if not self._thread.is_alive():
             return
         self._taken.append(step)
@@ -277,82 +292,39 @@ class Gatherer:
         self._handed_over_s = time.monotonic()
         self._batches.put(taken)
 
-    @property
-    def rank(self) -> int:
-        """This rank's number among those that are observed."""
-        return self._control.rank
-
-    def note(self, **values: Any) -> None:
-        """Write a line of this rank now."""
-        with self._writing(), suppress(ValueError):  # closed already
-            self._outputs.own.write(**values)
-
-    def raise_once(self) -> None:
-        """Raise the error of the thread, once."""
+    def _raise_once(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def finish(self) -> None:
         """Write all steps and close the files. **Raises** the error of the thread."""
-        self._hand_over()
-        self._stop_thread()
         self._end(self._error)
-        self.raise_once()
+        self._raise_once()
 
-    def abandon(self, error: BaseException, last: ObservedStep | None, **place: Any) -> None:
+    def abandon(self, error: BaseException, last: ObservedStep | None, **place: object) -> None:
         """End after an error, without exchanges with the other ranks, which may never come.
 
         ``last`` is a step that was not taken yet, ``place`` is where the error was raised.
         """
         self._taken += [] if last is None else [last]
         self._is_abandoned = True
-        self._hand_over()
-        self._control.break_off()
-        self._stop_thread()
         self._end(error, **place)
 
-    def _stop_thread(self) -> None:
+    def _end(self, error: BaseException | None, **place: object) -> None:
+        """Write the end of the run, which a run that hangs or was killed lacks; close the files."""
+        self._hand_over()
+        if self._is_abandoned:
+            self._control.break_off()
         self._batches.put(None)
         if self._thread.is_alive():
             self._thread.join()
-
-    def _end(self, error: BaseException | None, **place: Any) -> None:
-        """Write the end of the run, which a run that hangs or was killed lacks; close the files."""
-        outputs = self._outputs
+        error = error or self._error
         is_clean = error is None or (isinstance(error, SystemExit) and not error.code)
         said = {"error": None} if is_clean or error is None else _describe_error(error) | place
-        with self._writing(), suppress(ValueError):  # closed already
-            at_s = round(time.time(), 3)
-            outputs.own.write(kind="end", step=max(self._last_step, 1), unix_s=at_s, **said)
-        self._close(outputs)
-        with self._writing():
-            outputs.doctor.close()
-
-    def _close(self, outputs: Outputs) -> None:
-        for close in (outputs.steps.close, outputs.own.close, *(s.close for s in outputs.sinks)):
-            with self._writing():
-                close()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Write inside; the first error is logged and ends all writing, but not the training."""
-        try:
-            yield
-        except Exception as error:
-            if self._writes_no_more:
-                return
-            self._writes_no_more = True
-            outputs, none = self._outputs, JsonLines(None)
-            self._outputs = replace(outputs, steps=none, own=none, sinks=())
-            _LOG.warning(
-                "rank %d: observe() could not write its record of the run and writes no more: "
-                "%s: %s",
-                self._control.rank,
-                type(error).__name__,
-                error,
-            )
-            self._close(outputs)
+        at_s = round(time.time(), 3)
+        self.outputs.note(kind="end", step=max(self._last_step, 1), unix_s=at_s, **said)
+        self.outputs.close()
 
     # -- the thread
     def _run(self) -> None:
@@ -379,40 +351,40 @@ class Gatherer:
                     self._saves[call] += time.monotonic() - began_s
 
     def _note(self, step: ObservedStep) -> None:
+        number, recorded, values = step.step, step.recorded, step.values
         for call, seconds in self._saves.items():
-            self._write_own(kind="other_save", step=step.step, call=call, seconds=seconds)
+            self.outputs.write_own(kind="other_save", step=number, call=call, seconds=seconds)
         self._saves.clear()
-        recorded = step.recorded
-        told = pace_metrics(recorded.seconds, recorded.num_tokens)
-        if self._facts.peak_flops and TOKENS_PER_S in told:
-            flops = told[TOKENS_PER_S] * self._facts.flops_per_token
-            told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
-        self._of_each.append((step.step, told, step.values))
+        told = {STEP_S: recorded.seconds}
+        if recorded.num_tokens:
+            told[TOKENS_PER_S] = recorded.num_tokens / recorded.seconds
+            if self._facts.peak_flops:
+                flops = told[TOKENS_PER_S] * self._facts.flops_per_token
+                told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
+        self._of_each.append((number, told, values))
         self._tokens.append(recorded.num_tokens)
-        bad = sum(not math.isfinite(value) for value in step.values.values())
-        told = {**told, **step.figures, BAD_VALUES: bad}
+        bad = sum(not math.isfinite(value) for value in values.values())
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
-        self._line.take(told, lambda: self._look_at(step), is_rare or bool(self._left_open))
+        known = {**told, **step.figures, BAD_VALUES: bad}
+        self._line.take(known, lambda: self._look_at(step), is_rare or bool(self._left_open))
         for (group, peer), seconds in recorded.waited_for.items():
             with suppress(KeyError, ValueError):  # a group that is gone
                 self._waited_for[ranks_of(group)[peer]] += seconds
-        self._values.update(step.values)
-        num_bad = step.figures.get(BAD_GRADIENTS)
-        looked_at = step.values | (
-            {} if num_bad is None else {BAD_GRADIENTS: math.inf if num_bad else 0}
-        )
+        self._values.update(values)
+        num_bad, looked_at = step.figures.get(BAD_GRADIENTS), dict(values)
+        if num_bad is not None:
+            looked_at[BAD_GRADIENTS] = math.inf if num_bad else 0
         for name, value in looked_at.items():
             if not self._bad_since.get(name):
-                self._bad_since[name] = 0 if math.isfinite(value) else step.step
+                self._bad_since[name] = 0 if math.isfinite(value) else number
         for line in step.own_lines:
-            self._write_own(**{"kind": line["kind"], "step": step.step, **line})
+            self.outputs.write_own(**{"kind": line["kind"], "step": number, **line})
         if step.bad_gradients:
-            names = list(step.bad_gradients[:_MAX_NAMED])
-            self._write_own(
-                kind="non_finite", step=step.step, parameters=names, finite_step=self._finite_step
-            )
+            named = {"parameters": list(step.bad_gradients[:_MAX_NAMED])}
+            finite = {"finite_step": self._finite_step}
+            self.outputs.write_own(kind="non_finite", step=number, **named, **finite)
         elif num_bad is not None:
-            self._finite_step = step.step
+            self._finite_step = number
 
     def _look_at(self, step: ObservedStep) -> dict[str, float]:
         """Return the figures of a step's spans; write the spans if its timeline is kept."""
@@ -420,59 +392,62 @@ class Gatherer:
         spans = spans_of(recorded, self._left_open)
         on_device = device_spans_of(recorded)
         by_host = without_lines_of(on_device, spans)
+        if on_device or step.keeps_timeline:  # the device's spans count from the step's begin
+            by_host = [span.earlier(recorded.begin_s) for span in by_host]
         if step.keeps_timeline:
-            self._write_own(
-                kind="timeline",
-                step=step.step,
-                seconds=recorded.seconds,
-                spans=_rows(by_host, recorded.begin_s) + _rows(on_device, 0.0),
-            )
-        if not on_device:
-            return step_metrics(spans, recorded.seconds)
-        began_s = recorded.begin_s  # where the device's spans count from
-        beside = [
-            span._replace(begin_s=span.begin_s - began_s, end_s=span.end_s - began_s)
-            for span in by_host
-            if span.line != MAIN and "." not in span.line
-        ]
-        return step_metrics([*on_device, *beside], recorded.seconds)
+            rows = [_row(span) for span in (*by_host, *on_device)]
+            seconds = recorded.seconds
+            self.outputs.write_own(kind="timeline", step=step.step, seconds=seconds, spans=rows)
+        if on_device:
+            by_host = [span for span in by_host if span.line != MAIN and "." not in span.line]
+        return step_metrics([*on_device, *by_host], recorded.seconds)
 
-    def _write_own(self, **line: Any) -> None:
-        with self._writing():
-            self._outputs.own.write(**line)
-        self._outputs.doctor.note(line)
+    def _gauges(self, num_steps: int) -> dict[str, float]:
+        """Return the figures with a current value: memory, padding, waits for a core a step.
+
+        **Cost** 0.1 to 0.3 ms of system calls.
+        """
+        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._native_id)
+        memory = memory_figures(self._device)
+        return {
+            CORE_WAIT_S: (self._core_wait_s - waited_s) / num_steps,
+            PADDING_SHARE: 100 * self._facts.padding_share,
+            MAX_ACTIVE_GIB: memory.peak_bytes / GIB,
+            MAX_RESERVED_GIB: memory.reserved_bytes / GIB,
+            MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
+            RETRIES: memory.num_retries,
+            OOMS: memory.num_ooms,
+        }
 
     def _write_line(self, step: int) -> None:
         """Exchange the figures of the line with all ranks; write it, on rank 0."""
         if self._is_abandoned:
             return
         num_steps = self._line.num_steps
-        mine = {**self._line.mean(), **self._gauges.read(num_steps)}
-        longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=itemgetter(1))
-        waited_ms = {r: 1e3 * s / num_steps for r, s in longest}
-        is_alike = len(set(self._tokens)) == 1
-        tokens, self._tokens = self._tokens[: 1 if is_alike else _MAX_TOKENS], []
-        told = {"metrics": mine, "waited_for": waited_ms, "bad_since": self._bad_since}
-        told["tokens"] = tokens
-        self._waited_for.clear()
-        rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(told).encode())]
+        longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=lambda each: each[1])
+        tokens = self._tokens[: 1 if len(set(self._tokens)) == 1 else _MAX_TOKENS]
+        mine = {
+            "metrics": {**self._line.mean(), **self._gauges(num_steps)},
+            "waited_for": {r: 1e3 * s / num_steps for r, s in longest},
+            "bad_since": self._bad_since,
+            "tokens": tokens,
+        }
+        rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(mine).encode())]
         for row, found in zip(rows, tokens_over_ranks([r["tokens"] for r in rows]), strict=False):
             row["metrics"] |= found
         metrics = over_ranks([row["metrics"] for row in rows])
-        self._line.begin_line(metrics[STEP_S].max)
         waited_for = {
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
             for rank, row in enumerate(rows)
         }
-        self._bad_since = {}
         bad_since = {
             name: {
                 r: row["bad_since"][name] for r, row in enumerate(rows) if name in row["bad_since"]
             }
-            for name in sorted({n for row in rows for n, step in row["bad_since"].items() if step})
+            for name in sorted({n for row in rows for n, bad in row["bad_since"].items() if bad})
         }
         of_each, self._of_each = self._of_each, []
-        self.latest = line = StepLine(
+        self.latest = StepLine(
             step,
             num_steps,
             round(time.monotonic() - self._began_s, 3),
@@ -483,14 +458,14 @@ class Gatherer:
             values_over_steps=summarize_steps([(number, values) for number, _, values in of_each]),
             metrics_over_steps=summarize_steps([(number, told) for number, told, _ in of_each]),
         )
-        if self._control.rank == 0:
-            with self._writing():
-                self._outputs.steps.write(**asdict(line))
-                for sink in (*self._outputs.sinks, self._outputs.doctor):
-                    sink.write(line)
+        self._line.begin_line(metrics[STEP_S].max)
+        self._waited_for.clear()
+        self._tokens, self._bad_since = [], {}
+        if self.rank == 0:
+            self.outputs.write(self.latest)
 
 
-def _describe_error(error: BaseException) -> dict[str, Any]:
+def _describe_error(error: BaseException) -> dict[str, object]:
     """Return an error as keys of the line of a rank's end.
 
     ``follows``: communication failed, usually because another rank had failed before.
@@ -505,16 +480,7 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": text[:_MAX_MESSAGE], "follows": follows}
 
 
-def _rows(spans: Sequence[Span], begin_s: float) -> list[list[Any]]:
-    """Return spans as lists: line, phase, unit, begin and length in milliseconds, bytes."""
-    return [
-        [
-            span.line,
-            span.phase,
-            span.unit,
-            round(1e3 * (span.begin_s - begin_s), 4),
-            round(1e3 * span.seconds, 4),
-            span.num_bytes,
-        ]
-        for span in spans
-    ]
+def _row(span: Span) -> list[str | float]:
+    """Return a span as a list: line, phase, unit, begin and length in milliseconds, bytes."""
+    times = round(1e3 * span.begin_s, 4), round(1e3 * span.seconds, 4)
+    return [span.line, span.phase, span.unit, *times, span.num_bytes]

@@ -8,11 +8,11 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
 from shardwise.tensor.background_step import elements_of, is_under_way
 from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
@@ -71,7 +71,7 @@ class LostUpdates:
             wait_s = min((time.monotonic() - began_s) / _SHARE, _SELDOM_S)
             self._again_s = max(self._again_s, began_s + wait_s)
 
-    def take(self) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
+    def take(self) -> tuple[Mapping[str, float], Sequence[RankLine]]:
         """Return the figures of a comparison since the last call, and a line of the worst."""
         figures, self._figures = self._figures, {}
         if not figures or self._num_looks & (self._num_looks - 1):  # after 1, 2, 4, 8, ... looks

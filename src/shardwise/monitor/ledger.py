@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,7 @@ from shardwise.debug import place_of, place_of_state
 from shardwise.device import memory_in_use_bytes
 from shardwise.engine.parts import Parts
 from shardwise.engine.tree import tensors_in
+from shardwise.monitor.lines import RankLine
 from shardwise.monitor.record import RunFacts
 from shardwise.names import join_units, name_of_unit
 from shardwise.quantities import format_bytes
@@ -88,6 +90,30 @@ class OwnedBytes:
         return max(self.in_use_bytes - self.device_bytes, 0)
 
 
+class Moment(NamedTuple):
+    """The engine's memory as a phase of a unit begins or ends."""
+
+    phase: str
+    unit: str
+    owned: OwnedBytes
+
+
+def memory_line(moments: Sequence[Moment], is_process: bool) -> RankLine:
+    """Return the memory of one step: each moment by kind, the largest by unit too.
+
+    With ``is_process`` the memory in use is that of the process, whose largest moment is chance, so
+    the engine's memory decides.
+    """
+    compared = "device_bytes" if is_process else "in_use_bytes"
+    peak = max(range(len(moments)), key=lambda i: getattr(moments[i].owned, compared))
+    rows = [
+        {"phase": phase, "unit": unit, "device": now.by_kind(), "other": now.other_bytes}
+        for phase, unit, now in moments
+    ]
+    units = {place: moments[peak].owned.by_unit(place) for place in ("device", "host", "files")}
+    return {"kind": "memory", "moments": rows, "peak": peak, "units": units}
+
+
 def state_bytes(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Counter[tuple[str, str, str]]:
@@ -117,8 +143,8 @@ def owned_bytes(
         _add_grads(blocks, unit)
     blocks.found.update(state_bytes(optimizers) if state is None else state)
     for unit in parts.units:
-        if unit.pending is not None:
-            blocks.add("device", "gather_staging", unit.name, tensors_in(unit.pending.holds))
+        if unit.gather.pending is not None:
+            blocks.add("device", "gather_staging", unit.name, tensors_in(unit.gather.pending.holds))
         coded = [s.coded_memory for s in unit.storages if s.coded_memory is not None]
         blocks.add("device", "gather_staging", unit.name, coded)
     for engine in parts.engines:
@@ -158,21 +184,21 @@ class _Blocks:
 
 def _add_params(blocks: _Blocks, unit: Unit) -> None:
     for storage in unit.storages:
-        blocks.count(place_of(unit, "params"), "param_shards", unit.name, storage.shard_bytes)
-        beside = storage.kept_bytes + storage.copy_bytes
-        blocks.count("device", "param_full", unit.name, beside)
+        memory, place = storage.memory, place_of(unit, "params")
+        blocks.count(place, "param_shards", unit.name, memory.shard_bytes)
+        blocks.count("device", "param_full", unit.name, storage.kept_bytes + memory.copy_bytes)
         blocks.see(storage.master, storage.full)
     for param in unit.params:
         if not param.encoding.in_storage:
             blocks.add(place_of(unit), "param_shards", unit.name, [param.sharded])
-            if param.full is not None:
-                blocks.add("device", "param_full", unit.name, [param.full.data])
+            if param.leaf is not None:
+                blocks.add("device", "param_full", unit.name, [param.leaf.data])
 
 
 def _add_grads(blocks: _Blocks, unit: Unit) -> None:
     place = place_of(unit, "grads")
     for storage in unit.storages:
-        blocks.add(place_of(unit), "grad_shards", unit.name, storage.held_for_means)
+        blocks.add(place_of(unit), "grad_shards", unit.name, storage.means.held)
         if storage.unreduced is not None:
             blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
     is_empty = unit.grad_state is GradState.EMPTY and not unit.settings.stands_while_full
@@ -182,7 +208,7 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
         for mean in (param.grad, param.mean):
             if isinstance(mean, DTensor):
                 blocks.add(place, "grad_shards", unit.name, [mean])
-        partials = [param.partial, getattr(param.full, "grad", None)]
+        partials = [param.partial, getattr(param.leaf, "grad", None)]
         blocks.add("device", "grad_full", unit.name, [t for t in partials if t is not None])
 
 
@@ -236,28 +262,25 @@ class OutOfMemory:
     def __str__(self) -> str:
         """Return the report as text."""
         asked = "" if self.asked_bytes is None else f" asking for {format_bytes(self.asked_bytes)}"
-        lines = [
+        kinds = {**self.kinds, "activations, temporaries and other memory": self.other_bytes}
+        blocks = {f"{kind} of {name_of_unit(unit)}": n for kind, unit, n in self.blocks}
+        fixes = (
+            f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
+            f"{format_bytes(fix.peak_bytes)}, {'fits' if fix.fits else 'still does not fit'}; "
+            f"{fix.cost}"
+            for fix in self.fixes
+        )
+        lines = (
             f"out of memory on rank {self.rank} in step {self.step}, in {self.phase} of "
             f"'{name_of_unit(self.unit)}',{asked} with {format_bytes(self.in_use_bytes)} in use of "
             f"{format_bytes(self.capacity_bytes)}",
             "memory by kind:",
-        ]
-        lines += [f"  {format_bytes(n):>10}  {kind}" for kind, n in self.kinds.items()]
-        lines.append(
-            f"  {format_bytes(self.other_bytes):>10}  activations, temporaries and other memory"
+            *(f"  {format_bytes(n):>10}  {name}" for name, n in kinds.items()),
+            "the largest blocks of Shardwise:",
+            *(f"  {format_bytes(n):>10}  {name}" for name, n in blocks.items()),
+            "changes that need less:",
+            *fixes,
         )
-        lines.append("the largest blocks of Shardwise:")
-        lines += [
-            f"  {format_bytes(n):>10}  {kind} of {name_of_unit(unit)}"
-            for kind, unit, n in self.blocks
-        ]
-        lines.append("changes that need less:")
-        for fix in self.fixes:
-            verdict = "fits" if fix.fits else "still does not fit"
-            lines.append(
-                f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
-                f"{format_bytes(fix.peak_bytes)}, {verdict}; {fix.cost}"
-            )
         return "\n".join(lines)
 
 
@@ -289,13 +312,11 @@ def explain_out_of_memory(
     asked = asked_bytes(error)
     needed = owned.in_use_bytes + (asked or 0)
     blocks = [(kind, unit, n) for (at, kind, unit), n in owned.owned.items() if at == "device"]
-    blocks.sort(key=lambda block: -block[2])
     fixes = [
         Fix(change, saved, needed - saved, needed - saved <= capacity_bytes, cost)
         for change, saved, cost in _ways(facts, owned, base_bytes)
         if saved > 0
     ]
-    fixes.sort(key=lambda fix: (not fix.fits, 0 if fix.fits else fix.peak_bytes))
     return OutOfMemory(
         *place,
         asked,
@@ -303,8 +324,10 @@ def explain_out_of_memory(
         capacity_bytes,
         owned.by_kind(),
         owned.other_bytes,
-        tuple(blocks[:_MAX_BLOCKS]),
-        tuple(fixes[:_MAX_FIXES]),
+        tuple(sorted(blocks, key=lambda block: -block[2])[:_MAX_BLOCKS]),
+        tuple(
+            sorted(fixes, key=lambda f: (not f.fits, 0 if f.fits else f.peak_bytes))[:_MAX_FIXES]
+        ),
     )
 
 
@@ -313,27 +336,23 @@ def _ways(facts: RunFacts, owned: OwnedBytes, base_bytes: int) -> list[tuple[str
 
     **Source** of one activation a block with recomputation: Chen et al. 2016, section 4.
     """
-    kinds, other = owned.by_kind(), max(owned.other_bytes - base_bytes, 0)
-    state = kinds.get("optimizer_state", 0)
-    shards, full = kinds.get("param_shards", 0), kinds.get("param_full", 0)
-    grads = kinds.get("grad_full", 0) + kinds.get("grad_shards", 0)
-    ranks = next(iter(facts.degrees.values()), 1) if facts.degrees else 1
+    kinds, other = Counter(owned.by_kind()), max(owned.other_bytes - base_bytes, 0)
+    state, shards, full = kinds["optimizer_state"], kinds["param_shards"], kinds["param_full"]
+    grads = kinds["grad_full"] + kinds["grad_shards"]
+    ranks = next(iter(facts.degrees.values()), 1)
     largest = max((unit.full_bytes for unit in facts.units), default=0)
     blocks = max(len(facts.units) - 1, 1)
-    found: list[tuple[str, int, str]] = []
+    saved = 0  # by stage 3
     if facts.stage < 3 and ranks > 1:
         kept = ceil((shards + full) / ranks) if facts.stage == 0 else shards
         saved = shards + full - kept - 2 * largest
-        if facts.stage < 2:
-            saved += grads - grads // ranks
-        if facts.stage == 0:
-            saved += state - state // ranks
-        found.append(("stage=3", saved, "parameters are gathered again in backward"))
+        saved += grads - grads // ranks if facts.stage < 2 else 0
+        saved += state - state // ranks if facts.stage == 0 else 0
     recomputed = other - ceil(other / blocks)
-    found += [
+    return [
+        ("stage=3", saved, "parameters are gathered again in backward"),
         ("activation checkpointing of each block", recomputed, "about a third more computing"),
         ("half the micro-batch, twice the accumulation", other // 2, "no other result"),
         ('offload="cpu" of the optimizer\'s state', state, "the step goes on on the host"),
-        ('offload="cpu"', state + shards + kinds.get("grad_shards", 0), "slices travel each step"),
+        ('offload="cpu"', state + shards + kinds["grad_shards"], "slices travel each step"),
     ]
-    return found

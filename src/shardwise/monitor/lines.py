@@ -27,6 +27,7 @@ Figure = Annotated[
     Field(ge=-1e30, le=1e30),
     WrapValidator(lambda value, check: None if value is None else check(value)),  # not finite
 ]
+RankLine = Mapping[str, Any]  # the keys of one line of a rank, as JSON has them
 Name = Annotated[str, Field(max_length=1000)]
 # Values that a loop logs may be larger, but sums and squares of them are finite.
 MAX_LOGGED = 1e100
@@ -52,16 +53,17 @@ class JsonLines:
             _cut(path, last_step)
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
-    def write(self, **values: Any) -> None:
+    def write(self, **values: object) -> None:
         """Append one line."""
-        if self._file is not None:
-            self._file.write(json.dumps(_finite(values)) + "\n")  # several threads write
-            self._file.flush()
+        if (file := self._file) is not None:
+            file.write(json.dumps(_finite(values)) + "\n")  # several threads write
+            file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        """Close the file; later lines are dropped."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +72,7 @@ class JsonLines:
         self.close()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):  # a path may have bytes that are not UTF-8
@@ -95,33 +97,39 @@ def _cut(path: Path, last_step: int) -> None:
     cut_path.replace(path)
 
 
-def _parse_line(text: str) -> Mapping[str, Any] | None:
+def _parse_line(text: str) -> RankLine | None:
     """Return the values of a line; None if it is cut short or has no step."""
     try:
         check_containers(text.encode())
-        line: Mapping[str, Any] = json.loads(text)
+        line: RankLine = json.loads(text)
         return line if text.endswith("\n") and int(line["step"]) else None
     except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
-def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of a file that may still be written, without one that is cut short."""
-    yield from filter(None, map(_parse_line, _texts(path)))
+def read_lines(path: Path, tail_bytes: int | None = None) -> Iterator[RankLine]:
+    """Yield the lines of a file that may still be written, without one that is cut short.
+
+    With ``tail_bytes`` only the lines in so many last bytes.
+    """
+    yield from filter(None, map(_parse_line, _texts(path, tail_bytes)))
 
 
-def _texts(path: Path) -> Iterator[str]:
+def _texts(path: Path, tail_bytes: int | None = None) -> Iterator[str]:
     """Yield the lines of a file; too long ones in parts, which are not JSON."""
     if not path.exists():
         return
     if not path.is_file():  # a read of a pipe would block
         raise ConfigError(f"{path}: expected a file")
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
+        if tail_bytes is not None and (begin := path.stat().st_size - tail_bytes) > 0:
+            file.seek(begin)
+            file.readline()  # the rest of a line
         while text := file.readline(_MAX_LINE):
-            yield text
+            yield text.decode(errors="replace")
 
 
-def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[str, Any]]:
+def read_newest(path: Path, kinds: Collection[str], count: int) -> list[RankLine]:
     """Return the last ``count`` lines of each of some kinds, and all lines of others, in order.
 
     **Cost** reads the whole file, but parses only the lines that it returns.
@@ -134,46 +142,3 @@ def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[
             newest.get(match[1] if match else "", found).append((number, text))
     kept = sorted([*found, *(each for lines in newest.values() for each in lines)])
     return [line for _, text in kept if (line := _parse_line(text))]
-
-
-class GrowingLines:
-    """A file of JSON lines that another process appends to or replaces.
-
-    With ``tail_bytes`` only the end of an existing file is read.
-    """
-
-    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
-        self.path = path
-        self._at = 0
-        if tail_bytes is not None and path.exists():
-            self._at = max(path.stat().st_size - tail_bytes, 0)
-        self._is_inside_line = self._at > 0
-        self._id: tuple[int, int] | None = None
-
-    def was_replaced(self) -> bool:
-        """Tell whether the file is another one, or shorter than the part that was read."""
-        try:
-            stat = self.path.stat()
-        except FileNotFoundError:
-            return False
-        before, self._id = self._id, (stat.st_dev, stat.st_ino)
-        was_replaced = stat.st_size < self._at or before not in (None, self._id)
-        if was_replaced:
-            self._at, self._is_inside_line = 0, False
-        return was_replaced
-
-    def read(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the lines that are new and complete. **Raises** ConfigError for other lines."""
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._at)
-            while (text := file.readline(_MAX_LINE)).endswith(b"\n"):
-                self._at += len(text)
-                if self._is_inside_line:
-                    self._is_inside_line = False
-                    continue
-                line = _parse_line(text.decode(errors="replace"))
-                if line is None:
-                    raise ConfigError(f"{self.path}: not a line of JSON with a step")
-                yield line

@@ -3,14 +3,13 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.lines import GrowingLines, JsonLines
+from shardwise.monitor.lines import JsonLines, RankLine, read_lines
 from shardwise.monitor.record import (
     RunFacts,
     RunRecord,
@@ -25,70 +24,48 @@ from shardwise.monitor.summary import phase_seconds, settled
 
 _LOG = logging.getLogger("shardwise")
 _MOST_LINES = 240  # over all ranks that a reader keeps
-_TAIL_BYTES = 1 << 22  # of a rank's file that are read when a reader starts
+_TAIL_BYTES = 1 << 22  # of a file that are read
 _LATE_TIMES, _LATE_S = 4.0, 30.0  # usual gaps without new figures, and at least so many seconds
 _HELD_LINES = 3  # that show a finding, before it is logged
 _KEPT_LINES, _KEPT_OWN = 64, 8  # by the doctor
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A run at one moment: the newest lines over all ranks, and each rank's newest by kind."""
+def gap_of(run: RunRecord) -> float | None:
+    """Return the usual seconds between two lines; None before there are two."""
+    late = [line.at_s for line in settled(run.steps)[-8:]]
+    return (late[-1] - late[0]) / (len(late) - 1) if len(late) > 1 else None
 
-    record: RunRecord
 
-    @property
-    def lines(self) -> tuple[StepLine, ...]:
-        """The newest lines over all ranks."""
-        return self.record.steps
+def is_late(run: RunRecord) -> bool:
+    """Tell whether new figures are long overdue: the run was killed, or it hangs."""
+    gap_s = gap_of(run)
+    if run.ending is not None or gap_s is None:
+        return False
+    return (run.idle_s or 0.0) > max(_LATE_TIMES * gap_s, _LATE_S)
 
-    @property
-    def quiet_s(self) -> float:
-        """Seconds since the newest of them was written."""
-        return self.record.idle_s or 0.0
 
-    @property
-    def ending(self) -> str | None:
-        """The end that the run has written; None while it continues, or if it was killed."""
-        ends = [line for line in self.record.end_lines.values() if line["kind"] == "end"]
-        errors = [line["error"] for line in ends if line.get("error")]
-        return f"it broke off: {errors[0]}" if errors else "it is over" if ends else None
-
-    @property
-    def gap_s(self) -> float | None:
-        """The usual time between two lines, None before there are two."""
-        late = [line.at_s for line in settled(self.lines)[-8:]]
-        return (late[-1] - late[0]) / (len(late) - 1) if len(late) > 1 else None
-
-    @property
-    def is_late(self) -> bool:
-        """True if new figures are long overdue: the run was killed, or it hangs."""
-        if self.ending is not None or self.gap_s is None:
-            return False
-        return self.quiet_s > max(_LATE_TIMES * self.gap_s, _LATE_S)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the snapshot as values of JSON; figures are those of the newest line."""
-        latest = self.lines[-1] if self.lines else None
-        facts, values = self.record.facts, asdict(latest) if latest else {}
-        return {
-            "run": str(self.record.path),
-            "num_ranks": facts.num_ranks,
-            "device": facts.device,
-            "stage": facts.stage,
-            "step": latest.step if latest else 0,
-            "at_s": latest.at_s if latest else 0.0,
-            "quiet_s": round(self.quiet_s, 3),
-            "is_late": self.is_late,
-            "ending": self.ending,
-            **{name: values.get(name, {}) for name in ("metrics", "values", "values_over_steps")},
-            "phases_s": phase_seconds(self.lines),
-            **diagnose(self.record).to_json(),
-        }
+def snapshot_of(run: RunRecord) -> dict[str, object]:
+    """Return a run at one moment as values of JSON; figures are those of the newest line."""
+    latest = run.steps[-1] if run.steps else None
+    values = asdict(latest) if latest else {}
+    return {
+        "run": str(run.path),
+        "num_ranks": run.facts.num_ranks,
+        "device": run.facts.device,
+        "stage": run.facts.stage,
+        "step": latest.step if latest else 0,
+        "at_s": latest.at_s if latest else 0.0,
+        "quiet_s": round(run.idle_s or 0.0, 3),
+        "is_late": is_late(run),
+        "ending": run.ending,
+        **{name: values.get(name, {}) for name in ("metrics", "values", "values_over_steps")},
+        "phases_s": phase_seconds(run.steps),
+        **diagnose(run).to_json(),
+    }
 
 
 class LiveRun:
-    """Reads a run's files repeatedly, each time only the new lines.
+    """Reads a run repeatedly, each time only the ends of files that have changed.
 
     It works on every machine that sees the files.
     """
@@ -97,32 +74,36 @@ class LiveRun:
         self.path = Path(path)
         self._folder = folder_of(path)
         self._clock = clock
-        self._facts = read_facts(self._folder, self.path)
         self._began_s = clock()
-        self._steps = GrowingLines(self._folder / "steps.jsonl")
-        self._lines: deque[StepLine] = deque(maxlen=_MOST_LINES)
-        self._files: dict[int, GrowingLines] = {}
-        self._own: dict[int, dict[str, Mapping[str, Any]]] = {}
+        self._seen: dict[Path, tuple[object, Sequence[RankLine]]] = {}
+        read_facts(self._folder, self.path)  # there is a run
 
-    def look(self) -> Snapshot:
-        """Return the present state. **Raises** ConfigError if the run's folder was removed."""
-        if self._steps.was_replaced():  # resumed, or started again
-            self._facts = read_facts(self._folder, self.path)
-            self._lines.clear()
-        self._lines.extend(read_step(line, self._steps.path) for line in self._steps.read())
+    def look(self) -> RunRecord:
+        """Return the present state: the newest lines over all ranks, and each rank's by kind.
+
+        ``idle_s`` is the time since the newest line over all ranks. **Raises** ConfigError if the
+        run's folder was removed, or a line has a wrong type.
+        """
+        facts, path = read_facts(self._folder, self.path), self._folder / "steps.jsonl"
+        steps = tuple(read_step(line, path) for line in self._lines(path)[-_MOST_LINES:])
+        by_rank: dict[int, tuple[RankLine, ...]] = {}
         for rank, file in rank_files(self._folder):
-            growing = self._files.setdefault(rank, GrowingLines(file, _TAIL_BYTES))
-            if growing.was_replaced():
-                self._own.pop(rank, None)
-            newest = self._own.setdefault(rank, {})
-            for line in growing.read():
+            newest: dict[str, RankLine] = {}
+            for line in self._lines(file):
                 newest.pop(kind := line.get("kind", ""), None)  # the order is that of the newest
-                newest[kind] = checked_line(line, file)
-        by_rank = {rank: tuple(newest.values()) for rank, newest in sorted(self._own.items())}
-        path = self._steps.path
+                newest[kind] = line
+            by_rank[rank] = tuple(checked_line(line, file) for line in newest.values())
         changed_s = path.stat().st_mtime if path.exists() else self._began_s
-        quiet_s = max(self._clock() - changed_s, 0.0)
-        return Snapshot(RunRecord(self.path, self._facts, tuple(self._lines), by_rank, quiet_s))
+        idle_s = max(self._clock() - changed_s, 0.0)
+        return RunRecord(self.path, facts, steps, by_rank, idle_s)
+
+    def _lines(self, path: Path) -> Sequence[RankLine]:
+        """Return the lines at the end of a file."""
+        stat = path.stat() if path.exists() else None
+        version = stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if self._seen.get(path, (None,))[0] != version or version is None:
+            self._seen[path] = version, tuple(read_lines(path, _TAIL_BYTES))
+        return self._seen[path][1]
 
 
 class LiveDoctor:
@@ -138,11 +119,11 @@ class LiveDoctor:
         self._path = folder or Path()
         self._file = JsonLines(folder / "findings.jsonl" if folder is not None else None, done)
         self._lines: deque[StepLine] = deque(maxlen=_KEPT_LINES)
-        self._own: deque[Mapping[str, Any]] = deque(maxlen=_KEPT_OWN)
+        self._own: deque[RankLine] = deque(maxlen=_KEPT_OWN)
         self._held: Counter[tuple[str, int | None]] = Counter()
         self._logged: set[tuple[str, int | None]] = set()
 
-    def note(self, line: Mapping[str, Any]) -> None:
+    def note(self, line: RankLine) -> None:
         """Take a line of this rank: its memory, bad gradients, saves."""
         if line["kind"] in ("memory", "non_finite", "lost_updates", "other_save"):
             self._own.append(line)

@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.monitor.lines import MAX_LOGGED, Extreme, Figure, Rank
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
@@ -54,11 +55,6 @@ _SECONDS_OF = {  # of the line that computes
     RECOMPUTE_S: ("recompute",),
     "time_metrics/backward(s)": ("backward",),
 }
-
-
-def pace_metrics(step_s: float, num_tokens: int) -> dict[str, float]:
-    """Return the figures of a step that need no spans."""
-    return {STEP_S: step_s, **({TOKENS_PER_S: num_tokens / step_s} if num_tokens else {})}
 
 
 def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
@@ -208,7 +204,62 @@ def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
     ]
 
 
-def mean_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each figure over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
+def mean_of(steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the mean of each figure over the steps that have it; ``steps`` have weights."""
+    found = {}
+    for name in dict.fromkeys(name for _, step in steps for name in step):
+        values, weights = zip(*((s[name], w) for w, s in steps if name in s), strict=True)
+        found[name] = statistics.fmean(values, weights)
+    return found
+
+
+class FigureRow(NamedTuple):
+    """A row: the name of a metric, and how it is shown; over ranks it has a median and extremes."""
+
+    metric: str
+    name: str
+    unit: str
+    is_better: int = 0  # 1: higher, -1: lower
+
+    @property
+    def title(self) -> str:
+        """The name with its unit."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+    def is_shown(self, value: OverRanks | None) -> bool:
+        """Return whether a value says something: none of what need not be there says nothing."""
+        return value is not None and bool(self.is_better or value.max)
+
+
+FIGURES = (
+    FigureRow(STEP_S, "step time", "s", -1),
+    FigureRow(TOKENS_PER_S, "tokens per second, a rank", "", 1),
+    FigureRow(MFU_SHARE, "MFU", "%", 1),
+    FigureRow(EXPOSED_SHARE, "exposed communication", "% of a step", -1),
+    FigureRow(OVERLAP_SHARE, "overlap of communication", "%", 1),
+    FigureRow(IDLE_SHARE, "device idle", "% of a step", -1),
+    FigureRow(DATA_SHARE, "waiting for data", "% of a step", -1),
+    FigureRow(MAX_ACTIVE_GIB, "peak memory", "GiB", -1),
+    FigureRow(ALL_GATHER_MS, "all-gathers", "ms a step"),
+    FigureRow(REDUCE_SCATTER_MS, "reduce-scatters", "ms a step"),
+    FigureRow(BACKGROUND_STEP_MS, "steps in the background", "ms a step"),
+    FigureRow(transfers_ms("to_device"), "copies to the device", "ms a step"),
+    FigureRow(transfers_ms("to_host"), "copies to the host", "ms a step"),
+    FigureRow(transfers_ms("disk_read"), "reads of offloaded state", "ms a step"),
+    FigureRow(transfers_ms("disk_write"), "writes of offloaded state", "ms a step"),
+    FigureRow(SENT_MIB, "sent by a rank", "MiB a step"),
+    FigureRow(NUM_COLLECTIVES, "collectives", "a step"),
+    FigureRow(PADDING_SHARE, "padding", "% of the parameters"),
+)
+ENGINE = "engine"  # the part of a step outside of all phases: begins of gathers and reductions
+PHASES = (  # of the line that computes: name, metric, seconds in one of it
+    ("forward", "time_metrics/forward(s)", 1.0),
+    ("recompute", RECOMPUTE_S, 1.0),
+    ("backward", "time_metrics/backward(s)", 1.0),
+    ("waiting for others", "comm/waited(ms)", 1e-3),
+    ("optimizer", OPTIMIZER_S, 1.0),
+    ("data", DATA_S, 1.0),
+    ("save", STALL_S, 1.0),
+    ("load", LOAD_S, 1.0),
+    ("outside", OUTSIDE_S, 1.0),
+)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -27,12 +27,13 @@ from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.host import available_host_bytes
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.gatherer import Gatherer, Gauges, ObservedStep, Outputs, Sink
+from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import LostUpdates, bad_gradients
 from shardwise.monitor.ledger import (
-    OwnedBytes,
+    Moment,
     explain_out_of_memory,
     is_out_of_memory,
+    memory_line,
     owned_bytes,
     state_bytes,
 )
@@ -108,8 +109,8 @@ def observe(
     folder = None if output is None else Path(output) / FOLDER
     done = first_step - 1
     outputs = _open(control, facts, folder, done, sinks)
-    gatherer = Gatherer(control, facts, outputs, every, Gauges(facts, parts.comm.device))
-    return Observation(parts, optimizers, facts, gatherer, outputs.doctor, done, detail_every)
+    gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
+    return Observation(parts, optimizers, facts, gatherer, done, detail_every)
 
 
 def _open(
@@ -128,18 +129,10 @@ def _open(
         own = JsonLines(path, done)
         own.write(kind="begin", step=done + 1, process=asdict(own_process()))
         doctor = LiveDoctor(facts, folder if is_first else None, done)
-        made.append(Outputs(steps, own, doctor, sinks if is_first else ()))
+        made.append(Outputs(control.rank, steps, own, doctor, sinks if is_first else ()))
 
     on_all_ranks(control, open_files)
     return made[0]
-
-
-class _Moment(NamedTuple):
-    """The engine's memory as a phase of a unit begins or ends."""
-
-    phase: str
-    unit: str
-    owned: OwnedBytes
 
 
 class Observation:
@@ -151,7 +144,6 @@ class Observation:
         optimizers: Sequence[torch.optim.Optimizer],
         facts: RunFacts,
         gatherer: Gatherer,
-        doctor: LiveDoctor,
         num_done: int,
         detail_every: int,
     ) -> None:
@@ -159,7 +151,6 @@ class Observation:
         self._parts = parts
         self._optimizers = optimizers
         self._gatherer = gatherer
-        self._doctor = doctor
         self._detail_every = detail_every
         self._step, self._num_observed = num_done, 0
         self._num_passes = _num_passes(parts)
@@ -167,7 +158,7 @@ class Observation:
         self._state: Mapping[tuple[str, str, str], int] | None = None
         self._last_step: ObservedStep | None = None
         self._reported: BaseException | None = None  # the last error of memory
-        self._moments: list[_Moment] = []
+        self._moments: list[Moment] = []
         self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
         self._checks = False  # gradients, in this step
         self._is_check_due, self._check_again_s = False, -math.inf
@@ -185,7 +176,7 @@ class Observation:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings of the doctor so far, on rank 0; see `shardwise doctor`."""
-        return tuple(self._doctor.found)
+        return tuple(self._gatherer.outputs.doctor.found)
 
     @property
     def step(self) -> int:
@@ -207,7 +198,7 @@ class Observation:
             self._base_bytes = owned_bytes(self._parts, self._optimizers).other_bytes
         self._gatherer.start()
         self._recorder.on_error = self._look_at_error
-        self._recorder.on_saved = lambda path, is_finite: self._gatherer.note(
+        self._recorder.on_saved = lambda path, is_finite: self._gatherer.outputs.note(
             kind="save", step=max(self._step, 1), path=path, is_finite=is_finite
         )
         self._recorder.cut()
@@ -284,7 +275,7 @@ class Observation:
         told = {name: float(value) for name, value in values.items()}  # a tensor is waited for
         (self._values if last is None else last.values).update(told)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._is_check_due or self._logged_bad:
             began_s = time.monotonic()
             self._bad_gradients += bad_gradients(self._parts.units, optimizer)
@@ -311,7 +302,7 @@ class Observation:
         recorded = self._recorder.cut(times_device=times)
         moments, self._moments, self._state = self._moments, [], None
         lost, own_lines = self._lost_updates.take()
-        own_lines = [*own_lines, *([_memory_line(moments, self._is_cpu)] if moments else [])]
+        own_lines = [*own_lines, *([memory_line(moments, self._is_cpu)] if moments else [])]
         figures, bad = {**self._figures(), **lost}, tuple(self._bad_gradients)
         self._checks, self._bad_gradients = False, []
         is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._check_again_s
@@ -353,7 +344,7 @@ class Observation:
             capacity = min(capacity, owned.in_use_bytes + available_host_bytes())
         report = explain_out_of_memory(error, self.facts, owned, place, capacity, self._base_bytes)
         _LOG.error("shardwise: %s", report)
-        self._gatherer.note(kind="out_of_memory", **asdict(report))
+        self._gatherer.outputs.note(kind="out_of_memory", **asdict(report))
 
     def _look_at_memory(self, phase: str, unit: str) -> None:
         if phase.removesuffix("_end") not in _MOMENTS:
@@ -361,7 +352,7 @@ class Observation:
         if self._state is None or phase == "step_end":
             self._state = state_bytes(self._optimizers)
         now = owned_bytes(self._parts, self._optimizers, self._state)
-        self._moments.append(_Moment(phase, unit, now))
+        self._moments.append(Moment(phase, unit, now))
 
 
 @cache
@@ -383,24 +374,3 @@ def _num_passes(parts: Parts) -> tuple[int, int]:
     engines = parts.engines
     begun, reduced = ([getattr(e, name) for e in engines] for name in ("num_begun", "num_reduced"))
     return max(begun, default=0), max(reduced, default=0)  # 0 after the end of a run
-
-
-def _memory_line(moments: Sequence[_Moment], is_process: bool) -> dict[str, Any]:
-    """Return the memory of one step: each moment by kind, the largest by unit too.
-
-    With ``is_process`` the memory in use is that of the process, whose largest moment is chance, so
-    the engine's memory decides.
-    """
-    compared = "device_bytes" if is_process else "in_use_bytes"
-    peak = max(range(len(moments)), key=lambda i: getattr(moments[i].owned, compared))
-    rows = [
-        {
-            "phase": moment.phase,
-            "unit": moment.unit,
-            "device": moment.owned.by_kind("device"),
-            "other": moment.owned.other_bytes,
-        }
-        for moment in moments
-    ]
-    units = {place: moments[peak].owned.by_unit(place) for place in ("device", "host", "files")}
-    return {"kind": "memory", "moments": rows, "peak": peak, "units": units}

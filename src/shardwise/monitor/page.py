@@ -4,28 +4,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
-from shardwise import svg
+from shardwise import charts, svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
-from shardwise.monitor.metrics import OverRanks
-from shardwise.monitor.pictures import (
-    curves_svg,
-    largest_memory,
-    memory_svg,
-    name_of_kind,
-    time_svg,
-    timeline_svg,
-)
+from shardwise.monitor.lines import RankLine
+from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
 from shardwise.monitor.record import RunRecord
 from shardwise.monitor.summary import (
-    FIGURES,
-    Shown,
+    MemoryOfStep,
     figures_of,
+    largest_memory,
     metric_curve,
     not_numbers,
     phase_seconds,
+    place_of,
     saves_of,
     unit_rows,
     value_curve,
@@ -37,8 +30,11 @@ from shardwise.quantities import format_bytes, format_count, format_duration
 
 MOST_RUNS, LIMIT_BYTES = 8, 300_000
 _MOST_VALUES, _MOST_UNITS, _MOST_SAVES, _MOST_FINDINGS = 9, 60, 12, 25
-# For all runs of a page together: of curves, of memory; of timelines, those with a title.
-_COLUMNS, _MOMENTS, _BARS, _TITLES = 180, 160, 1200, 300
+_COLUMNS, _MOMENTS, _BARS = (
+    180,
+    160,
+    800,
+)  # of curves, memory and timelines, for all runs of a page together
 _COARSER = (1, 2, 4, 8)  # by which these are divided where a page is too large
 _RANKS_IN_TIMELINE = 4
 
@@ -87,15 +83,15 @@ def _page(runs: Sequence[ShownRun], divisor: int) -> str:
         runs=runs,
         parts=[_part(run, divisor) for run in runs],
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
-        curves=[*_value_pictures(runs, divisor), *_metric_pictures(runs, divisor)],
-        time_svg=time_svg([(r.name, phase_seconds(r.record.steps)) for r in runs]),
+        curves=_curves(runs, divisor),
+        time_svg=_time(runs),
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
         change=_change,
     )
 
 
-def _change(shown: Shown, first: OverRanks | None, other: OverRanks | None) -> tuple[str, str]:
+def _change(shown: FigureRow, first: OverRanks | None, other: OverRanks | None) -> tuple[str, str]:
     """Return a figure's difference to the first run's in per cent, and whether it is better."""
     if first is None or other is None or not first.median:
         return "", ""
@@ -106,59 +102,68 @@ def _change(shown: Shown, first: OverRanks | None, other: OverRanks | None) -> t
     return f"{share:+,.0f} %", "" if not is_better else "better" if is_better > 0 else "worse"
 
 
-def _value_pictures(runs: Sequence[ShownRun], divisor: int) -> list[str]:
-    names = list(dict.fromkeys(name for r in runs for s in r.record.steps for name in s.values))
-    most = _COLUMNS // divisor
-    return [
-        curves_svg(
-            name,
-            [
-                svg.Curve(
-                    f"run-{i}", run.name, value_curve(lines, name, most), not_numbers(lines, name)
-                )
-                for i, run in enumerate(runs)
-                for lines in (run.record.steps,)
-            ],
-        )
-        for name in names[:_MOST_VALUES]
-    ]
-
-
-def _metric_pictures(runs: Sequence[ShownRun], divisor: int) -> list[str]:
-    """Draw the figures that have more than one value in some run."""
-    most = _COLUMNS // divisor
-    pictures = []
+def _curves(runs: Sequence[ShownRun], divisor: int) -> list[str]:
+    """Draw the logged values, and the figures that have more than one value in some run."""
+    most, pictures = _COLUMNS // divisor, []
+    names = dict.fromkeys(name for r in runs for s in r.record.steps for name in s.values)
+    for name in list(names)[:_MOST_VALUES]:
+        curves = [
+            svg.Curve(f"run-{i}", r.name, value_curve(s, name, most), not_numbers(s, name))
+            for i, r in enumerate(runs)
+            for s in (r.record.steps,)
+        ]
+        pictures.append(charts.lines_chart(name, curves))
     for shown in FIGURES:
         curves = [
             svg.Curve(f"run-{i}", r.name, metric_curve(r.record.steps, shown.metric, most))
             for i, r in enumerate(runs)
         ]
         if any(len({(p.low, p.high) for p in curve.points}) > 1 for curve in curves):
-            pictures.append(curves_svg(shown.title, curves, from_zero=True))
+            pictures.append(charts.lines_chart(shown.title, curves, from_zero=True))
     return pictures
 
 
-def _part(run: ShownRun, divisor: int) -> Mapping[str, Any]:
+def _time(runs: Sequence[ShownRun]) -> str:
+    rows = [charts.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
+    if not any(row.parts for row in rows):
+        return ""
+    title = "Where a step's time goes"
+    shown = f"{title}, median over the ranks"
+    return charts.bars_chart(title, rows, lambda s: f"{s:.3g} s a step", shown_title=shown)
+
+
+def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
     """Return the values of the section about one run."""
     record, memory = run.record, largest_memory(run.record)
-    planned, drawn = None, ""
-    if memory is not None:
-        if run.plan is not None:
-            planned = _planned_lines(run.plan, svg.OTHER in memory.kinds)
-        drawn = memory_svg(memory, run.name, planned, _MOMENTS // divisor)
+    planned: dict[str, int] = {}
+    if memory is not None and run.plan is not None:
+        planned = _planned_lines(run.plan, svg.OTHER in memory.kinds)
+    kinds = {*(memory.kinds if memory else ()), *planned}
     return {
         "run": run,
         "facts": record.facts,
         "units": unit_rows(record.facts),
         "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
         "memory": memory,
-        "planned": planned or {},
-        "kinds": sorted(
-            {*(memory.kinds if memory else ()), *(planned or ())}, key=svg.order_of_kinds
-        ),
-        "memory_svg": drawn,
+        "planned": planned,
+        "kinds": sorted(kinds, key=svg.order_of_kinds),
+        "memory_svg": _memory(memory, run.name, planned, divisor) if memory else "",
         "timeline_svg": _timeline(run, divisor),
     }
+
+
+def _memory(memory: MemoryOfStep, name: str, planned: Mapping[str, int], divisor: int) -> str:
+    title = f"{name}: memory of step {memory.step:,} on rank {memory.rank}"
+    phase, unit, _ = memory.moments[memory.peak]
+    bytes_shown = format_bytes(memory.peak_bytes)
+    return charts.areas_chart(
+        title,
+        [charts.Bar(phase.removesuffix("_end"), kinds) for phase, _, kinds in memory.moments],
+        _MOMENTS // divisor,
+        shown_title=f"{name}: memory",
+        described=f"The largest moment is {phase} of {name_of_unit(unit)}, {bytes_shown}.",
+        beside=charts.Bar("plan", planned) if planned else None,
+    )
 
 
 def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
@@ -175,7 +180,7 @@ def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
 
 def _timeline(run: ShownRun, divisor: int) -> str:
     """Draw the newest step of which all ranks have timelines, for a few of the ranks."""
-    by_step: dict[int, dict[int, Mapping[str, Any]]] = {}
+    by_step: dict[int, dict[int, RankLine]] = {}
     for rank, line in run.record.lines("timeline"):
         by_step.setdefault(line["step"], {})[rank] = line
     if not by_step:
@@ -184,11 +189,20 @@ def _timeline(run: ShownRun, divisor: int) -> str:
     step = max(step for step, ranks in by_step.items() if len(ranks) == most_ranks)
     found = by_step[step]
     shown = _ranks_to_show(found, max(1, _RANKS_IN_TIMELINE // divisor))
-    timelines = {rank: found[rank] for rank in shown}
-    return timeline_svg(timelines, run.name, _BARS // divisor, _TITLES // divisor)
+    groups = []
+    for rank in shown:
+        rows: dict[str, list[charts.Span]] = {}
+        for row, phase, unit, begin_ms, length_ms, *_ in found[rank]["spans"]:
+            rows.setdefault(row, []).append(charts.Span(phase, begin_ms, length_ms, unit))
+        groups.append((f"rank {rank}", {row: rows[row] for row in sorted(rows, key=place_of)}))
+    seconds = max(found[rank]["seconds"] for rank in shown)
+    title, said = f"{run.name}: timeline of step {step:,}, ms", f"{seconds:.3g} s."
+    return charts.timeline_chart(
+        title, groups, 1e3 * seconds, described=said, most=_BARS // divisor
+    )
 
 
-def _ranks_to_show(found: Mapping[int, Mapping[str, Any]], most: int) -> list[int]:
+def _ranks_to_show(found: Mapping[int, RankLine], most: int) -> list[int]:
     """Return the first rank and those that wait least and most: a slow rank waits least."""
 
     def waits(rank: int) -> float:
@@ -199,7 +213,7 @@ def _ranks_to_show(found: Mapping[int, Mapping[str, Any]], most: int) -> list[in
     return sorted(list(dict.fromkeys(order))[:most])
 
 
-def _render(template: str, **values: Any) -> str:
+def _render(template: str, **values: object) -> str:
     """Fill a template; texts that are not marked as markup are escaped."""
     from jinja2 import Environment
     from markupsafe import Markup
@@ -212,7 +226,7 @@ def _render(template: str, **values: Any) -> str:
         "figure": write_figure,
         "by_rank": lambda hosts: Counter(hosts).most_common(),
         "unit_name": name_of_unit,
-        "kind_name": name_of_kind,
+        "kind_name": svg.name_of_kind,
         "drawn": Markup,  # pictures escape their own texts
     }
     source = files(__package__).joinpath(template).read_text(encoding="utf-8")

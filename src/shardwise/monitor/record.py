@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, create_model
 
@@ -29,6 +29,7 @@ from shardwise.monitor.lines import (
     Logged,
     Name,
     Rank,
+    RankLine,
     read_lines,
     read_newest,
 )
@@ -134,11 +135,11 @@ class RunRecord:
     path: Path
     facts: RunFacts
     steps: tuple[StepLine, ...]
-    by_rank: Mapping[int, tuple[Mapping[str, Any], ...]]
+    by_rank: Mapping[int, tuple[RankLine, ...]]
     idle_s: float | None = None
 
     @property
-    def end_lines(self) -> Mapping[int, Mapping[str, Any]]:
+    def end_lines(self) -> Mapping[int, RankLine]:
         """The last line of its begin or end, by rank."""
         return {
             rank: line
@@ -147,25 +148,18 @@ class RunRecord:
             if line.get("kind") in ("begin", "end")
         }
 
-    def lines(self, kind: str, rank: int | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    @property
+    def ending(self) -> str | None:
+        """The end that the run has written; None while it continues, or if it was killed."""
+        ends = [line for line in self.end_lines.values() if line["kind"] == "end"]
+        errors = [line["error"] for line in ends if line.get("error")]
+        return f"it broke off: {errors[0]}" if errors else "it is over" if ends else None
+
+    def lines(self, kind: str, rank: int | None = None) -> Iterator[tuple[int, RankLine]]:
         """Yield the lines of one kind ("timeline", "memory"), with their ranks."""
         for each, lines in self.by_rank.items():
             if rank is None or each == rank:
                 yield from ((each, line) for line in lines if line.get("kind") == kind)
-
-
-def _object(**keys: Any) -> Any:
-    """Return a type of JSON objects; a key that is a pair of type and default may be missing."""
-    fields: dict[str, Any] = {
-        key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in keys.items()
-    }
-    return create_model("Line", **fields)
-
-
-def _check_peak(line: Any) -> Any:
-    if line.peak >= len(line.moments):
-        raise ValueError(f"expected peak to be one of {len(line.moments)} moments")
-    return line
 
 
 _Bytes = dict[Name, Count]  # by kind
@@ -181,40 +175,50 @@ class _Moment:
 
 
 @dataclass(frozen=True)
+class _UnitBytes:
+    device: _Units
+    host: _Units
+    files: _Units
+
+
+@dataclass(frozen=True)
+class _Memory:
+    step: Count
+    moments: Annotated[list[_Moment], Field(min_length=1)]
+    peak: Count
+    units: _UnitBytes
+
+
+def _check_peak(line: _Memory) -> _Memory:
+    if line.peak >= len(line.moments):
+        raise ValueError(f"expected peak to be one of {len(line.moments)} moments")
+    return line
+
+
+@dataclass(frozen=True)
 class _Fix:
     change: Name
     fits: bool
 
 
-_LINES: Mapping[str, Any] = {  # of single ranks, by kind
-    "timeline": _object(
-        step=Count,
-        seconds=Amount,
-        spans=list[tuple[Name, Name, Name, Figure, Amount, Count]],
+def _line(**keys: object) -> object:
+    """Return a type of lines by its keys; one that may be missing is a pair of type and default."""
+    told = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in keys.items()}
+    return create_model("Line", step=(Count, ...), **told)  # type: ignore[call-overload]
+
+
+_LINES: Mapping[str, object] = {  # of single ranks, by kind
+    "timeline": _line(seconds=Amount, spans=list[tuple[Name, Name, Name, Figure, Amount, Count]]),
+    "memory": Annotated[_Memory, AfterValidator(_check_peak)],
+    "non_finite": _line(parameters=list[Name], finite_step=(Count, 0)),
+    "lost_updates": _line(shares=Mapping[Name, Annotated[float, Field(ge=0, le=1)]]),
+    "out_of_memory": _line(
+        asked_bytes=Count | None, in_use_bytes=Count, capacity_bytes=Count, fixes=list[_Fix]
     ),
-    "memory": Annotated[
-        _object(
-            step=Count,
-            moments=Annotated[list[_Moment], Field(min_length=1)],
-            peak=Count,
-            units=_object(device=_Units, host=_Units, files=_Units),
-        ),
-        AfterValidator(_check_peak),
-    ],
-    "non_finite": _object(step=Count, parameters=list[Name], finite_step=(Count, 0)),
-    "lost_updates": _object(step=Count, shares=Mapping[Name, Annotated[float, Field(ge=0, le=1)]]),
-    "out_of_memory": _object(
-        step=Count,
-        asked_bytes=Count | None,
-        in_use_bytes=Count,
-        capacity_bytes=Count,
-        fixes=list[_Fix],
-    ),
-    "begin": _object(step=Count, process=(Process | None, None)),
-    "save": _object(step=Count, path=Annotated[str, Field(max_length=4096)], is_finite=bool),
-    "other_save": _object(step=Count, call=Name, seconds=Amount),
-    "end": _object(
-        step=Count,
+    "begin": _line(process=(Process | None, None)),
+    "save": _line(path=Annotated[str, Field(max_length=4096)], is_finite=bool),
+    "other_save": _line(call=Name, seconds=Amount),
+    "end": _line(
         error=Name | None,
         message=(Name, ""),
         follows=(bool, False),
@@ -226,7 +230,7 @@ _LINES: Mapping[str, Any] = {  # of single ranks, by kind
 }
 
 
-def checked_line(line: Mapping[str, Any], path: object) -> Mapping[str, Any]:
+def checked_line(line: RankLine, path: object) -> RankLine:
     """Return a rank's line as it is. **Raises** ConfigError if a value has a wrong type or range.
 
     Unknown keys and kinds pass.
@@ -311,6 +315,6 @@ def read_facts(folder: Path, run: Path) -> RunFacts:
     return checked_value(RunFacts, values, f"{path}: not the facts of a run")
 
 
-def read_step(line: Mapping[str, Any], path: object = "steps.jsonl") -> StepLine:
+def read_step(line: RankLine, path: object = "steps.jsonl") -> StepLine:
     """Return a line of ``steps.jsonl`` as values. **Raises** ConfigError for wrong types."""
     return checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")

@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardwise.names import MAIN
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from shardwise.device import DeviceClock, DeviceMoment
 
 OUTSIDE = "outside"  # the phase of the training thread while no other was entered
 Interval = tuple[float, float]
+Waits = dict[tuple["ProcessGroup", int], float]  # seconds for a rank of a group
 _MOST_VALUES = 16  # of a batch that are searched for tokens; a list may have one per sample
 
 
@@ -44,6 +47,10 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """Its duration."""
         return self.end_s - self.begin_s
+
+    def earlier(self, seconds: float) -> Span:
+        """Return it with its times counted from another moment."""
+        return self._replace(begin_s=self.begin_s - seconds, end_s=self.end_s - seconds)
 
 
 # A phase of a unit is entered or left: time, whether it is entered, line, phase, unit, and the
@@ -75,7 +82,7 @@ class Recorded:
     told: Sequence[Any]  # the fields of all events
     works: Sequence[Work]
     num_tokens: int
-    waited_for: Mapping[tuple[Any, int], float] = field(default_factory=dict)  # seconds: (group, r)
+    waited_for: Waits = field(default_factory=dict)
     first: DeviceMoment | None = None
     last: DeviceMoment | None = None
 
@@ -123,7 +130,7 @@ class SpanRecorder:
         self._works: list[Work] = []
         self._begin_s = self._clock()
         self._num_tokens = 0
-        self._waited_for: dict[tuple[Any, int], float] = defaultdict(float)
+        self._waited_for: Waits = defaultdict(float)
         self._first: DeviceMoment | None = None
         # Called for phases that an error leaves.
         self.on_error: Callable[[BaseException, str, str], None] | None = None
@@ -215,11 +222,11 @@ class SpanRecorder:
 
         return over
 
-    def wait_for(self, group: Any, peer: int, seconds: float) -> None:
+    def wait_for(self, group: ProcessGroup, peer: int, seconds: float) -> None:
         """Add to the time for which another rank was waited for."""
         self._waited_for[group, peer] += seconds
 
-    def see_inputs(self, args: Any, kwargs: Any) -> None:
+    def see_inputs(self, args: object, kwargs: object) -> None:
         """Count the tokens of the model's inputs."""
         if not self.is_paused:
             self._num_tokens += num_tokens(args, kwargs)

@@ -1,96 +1,24 @@
-"""Summary of a run: settled figures, curves over the steps, where a step's time goes, saves."""
+"""Summary of a run: settled figures, curves over the steps, a step's time and memory, saves."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import NamedTuple
 
 from shardwise import svg
+from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import (
-    ALL_GATHER_MS,
-    BACKGROUND_STEP_MS,
-    DATA_S,
-    DATA_SHARE,
-    EXPOSED_SHARE,
-    IDLE_SHARE,
-    LOAD_S,
-    MAX_ACTIVE_GIB,
-    MFU_SHARE,
-    NUM_COLLECTIVES,
-    OPTIMIZER_S,
-    OUTSIDE_S,
-    OVERLAP_SHARE,
-    PADDING_SHARE,
-    RECOMPUTE_S,
-    REDUCE_SCATTER_MS,
+    ENGINE,
+    FIGURES,
+    PHASES,
     SAVE_S,
-    SENT_MIB,
     STALL_S,
     STEP_S,
-    TOKENS_PER_S,
     OverRanks,
-    transfers_ms,
 )
-from shardwise.monitor.record import RunFacts, StepLine, over_steps
-from shardwise.names import name_of_unit
+from shardwise.monitor.record import RunFacts, RunRecord, StepLine, over_steps
+from shardwise.names import MAIN, name_of_unit
 from shardwise.unit_facts import UnitFacts
-
-
-class Shown(NamedTuple):
-    """A figure as it is shown: its metric, name and unit."""
-
-    metric: str
-    name: str
-    unit: str
-    is_better: int = 0  # 1: higher, -1: lower
-
-    @property
-    def title(self) -> str:
-        """The name with its unit."""
-        return f"{self.name}, {self.unit}" if self.unit else self.name
-
-    def is_shown(self, value: OverRanks | None) -> bool:
-        """Return whether a value says something: none of what need not be there says nothing."""
-        return value is not None and bool(self.is_better or value.max)
-
-
-def write_figure(value: float) -> str:
-    """Write a value with three digits, or as many as its whole part has."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-FIGURES = (
-    Shown(STEP_S, "step time", "s", -1),
-    Shown(TOKENS_PER_S, "tokens per second, a rank", "", 1),
-    Shown(MFU_SHARE, "MFU", "%", 1),
-    Shown(EXPOSED_SHARE, "exposed communication", "% of a step", -1),
-    Shown(OVERLAP_SHARE, "overlap of communication", "%", 1),
-    Shown(IDLE_SHARE, "device idle", "% of a step", -1),
-    Shown(DATA_SHARE, "waiting for data", "% of a step", -1),
-    Shown(MAX_ACTIVE_GIB, "peak memory", "GiB", -1),
-    Shown(ALL_GATHER_MS, "all-gathers", "ms a step"),
-    Shown(REDUCE_SCATTER_MS, "reduce-scatters", "ms a step"),
-    Shown(BACKGROUND_STEP_MS, "steps in the background", "ms a step"),
-    Shown(transfers_ms("to_device"), "copies to the device", "ms a step"),
-    Shown(transfers_ms("to_host"), "copies to the host", "ms a step"),
-    Shown(transfers_ms("disk_read"), "reads of offloaded state", "ms a step"),
-    Shown(transfers_ms("disk_write"), "writes of offloaded state", "ms a step"),
-    Shown(SENT_MIB, "sent by a rank", "MiB a step"),
-    Shown(NUM_COLLECTIVES, "collectives", "a step"),
-    Shown(PADDING_SHARE, "padding", "% of the parameters"),
-)
-ENGINE = "engine"  # the part of a step outside of all phases: begins of gathers and reductions
-PHASES = (  # of the line that computes: name, metric, seconds in one of it
-    ("forward", "time_metrics/forward(s)", 1.0),
-    ("recompute", RECOMPUTE_S, 1.0),
-    ("backward", "time_metrics/backward(s)", 1.0),
-    ("waiting for others", "comm/waited(ms)", 1e-3),
-    ("optimizer", OPTIMIZER_S, 1.0),
-    ("data", DATA_S, 1.0),
-    ("save", STALL_S, 1.0),
-    ("load", LOAD_S, 1.0),
-    ("outside", OUTSIDE_S, 1.0),
-)
 
 
 def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Point]:
@@ -205,19 +133,87 @@ def unit_rows(facts: RunFacts) -> list[UnitRow]:
     """Return the units as a tree, with equal ones in one row."""
     rows: list[UnitRow] = []
     for unit in facts.units:
-        if rows and _are_equal(rows[-1].unit, unit):
-            first = rows[-1]
-            name = f"{first.unit.name} to {unit.name}"
-            rows[-1] = UnitRow(name, first.depth, first.count + 1, first.unit)
+        first = rows[-1].unit if rows else None
+        if first is not None and first.name and _without_number(first) == _without_number(unit):
+            name, count = f"{first.name} to {unit.name}", rows[-1].count + 1
+            rows[-1] = replace(rows[-1], name=name, count=count)
         else:
             depth = 1 + unit.name.count(".") if unit.name else 0
             rows.append(UnitRow(name_of_unit(unit.name), depth, 1, unit))
     return rows
 
 
-def _are_equal(one: UnitFacts, other: UnitFacts) -> bool:
-    def all_but_name(unit: UnitFacts) -> Mapping[str, object]:
-        prefix, _, last = unit.name.rpartition(".")
-        return {**vars(unit), "name": (prefix, last.isdigit())}
+def _without_number(unit: UnitFacts) -> tuple[UnitFacts, bool]:
+    prefix, _, last = unit.name.rpartition(".")
+    return replace(unit, name=prefix), last.isdigit()
 
-    return bool(one.name) and all_but_name(one) == all_but_name(other)
+
+@dataclass(frozen=True)
+class MemoryOfStep:
+    """The device memory of one rank in one step: phase, unit and bytes by kind of each moment.
+
+    ``units`` has bytes by kind at the moment ``units_at``. ``process_bytes`` is the peak of the
+    whole process if no other figure is known, as on the CPU, else 0.
+    """
+
+    rank: int
+    step: int
+    moments: Sequence[tuple[str, str, Mapping[str, int]]]
+    units: Mapping[str, Mapping[str, int]]
+    units_at: int
+    process_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes of the largest moment."""
+        return max(sum(kinds.values()) for _, _, kinds in self.moments)
+
+    @property
+    def peak(self) -> int:
+        """The index of the largest moment."""
+        return [sum(kinds.values()) for _, _, kinds in self.moments].index(self.peak_bytes)
+
+    @property
+    def unit_bytes(self) -> list[tuple[str, int]]:
+        """Units with their bytes at the moment ``units_at``, the largest first."""
+        sums = [(name, sum(kinds.values())) for name, kinds in self.units.items()]
+        return sorted(sums, key=lambda row: -row[1])
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of all moments; `svg.OTHER` comes last."""
+        return sorted({k for _, _, kinds in self.moments for k in kinds}, key=svg.order_of_kinds)
+
+
+def memory_of(rank: int, line: RankLine, is_process: bool) -> MemoryOfStep:
+    """Return a line of "memory" as values.
+
+    With ``is_process`` the record knows of other memory only that the process has it, as on the
+    CPU. As it may contain freed memory, it is not in a moment.
+    """
+    rows, units = line["moments"], line["units"]["device"]
+    others = [{} if is_process else {svg.OTHER: row["other"]} for row in rows]
+    moments = [
+        (row["phase"], row["unit"], row["device"] | other)
+        for row, other in zip(rows, others, strict=True)
+    ]
+    whole = max(sum(m["device"].values()) + m["other"] for m in rows) if is_process else 0
+    return MemoryOfStep(rank, line["step"], moments, units, line["peak"], whole)
+
+
+def largest_memory(record: RunRecord) -> MemoryOfStep | None:
+    """Return the memory of the newest sampled step, of the rank that had the most."""
+    is_process = record.facts.device == "cpu"
+    newest = dict(record.lines("memory"))
+    found = [memory_of(rank, line, is_process) for rank, line in newest.items()]
+    return max(found, key=lambda memory: memory.peak_bytes, default=None)
+
+
+def place_of(line: str) -> tuple[int, str]:
+    """Return the place of a line of work: the one that computes, collectives, other threads."""
+    return (0 if line in ("device", MAIN) else 1 if "." in line else 2), line
+
+
+def write_figure(value: float) -> str:
+    """Write a value with three digits, or as many as its whole part has."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

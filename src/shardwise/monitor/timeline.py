@@ -8,11 +8,11 @@ of a simulated step's trace, so that the two can be compared.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.pictures import place_of
+from shardwise.monitor.lines import RankLine
 from shardwise.monitor.record import RunRecord
+from shardwise.monitor.summary import place_of
 from shardwise.names import name_of_unit
 from shardwise.trace_events import ChromeTrace
 
@@ -21,7 +21,7 @@ _STEPS = 0
 _UNLABELLED = ("outside", "data", "save", "load")
 
 
-def recorded_trace(record: RunRecord) -> dict[str, Any]:
+def recorded_trace(record: RunRecord) -> dict[str, object]:
     """Return the timelines of all steps: a process for each rank, a thread for each line.
 
     **Raises** ConfigError if no timeline was recorded.
@@ -47,7 +47,7 @@ def recorded_trace(record: RunRecord) -> dict[str, Any]:
     )
 
 
-def _begins(timelines: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[int, int]:
+def _begins(timelines: Sequence[tuple[int, RankLine]]) -> dict[int, int]:
     """Return the begin of each step, in ticks; see Note [Steps in a trace]."""
     lengths: dict[int, int] = {}
     for _, line in timelines:
@@ -66,7 +66,7 @@ def _ticks(ms: float) -> int:
 
 
 def _add_step(
-    trace: ChromeTrace, rank: int, line: Mapping[str, Any], begin: int, threads: Mapping[str, int]
+    trace: ChromeTrace, rank: int, line: RankLine, begin: int, threads: Mapping[str, int]
 ) -> None:
     step, end = line["step"], begin + _ticks(1e3 * line["seconds"])
     trace.add_span(f"step {step}", "step", (rank, _STEPS, begin), end, {"step": step})

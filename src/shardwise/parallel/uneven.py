@@ -37,7 +37,7 @@ def mean_loss(
     count = torch.as_tensor(num_tokens, dtype=torch.float64, device=comm.device).reshape(1)
     for axis in comm.axes.all:
         count = comm.sum_in_rank_order(count, axis, _COUNT)
-    divisor = engine.units[0].sums.divisor or comm.axes.num_ranks
+    divisor = engine.units[0].grads.sums.divisor or comm.axes.num_ranks
     weight = (divisor / count.clamp_min(1)).to(torch.promote_types(total.dtype, torch.float32))
     return total * weight.squeeze()
 

@@ -13,7 +13,7 @@ generator had another state restores that state.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -38,11 +38,10 @@ from shardwise.tensor.operations import (
 )
 from shardwise.tensor.replaced import running_optimizer
 from shardwise.tensor.tensor_base import (
+    Operation,
     ShardTensorBase,
     is_replicated,
     locals_of,
-    shards_in,
-    values_one_deep,
 )
 from shardwise.tensor.totals import norm, norms_of_list, reduce
 
@@ -89,23 +88,18 @@ def _set_states(
         set_accelerator_generator(device, states[1])
 
 
-def draw(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardTensorBase:
+def draw(call: Operation) -> ShardTensorBase:
     """Draw the whole tensor and keep this rank's slice, in place or as a new tensor."""
-    tensor = shards_in(args, kwargs)[0]
+    tensor = call.shards[0]
     full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
-    drawn = tensor._cut.slice_of(func(full, *args[1:], **kwargs))
-    if name in LIKE:
+    whole = call.func(full, *call.args[1:], **call.kwargs)
+    assert isinstance(whole, torch.Tensor)
+    drawn = tensor._cut.slice_of(whole)
+    if call.name in LIKE:
         return tensor.wrap(drawn.detach().clone(), tensor._cut, None, drawn.requires_grad)
     tensor._local_tensor.copy_(drawn)
     torch.autograd.graph.increment_version(tensor._local_tensor)  # marks full copies stale
     return tensor
-
-
-def is_in_place(name: str) -> bool:
-    """Tell by a function's name whether it writes its first argument."""
-    if name in ("__setitem__", "module_load"):
-        return True
-    return name.endswith("_") and not (name.startswith("__") and not name.startswith("__i"))
 
 
 def in_full(value: Any) -> Any:
@@ -182,10 +176,9 @@ def check_conversion(param: Any, converted: Any) -> bool:
     return True
 
 
-def set_property(func: Any, args: tuple[Any, ...]) -> Any:
+def set_property(call: Operation, name: str) -> None:
     """Assign ``requires_grad`` (the full parameter follows) or ``data`` (copied in place)."""
-    name = func.__self__.__name__
-    tensor, value = args
+    tensor, value = call.args
     if name == "data":
         if tensor._owner is not None and (
             value.shape != tensor.shape or value.dtype != tensor.dtype
@@ -197,75 +190,70 @@ def set_property(func: Any, args: tuple[Any, ...]) -> Any:
             )
         with torch.no_grad():
             tensor.copy_(value)
-        return None
+        return
     with torch._C.DisableTorchFunctionSubclass():
-        func(*args)
+        call.run()
     if name == "requires_grad" and tensor._owner is not None and tensor._owner.sharded is tensor:
         tensor._owner.set_requires_grad(bool(value))
-    return None
 
 
 # -- the table of runners, by the operation's name
-# A runner takes (func, name, args, kwargs), and returns NotImplemented for a call it cannot run.
-Runner = Callable[[Any, str, tuple[Any, ...], Mapping[str, Any]], Any]
+# A runner returns NotImplemented for a call it cannot run.
+Runner = Callable[[Operation], object]
 
 
-def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def answer(call: Operation) -> object:
     """Run or refuse a function that has sharded tensors among its arguments.
 
     A name is in one row of the table only, so the order of rows does not matter. A function without
     a row, or whose runner returns NotImplemented, is one of whole tensors.
     """
-    run = _RUNNERS.get(name)
-    made = NotImplemented if run is None else run(func, name, args, kwargs)
-    return _run_whole(func, name, args, kwargs) if made is NotImplemented else made
+    run = _RUNNERS.get(call.name)
+    made = NotImplemented if run is None else run(call)
+    return _run_whole(call) if made is NotImplemented else made
 
 
-def _run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_whole(call: Operation) -> object:
     """Run a function of whole tensors on replicated tensors or on the full parameters."""
-    shards = shards_in(args, kwargs)
+    shards = call.shards
     if is_replicated(shards):
-        return func(*locals_of(args), **{k: locals_of(v) for k, v in kwargs.items()})
-    if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
-        raise refusal(name, shards)
-    return run_in_full(func, name, args, kwargs, shards)
+        return call.run(locals_of)
+    if call.is_in_place or "out" in call.kwargs or any(t._owner is None for t in shards):
+        raise refusal(call.name, shards)
+    return run_in_full(call)
 
 
-def run_in_full(
-    func: Any,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    shards: Sequence[ShardTensorBase],
-) -> Any:
+def run_in_full(call: Operation) -> object:
     """Run a function on full tensors; refuse if a write would be lost.
 
     A write is lost if the function writes a full tensor (``inplace=True``), or if it returns a view
     outside a forward pass, through which the caller may write.
     """
-    if "out" in kwargs:
-        raise refusal(f"{name} with out=", shards)
-    place = _place_of_inplace(func)
-    given = args[place] if place is not None and place < len(args) else kwargs.get("inplace")
+    shards, args = call.shards, call.args
+    if "out" in call.kwargs:
+        raise refusal(f"{call.name} with out=", shards)
+    place = _place_of_inplace(call.func)
+    given = args[place] if place is not None and place < len(args) else call.kwargs.get("inplace")
     if given is True:  # refuse before it writes
-        raise refusal(f"{name}, in place,", shards)
-    args, kwargs = tuple(map(in_full, args)), {k: in_full(v) for k, v in kwargs.items()}
-    fulls = [t for t in values_one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
+        raise refusal(f"{call.name}, in place,", shards)
+    kwargs = {key: in_full(value) for key, value in call.kwargs.items()}
+    full = Operation(call.func, call.name, tuple(map(in_full, args)), kwargs)
+    fulls = [t for t in full.values if isinstance(t, torch.Tensor)]
     before = [(t, t._version) for t in fulls if not t.is_inference()]
-    result = func(*args, **kwargs)
+    result = full.run()
     if any(t._version != version for t, version in before):
-        raise refusal(f"{name}, in place,", shards)
+        raise refusal(f"{call.name}, in place,", shards)
     if not torch.is_grad_enabled() and not any(t._owner and t._owner.in_use() for t in shards):
         made = result if isinstance(result, list | tuple) else [result]
-        places = {full.untyped_storage().data_ptr() for full in fulls}
+        places = {tensor.untyped_storage().data_ptr() for tensor in fulls}
         tensors = [m for m in made if isinstance(m, torch.Tensor) and m.numel()]
         if any(m.untyped_storage().data_ptr() in places for m in tensors):
-            raise refusal(f"{name} (a view, which may be written)", shards)
+            raise refusal(f"{call.name} (a view, which may be written)", shards)
     return result
 
 
 @cache
-def _place_of_inplace(func: Any) -> int | None:
+def _place_of_inplace(func: Callable[..., object]) -> int | None:
     try:
         names = list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
@@ -273,38 +261,40 @@ def _place_of_inplace(func: Any) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_lists(call: Operation) -> object:
     """Run an elementwise function of lists of tensors (foreach, fused) on the local tensors."""
-    leads: Sequence[Any] = args[0]
-    own = [_locals_of_list(a, leads, name) for a in args]
-    result = func(*own, **{k: _locals_of_list(v, leads, name) for k, v in kwargs.items()})
+    leads, name = call.args[0], call.name
+    own = [_locals_of_list(a, leads, name) for a in call.args]
+    named = {key: _locals_of_list(value, leads, name) for key, value in call.kwargs.items()}
+    result = call.func(*own, **named)
     if name.startswith("_fused_") or any(type(t) is not torch.Tensor for t in own[0]):
         # torch does not count the changes of fused kernels and of tensor subclasses.
         torch.autograd.graph.increment_version(
-            [t._local_tensor for t in args[0] if isinstance(t, ShardTensorBase)]
+            [t._local_tensor for t in leads if isinstance(t, ShardTensorBase)]
         )
     if isinstance(result, list | tuple) and not name.endswith("_"):
-        return [_wrapped(r, t) for r, t in zip(result, leads, strict=True)]
-    return args[0] if name.endswith("_") else result
+        return [
+            like.wrap(made, like._cut) if isinstance(like, ShardTensorBase) else made
+            for made, like in zip(result, leads, strict=True)
+        ]
+    return leads if name.endswith("_") else result
 
 
-def _run_local(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_local(call: Operation) -> object:
     """Run an elementwise function on the local tensors; wrap new results."""
-    shards = shards_in(args, kwargs)
+    shards, args, kwargs = call.shards, call.args, call.kwargs
     cut = shards[0]._cut
-    if name == "where" and len(args) == 1:
+    if call.name == "where" and len(args) == 1:
         if is_replicated(shards):
-            return func(*locals_of(args))
+            return call.run(locals_of)
         raise refusal("where (of one argument)", shards)
-    if name in ("to", "type_as") and args[0] is not shards[0]:
-        return func(*locals_of(args), **kwargs)  # a plain tensor takes the dtype of a sharded one
-    writes = args[0] if is_in_place(name) else kwargs.get("out", shards[0])
+    if call.name in ("to", "type_as") and args[0] is not shards[0]:
+        # a plain tensor takes the dtype of a sharded one
+        return call.func(*locals_of(args), **kwargs)
+    writes = args[0] if call.is_in_place else kwargs.get("out", shards[0])
     if not isinstance(writes, ShardTensorBase):
-        return _run_into(func, name, args, kwargs, writes, cut)
-    result = func(
-        *(_operand(a, cut, name) for a in args),
-        **{k: _operand(v, cut, name) for k, v in kwargs.items()},
-    )
+        return _run_into(call, writes, cut)
+    result = call.run(lambda value: _operand(value, cut, call.name))
     if isinstance(args[0], ShardTensorBase) and result is args[0]._local_tensor:
         return args[0]
     if isinstance(result, torch.Tensor) and tuple(result.shape) == cut.local_shape:
@@ -312,24 +302,19 @@ def _run_local(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     return result
 
 
-def _run_into(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], into: Any, cut: Cut
-) -> Any:
+def _run_into(call: Operation, into: object, cut: Cut) -> object:
     """Run an elementwise function that writes a tensor other than a ShardTensor.
 
     A DTensor with the same cut (torchao's state) gets this rank's elements. Any other tensor is
     whole and gets whole values.
     """
     if not isinstance(into, DTensor):
-        return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})
-    func(
-        *(_operand(a, cut, name) for a in args),
-        **{k: _operand(v, cut, name) for k, v in kwargs.items()},
-    )
+        return call.run(_full)
+    call.run(lambda value: _operand(value, cut, call.name))
     return into
 
 
-def _full(value: Any) -> Any:
+def _full(value: object) -> object:
     """Return the whole of a sharded tensor; for a parameter autograd's leaf."""
     if not isinstance(value, ShardTensorBase):
         return value
@@ -338,38 +323,37 @@ def _full(value: Any) -> Any:
     return in_full(value) if value._owner is not None else value.full_tensor()
 
 
-def _convert(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _convert(call: Operation) -> object:
     """Run ``to`` without the index of a CPU; torch would copy to ``cpu:0``, the same memory."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         is_indexed = isinstance(value, str | torch.device) and str(value).startswith("cpu:")
         return torch.device("cpu") if is_indexed else value
 
-    return _run_local(func, name, tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()})
+    kwargs = {key: plain(value) for key, value in call.kwargs.items()}
+    return _run_local(Operation(call.func, call.name, tuple(map(plain, call.args)), kwargs))
 
 
-def _detach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _detach(call: Operation) -> ShardTensorBase:
     """Return another tensor of the same elements and the same owner."""
-    made = args[0]
+    made: ShardTensorBase = call.args[0]
     return made.wrap(made._local_tensor.detach(), made._cut, made._owner)
 
 
-def _view_as(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _view_as(call: Operation) -> object:
     """View a tensor in its present shape, or a plain tensor in a sharded one's shape."""
-    if not isinstance(args[0], ShardTensorBase):
-        return args[0].view(args[1].shape)
-    is_cut = args[0]._cut.layout is not None
-    same = is_cut and args[1].shape == args[0].shape
-    return _detach(func, name, args, kwargs) if same else NotImplemented
+    viewed, like = call.args
+    if not isinstance(viewed, ShardTensorBase):
+        return viewed.view(like.shape)
+    is_same = viewed._cut.layout is not None and like.shape == viewed.shape
+    return _detach(call) if is_same else NotImplemented
 
 
-def _set_requires_grad(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def _set_requires_grad(call: Operation) -> object:
     """Freeze or thaw a tensor; the full parameter follows."""
-    tensor = args[0]
+    tensor = call.args[0]
     with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.requires_grad_(*args, **kwargs)
+        torch.Tensor.requires_grad_(*call.args, **call.kwargs)
     if tensor._owner is not None and tensor._owner.sharded is tensor:
         tensor._owner.set_requires_grad(tensor.requires_grad)
     return tensor
@@ -401,7 +385,7 @@ def _locals_of_list(value: Any, leads: Sequence[Any], name: str) -> Any:
         return value
     if value is leads or len(value) != len(leads):
         return [v._local_tensor if isinstance(v, ShardTensorBase) else v for v in value]
-    found = []
+    found: list[object] = []
     for item, lead in zip(value, leads, strict=True):
         if isinstance(item, ShardTensorBase):
             if isinstance(lead, ShardTensorBase) and item._cut is lead._cut:
@@ -422,53 +406,50 @@ def _locals_of_list(value: Any, leads: Sequence[Any], name: str) -> Any:
     return found
 
 
-def _wrapped(result: Any, like: Any) -> Any:
-    return like.wrap(result, like._cut) if isinstance(like, ShardTensorBase) else result
-
-
-def _unscale(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _unscale(call: Operation) -> None:
     """Unscale gradients (torch.amp.GradScaler); share the overflow flag with every rank."""
-    tensors, found_inf, inv_scale = args
-    func([locals_of(t) for t in tensors], found_inf, inv_scale)
+    tensors, found_inf, inv_scale = call.args
+    call.func([locals_of(t) for t in tensors], found_inf, inv_scale)
     cuts = [t._cut for t in tensors if isinstance(t, ShardTensorBase)]
     axes = {id(a.group): (c.comm, a) for c in cuts for a in (*c.comm.axes.all, *c.own_axes)}
     for comm, axis in axes.values():
         found_inf.copy_(comm.max(found_inf, axis, GATHER_SITE))
 
 
-def _make_new(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _make_new(call: Operation) -> object:
     """Make a new tensor: with the same cut if it has the sharded one's shape, else plain."""
-    like = shards_in(args, kwargs)[0]
-    size = args[1] if len(args) > 1 else kwargs.get("size")
+    like, args = call.shards[0], call.args
+    size = args[1] if len(args) > 1 else call.kwargs.get("size")
     if isinstance(size, tuple | list) and tuple(size) == like._cut.shape:
-        made = func(like._local_tensor, like._cut.local_shape, *args[2:], **kwargs)
+        made = call.func(like._local_tensor, like._cut.local_shape, *args[2:], **call.kwargs)
+        assert isinstance(made, torch.Tensor)
         return like.wrap(made, like._cut)
-    return func(like._local_tensor, *args[1:], **kwargs)
+    return call.func(like._local_tensor, *args[1:], **call.kwargs)
 
 
-def _multiply(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _multiply(call: Operation) -> object:
     """Multiply a column by a row; it is elementwise, as the sum has one term."""
-    shards = shards_in(args, kwargs)
-    if kwargs or is_replicated(shards):
+    shards = call.shards
+    if call.kwargs or is_replicated(shards):
         return NotImplemented
-    left, right = args
+    left, right = call.args
     if min(left.ndim, right.ndim) < 2 or left.shape[-1] != 1 or right.shape[-2] != 1:
         return NotImplemented
     if tuple(torch.broadcast_shapes(left.shape, right.shape)) != shards[0]._cut.shape:
         return NotImplemented
-    return _run_local(torch.mul, "mul", args, {})
+    return _run_local(Operation(torch.mul, "mul", call.args))
 
 
-def _fill_masked(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _fill_masked(call: Operation) -> object:
     """Assign a number where a mask of the same cut is true."""
-    tensor, mask, value = args
+    tensor, mask, value = call.args
     if not isinstance(tensor, ShardTensorBase) or not isinstance(mask, ShardTensorBase):
         return NotImplemented
     is_plain = not isinstance(value, torch.Tensor) or (
         value.ndim == 0 and not isinstance(value, ShardTensorBase)
     )
     is_alike = mask.dtype == torch.bool and mask._cut.matches(tensor._cut)
-    if not is_plain or not is_alike or is_replicated(shards_in(args, kwargs)):
+    if not is_plain or not is_alike or is_replicated(call.shards):
         return NotImplemented
     tensor._local_tensor[mask._local_tensor] = value
     return None
@@ -477,24 +458,25 @@ def _fill_masked(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[st
 _BLOCK = 256  # elements of a block, fixed in bitsandbytes
 
 
-def _run_kernel(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_kernel(call: Operation) -> object:
     """Run a kernel of bitsandbytes on this rank's elements; blocks begin at its slice.
 
     Return NotImplemented if it takes the norm of the whole update (LAMB, LARS, ``max_unorm``).
     """
-    shards = shards_in(args, kwargs)
-    takes_norm = name == "optimizer_update_32bit" and args[5] is not None
+    shards = call.shards
+    takes_norm = call.name == "optimizer_update_32bit" and call.args[5] is not None
     if takes_norm and not is_replicated(shards):
         return NotImplemented
     numel = shards[0]._local_tensor.numel()
     if numel == 0:
         return None
-    names = [argument.name for argument in func.default._schema.arguments]
-    given = {**dict(zip(names, locals_of(args), strict=False)), **kwargs}
+    schema = call.func.default._schema  # type: ignore[attr-defined]
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, locals_of(call.args), strict=False)), **call.kwargs}
     for scales in ("absmax1", "absmax2"):  # one per block; the slice has fewer blocks
         if given.get(scales) is not None:
             given[scales] = given[scales][: -(-numel // _BLOCK)]
-    result = func(**{key: locals_of(value) for key, value in given.items()})
+    result = call.func(**{key: locals_of(value) for key, value in given.items()})
     torch.autograd.graph.increment_version([t._local_tensor for t in shards])
     return result
 

@@ -30,7 +30,6 @@ from shardwise.tensor.dispatch import (
     answer,
     check_conversion,
     into_leaf,
-    is_in_place,
     run_in_full,
     same_draws,
     set_property,
@@ -45,7 +44,7 @@ from shardwise.tensor.operations import (
     METADATA,
 )
 from shardwise.tensor.replaced import running_optimizer
-from shardwise.tensor.tensor_base import ShardTensorBase, shards_in
+from shardwise.tensor.tensor_base import Operation, ShardTensorBase
 
 
 class ShardTensor(ShardTensorBase):
@@ -149,39 +148,38 @@ class ShardTensor(ShardTensorBase):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation, as Note [What a ShardTensor answers] defines."""
-        kwargs = kwargs or {}
-        name = func.__name__
-        if name in DRAWS:
-            shards = shards_in(args, kwargs)
-            if is_in_place(name) or not any(t._owner and t._owner.in_use() for t in shards):
-                with same_draws(shards[0]._cut, shards[0].device, kwargs.get("generator")):
-                    return cls._answer(func, name, args, kwargs)
-        return cls._answer(func, name, args, kwargs)
+        call = Operation(func, func.__name__, args, kwargs)
+        if call.name in DRAWS:
+            shards = call.shards
+            if call.is_in_place or not any(t._owner and t._owner.in_use() for t in shards):
+                with same_draws(shards[0]._cut, shards[0].device, call.kwargs.get("generator")):
+                    return cls._answer(call)
+        return cls._answer(call)
 
     @classmethod
-    def _answer(
-        cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _answer(cls, call: Operation) -> object:
+        func, name, args = call.func, call.name, call.args
         if name == "__get__":
-            name = func.__self__.__name__  # type: ignore[attr-defined]
+            call.name = name = func.__self__.__name__  # type: ignore[attr-defined]
             if name in LOCAL_FACTS:
                 return func(elements_of(args[0]))
             if name not in FULL_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
+                    return call.run()
         elif name in LOCAL_FACTS and isinstance(args[0], ShardTensorBase):
             return func(elements_of(args[0]))
         elif name == "__set__":
-            return set_property(func, args)
+            set_property(call, func.__self__.__name__)  # type: ignore[attr-defined]
+            return None
         elif name in METADATA or getattr(func, "__module__", "") == "torch.nn.init":
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                return call.run()
         elif name == "_has_compatible_shallow_copy_type":
             return check_conversion(*args)
         elif name in ("register_hook", "register_post_accumulate_grad_hook"):
             owner = args[0]._owner
             if name != "register_hook" and owner is not None and owner.sharded is args[0]:
-                return owner.add_grad_hook(*args[1:], **kwargs)
+                return owner.add_grad_hook(*args[1:], **call.kwargs)
             raise ShardError(
                 f"{name} on a ShardTensor: autograd does not see it, and the full parameter's "
                 "gradient is this rank's alone; read p.grad after loss.backward(), or use "
@@ -198,19 +196,16 @@ class ShardTensor(ShardTensorBase):
                 "torch.autograd.grad with respect to a sharded parameter would give this rank's "
                 "gradient, not the mean over ranks; call loss.backward() and read p.grad"
             )
-        elif func is torch.autograd.backward and kwargs.get("inputs") is not None:
+        elif func is torch.autograd.backward and call.kwargs.get("inputs") is not None:
             # torch dispatches on the classes of inputs since 2.11 (pytorch#171473).
-            inputs = [into_leaf(tensor) for tensor in kwargs["inputs"]]
-            return func(*args, **{**kwargs, "inputs": inputs})
-        if name not in GRAD_FREE and not is_in_place(name):
-            records = torch.is_grad_enabled()
-            shards = shards_in(args, kwargs)
-            records = records and name not in LIKE  # autograd does not record these
-            if any(
-                t._owner and ((records and t.requires_grad) or t._owner.in_use()) for t in shards
-            ):
-                return run_in_full(func, name, args, kwargs, shards)
-        return answer(func, name, args, kwargs)
+            inputs = [into_leaf(tensor) for tensor in call.kwargs["inputs"]]
+            return func(*args, **{**call.kwargs, "inputs": inputs})
+        if name not in GRAD_FREE and not call.is_in_place:
+            records = torch.is_grad_enabled() and name not in LIKE  # autograd does not record these
+            owned = [(tensor, tensor._owner) for tensor in call.shards if tensor._owner is not None]
+            if any((records and tensor.requires_grad) or by.in_use() for tensor, by in owned):
+                return run_in_full(call)
+        return answer(call)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -219,9 +214,9 @@ class ShardTensor(ShardTensorBase):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         """Run the calls that reach ATen directly (``detach``, ``.data``, copies)."""
-        return answer(func, func.overloadpacket.__name__, args, kwargs or {})
+        return answer(Operation(func, func.overloadpacket.__name__, args, kwargs))
 
 
 # torch.optim and clip_grad take their foreach paths only for types they know; DTensor registers

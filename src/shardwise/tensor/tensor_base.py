@@ -1,20 +1,33 @@
 """Data of a sharded tensor: this rank's elements, the cut, and the owner."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.tensor.cut import Cut
+
+if TYPE_CHECKING:
+
+    class Sharded(nn.Parameter, DTensor):
+        """What stands in ``model.parameters()``: a DTensor that is a parameter."""
 
 
 class Owner(Protocol):
     """The interface of the unit that owns a parameter, for the parameter's ShardTensor."""
 
     name: str
-    sharded: Any
-    full: Any
+
+    @property
+    def sharded(self) -> torch.Tensor | None:
+        """The parameter itself; None while it is made."""
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full parameter, autograd's leaf, if it has been made."""
 
     def read_grad(self) -> torch.Tensor | None:
         """Finish reductions in flight and return the reduced gradient."""
@@ -28,7 +41,7 @@ class Owner(Protocol):
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is running."""
 
-    def add_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+    def add_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call ``hook`` with the parameter once its gradient is reduced; return a handle."""
 
     def set_requires_grad(self, requires_grad: bool) -> None:
@@ -68,15 +81,50 @@ def locals_of(value: Any) -> Any:
     return value
 
 
-def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[ShardTensorBase]:
-    """Return the sharded tensors among a call's arguments, one list deep."""
-    return [value for value in values_one_deep(args, kwargs) if isinstance(value, ShardTensorBase)]
+class Operation:
+    """One call of a function that has sharded tensors among its arguments.
 
+    ``name`` is the function's, or that of the ATen packet.
+    """
 
-def values_one_deep(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield a call's arguments, with the members of lists in place of the lists."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
+    __slots__ = ("args", "func", "kwargs", "name")
+
+    def __init__(
+        self,
+        func: Callable[..., object],
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.func = func
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs or {}
+
+    def run(self, change: Callable[[Any], object] | None = None) -> object:
+        """Call the function, with each argument changed."""
+        if change is None:
+            return self.func(*self.args, **self.kwargs)
+        return self.func(*map(change, self.args), **{k: change(v) for k, v in self.kwargs.items()})
+
+    @property
+    def values(self) -> Iterator[object]:
+        """The arguments, with the members of lists in place of the lists."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, list | tuple):
+                yield from value
+            else:
+                yield value
+
+    @property
+    def shards(self) -> list[ShardTensorBase]:
+        """The sharded tensors among `values`."""
+        return [value for value in self.values if isinstance(value, ShardTensorBase)]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Tell by the name whether the function writes its first argument."""
+        name = self.name
+        if name in ("__setitem__", "module_load"):
+            return True
+        return name.endswith("_") and not (name.startswith("__") and not name.startswith("__i"))

@@ -18,9 +18,10 @@ from shardwise.errors import ShardError
 from shardwise.mesh import Axis
 from shardwise.tensor.cut import GATHER_SITE, Cut
 from shardwise.tensor.operations import NORMS, REDUCTIONS
-from shardwise.tensor.tensor_base import ShardTensorBase, is_replicated, shards_in
+from shardwise.tensor.tensor_base import Operation, ShardTensorBase, is_replicated
 
 _SITE = CollectiveId("gather", "(norm)", 0)
+_ORDERS = ("p", "ord")
 _METADATA = frozenset(
     {"__get__", "dim", "size", "numel", "ndimension", "stride", "is_floating_point"}
 )
@@ -123,18 +124,17 @@ class LazyNorm(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Stay lazy through the calls of ``get_total_norm``; resolve for any other call."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in _METADATA:
+        call = Operation(func, getattr(func, "__name__", ""), args, kwargs)
+        if call.name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if name == "stack" and len(args) == 1 and not kwargs:
+                return call.run()
+        if call.name == "stack" and len(args) == 1 and not kwargs:
             stacked = _stacked(args[0])
             if stacked is not None:
                 return stacked
-        if name in ("vector_norm", "linalg_vector_norm") and _is_total(args, kwargs):
-            return args[0].total(*args[1:], **kwargs)
-        return func(*_resolved(args), **{k: _resolved(v) for k, v in kwargs.items()})
+        if call.name in ("vector_norm", "linalg_vector_norm") and _is_total(call):
+            return args[0].total(*args[1:], **call.kwargs)
+        return call.run(_resolved)
 
 
 def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
@@ -157,15 +157,11 @@ def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
     return LazyNorm.of(torch.stack(partials), *kinds)
 
 
-def _is_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2.0)
-    extra = set(kwargs) - {"ord"}
-    return (
-        isinstance(args[0], LazyNorm)
-        and args[0]._kinds[0].order == order
-        and not extra
-        and len(args) < 3
-    )
+def _is_total(call: Operation) -> bool:
+    first, *others = call.args
+    order = others[0] if others else call.kwargs.get("ord", 2.0)
+    is_plain = not set(call.kwargs) - {"ord"} and len(others) < 2
+    return isinstance(first, LazyNorm) and first._kinds[0].order == order and is_plain
 
 
 def _resolved(value: Any) -> Any:
@@ -176,40 +172,43 @@ def _resolved(value: Any) -> Any:
     return value
 
 
-def norm(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def norm(call: Operation) -> object:
     """Return a norm: lazy for all elements, immediate over some dims."""
-    order = _order_of_total(args, kwargs)
-    if order is not None:
-        return _total_norms(args[:1], order)[0]
-    return _reduce_dims(func, name, args, kwargs)
+    order = _order_of_total(call)
+    return _reduce_dims(call) if order is None else _total_norms(call.args[:1], order)[0]
 
 
-def norms_of_list(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def norms_of_list(call: Operation) -> object:
     """Return the lazy norms of tensors in a list (``_foreach_norm``)."""
-    return _total_norms(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
+    order = call.args[1] if len(call.args) > 1 else call.kwargs.get("ord", 2.0)
+    return _total_norms(call.args[0], order)
 
 
-def reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def reduce(call: Operation) -> object:
     """Reduce all elements to one number, or sum or average over some dims.
 
     **Cost** one collective over each axis that the tensor is cut over.
     """
-    if len(args) == 1 and not kwargs:
-        return _reduce_all(func, name, args[0])
-    return _reduce_dims(func, name, args, kwargs) if name in ("sum", "mean") else NotImplemented
+    if len(call.args) == 1 and not call.kwargs:
+        return _reduce_all(call)
+    return _reduce_dims(call) if call.name in ("sum", "mean") else NotImplemented
 
 
-def _order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+def _order_of_total(call: Operation) -> object:
     """Return the order when the call is the norm of all elements, else None."""
-    names = ("p", "ord")
-    order = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), 2.0)
-    others = [*args[2:], *(v for k, v in kwargs.items() if k not in names)]
+    others = [*call.args[2:], *(v for k, v in call.kwargs.items() if k not in _ORDERS)]
     if any(v is not None and v is not False for v in others):  # dims, keepdim, dtype
         return None
-    return 2.0 if order in (None, "fro") else order
+    return _order_of(call)
 
 
-def _total_norms(tensors: Sequence[torch.Tensor], order: Any) -> list[torch.Tensor]:
+def _order_of(call: Operation) -> object:
+    named = next((call.kwargs[name] for name in _ORDERS if name in call.kwargs), 2.0)
+    order: object = call.args[1] if len(call.args) > 1 else named
+    return 2.0 if order is None or order == "fro" else order
+
+
+def _total_norms(tensors: Sequence[torch.Tensor], order: object) -> list[torch.Tensor]:
     """Return each tensor's norm of all elements, lazy."""
     if not isinstance(order, int | float):
         raise ShardError(
@@ -235,23 +234,23 @@ def _total_norms(tensors: Sequence[torch.Tensor], order: Any) -> list[torch.Tens
     return found
 
 
-def _reduce_all(func: Any, name: str, tensor: ShardTensorBase) -> torch.Tensor:
-    local, cut = tensor._local_tensor, tensor._cut
+def _reduce_all(call: Operation) -> torch.Tensor:
+    tensor: ShardTensorBase = call.args[0]
+    local, cut, name = tensor._local_tensor, tensor._cut, call.name
     if cut.is_replicated:
-        result: torch.Tensor = func(local)
-        return result
+        return _tensor(call.func(local))
     if REDUCTIONS[name] == "sum":
-        partial = local.sum() / tensor.numel() if name == "mean" else func(local)
+        partial = local.sum() / tensor.numel() if name == "mean" else _tensor(call.func(local))
         return _sum(partial, cut)
     sign = 1 if REDUCTIONS[name] == "max" else -1
     nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
-    extreme = func(local).double() * sign if local.numel() else nothing
+    extreme = _tensor(call.func(local)).double() * sign if local.numel() else nothing
     for axis in cut.axes:
         extreme = cut.comm.max(extreme, axis, GATHER_SITE)
     return (extreme * sign).to(torch.bool if name in ("all", "any") else local.dtype)
 
 
-def _reduce_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _reduce_dims(call: Operation) -> object:
     """Reduce over some dims; return NotImplemented for norms that cannot be combined.
 
     Every rank reduces its elements in a tensor of zeros. If one rank has all elements of a result,
@@ -259,19 +258,23 @@ def _reduce_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[st
 
     **Cost** the tensor's full size in memory; one collective of the result's size.
     """
-    shards = shards_in(args, kwargs)
-    if len(shards) > 1 or kwargs.get("out") is not None or is_replicated(shards):
+    shards = call.shards
+    if len(shards) > 1 or call.kwargs.get("out") is not None or is_replicated(shards):
         return NotImplemented
-    tensor, cut, order = shards[0], shards[0]._cut, None
-    if name in NORMS:
-        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
-        order = 2.0 if order in (None, "fro") else order
-        if not isinstance(order, int | float) or order < 0:
-            return NotImplemented
-    partial: torch.Tensor = func(cut.place(tensor._local_tensor), *args[1:], **kwargs)
+    tensor, cut = shards[0], shards[0]._cut
+    order = _order_of(call) if call.name in NORMS else None
+    if order is not None and (not isinstance(order, int | float) or order < 0):
+        return NotImplemented
+    whole = cut.place(tensor._local_tensor)
+    partial = _tensor(call.func(whole, *call.args[1:], **call.kwargs))
     if order is not None:
         return NormKind.of(order, cut).combine(partial)
     return _sum(partial, cut).to(partial.dtype)
+
+
+def _tensor(value: object) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor)
+    return value
 
 
 def _sum(partial: torch.Tensor, cut: Cut) -> torch.Tensor:

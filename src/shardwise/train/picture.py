@@ -1,18 +1,20 @@
 """The losses of a run as a picture, drawn from its metrics file: SVG, in light and dark.
 
-A run that was resumed has all its steps in that file, so its curve continues. Many points are drawn
-as in Note [Few shapes]. If a few losses lie far above the others, the axis ends below them, and
-marks at its upper edge have their values as titles. Imports no torch.
+The learning rate is drawn below. A run that was resumed has all its steps in that file, so its
+curve continues. Many points are drawn as in Note [Few shapes]. If a few losses lie far above the
+others, the axis ends below them, and marks at its upper edge have their values as titles. Imports
+no torch.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
 from shardwise import svg
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 374, 74, 722, 78, 318
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 466, 74, 722
+_TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
 _COLUMN = 2  # pixels
 _LOOKS = {"loss": ("train", "training loss"), "eval_loss": ("held", "held out")}
 
@@ -32,7 +34,7 @@ def write_picture(metrics: Path, target: Path) -> bool:
 
 def loss_svg(lines: Iterable[str], title: str) -> str:
     """Draw the losses in JSON lines of a metrics file as an SVG document; "" if there are none."""
-    points: dict[str, list[svg.Point]] = {name: [] for name in _LOOKS}
+    points: dict[str, list[svg.Point]] = {name: [] for name in (*_LOOKS, "lr")}
     bad: list[int] = []
     resumed: list[int] = []
     for line in map(_parse, lines):
@@ -40,12 +42,13 @@ def loss_svg(lines: Iterable[str], title: str) -> str:
         if not isinstance(step, int):
             continue
         resumed += [step] * ("load_s" in line)
-        for name in _LOOKS.keys() & line.keys():
+        for name in points.keys() & line.keys():
             value = line[name]
             if isinstance(value, int | float) and isfinite(value):
                 points[name].append(svg.Point(step, value, value, value))
-            else:
+            elif name in _LOOKS:
                 bad.append(step)
+    rates = points.pop("lr")
     every = [point for each in points.values() for point in each]
     steps = [*bad, *(point.step for point in every)]
     if not steps:
@@ -74,8 +77,9 @@ def loss_svg(lines: Iterable[str], title: str) -> str:
         svg.text(_LEFT, _TOP - 14, "loss, nats per token"),
         *svg.legend(legend, _RIGHT, _TOP - 14),
         *(svg.draw_levels(up, ticks, across) if every else []),
-        *svg.draw_steps(across, _BOTTOM, 9),
-        svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, "step", 'text-anchor="middle"'),
+        *_draw_rates([rate for rate in rates if rate.step <= across.high], across),
+        *svg.draw_steps(across, _RATE_BOTTOM, 9),
+        svg.text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"'),
         *(
             svg.element("line", "resumed", f"resumed after step {step:,}", **dashed, x1=x, x2=x)
             for step in columns.values()
@@ -86,7 +90,23 @@ def loss_svg(lines: Iterable[str], title: str) -> str:
     described = [_describe(_LOOKS[name][1], each) for name, each in points.items() if each]
     if bad:
         described.append(f"no number at {len(bad):,} steps, first at step {bad[0]:,}")
+    if rates:
+        described.append(f"learning rate at most {max(rate.high for rate in rates):.4g}")
     return svg.document((_WIDTH, _HEIGHT), title, f"{'; '.join(described).capitalize()}.", parts)
+
+
+def _draw_rates(rates: Sequence[svg.Point], across: svg.Axis) -> list[str]:
+    if not rates:
+        return []
+    ticks = svg.round_ticks(0.0, max(rate.high for rate in rates), 4)
+    up = svg.Axis(ticks[0], ticks[-1], _RATE_BOTTOM, _RATE_TOP)
+    ends = list(dict.fromkeys((ticks[0], ticks[-1])))
+    curve = svg.Curve("rate", "learning rate", svg.thin(rates, (_RIGHT - _LEFT) // _COLUMN))
+    return [
+        svg.text(_LEFT, _RATE_TOP - 10, curve.name),
+        *svg.draw_levels(up, ends, across, [f"{tick:g}" for tick in ends]),
+        *svg.draw_curves([curve], across, up),
+    ]
 
 
 def _parse(line: str) -> Mapping[str, object]:

@@ -5,6 +5,7 @@ another dim than the first. `OwnGather` calls a tensor subclass's methods.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -150,8 +151,8 @@ class OwnGather:
     def start(self, param: "ShardedParam") -> list[GatherItem]:
         """Return the items that the local tensor's ``fsdp_pre_all_gather`` gives."""
         self._version = version_of(param.sharded._local_tensor)
-        local = param.sharded._local_tensor.to(param.unit.comm.device)
-        self._local = local
+        local: Any = param.sharded._local_tensor.to(param.unit.comm.device)
+        self._local: Any = local  # with the methods of FSDP2's protocol
         prepare = local.fsdp_pre_all_gather
         count = len(inspect.signature(prepare).parameters)
         if count not in (1, 5):
@@ -195,7 +196,7 @@ class OwnGather:
         metadata, self._metadata = self._metadata, None
         dtype = param.unit.precision.param or param.sharded.dtype
         made: torch.Tensor | None = None
-        if param.full is None:
+        if param.leaf is None:
             made, inner = self._local.fsdp_post_all_gather(outputs, metadata, dtype)
             self._inner = list(inner)
         else:
@@ -211,6 +212,56 @@ class OwnGather:
         self._version = None
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
+
+
+class Apart:
+    """The parameters of a unit whose full form has memory apart from the storages' full copies.
+
+    Those with a gather of their own are also gathered apart, in the unit's collective.
+    """
+
+    def __init__(self, params: Sequence["ShardedParam"] = ()) -> None:
+        own = [(param, param.encoding) for param in params]
+        self._gathered = [(p, by) for p, by in own if isinstance(by, OwnGather)]
+        self._put_together = [p for p, by in own if by.in_storage and by.puts_together]
+        self._arriving: list[ShardedParam] = []  # of those gathered, in the gather in flight
+
+    @property
+    def gathers(self) -> bool:
+        """Tell whether a parameter is gathered apart."""
+        return bool(self._gathered)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Tell whether all that is gathered apart is as new as its shards."""
+        return all(by.is_fresh(param) for param, by in self._gathered)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Numbers that change when a shard that is gathered apart is modified."""
+        return tuple(version_of(param.sharded._local_tensor) for param, _ in self._gathered)
+
+    def start(self, *, anew: bool) -> list[GatherItem]:
+        """Return the items to gather: those of stale parameters, or of all."""
+        arriving = [(p, by) for p, by in self._gathered if anew or not by.is_fresh(p)]
+        self._arriving = [param for param, _ in arriving]
+        return [item for param, by in arriving for item in by.start(param)]
+
+    def finish(self) -> None:
+        """Make the parameters whole after the gather."""
+        for param in self._put_together:
+            param.encoding.finish(param)
+        for param in self._arriving:
+            param.complete()
+
+    def free(self) -> None:
+        """Free the memory, as the storages free theirs."""
+        for param in self._put_together:
+            if param.storage.frees:
+                param.encoding.free()
+        for _, by in self._gathered:
+            if by.frees:
+                by.free()
 
 
 def _row_per_rank(full: torch.Tensor, num_ranks: int, dim: int) -> torch.Tensor:

@@ -195,7 +195,7 @@ class Materializer:
         by_dtype: dict[torch.dtype, list[ParamSpec]] = {}
         for param in own:
             by_dtype.setdefault(param.param.dtype, []).append(param)
-        unit.summed_apart = [self._build_apart(unit, params) for params in by_dtype.values()]
+        unit.grads.apart = [self._build_apart(unit, params) for params in by_dtype.values()]
         unit.lay_out(storages)
         return unit
 
@@ -246,7 +246,7 @@ class Materializer:
         args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
         storage = Storage(*args, unit.precision.coding)
         if any(param.param.requires_grad for param in params):
-            storage.reserve_means()
+            storage.means.reserve()
         for number, (param, dim) in enumerate(zip(params, dims, strict=True)):
             shape = tuple(local_of(param.param).shape)
             cut_layout = layout if stage.shards_state else None

@@ -7,7 +7,7 @@ does; its gradient is an attribute, set as soon as it is reduced.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.torch_collectives import waited_for
 from shardwise.errors import StateError
+from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
@@ -27,7 +28,17 @@ from shardwise.unit.states import GradState
 from shardwise.unit.storage import Storage
 
 if TYPE_CHECKING:
+    from shardwise.tensor.tensor_base import Sharded
     from shardwise.unit.unit import Unit
+
+
+class Tie(Protocol):
+    """The copies of a parameter on other stages of a pipeline; see `parallel.tying`."""
+
+    name: str
+
+    def counts(self, param: "ShardedParam") -> bool:
+        """Tell whether this is the copy that counts where each parameter counts once."""
 
 
 class Form(Protocol):
@@ -76,14 +87,12 @@ class AsShardTensor:
     def place(self, param: "ShardedParam", storage: Storage) -> None:
         """Make the parameter over the storage's memory."""
         local = storage.local(param.index, self.cut.local_shape)
-        param.sharded = nn.Parameter(
-            ShardTensor.wrap(local, self.cut, param), requires_grad=param.requires_grad
-        )
+        self.place_apart(param, local)
 
     def place_apart(self, param: "ShardedParam", local: torch.Tensor) -> None:
         """Make the parameter from elements outside any storage."""
         made = ShardTensor.wrap(local, self.cut, param)
-        param.sharded = nn.Parameter(made, requires_grad=param.requires_grad)
+        param.sharded = cast("Sharded", nn.Parameter(made, requires_grad=param.requires_grad))
 
     def like(self, local: torch.Tensor) -> DTensor:
         """Return a ShardTensor that no unit owns."""
@@ -114,7 +123,7 @@ class AsShardTensor:
             param.mean = ShardTensor.wrap(mean, self.cut)
         else:
             if param.has_storage:
-                param.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+                param.storage.means.forget()  # the sum lies elsewhere; do not keep two
             grad = param.mean
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 
@@ -178,7 +187,7 @@ class AsDTensor:
         if held.grad is None:
             held.grad = as_dtensor(mean, held._spec)
         else:
-            held.grad._local_tensor.add_(mean)
+            local_of(held.grad).add_(mean)
         hooks = getattr(held, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
             hook(held)
@@ -251,15 +260,21 @@ class ShardedParam:
         self.encoding: Encoding = AlongDim(dim, shape) if dim else AS_IT_LIES
         self._storage: Storage | None = None
         self.index = 0
-        self.sharded: Any = None
-        self.full: Any = None
-        self.local: Any = None  # this rank's elements, as last laid out
+        self.sharded: Sharded = None  # type: ignore[assignment]  # until it is laid out
+        self.leaf: nn.Parameter | None = None  # the full form; None before its first gather
+        self.local: torch.Tensor = None  # type: ignore[assignment]  # until then: this rank's elements, as last laid out
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self.leaves_scale = False  # see PartialGrad
-        self.tie: Any = None  # with copies on other stages of a pipeline; see ties.py
+        self.tie: Tie | None = None  # with copies on other stages of a pipeline; see ties.py
         self.grad_hooks = GradHooks()
         self._watched = False
+
+    @property
+    def full(self) -> nn.Parameter:
+        """The full form, if it has been made: autograd's leaf."""
+        assert self.leaf is not None, f"'{self.name}' has not been gathered yet"
+        return self.leaf
 
     @property
     def has_cut(self) -> bool:
@@ -306,22 +321,22 @@ class ShardedParam:
 
     def lie_apart(self, encoding: Encoding) -> None:
         """Leave the sharded parameter in its memory, outside any storage."""
-        self._storage, self.encoding, self.full = None, encoding, None
+        self._storage, self.encoding, self.leaf = None, encoding, None
         self.local = self.sharded._local_tensor
 
     def _make_leaf(self, view: torch.Tensor) -> None:
         is_trained = self.sharded.requires_grad
-        self.full = nn.Parameter(self.form.full(view), requires_grad=is_trained)
+        self.leaf = nn.Parameter(self.form.full(view), requires_grad=is_trained)
         self._watched = False
         self.watch()
 
     def watch(self) -> None:
         """Install the engine's callback for a written gradient, if the unit has an engine."""
         engine: Scheduler | None = self.unit.scheduler
-        if engine is None or self._watched or self.full is None:
+        if engine is None or self._watched or self.leaf is None:
             return
-        if self.full.requires_grad:
-            engine.watch_grad(self.unit, self.full)
+        if self.leaf.requires_grad:
+            engine.watch_grad(self.unit, self.leaf)
             self._watched = True
 
     def another_leaf(self) -> nn.Parameter:
@@ -333,7 +348,7 @@ class ShardedParam:
 
     def read_through(self, leaf: nn.Parameter) -> None:
         """Make the layers, also those that run now, read this leaf of the same memory."""
-        self.full = leaf
+        self.leaf = leaf
         if self.unit.shows_full:
             self.put(leaf)
 
@@ -402,7 +417,7 @@ class ShardedParam:
                 f"{tuple(value.shape)} {value.dtype}"
             )
         self.mean = value
-        self.unit.enter_grad_state(GradState.REDUCED)
+        self.unit.grads.enter(GradState.REDUCED)
 
     def _finish_reduction(self) -> None:
         self._engine.finish_reductions(self.unit)
@@ -410,8 +425,7 @@ class ShardedParam:
     def use_full(self) -> torch.Tensor:
         """Return the full parameter for a use outside its module."""
         self._engine.use_outside(self.unit)
-        found: torch.Tensor = self.full
-        return found
+        return self.full
 
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is running."""
@@ -419,13 +433,13 @@ class ShardedParam:
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""
-        if self.full is not None:
-            self.full.requires_grad_(requires_grad)
+        if self.leaf is not None:
+            self.leaf.requires_grad_(requires_grad)
             self.watch()
 
     def add_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
-        return self.grad_hooks.add(hook, self.sharded if self.full is None else self.full)
+        return self.grad_hooks.add(hook, self.sharded if self.leaf is None else self.leaf)
 
     # -- the interface for checkpoints and contexts
     @property
@@ -436,16 +450,13 @@ class ShardedParam:
     @property
     def is_trained(self) -> bool:
         """Tell whether the parameter gets gradients."""
-        of = self.full if self.form.asks_unit and self.full is not None else self.sharded
+        of = self.leaf if self.form.asks_unit and self.leaf is not None else self.sharded
         return bool(of.requires_grad)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of sums of gradients; None means the gradients' dtype."""
-        asked: torch.dtype | None = self.unit.precision.reduce_dtype
-        if asked is None and self.unit.sums.in_param_dtype:
-            asked = self.sharded.dtype
-        return asked
+        return self.unit.reduce_dtype_of(self.sharded.dtype)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -456,7 +467,7 @@ class ShardedParam:
     @property
     def has_partial(self) -> bool:
         """Tell whether this rank has an unreduced gradient of this parameter."""
-        return self.partial is not None or (self.full is not None and self.full.grad is not None)
+        return self.partial is not None or (self.leaf is not None and self.leaf.grad is not None)
 
     @property
     def keeps_grad(self) -> bool:
@@ -482,8 +493,8 @@ class ShardedParam:
     def forget_partial(self) -> None:
         """Drop the unreduced gradient; the caller updates the unit's state."""
         self.partial, self.leaves_scale = None, False
-        if self.full is not None:
-            self.full.grad = None
+        if self.leaf is not None:
+            self.leaf.grad = None
         kept = None if self._storage is None else self._storage.unreduced
         if kept is not None and self in kept.params:
             begin = self.storage.place_in_shards(self.index)
@@ -493,7 +504,7 @@ class ShardedParam:
 
     def keep_partial(self, leaf: torch.Tensor | None = None) -> None:
         """Add the micro-batch's gradient, or another leaf's, to the unreduced sum."""
-        leaf = self.full if leaf is None else leaf
+        leaf = self.leaf if leaf is None else leaf
         grad = None if leaf is None else leaf.grad
         dtype = self.reduce_dtype
         if leaf is None or grad is None or (self.partial is None and dtype in (None, grad.dtype)):
@@ -503,9 +514,9 @@ class ShardedParam:
 
     def take_partial(self) -> torch.Tensor | None:
         """Return the unreduced gradient as a strided local tensor, and drop it."""
-        if self.full is None:
+        if self.leaf is None:
             return None
-        grad, self.full.grad = self.full.grad, None
+        grad, self.leaf.grad = self.leaf.grad, None
         partial, self.partial = self.partial, None
         self.leaves_scale = False
         if partial is not None:

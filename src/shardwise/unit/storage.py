@@ -52,68 +52,41 @@ class Storage:
         coding: Coding | None = None,
     ) -> None:
         master_dtype, compute_dtype = dtypes
-        self.layout, self.rank = layout, rank
+        self.layout, self.rank, self.home = layout, rank, home
         casts = master_dtype != compute_dtype
         sizes = master_dtype.itemsize, compute_dtype.itemsize
         stays = home is not None and home.leaves_copy
         coding = coding if compute_dtype.is_floating_point else None
-        self._memory = Memory(layout, stage, *sizes, casts, home is not None, stays, coding, rank)
-        self.shards_state = stage.shards_state
-        self.aliased = self._memory.aliased
-        self.frees = self._memory.frees
-        self.needs_gather = self._memory.needs_gather
-        self.home = home
-        self._file: SlicesInFile | None = None
-        self._ledger = ledger
-        self._is_for_memory = stage.frees_after_backward
-        make = torch.zeros if self.aliased else torch.empty
+        self.memory = Memory(layout, stage, *sizes, casts, home is not None, stays, coding, rank)
+        self.shards_state, self.frees = stage.shards_state, self.memory.frees
+        make = torch.zeros if self.memory.aliased else torch.empty
         self.full = make(layout.full_numel, dtype=compute_dtype, device=device)
-        if self.aliased:
+        numel, file = self.memory.own_numel, None
+        if self.memory.aliased:
             self.master = self.full
+        elif home is None:
+            self.master = torch.zeros(numel, dtype=master_dtype, device=device)
+        elif home.files.params is not None:
+            file = home.take_slices_in_file()
+            self.master = file.mapped
         else:
-            numel = self._memory.own_numel
-            if self.home is None:
-                self.master = torch.zeros(numel, dtype=master_dtype, device=device)
-            elif self.home.files.params is not None:
-                self._file = self.home.take_slices_in_file()
-                self.master = self._file.mapped
-            else:
-                self.master = self.home.lasting(numel, master_dtype)
-        self._full_data, self._master_data = self.full.data, self.master.data
-        self._coded = CodedGather.of(self._memory.wire, rank, self._full_data)
-        self._copy: torch.Tensor | None = None  # on the device, of offloaded slices
-        self._copied_version: int | None = None
-        if self._memory.copy_bytes:
-            self._copy = torch.empty(self._memory.own_numel, dtype=compute_dtype, device=device)
-        self._plan_gather()
+            self.master = home.lasting(numel, master_dtype)
+        self.copy = FullCopy(self.full, self.frees, None if self.memory.aliased else ledger)
         self._places = [
             layout.piece(i, rank).shard_offset if stage.shards_state else layout.full_offset(i)
             for i in range(len(layout.params))
         ]
-        self._nbytes = self.full.nbytes
-        self._allocated = True
-        self._gathered_version: int | None = None
-        self._fetch: Pending | None = None
-        self._grad_buffer: torch.Tensor | None = None
-        self._grad_references = 0
-        self._means_at_home: torch.Tensor | None = None
-        self._references_at_home = 0
-        if not self.aliased:
-            ledger.allocate(self._nbytes)
-
-    def count_in(self, ledger: FullParamLedger) -> None:
-        """Count the full copy in another ledger from now on."""
-        if self._allocated and not self.aliased:
-            self._ledger.free(self._nbytes)
-            ledger.allocate(self._nbytes)
-        self._ledger = ledger
+        self._shares = Shares(self.memory, self.copy.data, self.master.data, home, file)
+        # Where parameters are freed to save memory, that of their gradients is not kept either.
+        is_kept = device.type == "cpu" and not stage.frees_after_backward
+        self.means = MeansMemory(numel, master_dtype, device, home, is_kept=is_kept)
 
     @property
     def is_fresh(self) -> bool:
         """Tell whether the full copy is allocated and has the shards' present values."""
-        if self.aliased and not self.needs_gather:
+        if self.memory.aliased and not self.memory.needs_gather:
             return True
-        return self._allocated and self._gathered_version == self.master._version
+        return self.copy.version == self.master._version
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -137,15 +110,18 @@ class Storage:
         """
         return self._places[index]
 
+    def _span(self, index: int, in_full: bool) -> slice:
+        """Return the place of this rank's slice of a parameter, in the full copy or the slices."""
+        if not self.shards_state:
+            begin = self.layout.full_offset(index)
+            return slice(begin, begin + self.layout.params[index].numel)
+        piece = self.layout.piece(index, self.rank)
+        begin = self.layout.full_offset(index) + piece.lo if in_full else piece.shard_offset
+        return slice(begin, begin + piece.numel)
+
     def local(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's slice of parameter ``index``, sharing memory with ``master``."""
-        piece = self.layout.piece(index, self.rank)
-        begin, numel = self._places[index], piece.numel
-        if not self.shards_state:
-            numel = self.layout.params[index].numel
-        elif self.aliased:
-            begin = self.layout.full_offset(index) + piece.lo
-        return self.master[begin : begin + numel].view(local_shape)
+        return self.master[self._span(index, self.memory.aliased)].view(local_shape)
 
     def local_apart(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Return `local` as a tensor that begins at the start of a storage, over the same memory.
@@ -166,234 +142,289 @@ class Storage:
         stride = torch.empty(shape, device="meta").stride()
         return self.full.data.as_strided(shape, stride, self.layout.full_offset(index))
 
-    def allocate(self) -> None:
-        """Give the full copy its memory."""
-        if not self._allocated:
-            self.full.untyped_storage().resize_(self._nbytes)
-            self._ledger.allocate(self._nbytes)
-            self._allocated = True
+    @torch.no_grad()
+    def fill(self, index: int, full: torch.Tensor) -> None:
+        """Copy this rank's slice of a full value into parameter ``index``."""
+        flat = full.detach().reshape(-1)
+        if self.memory.aliased or not self.shards_state:
+            begin = self.layout.full_offset(index)
+            self.master[begin : begin + flat.numel()].copy_(flat)
+            return
+        piece = self.layout.piece(index, self.rank)
+        self.master[self._span(index, in_full=False)].copy_(flat[piece.lo : piece.hi])
 
+    # -- the full copy and its gathers
     def free(self) -> None:
         """Free the full copy's memory if the stage does."""
-        if self.frees and self._allocated:
-            self.full.untyped_storage().resize_(0)
-            self._ledger.free(self._nbytes)
-            self._allocated = False
-            self._gathered_version = None
+        self.copy.free()
 
     def prepare_gather(self) -> Sequence[GatherItem]:
         """Allocate the full copy and cast or encode this rank's shares; return the gather items."""
-        self.allocate()
-        self._gathered_version = self.master._version
-        if self._coded is not None:
-            slices = self._master_data if self._file is None else self._file.take(self.version)
-            self._fetch = self._coded.start(slices, self.home)
-            return self._coded.items
-        if not self.shards_state:
-            if not self.aliased:
-                self._fill_full([self._full_data], [self._master_data])
-            return ()
-        if self._copy is not None and self._copied_version != self.master._version:
-            self._copied_version = self.master._version
-            self._fill_full([self._copy], [self._master_data])
-        if self._memory.fills_first and self._gather_items:
-            self._fill_full([item.source for item in self._gather_items], self._shares)
-        return self._gather_items
-
-    def _fill_full(self, places: list[torch.Tensor], slices: list[torch.Tensor]) -> None:
-        if self.home is None:
-            torch._foreach_copy_(places, slices)
-            return
-        if self._file is not None:
-            memory = self._file.take(self.master._version)
-            slices = [memory[s.storage_offset() :][: s.numel()] for s in slices]
-        self._fetch = self.home.start_fetch(places, slices)
+        self.copy.allocate()
+        self.copy.version = version = self.master._version
+        return self._shares.start(version)
 
     def finish_read(self) -> None:
         """Wait for slices that are read ahead. **Raises** StorageError if the read has failed."""
-        if self._file is not None:
-            self._file.finish_read(self.master._version)
+        if self._shares.file is not None:
+            self._shares.file.finish_read(self.master._version)
 
     def read_ahead(self) -> None:
         """Start reading slices from their file, ahead of a gather."""
-        if self._file is not None and not self.is_fresh:
-            self._file.start_read(self.master._version)
+        if self._shares.file is not None and not self.is_fresh:
+            self._shares.file.start_read(self.master._version)
+
+    def finish_fetch(self) -> None:
+        """Wait until offloaded slices have been copied to the device."""
+        self._shares.finish_fetch()
+
+    def finish_gather(self) -> None:
+        """Decode the arrived bytes into the full copy, if gathers are encoded."""
+        if self._shares.coded is not None:
+            self._shares.coded.finish()
+
+    # -- the copy that stays on the device
+    def mirror(self, index: int) -> torch.Tensor | None:
+        """Return the flat copy of parameter ``index``'s slice that stays on the device.
+
+        It is in the computing dtype, and the masters are offloaded. None if no such copy stays.
+        """
+        memory = self.memory
+        if self._shares.resident is not None:
+            return self._shares.resident[self._span(index, in_full=False)]
+        if self.home is None or memory.frees or memory.needs_gather or memory.wire is not None:
+            return None
+        return self.copy.data[self._span(index, in_full=True)]
+
+    @property
+    def mirrored_version(self) -> int | None:
+        """The version of the slices that every `mirror` holds."""
+        return self.copy.version if self._shares.resident is None else self._shares.resident_version
+
+    def note_mirrored(self, version: int) -> None:
+        """Record that every `mirror` now holds a version of the slices."""
+        if self._shares.resident is None:
+            self.copy.version = version
+        else:
+            self._shares.resident_version = version
+
+    # -- figures
+    @property
+    def coded_memory(self) -> torch.Tensor | None:
+        """The memory of arriving encoded bytes, empty between gathers; None if not encoded."""
+        return None if self._shares.coded is None else self._shares.coded.memory
+
+    @property
+    def coding(self) -> Coding | None:
+        """The coding of gathers; None if they are not encoded."""
+        return None if self._shares.coded is None else self.memory.coding
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of full copies alive now, beyond the slices."""
+        return self.memory.beside_bytes if self.copy.is_allocated else 0
+
+
+class FullCopy:
+    """The memory of full parameters: allocated by gathers, freed after use if the stage ``frees``.
+
+    ``ledger`` counts it; None if the slices lie inside. ``version`` is that of the slices whose
+    values it has; None if it has none.
+    """
+
+    def __init__(self, full: torch.Tensor, frees: bool, ledger: FullParamLedger | None) -> None:
+        self.data, self.is_allocated = full.data, True
+        self.version: int | None = None
+        self._nbytes, self._frees, self._ledger = full.nbytes, frees, ledger
+        if ledger is not None:
+            ledger.allocate(self._nbytes)
+
+    def allocate(self) -> None:
+        """Allocate the memory, unless it is allocated."""
+        if not self.is_allocated:
+            self.data.untyped_storage().resize_(self._nbytes)
+            self.is_allocated = True
+            if self._ledger is not None:
+                self._ledger.allocate(self._nbytes)
+
+    def free(self) -> None:
+        """Free the memory if the stage does."""
+        if self._frees and self.is_allocated:
+            self.data.untyped_storage().resize_(0)
+            self.is_allocated, self.version = False, None
+            if self._ledger is not None:
+                self._ledger.free(self._nbytes)
+
+    def count_in(self, ledger: FullParamLedger) -> None:
+        """Count the memory in another ledger from now on."""
+        if self._ledger is not None:
+            if self.is_allocated:
+                self._ledger.free(self._nbytes)
+                ledger.allocate(self._nbytes)
+            self._ledger = ledger
+
+
+class Shares:
+    """This rank's shares of a storage's gathers, brought from where the slices are.
+
+    They are read from the slices, or from a ``resident`` copy of offloaded slices, which stays on
+    the device. Or they are brought into the full copy: ``coded``, from the host, or from a
+    ``file``. Items are made once: views outlive the memory under them.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        full: torch.Tensor,
+        slices: torch.Tensor,
+        home: Home | None,
+        file: SlicesInFile | None,
+    ) -> None:
+        self._memory, self._full, self._slices = memory, full, slices
+        self._home, self.file = home, file
+        self.coded = CodedGather.of(memory.wire, memory.rank, full)
+        self.resident: torch.Tensor | None = None
+        self.resident_version: int | None = None
+        if memory.copy_bytes:
+            self.resident = torch.empty(memory.own_numel, dtype=full.dtype, device=full.device)
+        self._fetch: Pending | None = None
+        self._sources: list[torch.Tensor] = []
+        self._items: list[GatherItem] = []
+        if not memory.stage.shards_state or self.coded is not None:
+            return
+        for segment in memory.layout.segments:
+            (begin, end), at = segment.share(memory.rank), segment.full_offset
+            own = full[at + begin : at + end]
+            gathered = full[at : at + segment.full_numel(memory.layout.num_ranks)]
+            source = own
+            if not memory.aliased:
+                held = slices if self.resident is None else self.resident
+                source = held[segment.shard_offset :][: end - begin]
+            in_place = memory.gathers_in_place
+            self._sources.append(source)
+            self._items.append(GatherItem(segment, own if in_place else source, gathered, in_place))
+
+    def start(self, version: int) -> Sequence[GatherItem]:
+        """Start to bring the shares of a version of the slices; return the gather items."""
+        if self.coded is not None:
+            slices = self._slices if self.file is None else self.file.take(version)
+            self._fetch = self.coded.start(slices, self._home)
+            return self.coded.items
+        if not self._memory.stage.shards_state:
+            if not self._memory.aliased:
+                self._bring([self._full], [self._slices], version)
+            return ()
+        if self.resident is not None and self.resident_version != version:
+            self.resident_version = version
+            self._bring([self.resident], [self._slices], version)
+        if self._memory.fills_first and self._items:
+            self._bring([item.source for item in self._items], self._sources, version)
+        return self._items
+
+    def _bring(self, places: list[torch.Tensor], slices: list[torch.Tensor], version: int) -> None:
+        if self._home is None:
+            torch._foreach_copy_(places, slices)
+            return
+        if self.file is not None:
+            memory = self.file.take(version)
+            slices = [memory[s.storage_offset() :][: s.numel()] for s in slices]
+        self._fetch = self._home.start_fetch(places, slices)
 
     def finish_fetch(self) -> None:
         """Wait until offloaded slices have been copied to the device."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None
-            if self._file is not None:
-                self._file.release()
+            if self.file is not None:
+                self.file.release()
 
-    def finish_gather(self) -> None:
-        """Decode the arrived bytes into the full copy, if gathers are encoded."""
-        if self._coded is not None:
-            self._coded.finish()
 
-    def _plan_gather(self) -> None:
-        """Make once the views that every gather uses; they outlive the memory under them."""
-        self._shares: list[torch.Tensor] = []
-        self._gather_items: list[GatherItem] = []
-        if not self.shards_state or self._coded is not None:
-            return
-        for segment in self.layout.segments:
-            (begin, end), full = segment.share(self.rank), segment.full_offset
-            own = self._full_data[full + begin : full + end]
-            gathered = self._full_data[full : full + segment.full_numel(self.layout.num_ranks)]
-            in_place = self._memory.gathers_in_place
-            shard = own
-            if not self.aliased:
-                slices = self._master_data if self._copy is None else self._copy
-                shard = slices[segment.shard_offset :][: end - begin]
-            self._shares.append(shard)
-            self._gather_items.append(
-                GatherItem(segment, own if in_place else shard, gathered, in_place)
-            )
+class MeansMemory:
+    """Memory for the means of a storage's gradients, on the device and at the slices' home.
 
-    def grad_buffer(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
-        """Return uninitialised memory for the means of the gradients, and ``behind`` elements more.
+    The means are [S], or [P] at stage 0. If ``is_kept``, the device's memory is kept for the next
+    step. Fresh memory costs the CPU a page fault per 4 KiB, a tenth of a training step; allocators
+    of other devices reuse memory.
+    """
 
-        The means are [S], or [P] at stage 0.
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        home: Home | None = None,
+        *,
+        is_kept: bool = False,
+    ) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._home, self._is_kept = home, is_kept
+        self._here, self._at_home = _Reused(), _Reused()
 
-        On the CPU the previous step's buffer is reused unless something still refers to it
-        (``p.grad``, or a tensor that the user kept). Fresh memory costs a page fault per 4 KiB, a
-        tenth of a training step. On other devices the allocator reuses memory, and a stage that
-        frees its parameters is chosen for memory, not for speed.
-        """
-        numel = self._memory.own_numel + behind
-        device = self.full.device
-        if device.type != "cpu" or self._is_for_memory:
-            return torch.empty(numel, dtype=dtype, device=device)
-        kept = self._grad_buffer
-        if kept is not None and (kept.numel(), kept.dtype) != (numel, dtype):
-            kept = None
-        if kept is None or _num_references(kept) > self._grad_references:
-            kept = torch.empty(numel, dtype=dtype)
-            self._grad_buffer, self._grad_references = kept, _num_references(kept)
-        return kept[:]  # a new reference, counted while a reduction holds it
+    def take(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
+        """Return uninitialised memory for the means, and ``behind`` elements more."""
+        numel = self._numel + behind
+        if not self._is_kept:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        found = self._here.lend()
+        if found is None or (found.numel(), found.dtype) != (numel, dtype):
+            found = self._here.keep(torch.empty(numel, dtype=dtype, device=self._device))
+        return found
 
-    def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Start copying the means of the gradients to the slices' home.
+    def forget(self) -> None:
+        """Drop the kept memory, so that the next step allocates its own."""
+        self._here = _Reused()
 
-        Return the destination: the means themselves unless the slices are offloaded.
-        """
-        if self.home is None:
-            return means, Pending.of_copies()
-        kept = self._means_at_home
-        is_free = kept is not None and _num_references(kept) == self._references_at_home
-        to = kept[:] if kept is not None and is_free else None
-        return self.home.start_evict(means, self.master.dtype, to)
-
-    def reserve_means(self) -> None:
-        """Allocate now the memory to which means of gradients are evicted.
+    def reserve(self) -> None:
+        """Allocate now the memory to which means are evicted.
 
         If it is in use (by another micro-batch, or kept by the user), an eviction allocates more.
         """
-        if self.home is not None and self.home.files.grads is None:
-            self._means_at_home = self.home.lasting(self._memory.own_numel, self.master.dtype)
-            self._references_at_home = _num_references(self._means_at_home)
+        if self._home is not None and self._home.files.grads is None:
+            self._at_home.keep(self._home.lasting(self._numel, self._dtype))
+
+    def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Start copying the means to the slices' home; return the destination.
+
+        The destination is the means themselves if the slices are not offloaded.
+        """
+        if self._home is None:
+            return means, Pending.of_copies()
+        return self._home.start_evict(means, self._dtype, self._at_home.lend())
 
     @property
-    def held_for_means(self) -> list[torch.Tensor]:
-        """The memory held for means of gradients, on the device and at home."""
-        return [kept for kept in (self._grad_buffer, self._means_at_home) if kept is not None]
+    def held(self) -> list[torch.Tensor]:
+        """The memory kept for means, on the device and at home."""
+        both = self._here.memory, self._at_home.memory
+        return [memory for memory in both if memory is not None]
 
     @property
     def bytes_at_home(self) -> int:
-        """Bytes reserved at home for means."""
-        return 0 if self._means_at_home is None else self._means_at_home.nbytes
+        """Bytes reserved at home."""
+        return 0 if self._at_home.memory is None else self._at_home.memory.nbytes
 
     def has_at_home(self, grad: torch.Tensor) -> bool:
-        """Tell whether a mean lies in the memory of `reserve_means`."""
-        kept, held = self._means_at_home, grad.untyped_storage()
+        """Tell whether a mean lies in the memory of `reserve`."""
+        kept, held = self._at_home.memory, grad.untyped_storage()
         return kept is not None and held.data_ptr() == kept.untyped_storage().data_ptr()
 
-    def mirror(self, index: int) -> torch.Tensor | None:
-        """Return the flat copy of parameter ``index``'s slice that stays on the device.
 
-        It is in the computing dtype, and the masters are offloaded. None if no such copy stays.
-        """
-        piece = self.layout.piece(index, self.rank)
-        numel = piece.numel if self.shards_state else self.layout.params[index].numel
-        if self._copy is not None:
-            memory, begin = self._copy, self._places[index]
-        elif self.home is not None and self.has_values_of_slices:
-            memory = self._full_data
-            begin = self.layout.full_offset(index) + (piece.lo if self.shards_state else 0)
-        else:
+class _Reused:
+    """Memory that is lent again when no tensor but this one's refers to it."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self._num_references = 0
+
+    def keep(self, memory: torch.Tensor) -> torch.Tensor:
+        """Keep memory, and lend it."""
+        self.memory, self._num_references = memory, _num_references(memory)
+        return memory[:]
+
+    def lend(self) -> torch.Tensor | None:
+        """Return a new tensor over the memory; None if it is in use, or none is kept."""
+        if self.memory is None or _num_references(self.memory) > self._num_references:
             return None
-        return memory[begin : begin + numel]
-
-    @property
-    def has_values_of_slices(self) -> bool:
-        """Tell whether the full copy stays, and equals this rank's slices but for a cast."""
-        return not (self.frees or self.needs_gather) and self._coded is None
-
-    @property
-    def gather_bytes(self) -> tuple[int, int]:
-        """Bytes that a rank sends to each other rank in a gather, and their number unencoded."""
-        segments = self._memory.gathered_segments
-        if not self.needs_gather:
-            return 0, 0
-        whole = self.layout.shard_numel(self.rank) * self.full.element_size()
-        return sum(segment.share_numel(self.rank) * size for segment, size in segments), whole
-
-    @property
-    def coded_memory(self) -> torch.Tensor | None:
-        """The memory of arriving encoded bytes, empty between gathers; None if not encoded."""
-        return None if self._coded is None else self._coded.memory
-
-    @property
-    def coding(self) -> Coding | None:
-        """The coding of gathers; None if they are not encoded."""
-        return None if self._coded is None else self._memory.coding
-
-    @property
-    def mirrored_version(self) -> int | None:
-        """The version of the slices that every `mirror` holds."""
-        return self._gathered_version if self._copy is None else self._copied_version
-
-    def note_mirrored(self, version: int) -> None:
-        """Record that every `mirror` now holds a version of the slices."""
-        if self._copy is None:
-            self._gathered_version = version
-        else:
-            self._copied_version = version
-
-    def forget_grad_buffer(self) -> None:
-        """Drop the gradient buffer, so that the next step allocates one."""
-        self._grad_buffer = None
-
-    @torch.no_grad()
-    def fill(self, index: int, full: torch.Tensor) -> None:
-        """Copy this rank's slice of a full value into parameter ``index``."""
-        placed = self.layout.params[index]
-        flat = full.detach().reshape(-1)
-        begin = self.layout.full_offset(index)
-        if self.aliased or not self.shards_state:
-            self.master[begin : begin + placed.numel].copy_(flat)
-            return
-        piece = self.layout.piece(index, self.rank)
-        self.master[piece.shard_offset : piece.shard_offset + piece.numel].copy_(
-            flat[piece.lo : piece.hi]
-        )
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of this rank's slices, padding included, offloaded or not."""
-        return self._memory.shard_bytes
-
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes of the copy on the device of offloaded slices, which gathers read."""
-        return self._memory.copy_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of full copies alive now, beyond the slices."""
-        return self._memory.beside_bytes if self.aliased or self._allocated else 0
+        return self.memory[:]
 
 
 def _num_references(tensor: torch.Tensor) -> int:
@@ -439,7 +470,7 @@ class Nearby:
             return []
         items = []
         for storage, part in zip(storages, parts, strict=True):
-            storage.allocate()
+            storage.copy.allocate()
             segment = Segment(storage.full.numel(), part.numel(), 0, 0)
             items.append(GatherItem(segment, part, storage.full.data, False))
         return items

@@ -25,7 +25,7 @@ kept its gradients on the ranks since the last reduction, even if this rank had 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from shardwise.layout.wire import is_coded
 from shardwise.precisions import Coding
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.partial import Unreduced
-from shardwise.unit.storage import Storage
+from shardwise.unit.storage import MeansMemory, Storage
 
 if TYPE_CHECKING:
     from shardwise.unit.unit import Unit
@@ -85,15 +85,10 @@ class RowsApart:
     device: torch.device
     shards_state = True
 
-    def grad_buffer(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
-        """Return uninitialised memory for the means, and ``behind`` elements more."""
-        return torch.empty(
-            self.layout.shard_numel(self.rank) + behind, dtype=dtype, device=self.device
-        )
-
-    def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Return the means unchanged: the parameters live on the computing device."""
-        return means, Pending.of_copies()
+    @cached_property
+    def means(self) -> MeansMemory:
+        """The memory of the means, on the computing device."""
+        return MeansMemory(self.layout.shard_numel(self.rank), self.master_dtype, self.device)
 
     def place_in_shards(self, index: int) -> int:
         """Return the offset of this rank's rows of a parameter among its rows of all."""
@@ -139,7 +134,7 @@ class _Part:
     def start_evict(self) -> None:
         """Start copying the means to the slices' home, unless it has started."""
         if self.brought is None:
-            self.brought = self.storage.start_evict(self.out)
+            self.brought = self.storage.means.start_evict(self.out)
             if self.brought[0] is not self.out:
                 self.out, self.counts = self.brought[0], self.counts.clone()  # a view of one buffer
 
@@ -170,7 +165,7 @@ class RunningSum:
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
-            for rows in unit.summed_apart:
+            for rows in unit.grads.apart:
                 params = [param for param in rows.params if param.is_trained]
                 items += self._start_storage(unit, rows, params)
         collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
@@ -213,14 +208,14 @@ class RunningSum:
         dtype = asked or reduce(promote_types, found, storage.compute_dtype)
         # see Note [Dtype of a sum]
         sends_sum = asked is None or dtype.itemsize < storage.compute_dtype.itemsize
-        wire_dtype = dtype if sends_sum or unit.has_local_sum else storage.compute_dtype
+        wire_dtype = dtype if sends_sum or unit.grads.has_local_sum else storage.compute_dtype
         sent = [self._to_send(p, grad, wire_dtype) for p, grad in zip(params, grads, strict=True)]
         replicated = not storage.shards_state
         layout = storage.layout
         num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
         # The counts are summed over replicas with the slices, so they lie behind them.
         behind = num_counts if self._comm.axes.replicate and not replicated else 0
-        buffer = storage.grad_buffer(dtype, behind)
+        buffer = storage.means.take(dtype, behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if self._defers and len(params) < len(layout.params):
             out.zero_()  # so that the window's sums start at 0 for parameters trained later
@@ -228,15 +223,16 @@ class RunningSum:
             counts = buffer.new_empty(num_counts)
         by_index = {param.index: grad for param, grad in zip(params, sent, strict=True)}
         items, full_segments = [], []
-        for segment, inside in layout.segments_of(by_index):
+        is_coded_here = unit.precision.reduce_coding is not None
+        for segment, inside in layout.segments_of(tuple(by_index)):
             begin, numel = segment.shard_offset, segment.share_numel(storage.rank)
             if replicated:
                 begin = segment.full_offset + segment.share(storage.rank)[0]
                 full = segment.full_numel(layout.num_ranks)
                 full_segments.append((segment, out[segment.full_offset :][:full]))
             parts = tuple((layout.params[index].offset, by_index[index]) for index in inside)
-            codings = tuple(_coding_of(unit, layout.params[index].shape) for index in inside)
-            items.append(ReduceItem(segment, parts, out[begin:][:numel], codings))
+            codings = [_coding_of(unit, layout.params[i].shape) for i in inside if is_coded_here]
+            items.append(ReduceItem(segment, parts, out[begin : begin + numel], tuple(codings)))
         if num_counts:
             items.append(self._count(params, counts))
         self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
@@ -327,7 +323,7 @@ class RunningSum:
         if isinstance(part.storage, Storage) and part.storage.unreduced is not None:
             torch.add(part.storage.unreduced.sums, part.out, out=part.out)
             part.storage.unreduced = None
-            part.storage.forget_grad_buffer()
+            part.storage.means.forget()
         collective = self._comm.collective_id("all_reduce", part.unit.name, part.unit.index)
         if not part.storage.shards_state:
             summed = [*part.means, part.counts]
@@ -349,7 +345,7 @@ class RunningSum:
             kept.sums.add_(part.out)
             kept.params.update(part.params)
             kept.used |= used
-            part.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+            part.storage.means.forget()  # the sum lies elsewhere; do not keep two
         self._parts = []
 
     def _start_gather(self, part: _Part) -> Pending:
@@ -385,10 +381,9 @@ class RunningSum:
 
 def _sums_in_half(unit: "Unit") -> bool:
     """Tell whether gradients of a unit are summed in float16."""
-    asked = [param.reduce_dtype for param in unit.params]
-    computed = [storage.compute_dtype for storage in unit.storages]
-    computed += [rows.compute_dtype for rows in unit.summed_apart]
-    return torch.float16 in asked or (None in asked and torch.float16 in computed)
+    parts: list[Storage | RowsApart] = [*unit.storages, *unit.grads.apart]
+    dtypes = (unit.reduce_dtype_of(part.master_dtype) or part.compute_dtype for part in parts)
+    return torch.float16 in dtypes
 
 
 def _division_before(divisor: float) -> float:
@@ -413,9 +408,9 @@ def _may_defer(units: Sequence["Unit"]) -> bool:
         return False
     if first.scheduler.is_last_micro_batch:
         return False
-    if first.settings.stands_while_full and first.sums.all_reduces:
+    if first.settings.stands_while_full and first.grads.sums.all_reduces:
         return False
-    return all(unit.home is None and not unit.summed_apart for unit in units)
+    return all(unit.home is None and not unit.grads.apart for unit in units)
 
 
 def _coding_of(unit: "Unit", shape: tuple[int, ...]) -> Coding | None:

@@ -13,20 +13,21 @@ no other code frees it then.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.collectives import Comm, Transport
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.config import Precision
-from shardwise.errors import StateError
 from shardwise.stages import UnitSettings
 from shardwise.tensor.background_step import BackgroundStep, finish_all
-from shardwise.tensor.inner import version_of
+from shardwise.unit.encodings import Apart
 from shardwise.unit.home import Home
 from shardwise.unit.param import Scheduler, ShardedParam
+from shardwise.unit.slots import Slots
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
     PARAM_TRANSITIONS,
@@ -38,11 +39,62 @@ from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
 
 
+@dataclass
+class Gather:
+    """The gather of a unit: how it is made, and its state.
+
+    ``transport``: a user's own; None means that of the unit's collectives. ``nearby``: parts that
+    backward gathers over fewer ranks. ``pending``: the collective in flight. ``apart``: parameters
+    whose full form is apart from the storages.
+    """
+
+    transport: Transport | None = None
+    nearby: Nearby | None = None
+    state: ParamState = ParamState.SHARDED
+    pending: Pending | None = None
+    apart: Apart = field(default_factory=Apart)
+
+
+@dataclass
+class Gradients:
+    """The gradients of a unit: how they are summed, and their state.
+
+    ``num_reducing``: the reductions in flight, as a late gradient starts another.
+    ``has_local_sum``: see Note [Dtype of a sum]. ``apart``: the layouts of gradients of parameters
+    that lie in no storage.
+    """
+
+    unit: str
+    sums: Sum
+    state: GradState = GradState.EMPTY
+    num_reducing: int = 0
+    has_local_sum: bool = False
+    apart: list[RowsApart] = field(default_factory=list)
+
+    def enter(self, state: GradState) -> None:
+        """Change to a state, as the table allows; keep an equal one."""
+        if state is not self.state:
+            self.state = check_transition(GRAD_TRANSITIONS, self.unit, self.state, state)
+
+    def begin_reducing(self) -> None:
+        """Begin a reduction. **State** PARTIAL -> REDUCING."""
+        self.enter(GradState.PARTIAL)
+        self.enter(GradState.REDUCING)
+        self.num_reducing += 1
+
+    def end_reducing(self, *, is_deferred: bool) -> None:
+        """End a reduction. **State** after the last one REDUCED, or PARTIAL if it was deferred."""
+        self.num_reducing -= 1
+        if not self.num_reducing and self.state is GradState.REDUCING:
+            self.enter(GradState.PARTIAL if is_deferred else GradState.REDUCED)
+
+
 class Unit:
     """A set of parameters that are gathered and freed together, with their states.
 
-    ``modules`` are those whose forward passes need them, usually one. ``transport`` makes its
-    gathers; None means that of ``comm``.
+    ``modules`` are those whose forward passes need them, usually one. ``steps`` are background
+    steps of its slices that may run on another thread, ``writes`` those of state that the steps
+    have changed, to its file.
     """
 
     def __init__(
@@ -55,9 +107,8 @@ class Unit:
         settings: UnitSettings,
         precision: Precision,
         sums: Sum,
-        transport: Transport | None = None,
+        gather: Gather | None = None,
         home: Home | None = None,
-        nearby: Nearby | None = None,
     ) -> None:
         self.name = name
         self.index = index
@@ -66,30 +117,14 @@ class Unit:
         self.scheduler = scheduler
         self.settings = settings
         self.precision = precision
-        self.sums = sums
-        self.transport = transport
         self.home = home
-        self.nearby = nearby
         self.params: list[ShardedParam] = []
         self.storages: list[Storage] = []
-        self.full_bytes = 0  # of the unit's full copy
-        self.param_state = ParamState.SHARDED
-        self.grad_state = GradState.EMPTY
-        self.num_reducing = 0  # reductions in flight; a late gradient starts another
-        self.has_local_sum = False  # see Note [Dtype of a sum]
-        self.steps: list[BackgroundStep] = []  # that may run on another thread
-        self.writes: list[BackgroundStep] = []  # of state changed by the steps, to its file
-        self.is_pinned = False  # full until `unpin`, against the schedule
-        self._bind_depth = 0
-        self._is_shown = False  # bound once more while pinned
-        self._written_while_shown: str | None = None
-        self.pending: Pending | None = None  # the gather in flight
-        self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
-        self._versions: list[int] = []
-        self._gathered_apart: list[Any] = []
-        self._arriving: list[ShardedParam] = []  # of these, in the gather in flight
-        self.summed_apart: list[RowsApart] = []  # the layouts of their gradients' sums
-        self._put_together: list[ShardedParam] = []  # copied from gathered storages
+        self.gather = gather or Gather()
+        self.grads = Gradients(name, sums)
+        self.slots = Slots(binds=not settings.stands_while_full)
+        self.steps: list[BackgroundStep] = []
+        self.writes: list[BackgroundStep] = []
 
     @property
     def module(self) -> nn.Module:
@@ -99,18 +134,18 @@ class Unit:
     def add(self, param: ShardedParam) -> None:
         """Add a parameter, and put its sharded form into every module that uses it."""
         self.params.append(param)
-        param.put(param.sharded)
-        for use in param.uses:
-            self._bindings.append((use.module._parameters, use.attribute, param))
+        self.slots.add(param)
 
     # -- parameters
     def lay_out(self, storages: Sequence[Storage]) -> None:
         """Take the storages of the parameters; called again when they have changed."""
         self.storages = list(storages)
-        self.full_bytes = sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
-        self._gathered_apart = [param for param in self.params if not param.encoding.in_storage]
-        stored = [param for param in self.params if param.encoding.in_storage]
-        self._put_together = [param for param in stored if param.encoding.puts_together]
+        self.gather.apart = Apart(self.params)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unit's full copy."""
+        return sum(storage.memory.full_bytes for storage in self.storages)
 
     @property
     def frees_in_backward(self) -> bool:
@@ -128,16 +163,17 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Start gathering the full parameters unless they are fresh."""
-        self.finish_steps()
-        if self.param_state is ParamState.FULL and not self.is_fresh:
+        if self.steps:
+            self.finish_steps()
+        if self.gather.state is ParamState.FULL and not self.is_fresh:
             self._give_up()
-        if self.param_state is not ParamState.SHARDED:
+        if self.gather.state is not ParamState.SHARDED:
             return
         for storage in self.storages:
             storage.finish_read()
         self._enter(ParamState.GATHERING)
         with self.comm.tracer.span("unshard", self.name), torch._C._DisableFuncTorch():
-            axis, items, nearby = self.comm.axes.shard, list[GatherItem](), self.nearby
+            axis, items, nearby = self.comm.axes.shard, list[GatherItem](), self.gather.nearby
             if nearby is not None:
                 items = nearby.take(self.storages, self._local_versions)
             if items and nearby is not None:
@@ -146,10 +182,7 @@ class Unit:
                 for storage in self.storages:
                     if self.settings.stands_while_full or not storage.is_fresh:
                         items += storage.prepare_gather()
-            apart, anew = self._gathered_apart, self.settings.stands_while_full
-            self._arriving = [p for p in apart if anew or not p.encoding.is_fresh(p)]
-            for param in self._arriving:
-                items += param.encoding.start(param)
+            items += self.gather.apart.start(anew=self.settings.stands_while_full)
             if not items:
                 return
             if axis.size == 1:
@@ -159,7 +192,8 @@ class Unit:
                 return None
             collective = self.comm.collective_id("all_gather", self.name, self.index)
             with nullcontext() if self.home is None else self.home.after_fetch():
-                self.pending = self.comm.start_all_gather(items, axis, collective, self.transport)
+                by = self.gather.transport
+                self.gather.pending = self.comm.start_all_gather(items, axis, collective, by)
 
     def finish_steps(self) -> None:
         """Wait for background steps of the slices. **Raises** ShardError if one has failed."""
@@ -177,34 +211,31 @@ class Unit:
             return
         for storage in self.storages:
             storage.finish_fetch()
-        if self.pending is not None:
+        if self.gather.pending is not None:
             with self.comm.tracer.span("wait_unshard", self.name):
-                self.pending.wait()
-            self.pending = None
+                self.gather.pending.wait()
+            self.gather.pending = None
         for storage in self.storages:
             storage.finish_gather()
         self._enter(ParamState.FULL)
         if self.settings.stands_while_full:
-            self._complete()
+            self._stand_full()
         else:
-            for param in self._put_together:
-                param.encoding.finish(param)
-            for param in self._arriving:
-                param.complete()
+            self.gather.apart.finish()
 
-    def _complete(self) -> None:
+    def _stand_full(self) -> None:
         with torch._C._DisableFuncTorch():
             for param in self.params:
                 param.complete()
                 param.put(param.full)
         for storage in self.storages:
             apart = all(s.encoding.puts_together for s in self.params if s.rests_in(storage))
-            if apart and self.nearby is None:
+            if apart and self.gather.nearby is None:
                 storage.free()  # the parameters have separate memory
 
     def reshard(self) -> None:
         """Give up the full parameters unless pinned; free their memory if the stage does."""
-        if not self.is_pinned:
+        if not self.slots.is_pinned:
             self._give_up()
 
     def _give_up(self) -> None:
@@ -212,17 +243,12 @@ class Unit:
             self.finish_unshard()
         if self.param_state is not ParamState.FULL:
             return
-        if self.nearby is not None and not self._gathered_apart:
-            self.nearby.leave(self.storages, self._local_versions)
+        if self.gather.nearby is not None and not self.gather.apart.gathers:
+            self.gather.nearby.leave(self.storages, self._local_versions)
         for storage in self.storages:
             storage.free()
         self._enter(ParamState.SHARDED)
-        for param in self._put_together:
-            if param.storage.frees:
-                param.encoding.free()
-        for param in self._gathered_apart:
-            if param.encoding.frees:
-                param.encoding.free()
+        self.gather.apart.free()
         if self.settings.stands_while_full:
             for param in self.params:
                 param.put(param.sharded)
@@ -235,8 +261,7 @@ class Unit:
             return False
         if self.settings.stands_while_full:
             return self.param_state is ParamState.FULL
-        apart = (param.encoding.is_fresh(param) for param in self._gathered_apart)
-        return all(s.is_fresh for s in self.storages) and all(apart)
+        return all(s.is_fresh for s in self.storages) and self.gather.apart.is_fresh
 
     @property
     def is_resident(self) -> bool:
@@ -264,103 +289,53 @@ class Unit:
         for step in self.steps:  # a step's writes change the version, which all ranks must see
             step.wait()
         versions = tuple(s.version for s in self.storages)
-        if not self._gathered_apart:
-            return versions
-        apart = (version_of(param.sharded._local_tensor) for param in self._gathered_apart)
-        return (*versions, *apart)
-
-    def bind(self) -> None:
-        """Put the full parameters into the modules for one call."""
-        self._bind_depth += 1
-        if self._bind_depth > 1 or self.settings.stands_while_full:
-            return
-        for params, attribute, param in self._bindings:
-            found: Any = params.get(attribute)
-            if found is not param.sharded or found._owner is not param:
-                self._bind_depth = 0
-                raise StateError(
-                    f"parameter '{param.name}' was replaced after shard(), by model.to(), .half(), "
-                    "load_state_dict(assign=True) or an assignment; do that before shard()"
-                )
-            params[attribute] = param.full
-        self._versions = [param.full._version for _, _, param in self._bindings]
+        return (*versions, *self.gather.apart.versions) if self.gather.apart.gathers else versions
 
     @property
     def shows_full(self) -> bool:
         """Tell whether the full parameters are in the modules now."""
-        return self.is_unsharded if self.settings.stands_while_full else self._bind_depth > 0
-
-    def unbind(self) -> str | None:
-        """Put the ShardTensors back; return the name of a full parameter that was written."""
-        if self._bind_depth == 0:
-            return None
-        self._bind_depth -= 1
-        if self._bind_depth or self.settings.stands_while_full:
-            return None
-        written = None
-        for (params, attribute, param), version in zip(self._bindings, self._versions, strict=True):
-            params[attribute] = param.sharded
-            if param.full._version != version:
-                written = param.name
-        return written
-
-    def unbind_all(self) -> None:
-        """Put the ShardTensors back after an interrupted forward pass."""
-        if self._bind_depth > self._is_shown:
-            self._bind_depth = 1 + self._is_shown
-            self.unbind()
+        stands = self.settings.stands_while_full
+        return self.is_unsharded if stands else self.slots.are_full
 
     # -- pinned until `unpin`
     def pin(self) -> None:
         """Start gathering, and stay full until `unpin`, also between passes."""
         self.start_unshard()
-        self.is_pinned = True
+        self.slots.is_pinned = True
 
     def show(self) -> None:
         """Put the full parameters of a pinned unit into the modules."""
-        if self.is_pinned and not self._is_shown:
+        if self.slots.is_pinned:
             self.finish_unshard()
-            self.bind()
-            self._is_shown = True
-
-    def hide(self) -> None:
-        """Put the sharded parameters back, with the full ones' ``requires_grad``."""
-        if not self._is_shown:
-            return
-        self._is_shown = False
-        self._written_while_shown = self.unbind() or self._written_while_shown
-        for param in self.params:
-            if param.full.requires_grad != param.sharded.requires_grad:
-                param.sharded.requires_grad_(param.full.requires_grad)
+            self.slots.show()
 
     def unpin(self) -> str | None:
         """End `pin`, and give up the full parameters between passes.
 
         Return the name of a full parameter that was written while it was in the modules.
         """
-        if not self.is_pinned:
+        if not self.slots.is_pinned:
             return None
-        self.hide()
-        self.is_pinned = False
-        if not self._bind_depth:
+        self.slots.hide()
+        self.slots.is_pinned = False
+        if not self.slots.are_full:
             self.reshard()
-        written, self._written_while_shown = self._written_while_shown, None
-        return written
+        return self.slots.take_written()
 
     # -- gradients
-    def enter_grad_state(self, state: GradState) -> None:
-        """Change to a gradient state, as the table allows; keep an equal one."""
-        if state is not self.grad_state:
-            self.grad_state = check_transition(GRAD_TRANSITIONS, self.name, self.grad_state, state)
+    def reduce_dtype_of(self, master: torch.dtype) -> torch.dtype | None:
+        """Return the dtype of sums of gradients of slices in ``master``; None means theirs."""
+        asked = self.precision.reduce_dtype
+        return master if asked is None and self.grads.sums.in_param_dtype else asked
 
     def forget_grads_if_none(self) -> None:
         """Return to EMPTY if no parameter has a gradient."""
         if not any(param.keeps_grad for param in reversed(self.params)):
-            self.enter_grad_state(GradState.EMPTY)
+            self.grads.enter(GradState.EMPTY)
 
     def keep_partials(self) -> None:
         """Add the micro-batch's gradients to this rank's sums of the window."""
-        self.enter_grad_state(GradState.PARTIAL)
+        self.grads.enter(GradState.PARTIAL)
         for param in self.params:
             param.keep_partial()
 
@@ -370,14 +345,29 @@ class Unit:
             param.forget_partial()
         for storage in self.storages:
             storage.unreduced = None
-        if self.grad_state is GradState.PARTIAL:
+        if self.grads.state is GradState.PARTIAL:
             any_reduced = any(param.mean is not None for param in self.params)
-            self.enter_grad_state(GradState.REDUCED if any_reduced else GradState.EMPTY)
-        self.has_local_sum = False
+            self.grads.enter(GradState.REDUCED if any_reduced else GradState.EMPTY)
+        self.grads.has_local_sum = False
 
-    # -- names that tools read on torch's parameter groups, and extensions on the unit
+    # -- states, and names that tools read on torch's parameter groups
     @property
-    def shard_mesh(self) -> Any:
+    def param_state(self) -> ParamState:
+        """The state of the full parameters."""
+        return self.gather.state
+
+    @property
+    def grad_state(self) -> GradState:
+        """The state of the gradients."""
+        return self.grads.state
+
+    @property
+    def is_pinned(self) -> bool:
+        """Tell whether the unit stays full until `unpin`."""
+        return self.slots.is_pinned
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
         """The mesh of the shard axis alone."""
         mesh = self.comm.axes.mesh
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
@@ -385,7 +375,8 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         """Tell whether the unit is FULL."""
-        return self.param_state is ParamState.FULL
+        return self.gather.state is ParamState.FULL
 
     def _enter(self, state: ParamState) -> None:
-        self.param_state = check_transition(PARAM_TRANSITIONS, self.name, self.param_state, state)
+        before = self.gather.state
+        self.gather.state = check_transition(PARAM_TRANSITIONS, self.name, before, state)

@@ -70,7 +70,7 @@ def _make_engine(states: "Sequence[State]") -> Engine:
         for param in unit.params:
             param.watch()
         for storage in unit.storages:
-            storage.count_in(engine.ledger)
+            storage.copy.count_in(engine.ledger)
     engine.take_units(units, order=())
     attach_steppers(units)
     for state in states:
@@ -267,7 +267,7 @@ class State(ModuleState):
         self.awaited.discard(member.module)
         goes_on = bool(self.awaited)
         for unit in reversed(self.units):
-            with nullcontext() if unit.nearby is None else unit.nearby.leaving():
+            with nullcontext() if unit.gather.nearby is None else unit.gather.nearby.leaving():
                 engine.after_forward(unit, output, goes_on=goes_on)
         if not engine.is_running():
             for state in engine.all_states:

@@ -6,7 +6,7 @@ laid out. It is laid out again if ``model.to()``, ``to_empty()`` or a load repla
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,10 @@ from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.param import AsDTensor, ShardedParam
 from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
-from shardwise.unit.unit import Unit
+from shardwise.unit.unit import Gather, Unit
+
+if TYPE_CHECKING:
+    from shardwise.tensor.tensor_base import Sharded
 
 # Without ``reduce_dtype`` torch sums in the dtype of computation before 2.15, and from 2.15 in that
 # of the sharded parameter. We do the same as the installed torch.
@@ -92,7 +95,7 @@ def make_unit(
         asked.precision,
         Sum(spread.divisor or axes.num_ranks, in_param_dtype=_SUMS_IN_OWN_DTYPE),
         home=home,
-        nearby=Nearby(nearby) if nearby is not None else None,
+        gather=Gather(nearby=Nearby(nearby) if nearby is not None else None),
     )
 
 
@@ -117,7 +120,8 @@ def take(
     )
     made = ShardedParam(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
     chunk = chunk_of(values, shard.size, shard.rank, dim)
-    made.sharded = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
+    held = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
+    made.sharded = cast("Sharded", held)
     made.sharded._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     vars(made.sharded)[FULLY_SHARD] = OfFullyShard(made)
     unit.add(made)
@@ -148,8 +152,8 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     is_new = [_reread(param) for param in unit.params]  # a list: each must be read
     if not any(is_new):
         return
-    if unit.nearby is not None:
-        unit.nearby.forget()
+    if unit.gather.nearby is not None:
+        unit.gather.nearby.forget()
     storages: list[Storage] = []
     axis = unit.comm.axes.shard
     groups: dict[Any, list[ShardedParam]] = {}
@@ -177,7 +181,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
             param.lie_in(storage, index)
         storage.free()
         storages.append(storage)
-    unit.summed_apart = list(_summed_apart(unit))
+    unit.grads.apart = list(_summed_apart(unit))
     unit.lay_out(storages)
 
 
@@ -201,7 +205,7 @@ def _reread(param: ShardedParam) -> bool:
     found: Any = param.uses[0].module._parameters[param.uses[0].attribute]
     if not isinstance(found, DTensor):
         raise AssertionError(f"parameter '{param.name}': expected DTensor, got {type(found)}")
-    param.sharded = found
+    param.sharded = cast("Sharded", found)
     vars(found)[FULLY_SHARD] = OfFullyShard(param)
     local = found._local_tensor
     return local is not param.local or has_own_gather(local) == param.encoding.in_storage

@@ -4,46 +4,46 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.monitor.doctor import communication, ends, memory_rules, numbers, ranks, sharding
-from shardwise.monitor.doctor.evidence import NotEnough, several_ranks
+from shardwise.monitor.doctor import ends, settings, state, waits
+from shardwise.monitor.doctor.evidence import Evidence, NotEnough
 from shardwise.monitor.findings import Abstention, Diagnosis, Finding, worst_first
-from shardwise.monitor.record import RunFacts, RunRecord
+from shardwise.monitor.record import RunRecord
 
 
 class _Rule(NamedTuple):
-    """A row: the codes that a rule finds, the rule, and the runs that it is asked about."""
+    """A row: the codes that a rule finds, the rule, and for how many ranks at least it judges."""
 
     codes: tuple[str, ...]
-    find: Callable[[RunRecord], Finding | None]
-    applies_to: Callable[[RunFacts], bool] = lambda facts: True
+    find: Callable[[Evidence], Finding | None]
+    min_ranks: int = 1
 
 
 _RULES = (
-    _Rule(("SW001",), sharding.not_sharded, several_ranks),
-    _Rule(("SW002",), sharding.one_unit, several_ranks),
-    _Rule(("SW003",), sharding.too_fine, several_ranks),
-    _Rule(("SW004",), sharding.largest_unit, several_ranks),
-    _Rule(("SW006",), sharding.padding),
-    _Rule(("SW010",), sharding.small_buckets, several_ranks),
-    _Rule(("SW011",), sharding.large_bucket, several_ranks),
-    _Rule(("SW011",), sharding.large_prefetch, several_ranks),
-    _Rule(("SW012", "SW005"), communication.exposed_communication, several_ranks),
-    _Rule(("SW013",), communication.slow_pair, several_ranks),
-    _Rule(("SW014",), communication.slow_axis, several_ranks),
-    _Rule(("SW020",), ranks.straggler, several_ranks),
-    _Rule(("SW021",), ranks.data_loader),
-    _Rule(("SW024",), ranks.uneven_batches, several_ranks),
+    _Rule(("SW001",), settings.not_sharded, 2),
+    _Rule(("SW002",), settings.one_unit, 2),
+    _Rule(("SW003",), settings.too_fine, 2),
+    _Rule(("SW004",), settings.largest_unit, 2),
+    _Rule(("SW006",), settings.padding),
+    _Rule(("SW010",), settings.small_buckets, 2),
+    _Rule(("SW011",), settings.large_bucket, 2),
+    _Rule(("SW011",), settings.large_prefetch, 2),
+    _Rule(("SW012", "SW005"), waits.exposed_communication, 2),
+    _Rule(("SW013",), waits.slow_pair, 2),
+    _Rule(("SW014",), waits.slow_axis, 2),
+    _Rule(("SW020",), waits.straggler, 2),
+    _Rule(("SW021",), waits.data_loader),
+    _Rule(("SW024",), waits.uneven_batches, 2),
     _Rule(("SW022",), ends.no_step),
     _Rule(("SW023",), ends.died),
-    _Rule(("SW030", "SW005"), memory_rules.full_memory),
-    _Rule(("SW031",), memory_rules.fragmentation),
-    _Rule(("SW032", "SW033"), memory_rules.cost_of_offload),
-    _Rule(("SW040",), numbers.half_precision),
-    _Rule(("SW041",), numbers.not_finite),
-    _Rule(("SW042",), numbers.lost_updates),
-    _Rule(("SW050",), memory_rules.slow_saves),
-    _Rule(("SW050",), memory_rules.other_saves),
-    _Rule(("SW051",), memory_rules.no_saves),
+    _Rule(("SW030", "SW005"), state.full_memory),
+    _Rule(("SW031",), state.fragmentation),
+    _Rule(("SW032", "SW033"), state.cost_of_offload),
+    _Rule(("SW040",), state.half_precision),
+    _Rule(("SW041",), state.not_finite),
+    _Rule(("SW042",), state.lost_updates),
+    _Rule(("SW050",), state.slow_saves),
+    _Rule(("SW050",), state.other_saves),
+    _Rule(("SW051",), state.no_saves),
 )
 # A finding of the first code explains one of the others, of the same rank if both name one.
 _EXPLAINS = {
@@ -61,12 +61,12 @@ def diagnose(run: RunRecord) -> Diagnosis:
 
     **Cost** some 100 microseconds for a run of a few hundred lines.
     """
-    found: list[Finding] = []
+    evidence, found = Evidence(run), list[Finding]()
     abstentions: list[Abstention] = []
     judged: list[str] = []
     for rule in _RULES:
         try:
-            finding = rule.find(run) if rule.applies_to(run.facts) else None
+            finding = rule.find(evidence) if run.facts.num_ranks >= rule.min_ranks else None
             judged += rule.codes
         except NotEnough as missing:
             abstentions += [Abstention(code, str(missing)) for code in rule.codes]

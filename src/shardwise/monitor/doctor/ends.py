@@ -1,12 +1,12 @@
 """Rules about runs that did not come to their end: a rank died or raised, or no step comes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from shardwise.keys import checked_value
-from shardwise.monitor.doctor.evidence import NotEnough
+from shardwise.monitor.doctor.evidence import Evidence, NotEnough
 from shardwise.monitor.findings import Change, Finding, make_finding
+from shardwise.monitor.lines import RankLine
 from shardwise.monitor.record import RunRecord
 from shardwise.names import name_of_unit
 from shardwise.processes import Process, fate, own_process
@@ -14,16 +14,15 @@ from shardwise.quantities import format_bytes, format_duration
 
 _HANG_TIMES, _HANG_S = 5.0, 60.0
 _MAX_SHOWN, _MAX_QUOTED = 4, 300  # ranks, and characters of each one's error
-_Line = Mapping[str, Any]
 
 
-def died(run: RunRecord) -> Finding | None:
+def died(e: Evidence) -> Finding | None:
     """Find ranks that raised or were killed, and those whose communication failed after them.
 
     A rank that raised by itself is the cause before one that exited, since launchers kill the
     others. Ranks whose communication failed are the cause only if no other rank is known to be.
     """
-    last_lines = run.end_lines
+    run, last_lines = e.run, e.run.end_lines
     failed = {rank: line for rank, line in last_lines.items() if line.get("error")}
     stopped = [rank for rank, line in failed.items() if line["error"] == "KeyboardInterrupt"]
     failed = {rank: line for rank, line in failed.items() if rank not in stopped}
@@ -71,28 +70,28 @@ def died(run: RunRecord) -> Finding | None:
     )
 
 
-def _is_gone(line: _Line, this: Process) -> bool:
+def _is_gone(line: RankLine, this: Process) -> bool:
     """Tell whether a rank has not written its end, and its process is known to have exited."""
     if line["kind"] != "begin" or line.get("process") is None:
         return False
     return fate(checked_value(Process, line["process"], "process"), this)[0] == "dead"
 
 
-def _describe_error(line: _Line) -> str:
+def _describe_error(line: RankLine) -> str:
     error, message = line["error"], line.get("message")
     if not message:
         return str(error)
     return str(message) if line.get("follows") else f"{error}: {message}"
 
 
-def _quote(rank: int, line: _Line) -> str:
+def _quote(rank: int, line: RankLine) -> str:
     text = _describe_error(line)
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 
 def _describe_cause(
-    run: RunRecord, first: int, named: Sequence[int], line: _Line
+    run: RunRecord, first: int, named: Sequence[int], line: RankLine
 ) -> tuple[str, list[Change]]:
     """Return the verdict about an error, and the change that helps if memory ran out."""
     step, phase = line.get("during", line["step"]), line.get("phase", "outside")
@@ -118,8 +117,9 @@ def _list_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def no_step(run: RunRecord) -> Finding | None:
+def no_step(e: Evidence) -> Finding | None:
     """Find a run that has not ended and writes no steps any more."""
+    run = e.run
     if run.idle_s is None or any(line["kind"] == "end" for line in run.end_lines.values()):
         return None
     if len(run.steps) < 3:

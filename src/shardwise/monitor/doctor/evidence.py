@@ -1,4 +1,4 @@
-"""Evidence that rules share: the steady lines of a run, typical figures of them, the noise.
+"""Evidence of a run that rules judge: steady lines, typical figures of them, the noise.
 
 Note [What is judged]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -9,114 +9,97 @@ a core's time is noise: on a CPU ranks share cores with each other and with othe
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
 
+from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import CORE_WAIT_S, STEP_S
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, over_steps
+from shardwise.monitor.record import RunRecord, StepLine, over_steps
 
-WARM_UP_LINES = 3
-_MIN_LINES = 5
-_MAX_LINES = 20
+WARM_UP_LINES, _MIN_LINES, _MAX_LINES = 3, 5, 20
 _SAME_RANK_SHARE = 0.8
 _NOISE_S, _CPU_NOISE_S = 0.002, 0.02
 Which = Literal["min", "median", "max"]
+Lines = Sequence[StepLine]
 
 
 class NotEnough(Exception):
     """Raised by a rule that cannot judge; the text names the missing evidence."""
 
 
-def steady(run: RunRecord) -> Sequence[StepLine]:
-    """Return the lines that are judged. **Raises** NotEnough."""
-    lines = run.steps[WARM_UP_LINES:][-_MAX_LINES:]
-    if len(lines) < _MIN_LINES:
-        have, need = len(run.steps), WARM_UP_LINES + _MIN_LINES
-        raise NotEnough(f"lines of steps: {have}, and {need} are needed")
-    return lines
+class Evidence:
+    """A run as rules read it. Figures are of the steady lines, unless a rule names others.
 
-
-def steady_with(run: RunRecord, name: str) -> Sequence[StepLine]:
-    """Return the steady lines that have a figure. **Raises** NotEnough without such a line."""
-    lines = [line for line in steady(run) if name in line.metrics]
-    if not lines:
-        raise NotEnough(f"the figure {name}")
-    return lines
-
-
-def typical(
-    lines: Sequence[StepLine], name: str, which: Which = "median", default: float | None = None
-) -> float:
-    """Return the median over lines of a figure, or ``default`` if no line has it.
-
-    **Raises** NotEnough without a default.
+    **Raises** NotEnough, in every method, if the run lacks what is asked for.
     """
-    found = over_steps(lines, name)
-    if found is not None:
-        return float(getattr(found, which))
-    if default is None:
-        raise NotEnough(f"the figure {name}")
-    return default
 
+    def __init__(self, run: RunRecord) -> None:
+        self.run, self.facts = run, run.facts
+        self.num_shards = run.facts.degrees.get("shard", 1)
+        self.is_cpu = run.facts.device == "cpu"
+        self.noise_s = _CPU_NOISE_S if self.is_cpu else _NOISE_S  # below it nothing is judged
 
-def step_s(lines: Sequence[StepLine]) -> float:
-    """Return the seconds of a step."""
-    return typical(lines, STEP_S)
+    @cached_property
+    def lines(self) -> Lines:
+        """The steady lines; see Note [What is judged]."""
+        lines = self.run.steps[WARM_UP_LINES:][-_MAX_LINES:]
+        if len(lines) < _MIN_LINES:
+            have, need = len(self.run.steps), WARM_UP_LINES + _MIN_LINES
+            raise NotEnough(f"lines of steps: {have}, and {need} are needed")
+        return lines
 
+    def lines_with(self, name: str) -> Lines:
+        """Return the steady lines that have a figure, at least one."""
+        if not (lines := [line for line in self.lines if name in line.metrics]):
+            raise NotEnough(f"the figure {name}")
+        return lines
 
-def same_rank(lines: Sequence[StepLine], name: str, which: Literal["min", "max"]) -> int | None:
-    """Return the rank that has the extreme in nearly all lines; None if there is no such one."""
-    ranks = Counter(getattr(line.metrics[name], f"{which}_rank") for line in lines)
-    rank, count = ranks.most_common(1)[0]
-    return int(rank) if count >= _SAME_RANK_SHARE * len(lines) else None
+    def typical(
+        self,
+        name: str,
+        which: Which = "median",
+        default: float | None = None,
+        lines: Lines | None = None,
+    ) -> float:
+        """Return the median over lines of a figure, or ``default`` if no line has it."""
+        found = over_steps(self.lines if lines is None else lines, name)
+        if found is not None:
+            return float(getattr(found, which))
+        if default is None:
+            raise NotEnough(f"the figure {name}")
+        return default
 
+    @property
+    def step_s(self) -> float:
+        """The seconds of a step."""
+        return self.typical(STEP_S)
 
-def several_ranks(facts: RunFacts) -> bool:
-    """Tell whether a run has more than one rank."""
-    return facts.num_ranks > 1
+    @property
+    def core_wait_s(self) -> float:
+        """The time for which the rank that waits most for a core does; 0 if unknown."""
+        return self.typical(CORE_WAIT_S, "max", 0.0)
 
+    def check_cores(self, seconds: float, times: float = 1.0, lines: Lines | None = None) -> None:
+        """Check that ranks on a CPU do not wait for cores as long as ``seconds / times``."""
+        if self.is_cpu and seconds < times * self.typical(CORE_WAIT_S, "max", 0.0, lines):
+            raise NotEnough("a core for each rank: they wait for cores as long")
 
-def is_cpu(facts: RunFacts) -> bool:
-    """Tell whether the model runs on the host."""
-    return facts.device == "cpu"
+    def same_rank(
+        self, name: str, which: Literal["min", "max"], lines: Lines | None = None
+    ) -> int | None:
+        """Return the rank that has the extreme in nearly all lines; None without such a rank."""
+        lines = self.lines if lines is None else lines
+        ranks = Counter(getattr(line.metrics[name], f"{which}_rank") for line in lines)
+        rank, count = ranks.most_common(1)[0]
+        return int(rank) if count >= _SAME_RANK_SHARE * len(lines) else None
 
-
-def noise_s(facts: RunFacts) -> float:
-    """Return the seconds below which nothing is judged."""
-    return _CPU_NOISE_S if is_cpu(facts) else _NOISE_S
-
-
-def num_shards(facts: RunFacts) -> int:
-    """Return the size of the shard axis."""
-    return facts.degrees.get("shard", 1)
-
-
-def core_wait_s(lines: Sequence[StepLine]) -> float:
-    """Return the time for which the rank that waits most for a core does; 0 if not known."""
-    return typical(lines, CORE_WAIT_S, "max", 0.0)
-
-
-def check_cores(
-    run: RunRecord, lines: Sequence[StepLine], seconds: float, times: float = 1.0
-) -> None:
-    """Check that ranks on a CPU do not wait for cores as long as ``seconds``, divided by ``times``.
-
-    **Raises** NotEnough.
-    """
-    if is_cpu(run.facts) and seconds < times * core_wait_s(lines):
-        raise NotEnough("a core for each rank: they wait for cores as long")
-
-
-def peak_of(run: RunRecord) -> Mapping[str, Any]:
-    """Return the moment of the newest sampled step that has the most memory.
-
-    **Raises** NotEnough if no step was sampled.
-    """
-    newest: Mapping[str, Any] | None = None
-    for _, line in run.lines("memory"):
-        if newest is None or line["step"] >= newest["step"]:
-            newest = line
-    if newest is None:
-        raise NotEnough("the memory of a step (sampled at the 3rd, then every detail_every)")
-    moment: Mapping[str, Any] = newest["moments"][newest["peak"]]
-    return moment
+    @property
+    def peak(self) -> RankLine:
+        """The moment of the newest sampled step that has the most memory."""
+        lines = [line for _, line in self.run.lines("memory")]
+        if not lines:
+            raise NotEnough("the memory of a step (sampled at the 3rd, then every detail_every)")
+        newest = max(reversed(lines), key=lambda line: line["step"])
+        moment: RankLine = newest["moments"][newest["peak"]]
+        return moment

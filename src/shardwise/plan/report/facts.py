@@ -6,7 +6,6 @@ their flags; ``micro_batch`` of a moment says in which one it is, from 0.
 """
 
 from dataclasses import asdict
-from typing import Any
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
@@ -17,7 +16,7 @@ from shardwise.plan.timing.scaling import Goodput, ScalingRow
 from shardwise.plan.timing.simulate import Simulated
 
 
-def plan_facts(plan: Planned) -> dict[str, Any]:
+def plan_facts(plan: Planned) -> dict[str, object]:
     """Return a plan as plain data."""
     played = plan.played
     return {
@@ -78,7 +77,7 @@ def plan_facts(plan: Planned) -> dict[str, Any]:
     }
 
 
-def search_facts(result: SearchResult) -> dict[str, Any]:
+def search_facts(result: SearchResult) -> dict[str, object]:
     """Return a search as plain data: the plans of the Pareto set, and why the others lost.
 
     The winner is in full, the others by what tells them apart.
@@ -96,7 +95,7 @@ def search_facts(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def _brief(plan: Planned) -> dict[str, Any]:
+def _brief(plan: Planned) -> dict[str, object]:
     return {
         "candidate": candidate_facts(plan.candidate),
         "label": plan.label,
@@ -112,7 +111,7 @@ def _brief(plan: Planned) -> dict[str, Any]:
     }
 
 
-def simulated_facts(simulated: Simulated) -> dict[str, Any]:
+def simulated_facts(simulated: Simulated) -> dict[str, object]:
     """Return the times of the slowest rank, and how ranks and steps are spread."""
     run = simulated.slowest
     return {
@@ -134,7 +133,7 @@ def simulated_facts(simulated: Simulated) -> dict[str, Any]:
     }
 
 
-def scaling_facts(rows: tuple[ScalingRow, ...]) -> list[dict[str, Any]]:
+def scaling_facts(rows: tuple[ScalingRow, ...]) -> list[dict[str, object]]:
     """Return a scaling curve as plain data."""
     return [
         {
@@ -149,7 +148,7 @@ def scaling_facts(rows: tuple[ScalingRow, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def goodput_facts(goodput: Goodput) -> dict[str, Any]:
+def goodput_facts(goodput: Goodput) -> dict[str, object]:
     """Return what failures and checkpoints leave of a run's time."""
     return {
         "kept_fraction": goodput.fraction,
@@ -164,7 +163,7 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
     }
 
 
-def cluster_facts(cluster: Cluster) -> dict[str, Any]:
+def cluster_facts(cluster: Cluster) -> dict[str, object]:
     """Return what a cluster consists of, by name and main figures."""
     node = cluster.node
     return {
@@ -181,12 +180,12 @@ def cluster_facts(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def candidate_facts(candidate: Candidate) -> dict[str, Any]:
+def candidate_facts(candidate: Candidate) -> dict[str, object]:
     """Return every setting of a candidate."""
     return {**asdict(candidate), "num_ranks": candidate.world_size}
 
 
-def _moment(plan: Planned, moment: Moment) -> dict[str, Any]:
+def _moment(plan: Planned, moment: Moment) -> dict[str, object]:
     return {
         "phase": moment.phase,
         "unit": plan.unit_name(moment.unit),

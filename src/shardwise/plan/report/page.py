@@ -6,19 +6,14 @@ dark setting. HTML is one file without anything to load, or a fragment for a not
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import Any
 
-from shardwise import svg
+from shardwise import charts
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.planned import Planned, time_rows
-from shardwise.plan.step.ledger import Moment
-from shardwise.plan.step.program import Stream
 from shardwise.plan.timing.breakdown import unit_name
 from shardwise.quantities import format_bytes, format_count
 
-_WIDTH, _LEFT, _RIGHT = 760, 96, 736
-_BAR, _GAP = 22, 12
-_STREAM_NAMES: dict[Stream, str] = {
+_STREAM_NAMES = {
     "compute": "compute",
     "shard": "shard axis",
     "replicate": "replicate axis",
@@ -27,105 +22,56 @@ _STREAM_NAMES: dict[Stream, str] = {
     "cpu": "host cores",
     "disk": "disk",
 }
+_MOST_PLANS, _MOST_REASONS = 5, 200
 
 
 def memory_svg(plan: Planned) -> str:
     """Draw the ledger at the peak of each phase as one bar, beside what the device has."""
-    moments = plan.played.peaks
-    most = max(plan.memory.high_bytes, *(m.ledger.total for m in moments))
-    extent = max(most, min(plan.capacity_bytes, 2 * most)) * 1.02
-    across = svg.Axis(0.0, extent, _LEFT, _RIGHT)
-    parts: list[str] = []
-    top = 52
-    for moment in moments:
-        parts += _memory_bar(plan, moment, top, across)
-        top += _BAR + _GAP
-    if plan.capacity_bytes <= extent:
-        x = across.at(plan.capacity_bytes)
-        parts.append(svg.element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=40, y2=top))
-        parts.append(svg.text(x, 37, "device", 'text-anchor="middle"'))
-    low, high = across.at(plan.memory.low_bytes), across.at(plan.memory.high_bytes)
-    said = f"{format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)}"
-    said = f"interval of the whole: {said}"
-    parts.append(svg.draw_bar(low, top, max(high - low, 2), 6, "#7a828c", said))
-    parts.append(svg.text(_LEFT - 8, top + 8, "low to high", 'text-anchor="end"'))
-    shown = [name for name in svg.KIND_COLOURS if any(m.ledger.lines().get(name) for m in moments)]
-    names = {name: name.replace("_", " ") for name in shown}
-    legend, bottom = svg.squares(names, _LEFT, _RIGHT, top + 26)
-    return _document(
-        "Memory of one rank", plan.label, _describe_memory(plan), parts + legend, bottom
-    )
-
-
-def _memory_bar(plan: Planned, moment: Moment, top: float, across: svg.Axis) -> list[str]:
-    def say(span: svg.Span, num_bytes: float) -> str:
-        kind = span.kind.replace("_", " ")
-        return f"{moment.phase} of {plan.unit_name(moment.unit)}: {kind} {format_bytes(num_bytes)}"
-
-    spans = svg.stack({name: n for name, n in moment.ledger.lines().items() if n})
-    x, label = across.at(moment.ledger.total), format_bytes(moment.ledger.total)
-    inside = x + 70 > _RIGHT
-    place = f'text-anchor="{"end" if inside else "start"}"'
-    style = 'fill="#fff" style="fill:#fff"' if inside else 'class="strong"'
-    return [
-        svg.text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"'),
-        *svg.draw_spans([(top, spans)], across, _BAR, say),
-        svg.text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}"),
+    peak, low, high = plan.played.peak, plan.memory.low_bytes, plan.memory.high_bytes
+    rows = [
+        charts.Bar(f"{m.phase} of {plan.unit_name(m.unit)}", m.ledger.lines())
+        for m in plan.played.peaks
     ]
+    lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])
+    largest = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in lines[:4] if b)
+    of = f"{peak.phase} of {plan.unit_name(peak.unit)}: {format_bytes(peak.ledger.total)}"
+    most = max(high, *(m.ledger.total for m in plan.played.peaks))
+    return charts.bars_chart(
+        f"Memory of one rank: {plan.label}",
+        rows,
+        format_bytes,
+        shown_title="Memory of one rank",
+        described=f"The peak is in {of}, of which {largest}",
+        limit=("device", plan.capacity_bytes),
+        interval=(f"in all {format_bytes(low)} to {format_bytes(high)}", low, high),
+        extent=1.02 * max(most, min(plan.capacity_bytes, 2 * most)),
+        has_style=True,
+    )
 
 
 def step_svg(plan: Planned) -> str:
     """Draw the operations of the slowest rank in time, one line per stream."""
     run = plan.simulated.slowest
-    program = run.program
-    across = svg.Axis(0.0, max(run.step_s, 1e-12), _LEFT, _RIGHT)
-    by_stream: dict[Stream, list[svg.Span]] = {}
+    rows: dict[str, list[charts.Span]] = {}
     for span in run.spans:
-        op, length_s = program.ops[span.op], span.end_s - span.start_s
-        spans = by_stream.setdefault(op.stream, [])
+        op, length_s = run.program.ops[span.op], span.end_s - span.start_s
+        spans = rows.setdefault(op.stream, [])
         if length_s > 0:
-            name = unit_name(program, op)
-            spans.append(svg.Span(op.phase, span.start_s - run.begin_s, length_s, name))
-    parts, rows, top = [], [], 52
-    for stream in (stream for stream in _STREAM_NAMES if stream in by_stream):
-        parts.append(svg.text(_LEFT - 8, top + 15, _STREAM_NAMES[stream], 'text-anchor="end"'))
-        rows.append((top, by_stream[stream]))
-        top += _BAR + _GAP
-    parts += svg.draw_spans(rows, across, _BAR, _say_op, run.step_s / 600)
-    parts.append(svg.element("line", "axis", x1=_LEFT, x2=_RIGHT, y1=top, y2=top))
-    parts.append(svg.text(_LEFT, top + 16, "0 s"))
-    parts.append(svg.text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
-    phases: set[str] = {op.phase for op in program.ops}
-    names: dict[str, str] = {phase: phase for phase in svg.PHASE_COLOURS if phase in phases}
-    legend, bottom = svg.squares(names, _LEFT, _RIGHT, top + 34)
-    description = (
+            begin_ms, name = 1e3 * (span.start_s - run.begin_s), unit_name(run.program, op)
+            spans.append(charts.Span(op.phase, begin_ms, 1e3 * length_s, name))
+    shown = {name: rows[stream] for stream, name in _STREAM_NAMES.items() if stream in rows}
+    said = (
         f"A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of it, and "
         f"{run.exposed_s:.3g} s are exposed communication."
     )
-    return _document("One step in time", plan.label, description, parts + legend, bottom)
-
-
-def _say_op(span: svg.Span, length_s: float) -> str:
-    return f"{span.kind} of {span.of or '(root)'}: {length_s:.3g} s"
-
-
-def _describe_memory(plan: Planned) -> str:
-    peak = plan.played.peak
-    lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])
-    largest = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in lines[:4] if b)
-    return (
-        f"The peak is in {peak.phase} of {plan.unit_name(peak.unit)}: "
-        f"{format_bytes(peak.ledger.total)}, of which {largest}."
+    return charts.timeline_chart(
+        f"One step in time: {plan.label}",
+        [("", shown)],
+        1e3 * run.step_s,
+        shown_title="One step in time, ms",
+        described=said,
+        has_style=True,
     )
-
-
-def _document(title: str, label: str, description: str, parts: Sequence[str], height: float) -> str:
-    drawn = [svg.heading(16, 24, title), *parts]  # the label may be longer than the picture is wide
-    return svg.document((_WIDTH, height), f"{title}: {label}", description, drawn)
-
-
-_MOST_PLANS = 5
-_MOST_REASONS = 200
 
 
 def plans_html(
@@ -153,12 +99,11 @@ def full_page(body: str, title: str) -> str:
     return _render("page.html.j2", body=Markup(body), title=title)
 
 
-def _render(template: str, **values: Any) -> str:
+def _render(template: str, **values: object) -> str:
     """Fill a template; all that is not marked as markup is escaped."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True)
-    environment.filters["bytes"] = format_bytes
-    environment.filters["count"] = format_count
+    environment.filters |= {"bytes": format_bytes, "count": format_count}
     source = files("shardwise.plan.report").joinpath(template).read_text(encoding="utf-8")
     return environment.from_string(source).render(values)

@@ -359,7 +359,7 @@ def reduce_of(groups: Sequence[Group], setting: Setting, local_sum: bool) -> Red
         layout, reduce = group.memory.layout, group.reduce
         wire = reduce if local_sum else group.memory.full_size
         out += group.memory.own_numel * reduce
-        trained = [index for index, trains in enumerate(group.trained) if trains]
+        trained = tuple(index for index, trains in enumerate(group.trained) if trains)
         grads += sum(layout.params[index].numel for index in trained) * wire
         segments = [
             (segment, [_part(group, index, wire, setting) for index in inside])
@@ -420,7 +420,7 @@ def _over_replicas(
     else:
         buffers = [
             (s.bounds(0)[1], s.shard_offset, coded & set(inside))
-            for s, inside in layout.segments_of(sorted(trained))
+            for s, inside in layout.segments_of(tuple(sorted(trained)))
         ]
         buffers.append((num_counts, 0, set()))
     found = []

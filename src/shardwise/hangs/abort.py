@@ -1,0 +1,408 @@
+"""The watch of a process: it publishes what this rank does, and ends waits that cannot end.
+
+Note [The rule]
+Once a second a thread publishes this rank's heartbeat, reads those of the ranks that the wait of
+the main thread needs, and ends the wait in two cases: a rank that it needs is gone, or it has
+lasted for the limit of `watch`. Its error has the table of the ranks, see Note [The table]. The
+cause is published with the heartbeat, and ranks that wait for this one pass it on. The wait is
+broken off, see Note [Aborting a group].
+
+Note [A rank that has failed]
+A rank whose disk or host memory fails raises, and comes to no collective of its model before a
+load, which all ranks make. So it publishes the failure before it raises, and waits for it end. The
+failure holds until the rank begins another collective: then it has recovered. Small exchanges
+(`control`) work beside a failure: loads, and saves that report one on all ranks, are made of them.
+
+Note [A store that does not answer]
+Rank 0 keeps the store if no launcher does. If rank 0 is stopped, and not dead, its connections stay
+open and a request to the store never returns. So a second thread applies the rule while a look of
+the first is late, to the heartbeats that were read before. It asks nothing of the store.
+
+Note [Errors of torch's own calls]
+A wait in torch's own calls raises an error of torch. If that ends the program, the verdict is added
+to the error as a note. It stands in the log if the watch has ended the wait, or no hook saw the
+error.
+"""
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from shardwise.comm.collective_key import CollectiveKey, reason_of
+from shardwise.comm.listener import WAITS, Listener
+from shardwise.comm.process_groups import (
+    FAILED_GROUPS,
+    abort,
+    abort_all,
+    timeout_s_of,
+    waits_block,
+)
+from shardwise.errors import CollectiveError
+from shardwise.hangs.diagnosis import (
+    FAILED,
+    AsyncCollectives,
+    StalledCalls,
+    Table,
+    Wait,
+    call_of_error,
+    needed_ranks,
+)
+from shardwise.hangs.heartbeat import ENDED_WELL, Heartbeat, Heartbeats, WaitRecord, lines_of_main
+
+_LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
+_MAX_RANKS = 256  # that one rank reads: the store must serve all ranks that look
+_READ_EVERY = 10  # looks, without a wait: the store may end with a rank
+_FIND_CAUSE_S = 3.0  # a rank may be about to publish why it has ended
+_POLL_S = 0.1
+_PUBLISH_S = 5.0
+_LINGER_S = 1.5  # longer than the time between two looks of the others
+
+
+def watch(hang_timeout: float | None) -> None:
+    """End waits that last ``hang_timeout`` seconds, and name the ranks that are missing.
+
+    It holds for this process and all its models, those of `fully_shard` too, and for the calls of
+    torch.distributed that the loop makes itself. Call it on every rank after
+    ``init_process_group``. None leaves the end to the timeout of the process group. A rank that is
+    later than this ends the run: choose several times the longest step, save or evaluation.
+
+    **Cost** a look a second, by a thread. **Raises** ConfigError for less than 4 seconds.
+    """
+    WAITS.set_limit(hang_timeout)
+
+
+class Watch(Listener):
+    """The listener to this process's collectives, and the threads that look at their waits."""
+
+    def __init__(self, look_every_s: float = 1.0, patience_s: float = 30.0) -> None:
+        self.look_every_s = look_every_s
+        self.patience_s = patience_s
+        self._heard = Heartbeats()
+        self._counts: Counter[str] = Counter()  # of collectives begun, by key
+        self._last: CollectiveKey | None = None
+        self._failure, self._left, self._follows = "", "", False  # see `Heartbeat`
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._failed: Wait | None = None  # whose cause is looked for
+        self._async, self._stalled = AsyncCollectives(), StalledCalls()
+        self._blocking: WeakKeyDictionary[dist.ProcessGroup | None, bool] = WeakKeyDictionary()
+        self._verdicts: dict[int, str] = {}  # of waits that were broken off, by thread
+        self._threads: list[threading.Thread] = []
+        self._pid = 0  # of the process that runs the threads: they do not run in its forks
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._looked = threading.Condition()
+        self._num_begun = self._num_looks = 0  # looks begun, and ended
+        self._look_began_s: float | None = None  # of the look under way
+        self._lost_store: dist.Store | None = None
+        self._has_logged_error = False
+        self._explained: BaseException | None = None
+        self._hook_before = sys.excepthook
+
+    def start(self) -> None:
+        """Start the threads, if they do not run."""
+        if self._threads or not dist.is_initialized():
+            return
+        self._pid, self._heard = os.getpid(), Heartbeats()  # of this process: it may be a fork
+        for run in (self._look_regularly, self._look_at_looks):
+            self._threads.append(threading.Thread(target=run, name="shardwise-watch", daemon=True))
+            self._threads[-1].start()
+        self.publish()  # now: the store may end before this process does
+        atexit.register(self._report_exit)
+        self._hook_before, sys.excepthook = sys.excepthook, self._annotate
+
+    # Calls of the threads that make collectives.
+    def begin(self, key: CollectiveKey) -> int:
+        """Count a collective that begins; return its number among those of its key."""
+        if self._failure and key.axis:  # a small exchange is no recovery
+            self._failure, self._follows = "", False
+            self.publish()
+        name = key.key
+        self._counts[name] = number = self._counts[name] + 1
+        self._last = key
+        return number
+
+    def launch(self, key: CollectiveKey, number: int, works: Sequence[dist.Work]) -> None:
+        """Note a collective that runs on a device, see `AsyncCollectives`."""
+        blocks = self._blocking.get(key.group)
+        if blocks is None:
+            blocks = self._blocking[key.group] = waits_block(key.group)
+        if not blocks:
+            self._async.add(Wait(key, number), works)
+            self.start()
+
+    def enter(self, key: CollectiveKey, number: int) -> None:
+        """Note that this thread waits from now on."""
+        self._waits[threading.get_ident()] = Wait(key, number)
+        self.start()
+
+    def leave(self, is_over: bool) -> None:
+        """Note that this thread's wait has ended; ``is_over``: without an error."""
+        self._waits.pop(threading.get_ident(), None)
+
+    def find_cause(self, key: CollectiveKey, reason: str) -> str:
+        """Return why a collective has failed: the verdict that ended the wait, or another cause."""
+        cause = self._verdicts.pop(threading.get_ident(), None)
+        if cause is None:
+            cause = self._cause_of(Wait(key, self._counts[key.key]), reason)
+        if cause != reason:
+            self._fail(cause)  # ranks that wait for this one in another group pass it on
+            self.publish()
+        return cause
+
+    def report_failure(self, text: str) -> None:
+        """Tell ranks that wait for this one, or will, that it raises; before it does.
+
+        See Note [A rank that has failed]. **Cost** a look.
+        """
+        self._failure, self._follows = text, False
+        self.publish()
+
+    def publish(self) -> None:
+        """Look now; return once that is done, or some seconds have passed."""
+        if not self._threads or not self._is_one_of_several() or self._late_s():
+            return
+        if threading.current_thread() in self._threads:
+            return
+        with self._looked:
+            number = self._num_begun + 1  # one that is under way may have a heartbeat of before
+            self._wake.set()
+            self._looked.wait_for(lambda: self._num_looks >= number, _PUBLISH_S)
+
+    def _fail(self, cause: str) -> None:
+        self._failure, self._follows = cause, True
+
+    def _cause_of(self, wait: Wait, reason: str) -> str:
+        """Return the table of ranks if one of them is gone, or if the wait was over time.
+
+        It waits a little for a rank that is about to die, or to publish why it has ended.
+        """
+        self.start()
+        timed_out = "imed out" in reason or "did not come within" in reason
+        until_s = time.monotonic() + _FIND_CAUSE_S
+        self._failed = wait
+        try:
+            record = wait.record()
+            while True:
+                self.publish()
+                table = Table(self._heard, dist.get_rank(), record)
+                if table.gone or timed_out:
+                    break
+                if time.monotonic() >= until_s:
+                    table.gone = table.followers
+                    break
+                time.sleep(_POLL_S)
+        except (KeyError, ValueError):  # the group was destroyed: its ranks are unknown
+            return reason
+        finally:
+            self._failed = None
+        if table.gone:
+            return FAILED + table.describe()
+        return f"{reason}. {table.describe()}" if timed_out else reason
+
+    # The threads that look.
+    def _look_regularly(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(self.look_every_s)
+            self._wake.clear()
+            with self._looked:
+                self._num_begun += 1
+            try:
+                if dist.is_initialized():
+                    self._look_began_s = time.monotonic()
+                    self._look()
+            except (RuntimeError, ValueError, KeyError):  # the process group was destroyed
+                pass
+            except Exception:
+                if not self._has_logged_error:
+                    self._has_logged_error = True
+                    _LOG.exception("shardwise: the watch of rank %d has failed", dist.get_rank())
+            finally:
+                self._look_began_s = None
+                with self._looked:
+                    self._num_looks = self._num_begun
+                    self._looked.notify_all()
+
+    def _look(self) -> None:
+        main = threading.main_thread().ident or 0
+        wait = self._wait_of_main()
+        self._exchange(None if wait is None else wait.record())
+        if wait is not None and wait is not self._failed:
+            self._judge(wait)
+        for thread, each in [*self._waits.items(), *([(main, wait)] if wait else [])]:
+            self._report_long_wait(thread, each)
+
+    def _wait_of_main(self) -> Wait | None:
+        """Return the wait that the main thread is in for longer than a look, if it is in one."""
+        own = self._failed or self._waits.get(threading.main_thread().ident or 0)
+        if own is None and (stalled := self._stalled.look()) is not None:
+            return stalled
+        wait = own or self._async.oldest()
+        is_long = wait is not None and (wait is self._failed or wait.waited_s > self.look_every_s)
+        return wait if is_long else None
+
+    def _exchange(self, record: WaitRecord | None) -> None:
+        """Publish this rank's heartbeat; read those of the ranks that its wait needs."""
+        store = dist.distributed_c10d._get_default_store()
+        self._heard.look_every_s = self.look_every_s
+        if store is self._lost_store:  # each request would print a C++ stack
+            return
+        heartbeat = Heartbeat(
+            beat=self._num_begun,
+            process=self._heard.process,
+            last=self._last.text if self._last is not None else "",
+            where=lines_of_main(),
+            wait=record,
+            failed=self._failure,
+            left=self._left,
+            follows=self._follows,
+            begun=dict(self._counts) if self._left else {},
+        )
+        rank, read = dist.get_rank(), set[int]()
+        try:
+            self._heard.publish(heartbeat)
+            if record is None and self._num_begun % _READ_EVERY in (1, 2, 5):
+                ranks = sorted(range(dist.get_world_size()), key=lambda each: abs(each - rank))
+                self._heard.read([each for each in ranks[:_MAX_RANKS] if each != rank])
+            while record is not None:  # as long as those that were read wait for others
+                needed = needed_ranks(self._heard, rank, record, _MAX_RANKS).keys() - read
+                if not needed:
+                    break
+                self._heard.read(sorted(needed))
+                read |= needed
+            self._heard.is_current = True
+        except dist.DistNetworkError:  # the store has ended with rank 0
+            self._lost_store, self._heard.is_current = store, False
+
+    def _judge(self, wait: Wait) -> None:
+        """End the wait of the main thread if it cannot end, or is over its limit: the rule."""
+        table = Table(self._heard, dist.get_rank(), wait.record())
+        limit_s = self._limit_s(wait)
+        if table.gone:
+            self._end(wait, FAILED + table.describe())
+        elif limit_s is not None and wait.waited_s >= limit_s:
+            self._end(wait, f"it has not ended in {wait.waited_s:.0f} s: {table.describe()}")
+
+    def _limit_s(self, wait: Wait) -> float | None:
+        """Return when a wait is broken off; None if its own timeout ends it with a verdict."""
+        asked_s = WAITS.limit_s
+        if not wait.key.axis:  # small exchanges end by themselves
+            return None if asked_s is None else asked_s + self.look_every_s
+        if asked_s is not None or (wait.call is None and waits_block(wait.key.group)):
+            return asked_s
+        own_s = timeout_s_of(wait.key.group)
+        return None if own_s is None else own_s - 3 * self.look_every_s
+
+    def _end(self, wait: Wait, verdict: str) -> None:
+        """Break off the main thread's wait; gloo ends none by itself for a third rank's death."""
+        main = threading.main_thread().ident or 0
+        if self._waits.get(main) is wait:
+            if main not in self._verdicts:
+                self._verdicts[main] = verdict
+                abort(wait.key.group)
+        elif (wait.call is not None or not waits_block(wait.key.group)) and not wait.is_ended:
+            wait.is_ended = True  # it is in no call of ours, which would raise it
+            who = f"rank {dist.get_rank()}: {wait.text(main)}"
+            _LOG.error("shardwise: %s failed: %s", who, verdict)
+            FAILED_GROUPS.add(wait.key.group, verdict)
+            self._fail(verdict)
+            if self._heard.is_current and not self._late_s():
+                self._exchange(None)
+            abort_all()
+
+    def _report_long_wait(self, thread: int, wait: Wait) -> None:
+        if wait.is_reported or wait.is_ended or wait.waited_s <= self.patience_s:
+            return
+        wait.is_reported = True
+        _LOG.warning(
+            "shardwise: rank %d has waited %.0f s in %s: %s. Every rank must make this call",
+            *(dist.get_rank(), self.patience_s, wait.text(thread)),
+            Table(self._heard, dist.get_rank(), wait.record()).describe(),
+        )
+
+    def _look_at_looks(self) -> None:
+        """Apply the rule while a look hangs; see Note [A store that does not answer]."""
+        while not self._stop.wait(self.look_every_s):
+            if self._late_s() and dist.is_initialized():
+                self._heard.is_current = False
+                with suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
+                    if (wait := self._wait_of_main()) is not None:
+                        self._judge(wait)
+
+    def _late_s(self) -> float:
+        """Return how late the look under way is."""
+        began_s = self._look_began_s
+        late_s = 0.0 if began_s is None else time.monotonic() - began_s
+        return late_s if late_s > 2 * self.look_every_s else 0.0
+
+    # The end of the program.
+    def _annotate(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Add the cause to an error of torch's that ends the program, and print it."""
+        with suppress(Exception):  # the error itself must be printed
+            if (cause := self._explain(error)) is not None:
+                error.add_note(cause)
+        self._hook_before(kind, error, trace)
+
+    def _report_exit(self) -> None:
+        """Publish how this rank's program has ended; log why a call of torch's has failed."""
+        if os.getpid() != self._pid:
+            return
+        with suppress(Exception):  # the group may be destroyed
+            if self._is_one_of_several():
+                self._publish_exit(
+                    getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+                )
+        self._stop.set()  # a thread that is in C++ while Python ends would abort
+        self._wake.set()
+        self._threads[0].join(0 if self._late_s() else _PUBLISH_S)
+        self._threads[1].join(_PUBLISH_S)
+
+    def _publish_exit(self, error: BaseException | None) -> None:
+        if error is None:
+            self._left = ENDED_WELL
+            self.publish()
+            return
+        logged = FAILED_GROUPS.reasons()
+        cause = self._explain(error)
+        if cause is not None and not any(reason in cause for reason in logged):
+            _LOG.error("shardwise: %s", cause)
+        if self._heard.is_current and dist.get_rank() == 0:  # it may keep the store others read
+            time.sleep(_LINGER_S)
+
+    def _is_one_of_several(self) -> bool:
+        is_rank = dist.is_initialized() and self._pid == os.getpid()  # and no fork of one
+        return is_rank and dist.get_world_size() > 1
+
+    def _explain(self, error: BaseException) -> str | None:
+        """Publish the error that ends this program; return, once, why a call of torch's failed."""
+        if error is self._explained or not self._is_one_of_several():
+            return None
+        self._explained = error
+        follows = isinstance(error, CollectiveError)
+        call = call_of_error(error) if isinstance(error, RuntimeError) and not follows else None
+        name, reason = type(error).__name__, reason_of(error)
+        self._left = f"{name} in {call.text}" if call else f"{name}: {reason}"
+        self._follows = follows or call is not None
+        self.publish()
+        if call is None:
+            return None
+        cause = FAILED_GROUPS.reason(call.group)
+        if cause is None:
+            cause = self._cause_of(Wait(call.key, call=call), reason)
+        if cause != reason:
+            self._fail(cause)
+            self.publish()
+        return f"rank {dist.get_rank()}: {call.text} failed: {cause}"
+
+
+WATCH = Watch()

@@ -1,0 +1,386 @@
+"""Rules about the state of a run: memory, the cost of offload, saves, and numbers."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from shardwise.monitor.doctor.evidence import WARM_UP_LINES, Evidence, NotEnough
+from shardwise.monitor.findings import Change, Finding, make_finding
+from shardwise.monitor.lines import RankLine
+from shardwise.monitor.metrics import (
+    BACKGROUND_STEP_MS,
+    BAD_GRADIENTS,
+    BAD_VALUES,
+    GIB,
+    IN_HALF,
+    LOST_OF_WORST_SHARE,
+    LOST_SHARE,
+    MAX_ACTIVE_GIB,
+    MAX_ACTIVE_SHARE,
+    MAX_RESERVED_GIB,
+    OFFLOAD_EXPOSED_MS,
+    OFFLOAD_MS,
+    OOMS,
+    OPTIMIZER_S,
+    RECOMPUTE_S,
+    RETRIES,
+    SAVE_S,
+    SKIPPED_STEPS,
+    STALL_S,
+    STEP_S,
+    STEP_WAIT_S,
+    TRANSFERS,
+    transfers_ms,
+)
+from shardwise.monitor.record import RunRecord, StepLine
+from shardwise.quantities import format_duration
+
+_NEARLY_FULL, _FULL = 85.0, 92.0  # percent of the device
+_MOST = 0.5
+_UNUSED = 0.2  # of the device
+_STEP_SHARE, _CPU_STEP_SHARE, _CPU_STEP_S = 0.25, 0.4, 0.05
+_STALL = 0.03  # of the run
+_STALL_S = 0.3  # of one line
+_BUSY = 0.9
+# 419 failures in 54 days of 16,384 accelerators: The Llama 3 Herd of Models, 2024, section 3.3.4.
+_DEVICE_MTBF_S = 50_000 * 3600.0
+_MOST_MTBF_S = 7 * 24 * 3600.0  # of people, disks and networks
+_UNSAVED_S, _UNSAVED_TIMES = 1800.0, 4.0
+_CUT_BY_NEXT = {0: ("optimizer_state", "param_shards"), 1: ("grad_full",), 2: ("param_full",)}
+_SKIPPED = 0.05
+_LEAST_SCALE = 1.0
+_LOST, _LOST_OF_WORST = 10.0, 50.0  # per cent
+_MIN_LOOKS, _MAX_LOOKS = 3, 20  # lines with a look at updates
+_NAMED = 3
+
+
+def _num_retries(e: Evidence) -> float:
+    """Return how many retries and failures of the allocator the steady lines contain."""
+    total = 0.0
+    for name in (RETRIES, OOMS):
+        counts = [line.metrics[name].max for line in e.lines if name in line.metrics]
+        total += counts[-1] - counts[0] if counts else 0.0
+    return total
+
+
+def full_memory(e: Evidence) -> Finding | None:
+    """Find a device that is nearly full, of activations or of the model's state."""
+    # The ranks of a host share its memory.
+    sharing = max(Counter(e.facts.hosts).values(), default=1) if e.is_cpu else 1
+    percent, retries = sharing * e.typical(MAX_ACTIVE_SHARE, "max"), _num_retries(e)
+    if percent < _NEARLY_FULL and not retries:
+        return None
+    engine, other = sum(e.peak["device"].values()), e.peak["other"]
+    share = other / (engine + other or 1)
+    evidence = {
+        "memory, % of the device": percent,
+        "retries of the allocator": retries,
+        "engine's bytes at the peak": engine,
+        "other bytes at the peak": other,
+        "share of others": share,
+    }
+    if share > _MOST:
+        is_recomputing = e.typical(RECOMPUTE_S, "max", 0.0)
+        changes = [Change("activation_checkpointing", None, "blocks")] * (not is_recomputing)
+        return make_finding("SW030", evidence | {"threshold": _MOST}, *changes, gain=other / 2)
+    shards, stage = e.num_shards, e.facts.stage
+    if stage == 3 or shards == 1 or percent < _FULL:
+        return None
+    gain = (1 - 1 / shards) * sum(e.peak["device"].get(kind, 0) for kind in _CUT_BY_NEXT[stage])
+    evidence |= {"threshold, %": _FULL, "stage": stage}
+    return make_finding("SW005.higher", evidence, gain=gain, next=stage + 1, shards=shards)
+
+
+def fragmentation(e: Evidence) -> Finding | None:
+    """Find memory that the allocator holds without using it."""
+    if e.is_cpu:
+        return None  # no caching allocator
+    reserved = e.typical(MAX_RESERVED_GIB, "max") * GIB
+    unused = reserved - e.typical(MAX_ACTIVE_GIB, "max") * GIB
+    share, retries = unused / e.facts.device_bytes, _num_retries(e)
+    if share < _UNUSED and not (retries > 1 and share > _UNUSED / 2):
+        return None
+    evidence = {"reserved, bytes": reserved, "unused, bytes": unused, "share of the device": share}
+    evidence |= {"threshold": _UNUSED, "retries of the allocator": retries}
+    return make_finding("SW031", evidence, gain=(0.0, unused))
+
+
+def cost_of_offload(e: Evidence) -> Finding | None:
+    """Find steps dominated by offload: the optimizer's step, copies, reads and writes of files.
+
+    If it is hidden behind computation, it costs an accelerator nothing. On a CPU it takes the cores
+    that forward and backward compute on, so it counts too.
+    """
+    facts = e.facts
+    if not facts.offload:
+        return None
+    whole_s, moves_state = e.step_s, "optimizer='device'" not in facts.offload
+    waited_s = e.typical(STEP_WAIT_S, default=0.0)
+    own_s = e.typical(OPTIMIZER_S) if moves_state else 0.0
+    name = OFFLOAD_MS if e.is_cpu else OFFLOAD_EXPOSED_MS
+    taken_s = own_s + e.typical(name, default=1e3 * waited_s) / 1e3
+    most = _CPU_STEP_SHARE if e.is_cpu else _STEP_SHARE
+    if taken_s < most * whole_s or (e.is_cpu and taken_s < _CPU_STEP_S):
+        return None
+    e.check_cores(taken_s)
+    behind_s = e.typical(BACKGROUND_STEP_MS, default=0.0) / 1e3
+    moved = [e.typical(transfers_ms(kind), default=0.0) / 1e3 for kind in TRANSFERS]
+    parts = {
+        "the optimizer's step": own_s + max(behind_s, waited_s),
+        "copies between device and host": sum(moved[:2]),
+        "reads and writes of files": sum(moved[2:]),
+    }
+    largest, is_file = max(parts, key=parts.__getitem__), "nvme" in facts.offload
+    state_bytes = 0  # of one rank's newest sampled step
+    for _, line in e.run.lines("memory"):
+        kinds = line["units"].get("files" if is_file else "host", {}).values()
+        state_bytes = sum(sum(each.values()) for each in kinds)
+    case = "step" if largest == "the optimizer's step" else "copies"
+    evidence = {
+        "offload, s/step": taken_s,
+        "optimizer, s/step": own_s,
+        "of that waited for behind, s/step": waited_s,
+        "behind, s/step": behind_s,
+        **{f"{kind}, s/step": seconds for kind, seconds in zip(TRANSFERS, moved, strict=True)},
+        "share of the step": taken_s / whole_s,
+        "threshold": most,
+    }
+    if state_bytes:
+        evidence |= {"state there, bytes": state_bytes, "state, bytes/s": state_bytes / taken_s}
+    return make_finding(
+        "SW033" if is_file else f"SW032.{case}",
+        evidence,
+        gain=(taken_s / 2 if is_file or case == "step" else 0.0, taken_s),
+        largest=largest,
+        largest_s=parts[largest],
+        optimizer=facts.optimizer,
+        offload=facts.offload,
+    )
+
+
+# -- saves
+def slow_saves(e: Evidence) -> Finding | None:
+    """Find saves that the training thread waits for."""
+    steps = e.run.steps[WARM_UP_LINES:] if e.lines else ()
+    lines = [line for line in steps if STALL_S in line.metrics]
+    stalls = [line.metrics[STALL_S].max * line.num_steps for line in lines]
+    whole_s = _trained_s(lines)
+    stall_s, longest_s = sum(stalls), max(stalls, default=0.0)
+    if stall_s < _STALL * whole_s or longest_s < _STALL_S:
+        return None
+    save_s = sum(line.metrics[SAVE_S].max * line.num_steps for line in lines)
+    behind_s = max(save_s - stall_s, 0.0)
+    case = "often" if behind_s > _BUSY * whole_s else "copy"
+    slowest = max(lines, key=lambda line: line.metrics[STALL_S].max).metrics[STALL_S]
+    evidence = {"stalls, s": stall_s, "longest in a line, s": longest_s}
+    evidence |= {"behind the training, s": behind_s, "run, s": whole_s}
+    evidence |= {"share": stall_s / whole_s, "threshold": _STALL}
+    return make_finding(
+        "SW050.thread" if behind_s < stall_s else f"SW050.{case}",
+        evidence,
+        gain=(stall_s - _STALL * whole_s) / _num_steps(lines),
+        rank=slowest.max_rank if slowest.max > 2 * slowest.median else None,
+        times=1 + behind_s / whole_s,
+    )
+
+
+def _trained_s(lines: Sequence[StepLine]) -> float:
+    """Return the seconds that some lines are about."""
+    return sum(line.metrics[STEP_S].median * line.num_steps for line in lines)
+
+
+def _num_steps(lines: Sequence[StepLine]) -> int:
+    return sum(line.num_steps for line in lines)
+
+
+def other_saves(e: Evidence) -> Finding | None:
+    """Find saves by torch's own calls that the training waits for."""
+    lines = e.run.steps[WARM_UP_LINES:] if e.lines else ()
+    whole_s, began = _trained_s(lines), e.run.steps[WARM_UP_LINES - 1].step
+    by_rank: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for rank, line in e.run.lines("other_save"):
+        if line["step"] > began:
+            by_rank[rank].append((line["seconds"], line["call"]))
+    sums = {rank: sum(seconds for seconds, _ in saves) for rank, saves in by_rank.items()}
+    if not sums:
+        return None
+    rank = max(sums, key=sums.__getitem__)
+    stall_s, (longest_s, call) = sums[rank], max(by_rank[rank])
+    if stall_s < _STALL * whole_s or longest_s < _STALL_S:
+        return None
+    is_one = len(by_rank) < e.facts.num_ranks
+    evidence = {"stalls, s": stall_s, "longest, s": longest_s, "run, s": whole_s}
+    evidence |= {"share": stall_s / whole_s, "threshold": _STALL}
+    return make_finding(
+        "SW050.torch",
+        evidence,
+        gain=(stall_s - _STALL * whole_s) / _num_steps(lines),
+        rank=rank if is_one else None,
+        call=call,
+        who=f"on rank {rank} " if is_one else "",
+        others=", and the other ranks wait for that rank" if is_one else "",
+    )
+
+
+def no_saves(e: Evidence) -> Finding | None:
+    """Find a run that would lose much work if it failed."""
+    lines = [line for line in e.run.steps if STALL_S in line.metrics]
+    if not lines:
+        raise NotEnough("the time in saves")
+    saves = [line for line in lines if line.metrics[STALL_S].max or line.metrics[SAVE_S].max]
+    moments = [lines[0].at_s, *(line.at_s for line in saves), lines[-1].at_s]
+    unsaved_s = max(later - at for at, later in pairwise(moments))
+    stall_s = max((line.metrics[STALL_S].max * line.num_steps for line in saves), default=0.0)
+    mtbf_s = min(_DEVICE_MTBF_S / e.facts.num_ranks, _MOST_MTBF_S)
+    best_s = math.sqrt(2 * stall_s * mtbf_s)
+    threshold_s = max(_UNSAVED_S, _UNSAVED_TIMES * best_s)
+    if unsaved_s < threshold_s:
+        return None
+    step_s = (lines[-1].at_s - lines[0].at_s) / max(_num_steps(lines[1:]), 1)
+    evidence = {
+        "longest time without a save, s": unsaved_s,
+        "saves": len(saves),
+        "mean time between failures, assumed, s": mtbf_s,
+        "interval that loses least, s": best_s,
+        "threshold, s": threshold_s,
+    }
+    saved = "no save for" if saves else "no save at all in"
+    every = max(int(max(best_s, _UNSAVED_S / 2) / step_s), 1)
+    unsaved = format_duration(unsaved_s)
+    return make_finding("SW051", evidence, saved=saved, unsaved=unsaved, every=every)
+
+
+# -- numbers
+def half_precision(e: Evidence) -> Finding | None:
+    """Find a loss scaler that continues to skip steps, or whose scale is too low."""
+    facts = e.facts
+    autocast = any(line.metrics[IN_HALF].max for line in e.run.steps if IN_HALF in line.metrics)
+    if not autocast and not any("float16" in u.dtype.replace("bfloat16", "") for u in facts.units):
+        return None
+    lines = e.lines_with(SKIPPED_STEPS)
+    # With `fully_shard` a skipped step looks like a micro-batch without a window.
+    usual = min(line.metrics[SKIPPED_STEPS].max for line in lines)
+    usual = usual if facts.reduces_units_alone else 0.0
+    skipped = sum((line.metrics[SKIPPED_STEPS].max - usual) * line.num_steps for line in lines)
+    taken = _num_steps(lines)
+    share = skipped / (skipped + taken)
+    scales = [v for line in lines for name, v in line.values.items() if "scale" in name and v]
+    is_low = bool(scales) and scales[-1] < _LEAST_SCALE
+    if share <= _SKIPPED and not is_low:
+        return None
+    evidence = {"skipped steps": skipped, "share": share, "threshold": _SKIPPED, "steps": taken}
+    if scales:
+        evidence |= {"loss scale": scales[-1], "mean loss scale": fmean(scales)}
+    low = f"; the loss scale is {scales[-1]:g}" if is_low else ""
+    return make_finding("SW040", evidence, low=low, all=f"{skipped + taken:.0f}")
+
+
+def not_finite(e: Evidence) -> Finding | None:
+    """Find logged values or gradients that are inf or nan: the first step, and the first ranks."""
+    line = next(filter(_is_bad, e.run.steps), None)
+    if line is None:
+        return None
+    since = line.bad_since or {
+        name: {0: line.step} for name, v in line.values.items() if v is None or not math.isfinite(v)
+    }
+    first = min((s for steps in since.values() for s in steps.values() if s), default=line.step)
+    names = [name for name, steps in since.items() if first in steps.values()]
+    values = [name for name in names if name != BAD_GRADIENTS]
+    # Gradients are means over ranks, so all ranks have it; a logged value tells the rank.
+    ranks = sorted(
+        {
+            rank
+            for name in values
+            if any(step != first for step in since[name].values())
+            for rank, step in since[name].items()
+            if step == first
+        }
+    )
+    who = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, not on others"
+    looks = sorted(e.run.lines("non_finite"), key=lambda each: each[1]["step"])
+    look: RankLine = next((row for _, row in looks if row["step"] >= first), {})
+    params: list[str] = list(look.get("parameters", ()))
+    gradients = f"gradients of {', '.join(params[:3])}" if params else "gradients"
+    named, also = f"{gradients} are", ""
+    if values:
+        named = f"{', '.join(values)} {'is' if len(values) == 1 else 'are'}"
+        also = f"; {gradients} are not either, at step {look['step']}" if params else ""
+    elif 0 < (finite_step := int(look.get("finite_step", 0))) < first - 1:
+        also = f"; step {finite_step} was the last in which they were checked and finite"
+    return make_finding(
+        "SW041",
+        {"first bad step": first, "ranks that began": len(ranks)},
+        unit=params[0] if params else None,
+        rank=ranks[0] if len(ranks) == 1 else None,
+        names=named,
+        who=who if ranks else "",
+        also=also,
+        checkpoint=_last_finite(e.run),
+    )
+
+
+def _is_bad(line: StepLine) -> bool:
+    found = (line.metrics.get(name) for name in (BAD_GRADIENTS, BAD_VALUES))
+    is_counted = any(figure is not None and figure.max for figure in found)
+    return is_counted or any(v is None or not math.isfinite(v) for v in line.values.values())
+
+
+def _last_finite(run: RunRecord) -> str:
+    """Return the newest checkpoint that all ranks found finite as they saved it."""
+    if run.idle_s is None:  # while the run continues, only rank 0's lines are known
+        return "a checkpoint that `shardwise doctor` names, as it was finite when it was saved"
+    found: dict[str, dict[int, bool]] = defaultdict(dict)
+    newest: dict[str, int] = {}
+    for rank, line in run.lines("save"):
+        found[line["path"]][rank] = line["is_finite"]
+        newest[line["path"]] = line["step"]
+    finite = [
+        path
+        for path, by_rank in found.items()
+        # A folder of another machine cannot be seen from here.
+        if len(by_rank) == run.facts.num_ranks
+        and all(by_rank.values())
+        and (Path(path).exists() or not Path(path).parent.exists())
+    ]
+    if not finite:
+        return "a checkpoint with finite numbers; no existing one is known to have them"
+    path = max(finite, key=lambda each: newest[each])
+    return f"{path}, which all ranks found finite as they saved it"
+
+
+def lost_updates(e: Evidence) -> Finding | None:
+    """Find parameters in 16 bits without fp32 masters whose updates are rounded away."""
+    facts = e.facts
+    lines = [line for line in e.run.steps if LOST_SHARE in line.metrics][-_MAX_LOOKS:]
+    if not lines and not any("16" in re.sub(r"\(.*?\)", "", u.dtype) for u in facts.units):
+        return None
+    if len(lines) < _MIN_LOOKS:
+        have = f"{len(lines)}, and {_MIN_LOOKS} are needed"
+        raise NotEnough(f"comparisons of parameters in 16 bits before and after a step: {have}")
+    share = e.typical(LOST_SHARE, "max", lines=lines)
+    worst = lines[-1].metrics[LOST_OF_WORST_SHARE].max
+    if share <= _LOST and worst <= _LOST_OF_WORST:
+        return None
+    newest = {rank: line["shares"] for rank, line in e.run.lines("lost_updates")}
+    shares: dict[str, float] = defaultdict(float)
+    for name, value in (each for by_name in newest.values() for each in by_name.items()):
+        shares[name] = max(shares[name], value)
+    names = sorted(shares, key=lambda name: (-shares[name], name))[:_NAMED]
+    of_each = ", ".join(f"{name} {100 * shares[name]:.0f} %" for name in names)
+    evidence = {
+        "lost updates, %": share,
+        "threshold, %": _LOST,
+        "lost updates of the worst parameter, %": worst,
+        "threshold of the worst parameter, %": _LOST_OF_WORST,
+    }
+    return make_finding(
+        "SW042",
+        evidence,
+        unit=names[0] if names else None,
+        names=f": {of_each}" if names else "",
+        precision="MixedPrecisionPolicy(param_dtype=bf16)" if facts.reduces_units_alone else "bf16",
+    )

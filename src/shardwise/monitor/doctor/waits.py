@@ -1,0 +1,325 @@
+"""Rules about waits of ranks: for communication, for late ranks, for batches."""
+
+from collections.abc import Callable
+from statistics import median
+
+from shardwise.monitor.doctor.evidence import Evidence, Lines, NotEnough, Which
+from shardwise.monitor.findings import Change, Finding, make_finding
+from shardwise.monitor.metrics import (
+    COMPUTE_S,
+    CORE_WAIT_S,
+    DATA_S,
+    EXPOSED_MS,
+    MAX_ACTIVE_SHARE,
+    NUM_COLLECTIVES,
+    OPTIMIZER_S,
+    OUTSIDE_S,
+    STALL_S,
+    STEP_S,
+    TOKENS,
+    TOKENS_BEHIND_SHARE,
+    WAITED_MS,
+    axis_mib,
+    axis_s,
+)
+from shardwise.monitor.record import RunFacts, StepLine
+
+_EXPOSED = 15.0  # percent of the step
+_CPU_COLLECTIVE_S = 0.02  # longer than a small one takes between processes of one host
+_TIMES_CORE_WAIT = 2.0
+_FITS = 70.0  # percent of the device
+_SLOW_RATE, _MIN_AXIS_MIB = 0.3, 1.0
+_SLOW_LINK, _TIMES_OTHERS, _LINK_LINES = 0.1, 3.0, 0.6
+_SKEW = 0.1  # of the step
+_LATE_LINES, _LATE_SHARE = 3, 0.25  # of those judged: fewer may be chance
+_EXPLAINS = 0.5  # of the skew, by the phase that takes longest on the rank
+_DATA = 0.1  # of the step
+_SLOW_LINES = 0.2  # of the lines
+_CAUSES = {
+    COMPUTE_S: "computing",
+    DATA_S: "waiting for data",
+    OUTSIDE_S: "outside of the model (the loop itself, logging, evaluation, garbage collection)",
+    OPTIMIZER_S: "in the optimizer's step",
+    STALL_S: "in saves",
+    CORE_WAIT_S: "waiting for a core",
+}
+Pair = tuple[int, int]
+
+
+def exposed_communication(e: Evidence) -> Finding | None:
+    """Find steps that wait for collectives, on the rank that waits least."""
+    facts = e.facts
+    # A collective may run while the loop does other work; then the rank does not wait for it.
+    exposed_s = min(e.typical(name, "min") for name in (EXPOSED_MS, WAITED_MS)) / 1e3
+    share = 100 * exposed_s / e.step_s
+    collectives = e.typical(NUM_COLLECTIVES, "max") or 1
+    if share < _EXPOSED or exposed_s < e.noise_s:
+        return None
+    if e.is_cpu and exposed_s / collectives < _CPU_COLLECTIVE_S:
+        return None
+    e.check_cores(exposed_s, _TIMES_CORE_WAIT)
+    evidence = {
+        "exposed, % of the step": share,
+        "exposed, s/step": exposed_s,
+        "collectives in a step": collectives,
+        "waits for a core, s/step": e.core_wait_s,
+        "threshold, %": _EXPOSED,
+    }
+    case, changes = "SW012", []
+    if facts.stage == 3 and e.num_shards > 1 and (percent := _memory_at_stage_2(e)):
+        case = "SW005.lower"
+        evidence |= {"memory at stage 2, % of the device": percent, "may be, %": _FITS}
+    elif (hosts := len(set(facts.hosts))) > 1 and e.num_shards == facts.num_ranks:
+        changes.append(Change("dp_replicate", 1, hosts))
+    gain = exposed_s * (1 - _EXPOSED / share), exposed_s
+    return make_finding(case, evidence, *changes, gain=gain, ms=1e3 * exposed_s)
+
+
+def _memory_at_stage_2(e: Evidence) -> float | None:
+    """Return the percents of the device that would be used, or None if they are too many.
+
+    On a CPU always None, as ranks share the host's memory with other processes.
+    """
+    if e.is_cpu:
+        return None
+    more = 100 * e.facts.full_bytes * (1 - 1 / e.num_shards) / e.facts.device_bytes
+    percent = e.typical(MAX_ACTIVE_SHARE, "max") + more
+    return percent if percent < _FITS else None
+
+
+def slow_axis(e: Evidence) -> Finding | None:
+    """Find an axis over which collectives are much slower; of accelerators, which time them."""
+    if e.is_cpu:
+        return _slow_by_waits(e)
+    rates = {}
+    for axis in e.facts.degrees if e.lines else ():
+        seconds = e.typical(axis_s(axis), "min", 0.0)
+        sent = e.typical(axis_mib(axis), default=0.0)
+        if sent >= _MIN_AXIS_MIB and seconds > 0:
+            rates[axis] = (sent / seconds, seconds)
+    if len(rates) < 2:
+        return None
+    fastest, slowest = max(rates, key=rates.__getitem__), min(rates, key=rates.__getitem__)
+    (rate, seconds), best = rates[slowest], rates[fastest][0]
+    lost_s = min(e.typical(EXPOSED_MS, "min") / 1e3, seconds * (1 - rate / best))
+    if rate > _SLOW_RATE * best or lost_s < _EXPOSED / 100 * e.step_s:
+        return None
+    evidence = {"slow, MiB/s": rate, "fast, MiB/s": best, "ratio": rate / best}
+    evidence |= {"threshold": _SLOW_RATE, "s/step": seconds}
+    gain = 0.0, lost_s
+    return make_finding("SW014.rates", evidence, gain=gain, slowest=slowest, fastest=fastest)
+
+
+def _waits_of_pairs(e: Evidence) -> list[dict[Pair, float]]:
+    """Return for each steady line the shorter of the two waits of each pair of ranks, in ms."""
+    found = []
+    for line in e.lines:
+        rows, waits = line.waited_for, {}
+        for one, row in rows.items():
+            for other, ms in row.items():
+                if one < other:
+                    waits[one, other] = min(ms, rows.get(other, {}).get(one, 0.0))
+        found.append(waits)
+    if not any(found):
+        raise NotEnough("waits between ranks, which only the gloo transport reports")
+    return found
+
+
+def slow_pair(e: Evidence) -> Finding | None:
+    """Find two ranks that wait for each other's messages while other pairs do not."""
+    facts = e.facts
+    if facts.num_ranks < 3:
+        return None
+    whole_ms = 1e3 * e.step_s
+    least_ms = max(_SLOW_LINK * whole_ms, 1e3 * e.noise_s)
+    found: dict[Pair, list[tuple[float, float]]] = {}
+    for waits in _waits_of_pairs(e):
+        ranked = sorted(waits, key=lambda pair: -waits[pair])
+        ms, others = [*(waits[pair] for pair in ranked[:2]), 0.0, 0.0][:2]
+        if ms > least_ms and ms > _TIMES_OTHERS * others:
+            found.setdefault(ranked[0], []).append((ms, others))
+    pair = max(found, key=lambda each: len(found[each]), default=None)
+    if pair is None or len(found[pair]) < _LINK_LINES * len(e.lines):
+        return None
+    ms, others = (median(values) for values in zip(*found[pair], strict=True))
+    e.check_cores(ms / 1e3)
+    hosts = [facts.hosts[rank] for rank in pair if rank < len(facts.hosts)]
+    where = f" ({' and '.join(hosts)})" if len(set(hosts)) > 1 else ""
+    evidence = {"ms/step for each other": ms, "ms/step of the next pair": others}
+    evidence |= {"share of the step": ms / whole_ms, "threshold": _SLOW_LINK, "other rank": pair[1]}
+    gain, one = (ms - others) / 1e3, pair[0]
+    return make_finding("SW013", evidence, gain=gain, rank=one, one=one, hosts=where)
+
+
+def _slow_by_waits(e: Evidence) -> Finding | None:
+    """Find pairs of ranks over one axis, or on different hosts, that wait longer than others."""
+    whole_ms = 1e3 * e.step_s
+    for which, is_far in _kinds_of_pairs(e.facts).items():
+        apart, within = [], []
+        for waits in _waits_of_pairs(e):
+            far_first = sorted((ms for pair, ms in waits.items() if is_far(pair)), reverse=True)
+            apart.append(far_first[1] if len(far_first) > 1 else 0.0)  # one pair is no axis
+            within.append(max((ms for pair, ms in waits.items() if not is_far(pair)), default=0.0))
+        far, near = median(apart), median(within)
+        least = _SLOW_LINK * whole_ms, 1e3 * e.noise_s, _TIMES_OTHERS * near, 1e3 * e.core_wait_s
+        if far >= max(least):
+            evidence = {"ms/step over it": far, "ms/step of others": near}
+            evidence |= {"share of the step": far / whole_ms, "threshold": _SLOW_LINK}
+            gain = 0.0, (far - near) / 1e3
+            return make_finding("SW014.waits", evidence, gain=gain, which=which)
+    return None
+
+
+def _kinds_of_pairs(facts: RunFacts) -> dict[str, Callable[[Pair], bool]]:
+    """Return a predicate on pairs of ranks for each part of the network that may be slow."""
+    found: dict[str, Callable[[Pair], bool]] = {}
+    if 1 < len(set(facts.hosts)) < facts.num_ranks:
+        found["on different hosts"] = lambda pair: facts.hosts[pair[0]] != facts.hosts[pair[1]]
+    shards, copies = facts.degrees.get("shard", 1), facts.degrees.get("replicate", 1)
+    if min(shards, copies) > 1 and shards * copies == facts.num_ranks:
+        found["of the replicate axis"] = lambda pair: pair[0] // shards != pair[1] // shards
+        found["of the shard axis"] = lambda pair: pair[0] // shards == pair[1] // shards
+    return found
+
+
+# -- late ranks and batches
+def _of_others(facts: RunFacts) -> tuple[Which, Which]:
+    """Return which figures tell the longest and the usual value of all ranks but one."""
+    return ("max", "min") if facts.num_ranks == 2 else ("median", "median")
+
+
+def _has_unknown_axes(facts: RunFacts) -> bool:
+    """Tell whether ranks differ by more than their data: by pipeline stages, experts and others."""
+    return not set(facts.degrees) <= {"replicate", "shard"}
+
+
+def straggler(e: Evidence) -> Finding | None:
+    """Find the rank that waits least while all others wait, in all steps or in some."""
+    facts = e.facts
+    others, usual = _of_others(facts)
+    all_lines, lines, share = _late_lines(e, others)
+    if not lines:
+        return None
+    whole_s = e.typical(STEP_S, lines=all_lines)
+    least_s = e.typical(WAITED_MS, "min", lines=lines) / 1e3
+    skew_s = e.typical(WAITED_MS, others, lines=lines) / 1e3 - least_s
+    rank = e.same_rank(WAITED_MS, "min", lines)
+    if rank is None or share * skew_s < max(_SKEW * whole_s, e.noise_s):
+        return None
+    longer = {
+        name: e.typical(name, "max", lines=lines) - e.typical(name, usual, lines=lines)
+        for name in _CAUSES
+        if all(name in line.metrics for line in lines) and e.same_rank(name, "max", lines) == rank
+    }
+    cause = max(longer, key=lambda name: longer[name], default=None)
+    e.check_cores(skew_s, _TIMES_CORE_WAIT, lines)
+    if cause is None or longer[cause] < _EXPLAINS * skew_s:
+        if e.is_cpu or _has_unknown_axes(facts):
+            raise NotEnough(f"the phase that takes longer on rank {rank}, for which others wait")
+        cause = None
+    evidence = {
+        "skew, s/step": share * skew_s,
+        "share of the step": share * skew_s / whole_s,
+        "share of late lines": share,
+        "threshold": _SKEW,
+        "waits itself, s/step": least_s,
+        **{f"longer: {name}": seconds for name, seconds in longer.items() if seconds > 0},
+    }
+    return make_finding(
+        "SW020",
+        evidence,
+        gain=share * skew_s,
+        rank=rank,
+        number=rank,
+        host=facts.hosts[rank] if rank < len(facts.hosts) else "an unknown host",
+        late_s=skew_s,
+        often="each step" if share == 1 else f"{share:.0%} of the steps",
+        doing=f": it is {longer[cause]:.3g} s longer {_CAUSES[cause]}" if cause else "",
+    )
+
+
+def _late_lines(e: Evidence, others: Which) -> tuple[Lines, Lines, float]:
+    """Return the lines that are judged, those in which a rank is waited for, and their share.
+
+    If most lines are late, all of them count as late, so that the typical one is judged.
+    """
+    lines = e.lines_with(WAITED_MS)
+
+    def is_late(line: StepLine) -> bool:
+        waited = line.metrics[WAITED_MS]
+        skew_s = (getattr(waited, others) - waited.min) / 1e3
+        return bool(skew_s >= max(_SKEW * line.metrics[STEP_S].median, e.noise_s))
+
+    late = [line for line in lines if is_late(line)]
+    if len(late) > len(lines) / 2:
+        return lines, lines, 1.0
+    if len(late) < max(_LATE_LINES, _LATE_SHARE * len(lines)):
+        return lines, [], 0.0
+    return lines, late, len(late) / len(lines)
+
+
+def uneven_batches(e: Evidence) -> Finding | None:
+    """Find waits for ranks whose batches have more tokens, the same rank's or another's each time.
+
+    The expected wait is the time to compute for the tokens that the longest batch has more.
+    """
+    facts = e.facts
+    if _has_unknown_axes(facts):
+        return None
+    lines = [line for line in e.lines if TOKENS_BEHIND_SHARE in line.metrics]
+    if not lines:
+        raise NotEnough("tokens of each step (a model that is called with token ids)")
+    others, usual = _of_others(facts)
+    whole_s = e.typical(STEP_S, lines=lines)
+    waited_s = e.typical(WAITED_MS, others, lines=lines) / 1e3
+    behind = e.typical(TOKENS_BEHIND_SHARE, others, lines=lines) / 100
+    expected_s = behind * e.typical(COMPUTE_S, usual, lines=lines)
+    rank = e.same_rank(TOKENS_BEHIND_SHARE, "min", lines)
+    is_other = rank is not None and e.same_rank(WAITED_MS, "min", lines) != rank
+    is_long = waited_s >= max(_SKEW * whole_s, e.noise_s)
+    if behind < _SKEW or is_other or not is_long or expected_s < _EXPLAINS * waited_s:
+        return None
+    e.check_cores(waited_s, _TIMES_CORE_WAIT, lines)
+    most = e.typical(TOKENS, "max", lines=lines)
+    which = f"the batches of rank {rank} have {most:.0f} tokens a step,"
+    if rank is None:
+        which = "the longest batch of a step, on another rank each time, has"
+    evidence = {
+        "tokens that the longest batch has more, share": behind,
+        "threshold": _SKEW,
+        "most tokens of a rank, per step": most,
+        "fewest tokens of a rank, per step": e.typical(TOKENS, "min", lines=lines),
+        "waited, s/step": waited_s,
+        "computed meanwhile for more tokens, s/step": expected_s,
+    }
+    gain, share = min(expected_s, waited_s) * (1 - 1 / facts.num_ranks), waited_s / whole_s
+    return make_finding("SW024", evidence, gain=gain, rank=rank, which=which, share=share)
+
+
+def data_loader(e: Evidence) -> Finding | None:
+    """Find steps that wait for their batch."""
+    lines = [line for line in e.lines if DATA_S in line.metrics]
+    if not any(line.metrics[DATA_S].max for line in lines):
+        raise NotEnough("batches that come through run.data(...)")
+    steps = sum(line.num_steps for line in lines)
+    # A mean, as a loader may stall at every few batches; but not of one line alone.
+    data_s = sum(line.metrics[DATA_S].max * line.num_steps for line in lines) / steps
+    whole_s = sum(line.metrics[STEP_S].median * line.num_steps for line in lines) / steps
+    slow = [n for n in lines if n.metrics[DATA_S].max > _DATA * n.metrics[STEP_S].median]
+    if data_s < max(_DATA * whole_s, e.noise_s) or len(slow) < _SLOW_LINES * len(lines):
+        return None
+    e.check_cores(data_s, lines=lines)
+    # Of two ranks the median is the mean of both.
+    compared: tuple[Which, ...] = ("min",) if e.facts.num_ranks == 2 else ("min", "median")
+    are_others_fast = all(e.typical(DATA_S, each, lines=lines) < data_s / 3 for each in compared)
+    is_one = e.facts.num_ranks > 1 and are_others_fast
+    rank = e.same_rank(DATA_S, "max", lines) if is_one else None
+    waiting = "ranks wait" if rank is None else f"rank {rank} waits"
+    evidence = {
+        "data, s/step": data_s,
+        "on the rank in the middle, s/step": e.typical(DATA_S, lines=lines),
+        "share of the step": data_s / whole_s,
+        "threshold": _DATA,
+    }
+    gain = data_s - _DATA * whole_s, data_s
+    return make_finding("SW021", evidence, gain=gain, rank=rank, waiting=waiting)

@@ -1,0 +1,101 @@
+"""The attributes of modules that hold one unit's parameters, and the form that stands there now."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.unit.param import ShardedParam
+
+
+class Slots:
+    """Puts full parameters into modules for calls (`bind` to `unbind`), and while pinned.
+
+    ``is_pinned``: the unit stays full until it is unpinned. Then `show` puts the full parameters
+    into the modules also between calls. Without ``binds`` calls change nothing: the unit itself
+    puts its parameters, see Note [When full parameters stand in the modules].
+    """
+
+    def __init__(self, binds: bool) -> None:
+        self.is_pinned = False
+        self._binds = binds
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, ShardedParam]] = []
+        self._depth = 0  # of calls, and one more while shown
+        self._is_shown = False
+        self._versions: list[int] = []  # of the full parameters, when they were put there
+        self._written: str | None = None  # while shown
+
+    def add(self, param: "ShardedParam") -> None:
+        """Take the places of a parameter, and put its sharded form there."""
+        param.put(param.sharded)
+        for use in param.uses:
+            self._places.append((use.module._parameters, use.attribute, param))
+
+    @property
+    def are_full(self) -> bool:
+        """Tell whether the full parameters are in the modules now."""
+        return self._depth > 0
+
+    def bind(self) -> None:
+        """Put the full parameters into the modules for one call.
+
+        **Raises** StateError if somebody has put another parameter there.
+        """
+        if not self._binds:
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        for params, attribute, param in self._places:
+            found = params.get(attribute)
+            if found is not param.sharded or getattr(found, "_owner", None) is not param:
+                self._depth = 0
+                raise StateError(
+                    f"parameter '{param.name}' was replaced after shard(), by model.to(), .half(), "
+                    "load_state_dict(assign=True) or an assignment; do that before shard()"
+                )
+            params[attribute] = param.full
+        self._versions = [param.full._version for _, _, param in self._places]
+
+    def unbind(self) -> str | None:
+        """Put the ShardTensors back; return the name of a full parameter that was written."""
+        if self._depth == 0:
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        written = None
+        for (params, attribute, param), version in zip(self._places, self._versions, strict=True):
+            params[attribute] = param.sharded
+            if param.full._version != version:
+                written = param.name
+        return written
+
+    def unbind_all(self) -> None:
+        """Put the ShardTensors back after an interrupted forward pass, unless shown."""
+        if self._depth > self._is_shown:
+            self._depth = 1 + self._is_shown
+            self.unbind()
+
+    def show(self) -> None:
+        """Put the full parameters of a pinned unit, which is full, into the modules."""
+        if not self._is_shown:
+            self.bind()
+            self._is_shown = True
+
+    def hide(self) -> None:
+        """End `show`; the sharded parameters take over ``requires_grad`` of the full ones."""
+        if not self._is_shown:
+            return
+        self._is_shown = False
+        self._written = self.unbind() or self._written
+        for _, _, param in self._places:
+            if param.full.requires_grad != param.sharded.requires_grad:
+                param.sharded.requires_grad_(param.full.requires_grad)
+
+    def take_written(self) -> str | None:
+        """Return the name of a full parameter that was written while shown, and forget it."""
+        written, self._written = self._written, None
+        return written
