@@ -7,10 +7,10 @@ sizes with the settings of its row; `make soak CAMPAIGN=matrices` runs those of 
 
 import importlib.util
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import pytest
@@ -84,37 +84,60 @@ def check(
     )
 
 
+# Models: a `Stack` with another pass over its blocks, other blocks, or changed parameters.
+
+
+class Made(Stack):
+    """A `Stack` whose blocks are of a class, changed by ``change`` and run by ``run``."""
+
+    def __init__(
+        self,
+        run: Callable[[nn.ModuleList, Tensor], Tensor] | None = None,
+        block: Callable[[], nn.Module] = Block,
+        change: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        self.block_class = block
+        super().__init__()
+        self.run = run or in_turn
+        if change is not None:
+            change(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(self.blocks, x))
+
+
+def made(*args: Any, **kwargs: Any) -> Callable[[], Made]:
+    return partial(Made, *args, **kwargs)
+
+
+def in_turn(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+class Then(Block):
+    """A block with something done to its output."""
+
+    def __init__(self, then: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.then = then
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(super().forward(x))
+
+
 # Ways to call a unit: twice, nested, evaluated, with inputs and outputs of every shape.
 
 
-Pair = namedtuple("Pair", "first second")
+def each_twice(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    return in_turn([block for each in blocks for block in (each, each)] + [blocks[0]], x)
 
 
-class CalledTwice(Stack):
-    """Each block runs twice, and the first once more at the end."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(block(x))
-        return self.head(self.blocks[0](x))
-
-
-class Looped(Stack):
-    """All blocks run in turn, and again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            for block in self.blocks:
-                x = block(x)
-        return self.head(x)
-
-
-class Siamese(Stack):
-    """A block sees two inputs that do not depend on each other, one of them without gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.blocks[0](x), self.blocks[0](x.flip(0))
-        return self.head(self.blocks[1](first) * self.blocks[1](second.detach()))
+def siamese(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    """Show a block two inputs that do not depend on each other, one without gradient."""
+    first, second = blocks[0](x), blocks[0](x.flip(0))
+    return blocks[1](first) * blocks[1](second.detach())
 
 
 class Outer(nn.Module):
@@ -129,8 +152,7 @@ class Outer(nn.Module):
         return self.after(self.inner(self.before(x)))
 
 
-class Nested(Stack):
-    block_class = Outer
+Pair = namedtuple("Pair", "first second")
 
 
 @dataclass
@@ -156,32 +178,22 @@ WRAPS: dict[str, Any] = {
 }
 
 
-class WrappingBlock(Block):
-    """Returns its output inside something else; `kind` is set by the model."""
-
-    kind = "dict"
-
-    def forward(self, x: Tensor) -> Any:
-        return WRAPS[self.kind][0](super().forward(x))
-
-
 class Wrapping(Stack):
-    block_class = WrappingBlock
+    """Units and model return their outputs inside something else."""
 
     def __init__(self, kind: str) -> None:
+        self.wrap, self.unwrap = WRAPS[kind]
+        self.block_class = partial(Then, self.wrap)
         super().__init__()
-        self.kind = kind
-        for block in self.blocks:
-            block.kind = kind
 
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
-            x = WRAPS[self.kind][1](block(x))
-        return WRAPS[self.kind][0](self.head(x))
+            x = self.unwrap(block(x))
+        return self.wrap(self.head(x))
 
 
-def wrapped_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return WRAPS[model.kind][1](model(batch)).square().mean()
+def wrapped_loss(model: Any, batch: Tensor) -> Tensor:
+    return model.unwrap(model(batch)).square().mean()
 
 
 class ModelOutputs(Stack):
@@ -193,9 +205,9 @@ class ModelOutputs(Stack):
         hidden = super().forward(x)
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=None)
 
-
-def model_output_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).last_hidden_state.square().mean()
+    @staticmethod
+    def unwrap(output: Any) -> Tensor:
+        return output.last_hidden_state
 
 
 class KeywordBlock(Block):
@@ -203,55 +215,30 @@ class KeywordBlock(Block):
         return {"x": super().forward(hidden["x"]) * scale}
 
 
-class Keywords(Stack):
-    block_class = KeywordBlock
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = {"x": x}
-        for block in self.blocks:
-            hidden = block(hidden=hidden, scale=0.5)
-        return self.head(hidden["x"])
+def by_keyword(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    hidden = {"x": x}
+    for block in blocks:
+        hidden = block(hidden=hidden, scale=0.5)
+    return hidden["x"]
 
 
-class InPlace(Stack):
-    """Changes the units' outputs, and views of them, in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        x += 1
-        x = self.blocks[1](x.relu_())
-        x[:, :3].mul_(2)
-        x = self.blocks[2](x)
-        x.view(-1)[::2].add_(0.5)
-        return self.head(x)
+def in_place(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    """Change the units' outputs, and views of them, in place."""
+    x = blocks[0](x)
+    x += 1
+    x = blocks[1](x.relu_())
+    x[:, :3].mul_(2)
+    x = blocks[2](x)
+    x.view(-1)[::2].add_(0.5)
+    return x
 
 
-class ViewBlock(Block):
-    """Its output is a view."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).view(-1).view(x.shape)
-
-
-class ViewsInPlace(InPlace):
-    block_class = ViewBlock
-
-
-class ChunkBlock(Block):
-    """Its outputs are two views of one tensor."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(x).unsafe_chunk(2, dim=1)
-
-
-class ChunksInPlace(Stack):
-    block_class = ChunkBlock
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            first, second = block(x)
-            x = torch.cat([first.mul_(2), second.add_(1)], dim=1)
-        return self.head(x)
+def chunks_in_place(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    """Change outputs that are two views of one tensor."""
+    for block in blocks:
+        first, second = block(x)
+        x = torch.cat([first.mul_(2), second.add_(1)], dim=1)
+    return x
 
 
 def two_forwards_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -296,32 +283,25 @@ class TiedTwiceBlock(Block):
         return self.down(torch.tanh(self.up(x)) * torch.sigmoid(self.again(x)))
 
 
-class TiedInEachUnit(Stack):
-    block_class = TiedTwiceBlock
-
-
 class TiedAcrossUnits(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2].up.weight = self.blocks[0].up.weight
-        self.embed = nn.Linear(8, 8)
-        self.out = nn.Linear(8, 8)
+        self.embed, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
         self.out.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(super().forward(self.embed(x)) @ torch.ones(5, 8))
 
 
-class OneFrozenUnit(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].requires_grad_(False)
+def freeze(*names: str) -> Callable[[nn.Module], None]:
+    """Return a function that freezes parts of a model."""
 
+    def change(model: nn.Module) -> None:
+        for name in names:
+            model.get_submodule(name).requires_grad_(False)
 
-class AllButTheHeadFrozen(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.requires_grad_(False)
+    return change
 
 
 class AdapterBlock(Block):
@@ -336,10 +316,6 @@ class AdapterBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
         return x + self.down(h) + self.adapter(h)
-
-
-class Adapters(Stack):
-    block_class = AdapterBlock
 
 
 def toggling_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -370,17 +346,16 @@ ROUTES = [0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
 
 def routed_steps(world_size: int, num_micro_batches: int, per_rank: bool) -> list[Any]:
     """Give every batch a branch: one for all ranks of a micro-batch, or one per rank."""
-    steps: list[Any] = []
-    number = 0
-    for s, micro_batches in enumerate(make_steps(world_size, 4, num_micro_batches)):
-        steps.append([])
-        for m, by_rank in enumerate(micro_batches):
-            steps[-1].append([])
-            for batch in by_rank:
-                route = ROUTES[(number if per_rank else s + m) % len(ROUTES)]
-                steps[-1][-1].append((batch, route))
-                number += 1
-    return steps
+    numbers = count()
+
+    def routed(batch: Tensor, of_all: int) -> tuple[Tensor, int]:
+        number = next(numbers)
+        return batch, ROUTES[(number if per_rank else of_all) % len(ROUTES)]
+
+    return [
+        [[routed(batch, s + m) for batch in by_rank] for m, by_rank in enumerate(micro_batches)]
+        for s, micro_batches in enumerate(make_steps(world_size, 4, num_micro_batches))
+    ]
 
 
 class CocktailBlock(nn.Module):
@@ -396,10 +371,6 @@ class CocktailBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.fp64(self.fp32(x).double())
         return self.bf16(x.bfloat16()).float() + self.offsets
-
-
-class Cocktail(Stack):
-    block_class = CocktailBlock
 
 
 class OddShapesBlock(nn.Module):
@@ -421,10 +392,6 @@ class OddShapesBlock(nn.Module):
         return x + (x @ self.cube).sum((0, 2))[:, None]
 
 
-class OddShapes(Stack):
-    block_class = OddShapesBlock
-
-
 class OnlyEmptyOnSomeRanks(nn.Module):
     """Fewer elements than ranks in the whole model."""
 
@@ -436,28 +403,10 @@ class OnlyEmptyOnSomeRanks(nn.Module):
         return x * self.scale
 
 
-class UsedByTheRoot(Stack):
-    """The root reads weights of blocks, before and after they run."""
-
-    before = True
-    after = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.before:
-            x = F.linear(x, self.blocks[1].up.weight[:8])
-        for block in self.blocks:
-            x = block(x)
-        if self.after:
-            x = x + F.linear(x, self.blocks[0].up.weight)[:, :8] * self.blocks[2].down.bias
-        return self.head(x)
-
-
-class UsedBefore(UsedByTheRoot):
-    after = False
-
-
-class UsedAfter(UsedByTheRoot):
-    before = False
+def used_by_the_root(blocks: Any, x: Tensor, before: bool = True, after: bool = True) -> Tensor:
+    """Let the root read weights of blocks, before and after they run."""
+    x = in_turn(blocks, F.linear(x, blocks[1].up.weight[:8]) if before else x)
+    return x + F.linear(x, blocks[0].up.weight)[:, :8] * blocks[2].down.bias if after else x
 
 
 def decayed_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -485,11 +434,30 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 # Activation checkpointing of both kinds, nested, around and inside units, with frozen layers.
 
 
-class CheckpointedReentrant(Checkpointed):
-    use_reentrant = True
+def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool = False) -> Tensor:
+    """Run under a checkpoint; a reentrant one needs an input with a gradient."""
+    return checkpoint(run, x.requires_grad_() if reentrant else x, use_reentrant=reentrant)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.requires_grad_())
+
+def each_recomputed(blocks: Iterable[nn.Module], x: Tensor, reentrant: bool = False) -> Tensor:
+    return in_turn([partial(recomputed, block, reentrant=reentrant) for block in blocks], x)
+
+
+def recomputed_twice(blocks: Any, x: Tensor, outer: bool = False, inner: bool = False) -> Tensor:
+    """Run under a checkpoint around all blocks, and one around each of them."""
+
+    def run(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=inner)
+        return x
+
+    return checkpoint(run, x.detach().requires_grad_(), use_reentrant=outer)
+
+
+def recomputed_to_the_end(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    """Recompute whole blocks, where early stop would have ended."""
+    with set_checkpoint_early_stop(False):
+        return each_recomputed(blocks, x)
 
 
 class CheckpointedInside(Stack):
@@ -502,66 +470,8 @@ class CheckpointedInside(Stack):
     block_class = Inner
 
 
-class CheckpointedTwice(Stack):
-    """A checkpoint around all blocks, and one around each of them."""
-
-    use_reentrant = False
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        return self.head(checkpoint(self.run, x, use_reentrant=self.use_reentrant))
-
-
-class CheckpointedTwiceReentrant(CheckpointedTwice):
-    use_reentrant = True
-
-
-class CheckpointedMixed(CheckpointedTwice):
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return x
-
-
-class CheckpointedSegment(Stack):
-    """One checkpoint around two blocks, one block without."""
-
-    def pair(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.blocks[0](x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.pair, x, use_reentrant=False)
-        return self.head(self.blocks[2](x))
-
-
-class CheckpointedFrozen(Checkpointed):
-    """The first block is frozen whole, one layer of the second; the last has early stop's case."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].requires_grad_(False)
-        self.blocks[1].up.requires_grad_(False)
-        self.blocks[2].down.requires_grad_(False)
-
-
-class CheckpointedFrozenReentrant(CheckpointedFrozen):
-    use_reentrant = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.requires_grad_())
-
-
-class CheckpointedToTheEnd(Checkpointed):
-    """Recomputes whole blocks, where early stop would have ended."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with set_checkpoint_early_stop(False):
-            return super().forward(x)
+# The first block is frozen whole, one layer of the second; the last has early stop's case.
+FROZEN_PARTS = freeze("blocks.0", "blocks.1.up", "blocks.2.down")
 
 
 class Product(nn.Module):
@@ -576,24 +486,19 @@ class Product(nn.Module):
 class UsedBeforeItIsClosed(nn.Module):
     """A unit without an input hook, whose weight a region that is recomputed uses too."""
 
-    use_reentrant = True
-
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.products = nn.ModuleList([Product()])
         self.blocks = nn.ModuleList([Block()])
+        self.reentrant = reentrant
 
     def region(self, x: Tensor) -> Tensor:
         return self.blocks[0](x @ self.products[0].weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        recomputed = checkpoint(self.region, self.first(x), use_reentrant=self.use_reentrant)
+        recomputed = checkpoint(self.region, self.first(x), use_reentrant=self.reentrant)
         return recomputed + self.products[0](x)
-
-
-class UsedBeforeItIsClosedNow(UsedBeforeItIsClosed):
-    use_reentrant = False
 
 
 class CallsAUnitElsewhere(nn.Module):
@@ -920,7 +825,7 @@ def over_a_mesh(settings: Settings, *shape: int) -> Callable[[int], Settings]:
     return lambda world_size: [{**options, "mesh": mesh_of(*shape)} for options in settings]
 
 
-def in_turn(number: int) -> Callable[[int], Settings]:
+def turns(number: int) -> Callable[[int], Settings]:
     """Return settings of a family's member, which together take every one."""
     return lambda world_size: sample(2 * number + world_size // 2)
 
@@ -970,38 +875,49 @@ KERNELS = (pytest.mark.kernels,)
 
 # Models that are trained in some settings each, and in all of them by the campaign.
 FAMILIES: dict[str, Scenario] = {
+    "blocks run twice": Scenario(made(each_twice), (1, 3), turns(0)),
+    "blocks run in turn, and again": Scenario(
+        made(lambda blocks, x: in_turn(blocks, in_turn(blocks, x))), (1, 3), turns(1)
+    ),
+    "a block sees two inputs": Scenario(made(siamese), (1, 3), turns(2)),
+    "outputs change in place": Scenario(made(in_place), (2,), sample(0)),
+    "outputs that are views change in place": Scenario(
+        made(in_place, partial(Then, lambda y: y.view(-1).view(y.shape))), (2,), sample(2)
+    ),
+    "outputs that are chunks change in place": Scenario(
+        made(chunks_in_place, partial(Then, lambda y: y.unsafe_chunk(2, dim=1))), (2,), sample(4)
+    ),
+    "weights are tied in each unit": Scenario(made(block=TiedTwiceBlock), (1, 3), turns(0)),
+    "weights are tied across units": Scenario(TiedAcrossUnits, (1, 3), turns(1)),
+    "a unit is frozen": Scenario(made(change=freeze("blocks.0")), (1, 3), turns(0)),
+    "all but the head is frozen": Scenario(made(change=freeze("blocks")), (1, 3), turns(1)),
+    "adapters": Scenario(made(block=AdapterBlock), (1, 3), turns(2)),
+    "the root reads weights before blocks run": Scenario(
+        made(partial(used_by_the_root, after=False)), (1, 3), turns(0)
+    ),
+    "the root reads weights after blocks run": Scenario(
+        made(partial(used_by_the_root, before=False)), (1, 3), turns(1)
+    ),
+    "the root reads weights before and after": Scenario(made(used_by_the_root), (1, 3), turns(2)),
     **{
-        f"a unit runs several times: {model.__name__}": Scenario(model, (1, 3), in_turn(number))
-        for number, model in enumerate((CalledTwice, Looped, Siamese))
-    },
-    **{
-        f"outputs are changed in place: {model.__name__}": Scenario(model, (2,), sample(2 * number))
-        for number, model in enumerate((InPlace, ViewsInPlace, ChunksInPlace))
-    },
-    **{
-        f"tied weights: {model.__name__}": Scenario(model, (1, 3), in_turn(number))
-        for number, model in enumerate((TiedInEachUnit, TiedAcrossUnits))
-    },
-    **{
-        f"frozen parameters: {model.__name__}": Scenario(model, (1, 3), in_turn(number))
-        for number, model in enumerate((OneFrozenUnit, AllButTheHeadFrozen, Adapters))
-    },
-    **{
-        f"a parameter is used outside its module: {model.__name__}": Scenario(
-            model, (1, 3), in_turn(number)
-        )
-        for number, model in enumerate((UsedBefore, UsedAfter, UsedByTheRoot))
-    },
-    **{
-        f"checkpointing: {model.__name__}": Scenario(
-            model, (3,), sample(number), marks=(NESTED_REENTRANT,)
-        )
-        for number, model in enumerate(
-            (
-                *(Checkpointed, CheckpointedReentrant, CheckpointedInside, CheckpointedTwice),
-                *(CheckpointedTwiceReentrant, CheckpointedMixed, CheckpointedSegment),
-                *(CheckpointedFrozen, CheckpointedFrozenReentrant, CheckpointedToTheEnd),
-            )
+        f"checkpointing: {kind}": Scenario(model, (3,), sample(number), marks=(NESTED_REENTRANT,))
+        for number, (kind, model) in enumerate(
+            {
+                "each block": Checkpointed,
+                "each block, reentrant": made(partial(each_recomputed, reentrant=True)),
+                "inside each block": CheckpointedInside,
+                "nested": made(recomputed_twice),
+                "nested, reentrant": made(partial(recomputed_twice, outer=True, inner=True)),
+                "nested, the inner reentrant": made(partial(recomputed_twice, inner=True)),
+                "two blocks of three": made(
+                    lambda blocks, x: blocks[2](recomputed(lambda x: in_turn(blocks[:2], x), x))
+                ),
+                "frozen": made(each_recomputed, change=FROZEN_PARTS),
+                "frozen, reentrant": made(
+                    partial(each_recomputed, reentrant=True), change=FROZEN_PARTS
+                ),
+                "to the end": made(recomputed_to_the_end),
+            }.items()
         )
     },
 }
@@ -1031,7 +947,7 @@ SCENARIOS: dict[str, Scenario] = {
         make_bf16_model, (3,), loss=zero.next_byte_loss, batch=token_batch, micro_batches=2
     ),
     # Calls.
-    "nested units": Scenario(Nested, (1, 3), with_units(["Outer", "Block"])),
+    "nested units": Scenario(made(block=Outer), (1, 3), with_units(["Outer", "Block"])),
     "the whole model is one unit": stack((3,), with_units([])),
     **{
         f"outputs come in a {kind}": Scenario(
@@ -1040,9 +956,9 @@ SCENARIOS: dict[str, Scenario] = {
         for kind in sorted(WRAPS)
     },
     "outputs come in model outputs of transformers": Scenario(
-        ModelOutputs, (2,), STAGES, model_output_loss, marks=(NEEDS_TRANSFORMERS,)
+        ModelOutputs, (2,), STAGES, wrapped_loss, marks=(NEEDS_TRANSFORMERS,)
     ),
-    "inputs by keyword and in dicts": Scenario(Keywords, (3,)),
+    "inputs by keyword and in dicts": Scenario(made(by_keyword, KeywordBlock), (3,)),
     **{
         f"several forwards before one backward: {loss.__name__}, {n} micro-batches": stack(
             (2,), loss=loss, micro_batches=n
@@ -1053,7 +969,7 @@ SCENARIOS: dict[str, Scenario] = {
     "evaluation between and inside steps": stack((1, 3), loss=evaluating_loss),
     # Parameters.
     "frozen parameters in an accumulation window": Scenario(
-        Adapters, (2,), STAGES, micro_batches=2
+        made(block=AdapterBlock), (2,), STAGES, micro_batches=2
     ),
     "requires_grad is toggled between steps": stack(
         (1, 3), loss=toggling_loss, drawn=toggled_steps
@@ -1079,9 +995,11 @@ SCENARIOS: dict[str, Scenario] = {
         )
         for n in (1, 2)
     },
-    "several dtypes in a unit": Scenario(Cocktail, (1, 3)),
+    "several dtypes in a unit": Scenario(made(block=CocktailBlock), (1, 3)),
     "scalar, empty and tiny parameters": Scenario(
-        OddShapes, (1, 3, 4), lambda world_size: SPREAD if world_size == 3 else ENDS
+        made(block=OddShapesBlock),
+        (1, 3, 4),
+        lambda world_size: SPREAD if world_size == 3 else ENDS,
     ),
     "fewer elements than ranks": Scenario(OnlyEmptyOnSomeRanks, (3,)),
     **{
@@ -1095,20 +1013,21 @@ SCENARIOS: dict[str, Scenario] = {
     "parameter groups by ndim": stack((3,), ENDS, optimizer=two_groups),
     # Checkpointing.
     **{
-        f"a unit is recomputed from outside: {model.__name__}": Scenario(
+        f"a unit is recomputed from outside: {kind}": Scenario(
             model, (3,), with_units([caller, "Block"], STAGES[2:])
         )
-        for model, caller in (
-            (UsedBeforeItIsClosed, "Product"),
-            (UsedBeforeItIsClosedNow, "Product"),
-            (CallsAUnitElsewhere, "Caller"),
+        for kind, model, caller in (
+            ("reentrant", partial(UsedBeforeItIsClosed, reentrant=True), "Product"),
+            ("not reentrant", UsedBeforeItIsClosed, "Product"),
+            ("by another unit", CallsAUnitElsewhere, "Caller"),
         )
     },
     **{
-        f"checkpointing, {model.__name__}, {n} micro-batches": Scenario(
-            model, (n,), STAGES, micro_batches=n
+        f"checkpointing, {kind}, {n} micro-batches": Scenario(model, (n,), STAGES, micro_batches=n)
+        for kind, model in (
+            ("not reentrant", Checkpointed),
+            ("reentrant", made(partial(each_recomputed, reentrant=True))),
         )
-        for model in (Checkpointed, CheckpointedReentrant)
         for n in (1, 2)
     },
     # Units that are handed on or skipped.

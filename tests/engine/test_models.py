@@ -19,7 +19,7 @@ from scenarios import (
     CheckpointedInside,
     Detours,
     Fragile,
-    UsedBeforeItIsClosedNow,
+    UsedBeforeItIsClosed,
     Wrapped,
     two_groups,
 )
@@ -244,7 +244,7 @@ def test_a_graph_with_a_recomputed_region_runs_backward_twice(world_size):
     results = []
     for stage in (None, 2, 3):
         torch.manual_seed(0)
-        model: nn.Module = UsedBeforeItIsClosedNow()
+        model: nn.Module = UsedBeforeItIsClosed()
         if stage is not None:
             model = shard(model, stage=stage, units=["Product", "Block"])
         loss = model(torch.ones(3, 8)).square().mean()
