@@ -66,7 +66,6 @@ FIRST = (
     "test_offload_disk.py",
     "test_optim_checkpoints.py",
     "interop/test_fully_shard.py",
-    "engine/test_models_compile.py",
     "test_zero_from_scratch.py",
     "test_shard_tensor_optimizers.py",
     "engine/test_counting.py",

@@ -127,6 +127,16 @@ class Then(Block):
         return self.then(super().forward(x))
 
 
+def compile_in_place(model: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+def compile_wrapped(model: Any) -> None:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="aot_eager")
+
+
 # Ways to call a unit: twice, nested, evaluated, with inputs and outputs of every shape.
 
 
@@ -263,11 +273,11 @@ def evaluating_loss(model: nn.Module, batch: Tensor) -> Tensor:
     with torch.inference_mode():
         model(batch * 2)
     model.train()
-    loss = mean_square(model, batch)
+    during = model(batch)
     with torch.no_grad():
         after = model(batch)
-    assert torch.equal(before, after)
-    return loss
+    assert torch.equal(before, during) and torch.equal(before, after)
+    return during.square().mean()
 
 
 # Parameters of every kind: tied, frozen, unused, scalar, empty, mixed dtypes, used elsewhere.
@@ -872,6 +882,10 @@ dropped = partial(Scenario, loss=dropped_loss, batch=dropped_batch, steps=4)
 BOTH = [Inner, nn.Linear]
 NESTED_REENTRANT = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 KERNELS = (pytest.mark.kernels,)
+# torch's compiler warns about itself: parts of it are deprecated or experimental.
+OF_THE_COMPILER = [
+    pytest.mark.filterwarnings(f"ignore::{what}") for what in (":torch", "DeprecationWarning")
+]
 
 # Models that are trained in some settings each, and in all of them by the campaign.
 FAMILIES: dict[str, Scenario] = {
@@ -938,6 +952,12 @@ SCENARIOS: dict[str, Scenario] = {
         adamw_fused,
         token_batch,
     ),
+    "budgets of prefetching": odd(
+        (1, 3),
+        [{"stage": s, "schedule": Schedule(budget)} for s in (1, 3) for budget in (0, 1 << 30)],
+        steps=3,
+        micro_batches=2,
+    ),
     "accumulation": odd((1, 3), ACCUMULATION, micro_batches=3),
     "replicas": odd((4,), over_a_mesh(HALVES[0], 2, 2), replicas=2),
     "replicas, accumulation": odd((4,), over_a_mesh(HALVES[1], 2, 2), replicas=2, micro_batches=2),
@@ -946,6 +966,12 @@ SCENARIOS: dict[str, Scenario] = {
     "a model that is bf16 itself": Scenario(
         make_bf16_model, (3,), loss=zero.next_byte_loss, batch=token_batch, micro_batches=2
     ),
+    **{
+        f"blocks are compiled {how}": Scenario(
+            made(change=change), (1, 2), ENDS, marks=(pytest.mark.slow, *OF_THE_COMPILER)
+        )
+        for how, change in (("in place", compile_in_place), ("and wrapped", compile_wrapped))
+    },
     # Calls.
     "nested units": Scenario(made(block=Outer), (1, 3), with_units(["Outer", "Block"])),
     "the whole model is one unit": stack((3,), with_units([])),

@@ -21,7 +21,6 @@ from trainer import (
     LAYOUTS,
     SPREAD,
     STAGES,
-    Trained,
     adamw,
     adamw_fused,
     assert_same_grads,
@@ -111,44 +110,6 @@ def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(r
             assert alike == (sends or rank == 0)
             ours = {name: p.full_tensor() for name, p in model.named_parameters()}
             assert_same_bits(ours, dict(ddp.named_parameters()))
-
-
-@on_ranks(3)
-def test_the_engine_has_the_bits_of_the_blocking_twin(rank, world_size):
-    num_micro_batches = 2
-    steps = make_steps(world_size, 3, num_micro_batches, token_batch)
-    own = [[by_rank[rank] for by_rank in micro_batches] for micro_batches in steps]
-    for options in HALVES[1]:
-        torch.manual_seed(0)
-        model = OddModel()
-        stage = options["stage"]
-        twin = zero.train(model, list(model.blocks), own, zero.next_byte_loss, stage, adamw)
-        torch.manual_seed(0)
-        trained = train(OddModel(), steps, zero.next_byte_loss, **options)
-        assert trained.losses == twin.losses
-        del twin.parameters["never_used"]  # the twin's units always have a gradient
-        assert_same_bits({n: trained.parameters[n] for n in twin.parameters}, twin.parameters)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(1, 3)
-def test_blocking_and_prefetched_gathers_give_the_same_bits(world_size, stage):
-    steps = make_steps(world_size, 3, 2, token_batch)
-    runs: list[Trained] = []
-    for prefetch_bytes in (0, None, 1 << 30):
-        torch.manual_seed(0)
-        model = OddModel()
-        runs.append(
-            train(
-                model,
-                steps,
-                zero.next_byte_loss,
-                stage=stage,
-                schedule=Schedule(prefetch_bytes=prefetch_bytes),
-            )
-        )
-    for run in runs[1:]:
-        assert_same_run(run, runs[0])
 
 
 def order_of_gathers(rank: int, world_size: int) -> list[list[tuple[str, str]]]:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from models import Experts, Stack, routed_loss, stack_roundings
+from models import Stack, stack_roundings
 from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
@@ -21,12 +20,9 @@ from trainer import (
     SPREAD,
     STAGES,
     adamw,
-    backward_all,
     events_of,
     full_grads,
     full_parameters,
-    full_state,
-    make_steps,
     mean_square,
 )
 
@@ -195,31 +191,6 @@ def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(rank):
 # Train, evaluate, train.
 
 
-@on_ranks(2)
-def test_training_and_evaluation_alternate():
-    for options in SPREAD:
-        runs = []
-        for settings in ({}, options):
-            model = seeded(**settings)
-            optimizer = adamw(model.parameters())
-            outputs = []
-            for step in range(4):
-                model.eval()
-                with torch.no_grad():
-                    outputs.append(model(BATCH))
-                if settings and step % 2:
-                    with gathered(model), torch.no_grad():
-                        assert torch.equal(model(BATCH), outputs[-1])
-                model.train()
-                mean_square(model, BATCH).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            runs.append((outputs, full_parameters(model)))
-        for actual, expected in zip(runs[1][0], runs[0][0], strict=True):
-            assert torch.equal(actual, expected)
-        assert_same_bits(runs[1][1], runs[0][1])
-
-
 # Gradients are means, and may be edited.
 
 
@@ -248,102 +219,13 @@ def test_gradients_are_means_over_ranks_and_norms_see_edits(rank):
 # Optimizer step counts.
 
 
-@on_ranks(2)
-def test_every_parameter_counts_as_many_steps_as_were_taken(rank, world_size):
-    for options in STAGES:
-        for precision in ("fp32", "bf16"):
-            model = seeded(precision=precision, **options)
-            optimizer = adamw(model.parameters())
-            for micro_batches in make_steps(world_size, 3, 2):
-                backward_all(model, micro_batches, mean_square, rank)
-                optimizer.step()
-                optimizer.zero_grad()
-            steps = {float(s["step"]) for s in full_state(model, optimizer).values()}
-            assert steps == {3.0}
-            assert len(optimizer.state) == len(list(model.parameters()))
-
-
 # The last micro-batch is part of the average.
-
-
-@on_ranks(2)
-def test_every_micro_batch_of_a_window_counts_alike():
-    """Only one micro-batch of the window has a gradient that is not zero."""
-    expected = plain_grads()
-    for options in SPREAD:
-        for precision in ("fp32", "bf16"):
-            found = []
-            for position in range(3):
-                model = seeded(precision=precision, **options)
-                for number in range(3):
-                    with accumulate(model, last=number == 2):
-                        scale = float(number == position)
-                        (mean_square(model, BATCH).float() * scale).backward()
-                found.append(full_grads(model))
-            assert_same_bits(found[2], found[0])
-            assert_same_bits(found[1], found[0])
-            if precision == "fp32":
-                assert_same_bits(found[0], expected)
 
 
 # Autocast.
 
 
-class Cast(Stack):
-    """Has a part that opts out of autocast, and a buffer that keeps its dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x) * self.scale.float()
-        with torch.autocast("cpu", enabled=False):
-            return nn.functional.linear(x.float(), self.head.weight.float().t().contiguous())
-
-
-def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model(batch).float().square().mean() + model(batch * 0.5).float().mean()
-
-
-@pytest.mark.filterwarnings("ignore:Detected a change in autograd graph")
-@on_ranks(2)
-def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast(rank, world_size):
-    steps = make_steps(world_size, 3)
-    runs = []
-    for options in ({}, *SPREAD):
-        model = seeded(Cast, **options)
-        called = model if options else DistributedDataParallel(model)
-        optimizer = adamw(model.parameters())
-        losses = []
-        for (by_rank,) in steps:
-            loss = autocast_loss(called, by_rank[rank])
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert model.scale.dtype is torch.float64
-        runs.append((losses, full_parameters(model)))
-    for losses, parameters in runs[1:]:
-        assert losses == runs[0][0]
-        assert_same_bits(parameters, runs[0][1])
-
-
 # Experts.
-
-
-@on_ranks(3)
-def test_experts_that_differ_by_rank_do_not_hang(rank):
-    for options in SPREAD:
-        model = seeded(Experts, **options)
-        optimizer = adamw(model.parameters())
-        for step in range(3):
-            routed_loss(model, (BATCH, (rank + step) % 3)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        values = full_parameters(model)
-        assert all(v.isfinite().all() for v in values.values())
 
 
 # Functorch and torch.autograd.grad.
