@@ -2,16 +2,14 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
-from block_codes import decoded
-from ranks import on_ranks, run_ranks
+from block_codes import of_rows
+from ranks import on_ranks
 from shardwise import Precision, shard
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
@@ -54,21 +52,6 @@ def make(kind: str | None, param: torch.dtype | None = None, **options: Any) -> 
     return fully_shard(model, mp_policy=policy, **options)
 
 
-def arrived(value: Tensor, kind: str, num_ranks: int, dim: int = 0) -> Tensor:
-    """Return what arrives of a parameter cut along a dim; other dims than 0 are cut evenly."""
-    if value.dim() < 2:
-        return value
-    if dim:
-        rows = torch.stack([c.reshape(-1) for c in value.chunk(num_ranks, dim=dim)])
-        parts = arrived(rows, kind, num_ranks)
-        shape = (*value.shape[:dim], -1, *value.shape[dim + 1 :])
-        return torch.cat([part.view(shape) for part in parts], dim=dim)
-    share = -(-value.shape[0] // num_ranks) * value[0].numel()
-    cuts = [r * share for r in range(1, num_ranks) if r * share < value.numel()]
-    flat = decoded(value.reshape(-1).numpy(), kind, BLOCK, cuts)
-    return torch.from_numpy(np.ascontiguousarray(flat)).view(value.shape)
-
-
 def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 0) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -77,7 +60,7 @@ def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 
         for number, block in enumerate(model.blocks):
             for name, seen in block.seen.items():
                 value = full[f"blocks.{number}.{name}"]
-                wanted = arrived(value, kind, num_ranks, dim if value.dim() > 1 else 0)
+                wanted = of_rows(value, kind, num_ranks, BLOCK, dim if value.dim() > 1 else 0)
                 assert torch.equal(seen, wanted.to(param)), (kind, name)
         optimizer.step()
         optimizer.zero_grad()
@@ -98,12 +81,13 @@ def test_a_matrix_cut_along_another_dim_is_encoded_rank_by_rank(num_ranks):
     model = make("int8", shard_placement_fn=lambda p: Shard(1) if p.shape == (7, 12) else None)
     full = model.blocks[0].weight.full_tensor().detach()
     model(torch.ones(1, 12))
-    assert torch.equal(model.blocks[0].seen["weight"], arrived(full, "int8", num_ranks, 1))
+    assert torch.equal(model.blocks[0].seen["weight"], of_rows(full, "int8", num_ranks, BLOCK, 1))
     back = model.blocks[0].back.full_tensor().detach()
-    assert torch.equal(model.blocks[0].seen["back"], arrived(back, "int8", num_ranks))
+    assert torch.equal(model.blocks[0].seen["back"], of_rows(back, "int8", num_ranks))
 
 
-def spread_over_two(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_parts_kept_nearby_are_what_arrived():
     """What stays between forward and backward is what arrived, so both have the same weights."""
     grads = []
     for keeps in (True, 2):
@@ -111,16 +95,6 @@ def spread_over_two(rank: int, num_ranks: int) -> None:
         model(torch.ones(2, 12)).square().sum().backward()
         grads.append([p.grad.full_tensor() for p in model.parameters()])
     assert all(map(torch.equal, *grads))
-
-
-def replicas(rank: int, num_ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    check(make("fp8", mesh=mesh), "fp8", 2, torch.float32)
-
-
-def test_parts_kept_nearby_and_replicas() -> None:
-    run_ranks(spread_over_two, 4)
-    run_ranks(replicas, 4)
 
 
 @on_ranks(2)
