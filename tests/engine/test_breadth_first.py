@@ -1,22 +1,24 @@
 """`layer_by_layer()`: one gather per unit for all micro-batches, and the bits of accumulation."""
 
 import gc
-import itertools
 import signal
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from models import Block, Checkpointed, OddModel, Stack
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from shardwise import Axes, accumulate, fully_shard, shard
 from shardwise.config import Schedule, Units
 from shardwise.debug import stats
@@ -87,56 +89,54 @@ def by_block(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def ways() -> list[Callable[[], Any]]:
-    """Return ways to shard: every stage and precision, with and without activation checkpoints."""
-    spread = itertools.product((0, 1, 2, 3, 3), ("fp32", "bf16"))
-    return [
-        lambda s=stage, p=precision, n=number: shard(  # type: ignore[misc]
-            (Stack, Checkpointed)[(n // 2 + n) % 2](),
-            stage=s,
-            precision=p,
-            schedule=Schedule(reduce_every="step"),
-            layout=("rows", "flat")[n // 2 % 2],
-        )
-        for number, (stage, precision) in enumerate(spread)
-    ]
+def kept(model: Any, batches: list[Tensor]) -> Any:
+    """Accumulate as torch's own interface does: gradients stay until the last one."""
+    losses = []
+    for number, x in enumerate(batches):
+        model.set_requires_gradient_sync(number == len(batches) - 1)
+        losses.append(loss_of(model, x))
+        losses[-1].backward()
+    return sum(losses[1:], losses[0]).detach()
+
+
+def ways(folder: Path) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], Any]]:
+    """Return ways to shard, each with what to compare with, and how that accumulates."""
+    every_step = partial(shard, schedule=Schedule(reduce_every="step"))
+    for number, (stage, precision) in enumerate(product((0, 1, 2, 3, 3), ("fp32", "bf16"))):
+        kind, layout = (Stack, Checkpointed)[(number // 2 + number) % 2], number // 2 % 2
+        options: Any = {"stage": stage, "layout": ("rows", "flat")[layout], "precision": precision}
+        make = lambda kind=kind, options=options: every_step(kind(), **options)  # noqa: E731
+        yield make, make, one_by_one
+    for offload, precision in product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
+        make = partial(lambda **options: every_step(Stack(), **options), precision=precision)
+        yield partial(make, offload=offload), make, one_by_one
+    inside = lambda: every_step(CheckpointedInside())  # noqa: E731
+    yield inside, inside, one_by_one
+    for policy in ({}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}):
+        make = partial(lambda **options: by_block(Stack(), **options), **policy)
+        yield make, make, kept
+
+
+class CheckpointedInside(Stack):
+    """The reentrant way, inside a unit's forward, where no hook sees what is computed again."""
+
+    class _Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    block_class = _Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.requires_grad_())
 
 
 @on_ranks(1, 3)
-def test_losses_and_steps_have_the_bits_of_an_accumulation_window(rank):
-    for number, make in enumerate(ways()):
-        found, expected = train(make, vertically, rank), train(make, one_by_one, rank)
-        assert all(map(torch.equal, found, expected)), number
-
-
-@on_ranks(1, 3)
-def test_offloaded_parameters_and_state_give_the_same_bits(rank, tmp_path):
-    for offload, precision in itertools.product(("cpu", f"nvme:{tmp_path}"), ("fp32", "bf16")):
-        options: Any = {"precision": precision, "schedule": Schedule(reduce_every="step")}
-        found = train(lambda o=options, p=offload: shard(Stack(), offload=p, **o), vertically, rank)  # type: ignore[misc]
-        expected = train(lambda o=options: shard(Stack(), **o), one_by_one, rank)  # type: ignore[misc]
-        assert all(map(torch.equal, found, expected)), (offload, precision)
-
-
-@on_ranks(1, 3)
-def test_models_of_fully_shard_give_the_same_bits(rank):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    for policy in (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
-        options: Any = {} if policy is None else {"mp_policy": policy}
-
-        def keep(model: Any, batches: list[Tensor]) -> Any:
-            """As torch's own interface accumulates: gradients stay until the last one."""
-            losses = []
-            for number, x in enumerate(batches):
-                model.set_requires_gradient_sync(number == len(batches) - 1)
-                losses.append(loss_of(model, x))
-                losses[-1].backward()
-            return sum(losses[1:], losses[0]).detach()
-
-        make = lambda o=options: by_block(Stack(), **o)  # noqa: E731
-        found, expected = train(make, vertically, rank), train(make, keep, rank)
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+def test_losses_and_steps_have_the_bits_of_an_accumulation_window(rank, tmp_path):
+    for number, (make, plain, accumulated) in enumerate(ways(tmp_path)):
+        found, expected = train(make, vertically, rank), train(plain, accumulated, rank)
+        assert all(
+            torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True)
+        ), number
 
 
 def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
@@ -286,35 +286,8 @@ def test_an_accumulation_window_works_around_it(rank):
     assert all(map(torch.equal, *results))
 
 
-class CheckpointedInside(Stack):
-    """The reentrant way, inside a unit's forward, where no hook sees what is computed again."""
-
-    class _Block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=True)
-
-    block_class = _Block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.requires_grad_())
-
-
-def inside(rank: int, world_size: int) -> None:
-    results = []
-    for passes in (vertically, one_by_one):
-        torch.manual_seed(0)
-        model = shard(CheckpointedInside(), schedule=Schedule(reduce_every="step"))
-        passes(model, [x.clone() for x in batches_of(rank, 0)])
-        results.append([p.grad.full_tensor() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpoints_inside_of_units_give_the_same_bits(world_size: int) -> None:
-    run_ranks(inside, world_size)
-
-
-def draw(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn():
     results, states = [], []
     for kind in (Stack, Checkpointed):
         torch.manual_seed(0)
@@ -344,10 +317,6 @@ def draw(rank: int, world_size: int) -> None:
     before = torch.get_rng_state()
     layer_by_layer(model, partial(loss_of, model.eval()), [torch.ones(4, 8)] * 2)
     assert torch.equal(before, torch.get_rng_state())  # where nobody draws, nothing is drawn
-
-
-def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn() -> None:
-    run_ranks(draw, 1)
 
 
 @on_ranks(1, 3)
