@@ -18,8 +18,8 @@ from test_shard_tensor import (
     Net,
     WithEmpty,
     assert_bits,
-    both_layouts,
     give_grads,
+    in_layouts,
     named,
     pair,
 )
@@ -114,7 +114,8 @@ def train_both(models: list[nn.Module], make: Callable[[Any], torch.optim.Optimi
                 assert isinstance(ours, ShardTensor) and ours.shape == value.shape, (name, key)
 
 
-def check_optimizers(layout: str) -> None:
+@in_layouts(1, 3)
+def test_elementwise_optimizers_make_the_steps_that_they_make_on_full_tensors(layout):
     for stage in (0, 3) if layout == "rows" else (3,):  # at stage 0 nothing is cut
         for label, make in OPTIMIZERS.items():
             models = pair(layout, stage, WithEmpty)
@@ -124,11 +125,9 @@ def check_optimizers(layout: str) -> None:
                 assert_bits(param.full_tensor(), expected.data, what)
 
 
-def test_elementwise_optimizers_make_the_steps_that_they_make_on_full_tensors() -> None:
-    both_layouts(check_optimizers)
-
-
-def check_fused_optimizers(layout: str) -> None:
+@pytest.mark.kernels
+@in_layouts(1, 3)
+def test_fused_optimizers_make_the_same_steps(layout):
     for label, make in FUSED.items():
         for stage in (0, 3):
             models = pair(layout, stage, Even)
@@ -144,12 +143,8 @@ def check_fused_optimizers(layout: str) -> None:
                 assert_rounded_alike(param.full_tensor(), expected.data, 3 * 12, what)
 
 
-@pytest.mark.kernels
-def test_fused_optimizers_make_the_same_steps() -> None:
-    both_layouts(check_fused_optimizers)
-
-
-def check_scheduler_state(layout: str) -> None:
+@in_layouts(3)
+def test_schedulers_that_change_momentum_too_work_as_before(layout):
     models = pair(layout)
     made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
     cycles = [OneCycleLR(o, max_lr=0.2, total_steps=5) for o in made]
@@ -160,10 +155,6 @@ def check_scheduler_state(layout: str) -> None:
             cycle.step()
     for name, plain, param in named(models):
         assert_bits(param.full_tensor(), plain.data, name)
-
-
-def test_schedulers_that_change_momentum_too_work_as_before() -> None:
-    both_layouts(check_scheduler_state, (3,))
 
 
 # Norms and clipping.
@@ -227,7 +218,9 @@ def test_clipping_is_right_the_same_on_every_rank_and_one_collective() -> None:
         assert all(other == first for other in others)
 
 
-def check_clip_bits_on_one_rank(layout: str) -> None:
+@pytest.mark.kernels
+@in_layouts(1)
+def test_on_one_rank_clipping_differs_by_no_more_than_its_own_rounding(layout):
     models = pair(layout)
     for norm_type in NORM_TYPES:
         give_grads(models, 5)
@@ -237,12 +230,8 @@ def check_clip_bits_on_one_rank(layout: str) -> None:
         assert_rounded_alike(norms[1].item(), norms[0].item(), NUMEL + 2)
 
 
-@pytest.mark.kernels
-def test_on_one_rank_clipping_differs_by_no_more_than_its_own_rounding() -> None:
-    both_layouts(check_clip_bits_on_one_rank, (1,))
-
-
-def check_clip_value_and_non_finite(layout: str) -> None:
+@in_layouts(1, 3)
+def test_clipping_by_value_is_exact_and_a_nan_of_one_rank_is_seen_by_all(layout):
     models = pair(layout)
     for foreach in (None, True, False):
         give_grads(models, 4)
@@ -260,11 +249,8 @@ def check_clip_value_and_non_finite(layout: str) -> None:
         nn.utils.clip_grad_norm_(models[1].parameters(), 1.0, error_if_nonfinite=True)
 
 
-def test_clipping_by_value_is_exact_and_a_nan_of_one_rank_is_seen_by_all() -> None:
-    both_layouts(check_clip_value_and_non_finite)
-
-
-def check_freezing(layout: str) -> None:
+@in_layouts(1, 2)
+def test_parameters_are_frozen_and_thawed_after_sharding(layout):
     tokens = torch.tensor([[0, 2, 6], [1, 3, 5]])
     for stage in (0, 1, 2, 3):
         models = pair(layout, stage)
@@ -280,7 +266,3 @@ def check_freezing(layout: str) -> None:
                 if plain.grad is not None:
                     # Two ranks with one batch: their mean is exact.
                     assert_bits(param.grad.full_tensor(), plain.grad, name)
-
-
-def test_parameters_are_frozen_and_thawed_after_sharding() -> None:
-    both_layouts(check_freezing, (1, 2))

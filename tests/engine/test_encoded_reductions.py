@@ -111,7 +111,8 @@ def record_exchanges(patch: pytest.MonkeyPatch) -> list[list[int]]:
 def test_a_mean_is_that_of_what_every_rank_encoded_to_the_bit(rank, num_ranks, is_nccl):
     with pytest.MonkeyPatch.context() as patch:
         exchanged = record_exchanges(patch) if is_nccl else []
-        for stage, layout, kind, dtype in CASES:
+        # Of each kind and layout, where ranks are many.
+        for stage, layout, kind, dtype in CASES[:: 5 if num_ranks == 7 else 1]:
             half = dtype if dtype is torch.bfloat16 else None
             master = torch.float32 if half else None
             precision = Precision(half, master, reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]

@@ -330,10 +330,6 @@ def test_whole_numbers_travel_as_they_are():
 
 
 # -- what else reads a model
-def _storages(model: Any) -> list[Any]:
-    return [storage for unit in engine_of(model).units for storage in unit.storages]
-
-
 @on_ranks(2)
 def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format(rank, num_ranks):
     model = make("int4")
@@ -347,7 +343,7 @@ def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format
     other(batch(rank))
     assert all(torch.equal(other.seen[name], value) for name, value in model.seen.items())
     (unit,) = describe(model).units
-    pairs = [storage.gather_bytes for storage in _storages(model)]
+    pairs = [s.memory.gather_bytes for each in engine_of(model).units for s in each.storages]
     sent, whole = (sum(each) for each in zip(*pairs, strict=True))
     assert unit.gather == f"int4, blocks of 16: {sent / whole:.3f} x the bytes"
     assert f"; gathered as {unit.gather}" in str(describe(model))
