@@ -1,7 +1,12 @@
 """The inner names of checkpoint/ that its tests use: when one moves, only this file changes."""
 # ruff: noqa: F401
 
-from shardwise.checkpoint.all_ranks import collector_paused, explain, on_all_ranks
+from shardwise.checkpoint.all_ranks import (
+    collector_paused,
+    explain,
+    on_all_ranks,
+    rows_of_all_ranks,
+)
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.checkpoints import Checkpoints, Saving
 from shardwise.checkpoint.container import (
@@ -33,7 +38,7 @@ from shardwise.checkpoint.folder import (
     take_lock,
 )
 from shardwise.checkpoint.generators import derive_generators, read_generators, set_generators
-from shardwise.checkpoint.loading import Request, load_from
+from shardwise.checkpoint.loading import Host, Request, load_from
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     FileRow,

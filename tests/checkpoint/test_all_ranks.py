@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from disk import os_error
-from inner import explain, on_all_ranks
+from inner import explain, on_all_ranks, rows_of_all_ranks
 from ranks import HANG_S
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
@@ -80,7 +80,7 @@ def failing(**errors: Exception) -> Callable[[Control], Any]:
                 raise error
             return bytes([control.rank, 7])
 
-        return on_all_ranks(control, work, 2)
+        return rows_of_all_ranks(control, work, 2)
 
     return call
 
@@ -93,8 +93,8 @@ def test_rows_come_back_in_rank_order_with_one_exchange(num_ranks: int) -> None:
     assert ranks.num_exchanges == 1
 
 
-def test_work_without_an_answer_gives_empty_rows() -> None:
-    assert Threads(2).run(lambda control: on_all_ranks(control, lambda: None)) == [[b"", b""]] * 2
+def test_the_result_of_the_work_comes_back_on_its_own_rank() -> None:
+    assert Threads(2).run(lambda control: on_all_ranks(control, lambda: control.rank)) == [0, 1]
 
 
 def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange() -> None:

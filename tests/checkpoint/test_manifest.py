@@ -108,9 +108,9 @@ def index() -> RankIndex:
 def test_an_index_is_read_back_and_its_boxes_are_found() -> None:
     back = parse_index(seal(index()), "x")
     assert back == index()
-    assert back.box_places[0, 0] == (16, 28, "b" * 32)
-    assert back.box_places[1, 0] == (28, 32, "c" * 32)
-    assert set(back.box_places) == {(0, 0), (1, 0)}
+    assert back.extents[0, 0] == ("rank00001-0.safetensors", 16, 28, "b" * 32)
+    assert back.extents[1, 0] == ("rank00001-0.safetensors", 28, 32, "c" * 32)
+    assert set(back.extents) == {(0, 0), (1, 0)}
 
 
 SEALED = {"manifest": seal(manifest_of([{"w": (3, 2)}], 2, "rows")), "index": seal(index())}
@@ -197,7 +197,7 @@ def test_what_is_sealed_but_wrong_is_refused_with_its_place(name: str) -> None:
         if which == "manifest":
             parse_manifest(data, "the/file")
         else:
-            list(parse_index(data, "the/file").box_places)
+            list(parse_index(data, "the/file").extents)
     assert str(caught.value).startswith("the/file: ")
 
 

@@ -253,6 +253,17 @@ def as_bf16(items: tuple[Item, ...]) -> tuple[Item, ...]:
     )
 
 
+def alike(rank: int, **fields: Any) -> list[Table]:
+    """Return ranks that hold the same tensors over one mesh, one of them changed."""
+    mesh = (((0, 1, 2, 3),),)
+    made = [
+        replace(EXAMPLE.table_of(0), meshes=mesh, layouts=(), sharded=(), is_alike=True)
+        for _ in range(EXAMPLE.num_ranks)
+    ]
+    made[rank] = replace(made[rank], **fields)
+    return made
+
+
 UNFIT: dict[str, tuple[list[Table], str]] = {
     "one of a mesh was not stepped": (
         changed(3, sharded=without(3, "exp_avg")),
@@ -284,6 +295,14 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
     "copies of what turns gave": (
         changed(1, meshes=(((0, 1), (2, 3)),), is_alike=True, is_staged=True, sharded=()),
         r"rank 1 cut all over one mesh with replicas",
+    ),
+    "a setting of ranks that are alike": (
+        alike(1, optimizer=optimizer_of(0, lr=0.25)),
+        r"'lr' of group 0 is 0.25 on rank 1 and 0.5 on ranks 0, 2, 3",
+    ),
+    "a buffer of ranks that are alike": (
+        alike(2, uncut=()),
+        r"rank 2 has other buffers or optimizer state to save than rank 0: '",
     ),
     "a stranger in a mesh": (
         changed(2, meshes=(*EXAMPLE.table_of(2).meshes, ((7,),))),

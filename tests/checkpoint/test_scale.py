@@ -116,7 +116,7 @@ def test_ranks_exchange_a_few_bytes_and_no_objects(tmp_path: Path, num_ranks: in
     manifest, part = assemble(control, table_of(num_ranks), "0" * 16, 3)
     files = Alike(num_ranks)
     write_checkpoint(files, control, tmp_path / "c", bytes(4), manifest, part)
-    assert control.sizes == [32, 1 + 4 + 16, 1 + 24 + 16, 1]
+    assert control.sizes == [1 + 32, 1 + 4, 1 + 24 + 16, 1]
     back = parse_manifest((tmp_path / "c" / MANIFEST).read_bytes(), "x")
     assert len(back.ranks) == num_ranks and len(back.tensors) == 4 * 1002
     assert {row.rank for row in back.tensors if row.state == "step"} == {

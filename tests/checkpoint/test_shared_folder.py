@@ -19,6 +19,7 @@ from disk import Fault, FaultyFiles, Killed, SimulatedDisk
 from inner import (
     Checkpoints,
     Files,
+    Host,
     Request,
     check_quickly,
     choose,
@@ -36,7 +37,6 @@ from inner import (
 from ranks import HANG_S, run_ranks, start_ranks
 from saving import each_rank
 from shardwise.comm.control import SoloControl
-from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
 from tables import NONCE, RUN, disk_with, kept, newest, write
@@ -465,8 +465,7 @@ def load_beside_a_rotation(rank: int, world_size: int, root: str, moments: list[
         dist.barrier()
         stamp(model, optimizer, "Z")
         files = Rotating(folder, at) if rank == 0 else FILES
-        control = engine_of(model).comm.control
-        loaded = load_from(Request(files, control, model, optimizer), folder)
+        loaded = load_from(Request(files, Host(model), optimizer), folder)
         assert loaded is not None
         found.append((loaded.step, "".join(count(model, optimizer)), loaded.skipped))
         dist.barrier()
@@ -514,7 +513,7 @@ def load_beside_a_replacement(
             dist.barrier()
             stamp(model, optimizer, "Z")
             files = Replacing(folder, at) if rank == 0 else FILES
-            request = Request(files, engine_of(model).comm.control, model, optimizer)
+            request = Request(files, Host(model), optimizer)
             loaded = load_from(request, folder, folder / step_name(2) if is_one else None)
             assert loaded is not None
             letters = "".join(count(model, optimizer))

@@ -170,7 +170,7 @@ def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(slow_disk: Ranks) 
 
 
 def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
-    from inner import on_all_ranks
+    from inner import rows_of_all_ranks
     from shardwise.comm.control import control_over
 
     control = control_over(resolve_axes(short_mesh(world_size), "cpu"))
@@ -182,7 +182,7 @@ def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
         return bytes([rank])
 
     try:
-        on_all_ranks(control, work, 1)
+        rows_of_all_ranks(control, work, 1)
     except (KeyboardInterrupt, CollectiveError) as error:
         seen.append(f"{type(error).__name__}: {error}")
     return seen

@@ -14,7 +14,7 @@ import errno
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardwise.errors import (
     CheckpointError,
@@ -27,6 +27,7 @@ from shardwise.errors import (
 if TYPE_CHECKING:
     from shardwise.comm.control import Control
 
+_T = TypeVar("_T")
 _TEXT_BYTES = 1024
 _KINDS: tuple[type[ShardwiseError], ...] = (
     CheckpointError,
@@ -37,16 +38,29 @@ _KINDS: tuple[type[ShardwiseError], ...] = (
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-def on_all_ranks(
-    control: Control, work: Callable[[], bytes | None], row_bytes: int = 0
-) -> list[bytes]:
-    """Run ``work`` on every rank; return the rows of ``row_bytes`` that it returned, in rank order.
+def on_all_ranks(control: Control, work: Callable[[], _T]) -> _T:
+    """Run ``work`` on every rank; return this rank's result.
 
     It may take as long as its disk takes: Note [How long a rank may be silent] in `comm.control`.
 
-    **Cost** one exchange; a second one when a rank failed. ``work`` must not communicate.
+    **Cost** one exchange of a byte; a second one when a rank failed. ``work`` must not communicate.
 
     **Raises** on every rank the error of the first rank that failed, with its rank in the text.
+    """
+    made: list[_T] = []
+
+    def keep() -> bytes:
+        made.append(work())
+        return b""
+
+    rows_of_all_ranks(control, keep, 0)
+    return made[0]
+
+
+def rows_of_all_ranks(control: Control, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+    """Return what ``work`` returned on every rank, in rank order: rows of ``row_bytes``.
+
+    **Cost** and **Raises** as `on_all_ranks`.
     """
     failure: Exception | None = None
 
@@ -54,7 +68,7 @@ def on_all_ranks(
         nonlocal failure
         row = bytes(row_bytes)
         try:
-            row = work() or row
+            row = work()
         except Exception as error:  # sent to the others below, and raised there and here
             failure = error
         assert len(row) == row_bytes
@@ -68,7 +82,7 @@ def on_all_ranks(
 
 def ask_first_rank(control: Control, question: Callable[[], bool]) -> bool:
     """Return rank 0's answer, on every rank. **Cost** and **Raises** as `on_all_ranks`."""
-    rows = on_all_ranks(control, lambda: bytes([control.rank == 0 and question()]), 1)
+    rows = rows_of_all_ranks(control, lambda: bytes([control.rank == 0 and question()]), 1)
     return rows[0] != b"\0"
 
 

@@ -2,10 +2,10 @@
 
 Note [Descriptions of ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-If all ranks have the same tensors, cut over one mesh, no description is sent. Otherwise each rank
-describes its tensors, without a byte of a cut one. Ranks with the same description are found by a
-digest, and the first rank of each such group sends its description to all. Every rank merges the
-same descriptions in the same order, so all have one manifest, or raise one error.
+Each rank describes its tensors, without a byte of one. Ranks with the same description are found by
+a digest. If there are several such groups, the first rank of each sends its description to all.
+Every rank merges the same descriptions in the same order, so all have one manifest, or raise one
+error. If all ranks have the same tensors, cut over one mesh, no description is sent.
 
 Note [A sum that no cut changes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise import __version__
-from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.all_ranks import rows_of_all_ranks
 from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, digest_of, memory_of
 from shardwise.checkpoint.manifest import (
     FORMAT,
     PIECES_FORMAT,
-    Digest,
+    Count,
     LayoutRow,
     Manifest,
     MeshRow,
@@ -40,21 +40,17 @@ from shardwise.checkpoint.manifest import (
     SealedPart,
     TensorRow,
     is_grid,
-    seal,
     turn_of_key,
-    unseal,
-    validated,
 )
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.checkpoint.write import Part
 from shardwise.comm.collective_key import name_ranks
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError
 from shardwise.layout.boxes import Box, Region, full_region
 
 _HINT = "Was an optimizer stepped on some ranks only?"
-_NOT_ALIKE = bytes(DIGEST_BYTES)  # sent for a digest: this rank has tensors that others lack
 _HASHED_ELEMENTS = 1 << 22  # at once
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MIX = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed numbers
@@ -67,50 +63,75 @@ class Key(NamedTuple):
     region: Region
 
 
+class Described(SealedPart):
+    """One rank's tensors and settings, as the other ranks need to know them."""
+
+    run: Name
+    step: Count | None
+    stage: int
+    meshes: Rows[MeshRow]
+    layouts: Rows[LayoutRow]
+    cut: Rows[TensorRow]
+    uncut: Rows[TensorRow]
+    tied: dict[Name, Name]
+    optimizer: OptimizerRow | None
+    apart: Rows[Name]
+    is_alike: bool
+    takes_turns: bool  # only the tensors were copied that this rank writes if all ranks are equal
+
+
+@dataclass
+class _Group:
+    """Ranks with one description; of each of their whole tensors, the digests on these ranks."""
+
+    ranks: list[int]
+    said: Described
+    digests: list[set[bytes]]
+
+
 @dataclass
 class Merged:
     """The tensors of all ranks.
 
-    ``cut`` has each layout and index at which a tensor is cut. ``uncut`` has the ranks that hold a
+    ``cut`` has each layout and index at which a tensor is cut. ``uncut`` has the groups that hold a
     whole tensor, and its digests; if they are several, each rank saves its own.
     """
 
     optimizer: OptimizerRow | None
+    is_alike: bool
     meshes: dict[Ranks, int] = field(default_factory=dict)
-    layouts: dict[LayoutRow, int] = field(default_factory=dict)
+    layouts: list[LayoutRow] = field(default_factory=list)
     cut: dict[Key, dict[tuple[int, int], None]] = field(default_factory=dict)
-    uncut: dict[Key, tuple[list[int], set[object]]] = field(default_factory=dict)
+    uncut: dict[Key, tuple[list[_Group], set[bytes]]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
 
 def assemble(control: Control, table: Table, run: str, step: int | None) -> tuple[Manifest, Part]:
     """Decide which tensors are saved once and which by each rank; describe them.
 
-    **Cost** one exchange of 32 bytes; a second of 16 bytes per tensor when ranks differ. If groups
-    of ranks have different tensors: Note [Descriptions of ranks].
+    **Cost** one exchange of 33 bytes; 16 bytes per whole tensor when ranks differ. If groups of
+    ranks have different tensors, their names and shapes: Note [Descriptions of ranks].
 
     **Raises** CheckpointError on all ranks when their tables do not fit together.
     """
-    digests = [digest_of(_bytes_of(item.data)) for item in table.uncut]
-    said = _exchange(control, table, digests)
-    if said is not None:
-        merged = _merged_equals(control, table, digests, said)
-    else:
-        merged = merge(control, table, digests)
-        _check_tied_copies(control, table, merged)
+    merged = merge(_groups_of(control, table, run, step))
+    _check_tied_copies(control, table, merged)
     mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
     rows, owned = list[TensorRow](), list(table.own)
     for number, (key, places) in enumerate(merged.cut.items()):
         rows.append(row_of(key, *tuple(places)[number % len(places)]))
-    for number, (key, (ranks, found)) in enumerate(merged.uncut.items()):
-        # Every rank reads all of them: a thousand step counts must not be a thousand files to open.
-        takes_turns = len(found) == 1 and key.info.num_bytes >= CHUNK_BYTES
-        rows.append(row_of(key, rank=ranks[number % len(ranks) if takes_turns else 0]))
-        if len(found) > 1 and key in mine and ranks[0] != control.rank:
+    for number, (key, (groups, found)) in enumerate(merged.uncut.items()):
+        writer = groups[0].ranks[0]
+        if len(found) > 1 and key in mine and writer != control.rank:
             owned.append(mine[key])
+        # Every rank reads all of them: a thousand step counts must not be a thousand files to open.
+        if len(found) == 1 and key.info.num_bytes >= CHUNK_BYTES:
+            ranks = [rank for group in groups for rank in group.ranks]
+            writer = ranks[number % len(ranks)]
+        rows.append(row_of(key, rank=writer))
     meshes = tuple(merged.meshes)
     manifest = Manifest(
-        format=PIECES_FORMAT if said is None else FORMAT,
+        format=FORMAT if merged.is_alike else PIECES_FORMAT,
         shardwise=__version__,
         torch=torch.__version__,
         run=run,
@@ -119,12 +140,12 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
         stage=table.stage,
         num_shards=len(meshes[0][0]),
         num_replicas=len(meshes[0]),
-        layouts=tuple(merged.layouts) if said is None else table.layouts,
+        layouts=tuple(merged.layouts),
         tensors=tuple(rows),
         tied=dict(merged.tied),
         optimizer=merged.optimizer,
         ranks=(),
-        meshes=tuple(MeshRow(ranks=ranks) for ranks in meshes) if said is None else (),
+        meshes=() if merged.is_alike else tuple(MeshRow(ranks=ranks) for ranks in meshes),
     )
     keys = (*merged.cut, *merged.uncut)
 
@@ -184,100 +205,43 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
     return memory_of(data.detach().cpu().contiguous())
 
 
-def _exchange(control: Control, table: Table, digests: Sequence[str]) -> list[bytes] | None:
-    """Return each rank's row on its whole tensors; None if some ranks have tensors others lack.
-
-    **Raises** CheckpointError if ranks should have the same tensors and do not.
-    """
-    names = digest_of("\n".join(f"{item.info}" for item in table.uncut).encode())
-    data = digest_of(b"".join(map(bytes.fromhex, digests)))
-    mine = bytes.fromhex(names) if table.is_alike else _NOT_ALIKE
-    rows = control.exchange(mine + bytes.fromhex(data))
-    said = [row[:DIGEST_BYTES] for row in rows]
-    if _NOT_ALIKE in said:
-        return None
-    other = [n for n, row in enumerate(said) if row != said[0]]
-    if other:
-        raise CheckpointError(
-            f"rank {other[0]} has other buffers or optimizer state to save than rank 0. {_HINT}"
-        )
-    return rows
-
-
-def _merged_equals(
-    control: Control, table: Table, digests: Sequence[str], said: Sequence[bytes]
-) -> Merged:
-    """Return the tensors of ranks that have the same ones."""
-    found: list[set[object]] = [{digest} for digest in digests]
-    if any(row != said[0] for row in said):
-        rows = control.exchange(b"".join(map(bytes.fromhex, digests)))
-        ends = range(0, len(rows[0]), DIGEST_BYTES)
-        found = [{row[at : at + DIGEST_BYTES] for row in rows} for at in ends]
-    ranks = list(range(control.num_ranks))
-    cut: dict[Key, dict[tuple[int, int], None]] = {}
-    for item in table.sharded:
-        assert item.layout is not None and item.index is not None
-        cut[key_of(item)] = {(item.layout, item.index): None}
-    return Merged(
-        table.optimizer,
-        meshes={mesh: number for number, mesh in enumerate(table.meshes)},
-        cut=cut,
-        uncut={key_of(item): (ranks, held) for item, held in zip(table.uncut, found, strict=True)},
-        tied=dict(table.tied),
-    )
-
-
 # -- descriptions of ranks
 
 
-class Described(SealedPart):
-    """One rank's tensors, with the digests of those that are whole."""
-
-    stage: int
-    meshes: Rows[MeshRow]
-    layouts: Rows[LayoutRow]
-    cut: Rows[TensorRow]
-    uncut: Rows[TensorRow]
-    digests: Rows[Digest]
-    tied: dict[Name, Name]
-    optimizer: OptimizerRow | None
-    apart: Rows[Name]
-    takes_turns: bool  # only the tensors were copied that this rank writes if all ranks are equal
-
-
-_Groups = Sequence[tuple[Sequence[int], Described]]  # ranks, and their common description
-
-
-def merge(control: Control, table: Table, digests: Sequence[str]) -> Merged:
-    """Return the tensors of all ranks. See Note [Descriptions of ranks].
-
-    ``digests`` are those of the table's whole tensors.
-
-    **Cost** one exchange of 16 bytes; from one rank of each group to all, the names and shapes of
-    its tensors.
-
-    **Raises** CheckpointError, the same on all ranks, naming the ranks that do not fit together.
-    """
-    said: list[bytes] = []
+def _groups_of(control: Control, table: Table, run: str, step: int | None) -> list[_Group]:
+    """Return what all ranks have, the group of rank 0 first. See Note [Descriptions of ranks]."""
+    digests = [bytes.fromhex(digest_of(_bytes_of(item.data))) for item in table.uncut]
+    mine: list[Described] = []
 
     def describe() -> bytes:
-        said.append(seal(_describe(control, table, digests)))
-        return bytes.fromhex(digest_of(said[0]))
+        mine.append(_describe(control, table, run, step))
+        said = mine[0].model_dump_json().encode()
+        return bytes.fromhex(digest_of(said) + digest_of(b"".join(digests)))
 
-    rows = on_all_ranks(control, describe, DIGEST_BYTES)
+    rows = rows_of_all_ranks(control, describe, 2 * DIGEST_BYTES)
     same: dict[bytes, list[int]] = {}
     for rank, row in enumerate(rows):
-        same.setdefault(row, []).append(rank)
+        same.setdefault(row[:DIGEST_BYTES], []).append(rank)
+    is_one, held = len(same) == 1, [b"".join(digests)] * len(rows)
+    if any(row != rows[0] for row in rows):
+        held = exchange_any(control, held[0])
     groups = []
     for ranks in same.values():
-        data = control.broadcast(said[0], ranks[0])
-        where = f"the description by {name_ranks(ranks)}"
-        groups.append((ranks, validated(Described, unseal(data, where), where)))
-    return _merged(groups)
+        said = mine[0]
+        if not is_one:
+            text = control.broadcast(said.model_dump_json().encode(), ranks[0])
+            said = Described.model_validate_json(text)
+        found = {held[rank] for rank in ranks}
+        ends = range(0, len(held[ranks[0]]), DIGEST_BYTES)
+        of_each = [{data[at : at + DIGEST_BYTES] for data in found} for at in ends]
+        groups.append(_Group(ranks, said, of_each))
+    return groups
 
 
-def _describe(control: Control, table: Table, digests: Sequence[str]) -> Described:
+def _describe(control: Control, table: Table, run: str, step: int | None) -> Described:
     numbers = {member: number for number, member in enumerate(control.members)}
+    if table.is_alike:  # the meshes of one process alone are not those of its group
+        numbers = {rank: rank for mesh in table.meshes for row in mesh for rank in row}
     strange = {r for mesh in table.meshes for row in mesh for r in row} - numbers.keys()
     if strange:
         raise CheckpointError(
@@ -286,63 +250,84 @@ def _describe(control: Control, table: Table, digests: Sequence[str]) -> Describ
         )
     meshes = [tuple(tuple(numbers[rank] for rank in row) for row in m) for m in table.meshes]
     return Described(
+        run=run,
+        step=step,
         stage=table.stage,
         meshes=tuple(MeshRow(ranks=ranks) for ranks in meshes),
         layouts=table.layouts,
         cut=tuple(row_of(key_of(item), item.layout, item.index) for item in table.sharded),
         uncut=tuple(row_of(key_of(item)) for item in table.uncut),
-        digests=tuple(digests),
         tied=dict(table.tied),
         optimizer=table.optimizer,
         apart=table.apart,
+        is_alike=table.is_alike,
         takes_turns=table.is_alike and table.is_staged and len(table.meshes[0]) > 1,
     )
 
 
-def _merged(groups: _Groups) -> Merged:
-    """Merge descriptions, in the order of each group's first rank."""
-    first_stage = groups[0][1].stage
-    for ranks, one in groups:
-        if one.takes_turns:
+def merge(groups: Sequence[_Group]) -> Merged:
+    """Merge descriptions, in the order of each group's first rank.
+
+    **Raises** CheckpointError, the same on all ranks, naming the ranks that do not fit together.
+    """
+    first, is_alike = groups[0].said, all(group.said.is_alike for group in groups)
+    for group in groups:
+        if group.said.takes_turns and not is_alike:
             raise CheckpointError(
-                f"{name_ranks(ranks)} cut all over one mesh with replicas, and other ranks have "
-                "units of further meshes: save such a model with shardwise.save()"
+                f"{name_ranks(group.ranks)} cut all over one mesh with replicas, and other ranks "
+                "have units of further meshes: save such a model with shardwise.save()"
             )
-        if one.stage != first_stage:
-            raise CheckpointError(
-                f"rank {groups[0][0][0]} is at stage {first_stage}, {name_ranks(ranks)} at stage "
-                f"{one.stage}"
-            )
-    merged = Merged(_merged_optimizer(groups))
+        for name in ("stage", "step", "run"):
+            here, there = getattr(first, name), getattr(group.said, name)
+            if here != there:
+                raise CheckpointError(
+                    f"rank 0 is at {name} {here}, {name_ranks(group.ranks)} at {name} {there}"
+                )
+    merged = Merged(_merged_optimizer(groups), is_alike)
+    numbers: dict[LayoutRow, int] = {}
     on_mesh: list[dict[int, set[tuple[Key, int, int]]]] = []  # of each group
-    for ranks, one in groups:
-        meshes = [merged.meshes.setdefault(m.ranks, len(merged.meshes)) for m in one.meshes]
-        moved = [row.model_copy(update={"mesh": meshes[row.mesh]}) for row in one.layouts]
-        layouts = [merged.layouts.setdefault(row, len(merged.layouts)) for row in moved]
+    for group in groups:
+        said = group.said
+        meshes = [merged.meshes.setdefault(m.ranks, len(merged.meshes)) for m in said.meshes]
+        moved = [row.model_copy(update={"mesh": meshes[row.mesh]}) for row in said.layouts]
+        layouts = [numbers.setdefault(row, len(numbers)) for row in moved]
+        if is_alike:  # in format 1 each unit has a layout of its own
+            layouts = list(range(len(moved)))
         on_mesh.append({})
-        for row in one.cut:
+        for row in said.cut:
             assert row.layout is not None and row.index is not None
             key, place = key_of(row), (layouts[row.layout], row.index)
             merged.cut.setdefault(key, {})[place] = None
             on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
-        for row, digest in zip(one.uncut, one.digests, strict=True):
-            held, found = merged.uncut.setdefault(key_of(row), ([], set()))
-            held += ranks
-            found.add(digest)
-        for name, holder in one.tied.items():
+        for row, digests in zip(said.uncut, group.digests, strict=True):
+            holders, found = merged.uncut.setdefault(key_of(row), ([], set()))
+            holders.append(group)
+            found |= digests
+        for name, holder in said.tied.items():
             if merged.tied.setdefault(name, holder) != holder:
                 both = f"'{merged.tied[name]}' and '{holder}'"
                 raise CheckpointError(f"'{name}' is another name of {both} on different ranks")
+    merged.layouts = list(first.layouts if is_alike else numbers)
     _check_meshes(groups, merged, on_mesh)
+    if is_alike and len(groups) > 1:
+        lacking = [
+            key.info.key for key, (held, _) in merged.uncut.items() if len(held) < len(groups)
+        ]
+        raise CheckpointError(
+            f"rank {groups[1].ranks[0]} has other buffers or optimizer state to save than rank 0"
+            f"{f': {lacking[0]!r} is not on both' if lacking else ''}. {_HINT}"
+        )
     _check_tensors(groups, merged)
     return merged
 
 
 def _check_meshes(
-    groups: _Groups, merged: Merged, on_mesh: Sequence[Mapping[int, set[tuple[Key, int, int]]]]
+    groups: Sequence[_Group],
+    merged: Merged,
+    on_mesh: Sequence[Mapping[int, set[tuple[Key, int, int]]]],
 ) -> None:
     """Check that ranks which cut tensors together have the same ones."""
-    group_of = {rank: number for number, (ranks, _) in enumerate(groups) for rank in ranks}
+    group_of = {rank: number for number, group in enumerate(groups) for rank in group.ranks}
     for table, mesh in merged.meshes.items():
         first, *others = [rank for replica in table for rank in replica]
         mine = on_mesh[group_of[first]].get(mesh, set())
@@ -357,7 +342,7 @@ def _check_meshes(
                 )
 
 
-def _check_tensors(groups: _Groups, merged: Merged) -> None:
+def _check_tensors(groups: Sequence[_Group], merged: Merged) -> None:
     """Check that each tensor is the same on all its ranks, and that no piece is missing."""
     infos: dict[str, tuple[TensorInfo, str]] = {}
     pieces: dict[TensorInfo, list[Region]] = {}
@@ -378,7 +363,7 @@ def _check_tensors(groups: _Groups, merged: Merged) -> None:
                 f"'{info.key}' {info.shape}: its pieces, on {_holders(groups, info)}, are not the "
                 f"whole tensor. {_HINT}"
             )
-    apart = {name for _, one in groups for name in one.apart}
+    apart = {name for group in groups for name in group.said.apart}
     for (info, _), places in merged.cut.items():
         if info.name in apart and len(places) > 1:
             raise CheckpointError(
@@ -394,20 +379,20 @@ def _check_tensors(groups: _Groups, merged: Merged) -> None:
             )
 
 
-def _holders(groups: _Groups, info: TensorInfo) -> str:
+def _holders(groups: Sequence[_Group], info: TensorInfo) -> str:
     """Name the ranks that have some of a tensor."""
     found = [
         rank
-        for ranks, one in groups
-        if any(row.info == info for row in (*one.cut, *one.uncut))
-        for rank in ranks
+        for group in groups
+        if any(row.info == info for row in (*group.said.cut, *group.said.uncut))
+        for rank in group.ranks
     ]
     return name_ranks(sorted(found))
 
 
-def _merged_optimizer(groups: _Groups) -> OptimizerRow | None:
+def _merged_optimizer(groups: Sequence[_Group]) -> OptimizerRow | None:
     """Merge what optimizers hold beside tensors: equal settings, and all ranks' parameters."""
-    rows = [(name_ranks(ranks), one.optimizer) for ranks, one in groups]
+    rows = [(name_ranks(group.ranks), group.said.optimizer) for group in groups]
     first_ranks, first = rows[0]
     merged: list[Any] = []
     state: dict[str, object] = {}

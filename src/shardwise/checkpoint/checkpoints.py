@@ -25,7 +25,7 @@ from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
-from shardwise.checkpoint.loading import Loaded, Request, load_from
+from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
 from shardwise.checkpoint.save_load import (
     NOTHING,
     checked_step,
@@ -205,12 +205,13 @@ class Checkpoints:
         """
         self._check_open()
         self.finish()
-        place = self._files, self._engine.everyone, self._model, self._optimizer
-        request = Request(*place, extra, strict, cast, restore_generators, progress)
         with self._tracer.span("load", ""), naming(f"the load of {self.folder}"):
             only = None if step is None else self.folder / step_name(checked_step(step))
             if step is not None:
                 on_all_ranks(self._control, lambda: self._refuse_newer(step))
+            host = Host(self._model)
+            how = strict, cast, restore_generators, progress
+            request = Request(self._files, host, self._optimizer, extra, *how)
             loaded = load_from(request, self.folder, only)
         self._unread = None
         on_all_ranks(self._control, self._continue_run)

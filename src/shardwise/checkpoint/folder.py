@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.all_ranks import ask_first_rank, on_all_ranks
-from shardwise.checkpoint.container import digest_of
 from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
 from shardwise.checkpoint.manifest import (
     MANIFEST,
@@ -30,10 +29,9 @@ from shardwise.checkpoint.manifest import (
     Manifest,
     file_name,
     index_name,
+    index_of,
     is_ours,
-    parse_index,
     parse_manifest,
-    two_saves,
 )
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.trash import LOCK_ATTEMPTS, LOCK_RETRY_S, STEP, remove_checkpoint
@@ -107,18 +105,30 @@ def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
         if is_unreadable(error):
             raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
         raise
-    try:
-        check_presence(path, entries, manifest.ranks)
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(_find_wrong(files, path, manifest, entries) or str(error)) from None
-    return manifest
+    found = find_difference(path, entries, manifest.ranks)
+    if found is None:
+        return manifest
+    # The manifest has the total size of a rank's files, the index has the size of each, and the
+    # manifest itself may be of another save: what the indexes say is more exact.
+    sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
+    rank, text = found
+    for each in sorted({0, rank}):
+        with suppress(OSError):
+            index = index_of(manifest, each, read_small(files, path / index_name(each)), path)
+            for number, file in enumerate(index.files):
+                name = file_name(each, number)
+                if sizes.get(name, file.num_bytes) != file.num_bytes:
+                    text = f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
+    raise DamagedCheckpoint(text)
 
 
-def check_presence(path: Path, entries: Iterable[Entry], ranks: Sequence[IndexRow]) -> None:
+def find_difference(
+    path: Path, entries: Iterable[Entry], ranks: Sequence[IndexRow]
+) -> tuple[int, str] | None:
     """Compare a folder's listing with the manifest's row of each rank.
 
-    **Raises** DamagedCheckpoint naming the first file that is missing, of another size, or one too
-    many. Files with other names than ours are ignored.
+    Return the rank and the first file that is missing, of another size, or one too many. Files with
+    other names than ours are ignored.
     """
     found = {entry.name: entry for entry in entries if is_ours(entry.name)}
     expected = {MANIFEST}
@@ -127,49 +137,15 @@ def check_presence(path: Path, entries: Iterable[Entry], ranks: Sequence[IndexRo
         expected |= {index, *names}
         for name in (index, *names):
             if name not in found or found[name].kind != "file":
-                raise DamagedCheckpoint(f"{path / name}: it is missing, or no regular file")
+                return rank, f"{path / name}: it is missing, or no regular file"
         for text, size, wanted in (
             (index, found[index].size, row.index_bytes),
             (", ".join(names), sum(found[n].size for n in names), row.file_bytes),
         ):
             if size != wanted:
-                raise DamagedCheckpoint(f"{path / text}: {size} bytes, expected {wanted}")
+                return rank, f"{path / text}: {size} bytes, expected {wanted}"
     unknown = sorted(set(found) - expected)
-    if unknown:
-        raise DamagedCheckpoint(f"{path / unknown[0]}: the manifest does not name this file")
-
-
-def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[Entry]) -> str:
-    """Name the wrong file if files and manifest do not fit; "" if the total sizes say enough.
-
-    The manifest has the total size of a rank's files, the index has the size of each. The manifest
-    itself may be of another save.
-
-    **Cost** two indexes: that of rank 0 and that of the first rank whose files do not fit.
-    """
-    sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
-    names = [
-        [file_name(r, n) for n in range(row.num_files)] for r, row in enumerate(manifest.ranks)
-    ]
-    first = (
-        rank
-        for rank, row in enumerate(manifest.ranks)
-        if sizes.get(index_name(rank)) != row.index_bytes
-        or sum(sizes.get(name, 0) for name in names[rank]) != row.file_bytes
-    )
-    for rank in sorted({0, next(first, 0)}):
-        try:
-            data = read_small(files, path / index_name(rank))
-            if digest_of(data) != manifest.ranks[rank].digest:
-                found = two_saves(manifest, rank, data)
-                return f"{path}: {found}" if found else ""
-            index = parse_index(data, str(path / index_name(rank)))
-        except (OSError, CheckpointError):
-            return ""
-        for name, file in zip(names[rank], index.files, strict=False):
-            if sizes.get(name, file.num_bytes) != file.num_bytes:
-                return f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
-    return ""
+    return (0, f"{path / unknown[0]}: the manifest does not name this file") if unknown else None
 
 
 def is_usable(files: Files, folder: Path, step: int) -> bool:
@@ -305,14 +281,11 @@ def choose(
     steps that do not pass. With ``only`` that checkpoint is taken, or its damage raised.
     **Raises** CheckpointError.
     """
-    found: list[tuple[Manifest | None, bytes]] = []
 
-    def search() -> None:
-        if control.rank == 0:
-            found.append(_search(files, folder, skipped, only))
+    def search() -> tuple[Manifest | None, bytes]:
+        return _search(files, folder, skipped, only) if control.rank == 0 else (None, b"")
 
-    on_all_ranks(control, search)
-    manifest, said = found[0] if found else (None, b"")
+    manifest, said = on_all_ranks(control, search)
     said = control.broadcast(said)
     size = int.from_bytes(said[:_SIZE_BYTES], "little")
     answer = json.loads(said[_SIZE_BYTES : _SIZE_BYTES + size])

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardwise.checkpoint.all_ranks import collector_paused, on_all_ranks
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
     MAX_LOOKS,
+    Chosen,
     choose,
     has_changed,
     too_fast,
@@ -33,26 +35,15 @@ from shardwise.checkpoint.generators import (
     derive_generators,
     set_generators,
 )
-from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.restore import (
-    Matched,
-    Place,
-    Target,
-    apply_optimizer,
-    differences,
-    match_model,
-    match_optimizer,
-    optimizer_targets,
-    places_of_plain,
-    places_of_sharded,
-    read_targets,
-)
+from shardwise.checkpoint.restore import Place, Restore, places_of_plain, places_of_sharded
 from shardwise.checkpoint.state import module_states, persistent_buffers
 from shardwise.comm.control import Control, SoloControl, exchange_any
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
+
+Values = dict[str, dict[str, object]]  # of the user, the modules and the generators
 
 
 @dataclass(frozen=True)
@@ -74,21 +65,6 @@ class Loaded:
     unexpected: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of a load."""
-
-    files: Files
-    control: Control
-    model: Model
-    optimizer: Optimizer | None
-    extra: Mapping[str, object] = field(default_factory=dict)
-    strict: bool = True
-    cast: bool = False
-    restore_generators: bool = True
-    progress: Callable[[int], None] | None = None
-
-
 class Host:
     """The model to load into, sharded or plain.
 
@@ -98,6 +74,7 @@ class Host:
 
     def __init__(self, model: Model) -> None:
         """Prepare a model for a load. **Raises** ConfigError if another library sharded it."""
+        self.model = model
         self.engine = engine = _engine_of(model)
         self.elsewhere = frozenset[str]()  # names of other pipeline stages
         self.control: Control
@@ -135,6 +112,20 @@ def _engine_of(model: Model) -> Parts | None:
         return None
 
 
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a load."""
+
+    files: Files
+    host: Host
+    optimizer: Optimizer | None
+    extra: Mapping[str, object] = field(default_factory=dict)
+    strict: bool = True
+    cast: bool = False
+    restore_generators: bool = True
+    progress: Callable[[int], None] | None = None
+
+
 @collector_paused()
 def load_from(request: Request, folder: Path, only: Path | None = None) -> Loaded | None:
     """Load the newest checkpoint of a folder that is whole; warn about damaged newer ones.
@@ -144,13 +135,14 @@ def load_from(request: Request, folder: Path, only: Path | None = None) -> Loade
     older one would not either). Checkpoints that are removed or replaced while they are read: Note
     [Beside a running run] in `folder`.
     """
+    control, files = request.host.control, request.files
     skipped: dict[int, str] = {}
 
     def reasons(above: int) -> tuple[str, ...]:
         return tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
 
     for _ in range(MAX_LOOKS):
-        chosen = choose(request.control, request.files, folder, skipped, only)
+        chosen = choose(control, files, folder, skipped, only)
         if chosen is None:
             if skipped:
                 raise CheckpointError(
@@ -158,75 +150,60 @@ def load_from(request: Request, folder: Path, only: Path | None = None) -> Loade
                 )
             return None
         try:
-            loaded = _load(request, chosen.path, chosen.manifest, reasons(chosen.step))
+            loaded, differences = _load(request, chosen, reasons(chosen.step))
         except CheckpointError as error:
-            if has_changed(request.control, request.files, chosen):
+            if has_changed(control, files, chosen):
                 continue
             if only is not None or not isinstance(error, DamagedCheckpoint):
                 raise
             skipped[chosen.step] = str(error)
             continue
-        _warn(request, loaded)
+        if control.rank == 0:  # after all ranks have finished
+            name = loaded.path.name
+            texts = [
+                f"a newer checkpoint is damaged and was passed over: {reason}. {name} was loaded"
+                for reason in loaded.skipped
+            ]
+            texts += [f"{name} was loaded in part: {differences}"] if differences else []
+            for text in texts:
+                warnings.warn(text, stacklevel=2)
         return loaded
     raise too_fast(only or folder)
 
 
-def _warn(request: Request, loaded: Loaded) -> None:
-    """Warn of skipped checkpoints and of names left out, after all ranks have finished."""
-    if request.control.rank == 0:
-        for reason in loaded.skipped:
-            warnings.warn(
-                f"a newer checkpoint is damaged and was passed over: {reason}. {loaded.path.name} "
-                "was loaded",
-                stacklevel=3,
-            )
-        if loaded.missing or loaded.unexpected:
-            names = differences(loaded.missing, loaded.unexpected)
-            warnings.warn(f"{loaded.path.name} was loaded in part: {names}", stacklevel=3)
+def _load(request: Request, chosen: Chosen, skipped: tuple[str, ...]) -> tuple[Loaded, str]:
+    """Load one checkpoint; return what was loaded, and how the names differ.
 
-
-def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
-    """Load one checkpoint whose manifest all ranks have. See Note [Damage while loading]."""
-    control, host = request.control, Host(request.model)
-    engine = host.engine  # None: a half-loaded plain model cannot be kept from running
-    optimizer = None if request.optimizer is None else Joined(request.optimizer)
+    See Note [Damage while loading].
+    """
+    host, path, manifest = request.host, chosen.path, chosen.manifest
+    control, engine = host.control, host.engine
     # A rank beyond those that saved takes the own state of one of them.
     checkpoint = Checkpoint(request.files, path, manifest, host.rank % manifest.num_ranks)
-    found: list[_Plan] = []
-    values: dict[str, dict[str, object]] = {}
-    begun = False
+    begun: Restore | None = None
 
-    def match() -> None:
-        if engine is not None and engine.suspended:
-            raise StateError("load() inside gathered(): leave that context first")
-        values.update(checkpoint.values_of(checkpoint.rank))
-        found.append(_plan(request, host, checkpoint, values))
-
-    def read() -> None:
-        for num_bytes in read_targets(checkpoint, found[0].targets):
+    def read(plan: Restore) -> None:
+        for num_bytes in plan.read():
             if request.progress is not None:
                 request.progress(num_bytes)
 
     try:
-        on_all_ranks(control, match)
-        plan = found[0]
-        if engine is not None:
+        plan, values = on_all_ranks(control, lambda: _plan(request, checkpoint))
+        if engine is not None:  # a half-loaded plain model cannot be kept from running
             engine.finish_reductions()
             why = f"a load of {path} did not come to its end; load a whole checkpoint first"
             engine.begin_load(plan.names, why)
-        begun = True
-        on_all_ranks(control, read)
+        begun = plan
+        on_all_ranks(control, partial(read, plan))
     except BaseException as error:
-        # State that was read into reused memory may be of two checkpoints, and is dropped. Before
-        # the read nothing has changed, and nothing is dropped: another rank may have failed.
-        if begun and optimizer is not None and found:
-            for place in found[0].states:
-                optimizer.state.pop(place.held, None)
-        if begun and engine is None and isinstance(error, CheckpointError):
-            raise type(error)(
-                f"{error}. What was read before it is in the model: do not use that before a load "
-                "has succeeded"
-            ) from error
+        # Before the read nothing has changed, and nothing is dropped: another rank may have failed.
+        if begun is not None:
+            begun.drop_states()
+            if engine is None and isinstance(error, CheckpointError):
+                raise type(error)(
+                    f"{error}. What was read before it is in the model: do not use that before a "
+                    "load has succeeded"
+                ) from error
         raise
     finally:
         checkpoint.close()
@@ -236,20 +213,17 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
             f"{path}: '{left}' is half loaded from another checkpoint, and not in this one; load "
             "one that has all of the model"
         )
-    if optimizer is not None:
-        apply_optimizer(optimizer, plan.groups, plan.states)
-    for place, _ in plan.matched.places:
-        place.held.grad = None
+    plan.apply()
     same_ranks = manifest.num_ranks == host.num_ranks
     try:
-        on_all_ranks(control, lambda: _apply_values(request, host, values, same_ranks))
+        on_all_ranks(control, lambda: _apply_values(request, values, same_ranks))
     except CheckpointError as error:
         if engine is not None:
             engine.refuse(f"a load of {path} did not come to its end: {error}")
         raise
     if engine is not None:
         engine.origin = Origin(path, manifest.step, manifest.run, bool(skipped))
-    return Loaded(
+    loaded = Loaded(
         path,
         manifest.step,
         manifest.run,
@@ -257,62 +231,46 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
         checkpoint.num_bytes,
         manifest.num_ranks,
         skipped,
-        plan.matched.missing_names,
-        plan.matched.unexpected,
+        tuple(plan.missing),
+        tuple(plan.unexpected),
     )
+    return loaded, plan.differences()
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The changes of a load, decided and allocated before any is made."""
-
-    matched: Matched
-    targets: list[Target]
-    names: set[str]
-    groups: list[dict[str, object]]
-    states: dict[Place, dict[str, object]]
-
-
-def _plan(
-    request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, dict[str, object]]
-) -> _Plan:
+def _plan(request: Request, checkpoint: Checkpoint) -> tuple[Restore, Values]:
     """Match a checkpoint with the model, the optimizer, the user's state and the generators."""
-    model = request.model
+    host, where = request.host, checkpoint.where
+    if host.engine is not None and host.engine.suspended:
+        raise StateError("load() inside gathered(): leave that context first")
+    values = checkpoint.values_of(checkpoint.rank)
     optimizer = None if request.optimizer is None else Joined(request.optimizer)
     how = {"strict": request.strict, "cast": request.cast}
-    matched = match_model(checkpoint, model, host.places, **how, elsewhere=host.elsewhere)
+    plan = Restore(checkpoint, host.model, host.places, optimizer, elsewhere=host.elsewhere, **how)
     missing = [key for key in request.extra if key not in values["extra"]]
     if missing:
         raise CheckpointError(
             f"extra: the checkpoint has no {missing[0]!r}; it has {sorted(values['extra'])}"
         )
-    modules = {name for name, _ in module_states(model)}
+    modules = {name for name, _ in module_states(host.model)}
     if request.strict and modules != set(values["modules"]):
         name = min(modules ^ set(values["modules"]))
         raise CheckpointError(
-            f"{checkpoint.where}: module '{name}' has an extra state "
+            f"{where}: module '{name}' has an extra state "
             f"{'here, and none there' if name in modules else 'there, and none here'}"
         )
     if request.restore_generators and values["generators"]:
         check_generators(values["generators"], host.device)
-    names = {target.info.key for target in matched.targets}
-    if optimizer is None:
-        return _Plan(matched, list(matched.targets), names, [], {})
-    groups = match_optimizer(checkpoint, optimizer, matched)
-    states, more = optimizer_targets(checkpoint, optimizer, matched, groups)
-    return _Plan(matched, [*matched.targets, *more], names, groups, states)
+    return plan, values
 
 
-def _apply_values(
-    request: Request, host: Host, values: Mapping[str, dict[str, object]], same_ranks: bool
-) -> None:
+def _apply_values(request: Request, values: Values, same_ranks: bool) -> None:
     """Restore the user's state and the modules' own, in code of the user, which may raise."""
     for key, target in request.extra.items():
         load = getattr(target, "load_state_dict", None)
         if callable(load):
             with _named(f"extra[{key!r}].load_state_dict()", target):
                 load(values["extra"][key])
-    for name, module in module_states(request.model):
+    for name, module in module_states(request.host.model):
         if name in values["modules"]:
             with _named(f"set_extra_state() of module '{name or '(root)'}'", module):
                 module.set_extra_state(values["modules"][name])
@@ -320,9 +278,9 @@ def _apply_values(
     if not request.restore_generators or not generators:
         return
     if same_ranks:
-        set_generators(generators, host.device)
+        set_generators(generators, request.host.device)
     else:
-        derive_generators(generators, host.rank, host.device)
+        derive_generators(generators, request.host.rank, request.host.device)
 
 
 @contextmanager

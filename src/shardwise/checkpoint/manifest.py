@@ -28,6 +28,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import add
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from zlib import crc32
 
@@ -461,9 +462,10 @@ class BoxRow(NamedTuple):
     digests: str
 
 
-class BoxPlace(NamedTuple):
-    """Bytes [begin, end) of a file, and the digests of their chunks."""
+class Extent(NamedTuple):
+    """Bytes [begin, end) of the file ``name``: one box of a tensor, and its chunks' digests."""
 
+    name: str
     begin: int
     end: int
     digests: str
@@ -500,17 +502,57 @@ class RankIndex(SealedPart):
     values: dict[str, Any]
 
     @cached_property
-    def box_places(self) -> dict[tuple[int, int], BoxPlace]:
-        """The place of each box, by (tensor number, file)."""
+    def extents(self) -> dict[tuple[int, int], Extent]:
+        """The bytes of each box, by (tensor number, file)."""
         ends = {number: file.num_bytes for number, file in enumerate(self.files)}
         if self.own:
             ends[0] = self.own[0].begin
-        places = {}
+        found = {}
         for row in reversed(self.boxes):
-            end = ends.get(row.file, 0)
-            places[row.tensor, row.file] = BoxPlace(row.begin, end, row.digests)
+            name, end = file_name(self.rank, row.file), ends.get(row.file, 0)
+            found[row.tensor, row.file] = Extent(name, row.begin, end, row.digests)
             ends[row.file] = row.begin
-        return places
+        return found
+
+    def extent_of_own(self, row: OwnRow) -> Extent:
+        """Return the bytes of a tensor of this rank alone."""
+        return Extent(file_name(self.rank, 0), row.begin, row.begin + row.num_bytes, row.digests)
+
+    def find_difference(self, tensors: Sequence[TensorRow]) -> str:
+        """Describe what does not fit the manifest's tensors; return "" if all fits.
+
+        Boxes have the order of `Manifest.all_boxes`. The rank's own tensors follow them, without a
+        gap up to the end of the file.
+        """
+        if len(self.extents) != len(self.boxes):
+            return "a box stands in it twice"
+        if any(box.tensor >= len(tensors) or box.file >= len(self.files) for box in self.boxes):
+            return "it names a tensor or a file that does not exist"
+        if len({own.info.key for own in self.own}) != len(self.own) or (
+            self.own and not self.files
+        ):
+            return "its own tensors stand twice, or in no file"
+        whole = {tensor.info for tensor in tensors if tensor.layout is None}
+        strange = [own.name for own in self.own if own.kind != "extra" and own.info not in whole]
+        if strange:
+            return f"a rank cannot have its own '{strange[0]}'"
+        before = dict[int, tuple[int, int]]()
+        for box in self.boxes:
+            extent = self.extents[box.tensor, box.file]
+            width = element_bytes(tensors[box.tensor].dtype)
+            order = (-width, box.tensor)
+            if extent.end <= box.begin or order <= before.get(box.file, (-width - 1, 0)):
+                return f"the tensor at byte {box.begin} of file {box.file} is not the next one"
+            if len(extent.digests) != num_chunks(extent.end - box.begin) * DIGEST_CHARS:
+                return f"a tensor of file {box.file} has not all its digests"
+            before[box.file] = order
+        end = self.own[0].begin if self.own else 0
+        for own in self.own:
+            if own.begin != end or len(own.digests) != num_chunks(own.num_bytes) * DIGEST_CHARS:
+                return f"its own '{own.name}' is not described right"
+            end += own.num_bytes
+        is_end = not self.own or end == self.files[0].num_bytes
+        return "" if is_end else "file 0 does not end with its last tensor"
 
 
 def parse_index(data: bytes, where: str) -> RankIndex:
@@ -518,76 +560,31 @@ def parse_index(data: bytes, where: str) -> RankIndex:
     return validated(RankIndex, unseal(data, where), where)
 
 
-def two_saves(manifest: Manifest, rank: int, data: bytes) -> str:
-    """Explain that an index with another digest than the manifest says is of another save.
+def index_of(manifest: Manifest, rank: int, data: bytes, folder: Path) -> RankIndex:
+    """Return a rank's index from its file, checked against the manifest.
 
-    Returns "" if the index is damaged or belongs to another rank.
+    **Raises** DamagedCheckpoint naming the first difference. An index that is whole, with another
+    digest than the manifest says, is of another save.
     """
-    name = index_name(rank)
-    try:
-        index = parse_index(data, name)
-    except DamagedCheckpoint:
-        return ""
-    if index.rank != rank:
-        return ""
-    return (
-        f"{MANIFEST} and {name} are whole and of two saves: step {manifest.step} of run "
-        f"{manifest.run} and step {index.step} of run {index.run}. One of the two was copied there "
-        "from another checkpoint"
-    )
-
-
-def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> None:
-    """Check that an index fits the manifest, and that tensors follow one another in each file.
-
-    Boxes have the order of `Manifest.all_boxes`. The rank's own tensors follow them, without a gap
-    up to the end of the file.
-
-    **Raises** DamagedCheckpoint naming the first difference.
-    """
-    tensors, row, num_files = manifest.tensors, manifest.ranks[rank], len(index.files)
-    file_bytes = sum(file.num_bytes for file in index.files)
-    for what, found, expected in (
+    name, expected = index_name(rank), manifest.ranks[rank]
+    where = str(folder / name)
+    index = parse_index(data, where)
+    if digest_of(data) != expected.digest and index.rank == rank:
+        raise DamagedCheckpoint(
+            f"{folder}: {MANIFEST} and {name} are whole and of two saves: step {manifest.step} of "
+            f"run {manifest.run} and step {index.step} of run {index.run}. One of the two was "
+            "copied there from another checkpoint"
+        )
+    for what, found, wanted in (
         ("run", index.run, manifest.run),
         ("step", index.step, manifest.step),
         ("rank", index.rank, rank),
         ("format", index.format, manifest.format),
-        ("files", num_files, row.num_files),
-        ("bytes of files", file_bytes, row.file_bytes),
+        ("files", len(index.files), expected.num_files),
+        ("bytes of files", sum(file.num_bytes for file in index.files), expected.file_bytes),
     ):
-        if found != expected:
-            raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {expected}")
-    if text := _find_difference(tensors, index):
+        if found != wanted:
+            raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {wanted}")
+    if text := index.find_difference(manifest.tensors):
         raise DamagedCheckpoint(f"{where}: {text}")
-
-
-def _find_difference(tensors: Sequence[TensorRow], index: RankIndex) -> str:
-    num_files = len(index.files)
-    if len(index.box_places) != len(index.boxes):
-        return "a box stands in it twice"
-    if any(box.tensor >= len(tensors) or box.file >= num_files for box in index.boxes):
-        return "it names a tensor or a file that does not exist"
-    if len({own.info.key for own in index.own}) != len(index.own) or (index.own and not num_files):
-        return "its own tensors stand twice, or in no file"
-    whole = {tensor.info for tensor in tensors if tensor.layout is None}
-    strange = [own.name for own in index.own if own.kind != "extra" and own.info not in whole]
-    if strange:
-        return f"a rank cannot have its own '{strange[0]}'"
-    before = dict[int, tuple[int, int]]()
-    for box in index.boxes:
-        _, end, digests = index.box_places[box.tensor, box.file]
-        width = element_bytes(tensors[box.tensor].dtype)
-        order = (-width, box.tensor)
-        if end <= box.begin or order <= before.get(box.file, (-width - 1, 0)):
-            return f"the tensor at byte {box.begin} of file {box.file} is not the next one"
-        if len(digests) != num_chunks(end - box.begin) * DIGEST_CHARS:
-            return f"a tensor of file {box.file} has not all its digests"
-        before[box.file] = order
-    end = index.own[0].begin if index.own else 0
-    for own in index.own:
-        if own.begin != end or len(own.digests) != num_chunks(own.num_bytes) * DIGEST_CHARS:
-            return f"its own '{own.name}' is not described right"
-        end += own.num_bytes
-    if index.own and end != index.files[0].num_bytes:
-        return "file 0 does not end with its last tensor"
-    return ""
+    return index

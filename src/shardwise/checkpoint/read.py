@@ -19,6 +19,7 @@ target is never read by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +28,6 @@ from shardwise.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_CHARS,
     chunk_digest,
-    digest_of,
     element_bytes,
     memory_of,
     num_chunks,
@@ -37,16 +37,14 @@ from shardwise.checkpoint.files import Files, Reader, is_unreadable
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     MAX_PART_BYTES,
+    Extent,
     Manifest,
     OwnRow,
     RankIndex,
-    check_index,
-    file_name,
     index_name,
+    index_of,
     optimizer_info,
-    parse_index,
     parse_manifest,
-    two_saves,
 )
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -84,7 +82,8 @@ def read_small(files: Files, path: Path) -> bytes:
 class Checkpoint:
     """One checkpoint of ours, as a `Source`; files are opened when they are needed.
 
-    ``rank`` is the saved rank whose own state is read, where ranks differ.
+    ``rank`` is the saved rank whose own state is read, where ranks differ. It has read
+    ``num_bytes`` so far, from the files in ``opened``, without the manifest.
     """
 
     left_out: Sequence[str] = ()
@@ -95,23 +94,15 @@ class Checkpoint:
         self.folder = folder
         self.rank = rank
         self.where = str(folder)
-        self.reader = ChunkReader(files, folder)
+        self.num_bytes = 0
+        self.opened: set[str] = set()
         self._files = files
         if manifest is None:
             manifest = parse_manifest(read_small(files, folder / MANIFEST), str(folder / MANIFEST))
         self.manifest = manifest
+        self._readers: dict[str, Reader] = {}
         self._indexes: dict[int, RankIndex] = {}
         self._cuts: dict[tuple[int | None, ...], list[tuple[int, int, Box, int, int]]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes read so far, without the manifest."""
-        return self.reader.num_bytes
-
-    @property
-    def opened(self) -> set[str]:
-        """Names of the files opened so far, without the manifest."""
-        return self.reader.opened
 
     @property
     def tensors(self) -> Sequence[TensorInfo]:
@@ -171,7 +162,8 @@ class Checkpoint:
             if row is None:
                 raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
             out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
-            self._fill(list(extent_of_own(rank, row).chunks(memory_of(out))))
+            extent = index.extent_of_own(row)
+            self._fill(list(chunks_in(extent, row.info.key, memory_of(out))))
             return out
 
         values = {key: decode(value, tensor) for key, value in index.values.items()}
@@ -185,19 +177,10 @@ class Checkpoint:
     def index_of(self, rank: int) -> RankIndex:
         """Return the index of a rank, read and checked on first use."""
         if rank not in self._indexes:
-            name = index_name(rank)
-            path = self.folder / name
-            data = read_small(self._files, path)
-            self.reader.opened.add(name)
-            self.reader.num_bytes += len(data)
-            expected = self.manifest.ranks[rank]
-            if len(data) != expected.index_bytes or digest_of(data) != expected.digest:
-                found = two_saves(self.manifest, rank, data)
-                text = f"{path}: it is damaged: not the one that the manifest names"
-                raise DamagedCheckpoint(f"{self.folder}: {found}" if found else text)
-            index = parse_index(data, str(path))
-            check_index(self.manifest, rank, index, str(path))
-            self._indexes[rank] = index
+            data = read_small(self._files, self.folder / index_name(rank))
+            self.opened.add(index_name(rank))
+            self.num_bytes += len(data)
+            self._indexes[rank] = index_of(self.manifest, rank, data, self.folder)
         return self._indexes[rank]
 
     def is_cut(self, tensor: TensorInfo) -> bool:
@@ -229,10 +212,6 @@ class Checkpoint:
         self._fill(self.chunks(tensor, lo, hi, memory_of(out), piece))
         return out
 
-    def read_chunks(self, chunks: Sequence[Chunk]) -> Iterator[int]:
-        """Read and check chunks; yield bytes as they come. **Raises** DamagedCheckpoint."""
-        return self.reader.read(chunks)
-
     def chunks(
         self, tensor: TensorInfo, lo: int, hi: int, out: memoryview, piece: Region | None = None
     ) -> list[Chunk]:
@@ -246,8 +225,8 @@ class Checkpoint:
         """
         want, width = piece or full_region(tensor.shape), element_bytes(tensor.dtype)
         if self._own and (tensor, want) in self._own:
-            own = extent_of_own(self.rank, self._own[tensor, want])
-            return list(own.chunks(out, lo * width, hi * width)) if lo < hi else []
+            own = self.index_of(self.rank).extent_of_own(self._own[tensor, want])
+            return list(chunks_in(own, tensor.key, out, lo * width, hi * width)) if lo < hi else []
         chunks: list[Chunk] = []
         for number in self.manifest.rows_of[tensor]:
             have = self.manifest.tensors[number].region
@@ -263,20 +242,61 @@ class Checkpoint:
         return chunks
 
     def extent_of(self, number: int, file: int, box: Box, rank: int) -> Extent:
-        """Return the place of a box. **Raises** DamagedCheckpoint if it has another size there."""
+        """Return the bytes of a box. **Raises** DamagedCheckpoint if they are too few or many."""
         row = self.manifest.tensors[number]
-        found = self.index_of(rank).box_places.get((number, file))
+        found = self.index_of(rank).extents.get((number, file))
         expected = (box.hi - box.lo) * element_bytes(row.dtype)
         if found is None or found.end - found.begin != expected:
             raise DamagedCheckpoint(
                 f"{self.folder / index_name(rank)}: tensor '{row.name}' is cut otherwise than the "
                 f"manifest says: expected {expected} bytes for {box}, got {found}"
             )
-        return Extent(file_name(rank, file), row.info.key, *found)
+        return found
+
+    def read_chunks(self, chunks: Sequence[Chunk]) -> Iterator[int]:
+        """Read the chunks, sorted by file and place; yield the wanted bytes of each call.
+
+        **Raises** DamagedCheckpoint naming file, tensor and bytes; CheckpointError with the errno.
+        """
+        ordered = sorted(chunks, key=lambda c: (c.name, c.begin))
+        at = 0
+        while at < len(ordered):
+            end = _end_of_run(ordered, at)
+            run = ordered[at:end]
+            first = run[0]
+            is_one = len(run) == 1 and first.hi - first.lo == first.num_bytes
+            if is_one and isinstance(first.out, memoryview):
+                self._read_into(first, first.out)
+                self._check(first, first.out)
+            else:
+                span = memoryview(bytearray(run[-1].begin + run[-1].num_bytes - first.begin))
+                self._read_into(first, span)
+                for chunk in run:
+                    data = span[chunk.begin - first.begin :][: chunk.num_bytes]
+                    self._check(chunk, data)
+                    if chunk.out is not None:
+                        chunk.out[:] = data[chunk.lo : chunk.hi]
+            yield sum(chunk.hi - chunk.lo for chunk in run)
+            at = end
+
+    def open(self, name: str) -> Reader:
+        """Return a file of the checkpoint, opened on first use; few are open at once."""
+        if name not in self._readers:
+            if len(self._readers) >= _OPEN_FILES:
+                oldest = next(iter(self._readers))
+                self._readers.pop(oldest).close()
+            try:
+                self._readers[name] = self._files.open(self.folder / name)
+            except FileNotFoundError:
+                raise DamagedCheckpoint(f"{self.folder / name}: it is missing") from None
+            self.opened.add(name)
+        return self._readers[name]
 
     def close(self) -> None:
         """Close the files."""
-        self.reader.close()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
 
     @cached_property
     def _own(self) -> dict[tuple[TensorInfo, Region], OwnRow]:
@@ -293,7 +313,8 @@ class Checkpoint:
         for rank, file, box, begin, end in self._parts(number, lo, hi):
             extent = self.extent_of(number, file, box, rank)
             inside = out[(begin - lo) * width : (end - lo) * width]
-            yield from extent.chunks(inside, (begin - box.lo) * width, (end - box.lo) * width)
+            bounds = (begin - box.lo) * width, (end - box.lo) * width
+            yield from chunks_in(extent, row.info.key, inside, *bounds)
 
     def _parts(self, number: int, lo: int, hi: int) -> list[tuple[int, int, Box, int, int]]:
         """Return (rank, file, box, begin, end) for each box that has some of elements [lo, hi)."""
@@ -322,8 +343,30 @@ class Checkpoint:
         return self._cuts[same]
 
     def _fill(self, chunks: Sequence[Chunk]) -> None:
-        for _ in self.reader.read(chunks):
+        for _ in self.read_chunks(chunks):
             pass
+
+    def _read_into(self, first: Chunk, out: memoryview) -> None:
+        """Fill memory with the bytes from a chunk's begin on, unchecked."""
+        try:
+            self.open(first.name).read_into(first.begin, out)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from error
+        except OSError as error:
+            # A file that cannot be read counts as damage: an older one may be readable.
+            kind = DamagedCheckpoint if is_unreadable(error) else CheckpointError
+            raise kind(
+                f"{self.folder / first.name}: tensor '{first.key}': {error.strerror} "
+                f"(errno {error.errno})"
+            ) from error
+        self.num_bytes += len(out)
+
+    def _check(self, chunk: Chunk, data: memoryview) -> None:
+        if chunk_digest(data) != chunk.digest:
+            raise DamagedCheckpoint(
+                f"{self.folder / chunk.name}: tensor '{chunk.key}' is damaged in the bytes "
+                f"{chunk.begin} to {chunk.begin + chunk.num_bytes} of the file"
+            )
 
 
 # -- chunks
@@ -345,123 +388,30 @@ class Chunk(NamedTuple):
     out: memoryview | Scattered | None
 
 
-class Extent(NamedTuple):
-    """Bytes [begin, end) of file ``name``: one box of a tensor, and the digests of its chunks."""
-
-    name: str
-    key: str
-    begin: int
-    end: int
-    digests: str
-
-    def chunks(
-        self, out: memoryview | Scattered | None = None, first: int = 0, last: int | None = None
-    ) -> Iterator[Chunk]:
-        """Yield the chunks around bytes [first, last) of the box, which go to ``out``."""
-        num_bytes = self.end - self.begin
-        last = num_bytes if last is None else last
-        for number in range(first // CHUNK_BYTES, num_chunks(last)):
-            begin = number * CHUNK_BYTES
-            end = min(begin + CHUNK_BYTES, num_bytes)
-            lo, hi = max(begin, first), min(end, last)
-            yield Chunk(
-                self.name,
-                self.begin + begin,
-                end - begin,
-                self.digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
-                self.key,
-                lo - begin,
-                hi - begin,
-                None if out is None else out[lo - first : hi - first],
-            )
-
-
-def extent_of_own(rank: int, row: OwnRow) -> Extent:
-    """Return the place of a tensor that a rank saved for itself."""
-    end = row.begin + row.num_bytes
-    return Extent(file_name(rank, 0), row.info.key, row.begin, end, row.digests)
-
-
-class ChunkReader:
-    """The files of one checkpoint, opened when they are needed.
-
-    It has read ``num_bytes`` so far, from the files in ``opened``.
-    """
-
-    def __init__(self, files: Files, folder: Path) -> None:
-        self.num_bytes = 0
-        self.opened: set[str] = set()
-        self._files = files
-        self._folder = folder
-        self._readers: dict[str, Reader] = {}
-
-    def read(self, chunks: Sequence[Chunk]) -> Iterator[int]:
-        """Read the chunks, sorted by file and place; yield the wanted bytes of each call.
-
-        **Raises** DamagedCheckpoint naming file, tensor and bytes; CheckpointError with the errno.
-        """
-        ordered = sorted(chunks, key=lambda c: (c.name, c.begin))
-        at = 0
-        while at < len(ordered):
-            end = _end_of_run(ordered, at)
-            run = ordered[at:end]
-            first = run[0]
-            is_one = len(run) == 1 and first.hi - first.lo == first.num_bytes
-            if is_one and isinstance(first.out, memoryview):
-                self._fill(first, first.out)
-                self._check(first, first.out)
-            else:
-                span = memoryview(bytearray(run[-1].begin + run[-1].num_bytes - first.begin))
-                self._fill(first, span)
-                for chunk in run:
-                    data = span[chunk.begin - first.begin :][: chunk.num_bytes]
-                    self._check(chunk, data)
-                    if chunk.out is not None:
-                        chunk.out[:] = data[chunk.lo : chunk.hi]
-            yield sum(chunk.hi - chunk.lo for chunk in run)
-            at = end
-
-    def _fill(self, first: Chunk, out: memoryview) -> None:
-        """Fill memory with the bytes from a chunk's begin on, unchecked. **Raises** as `read`."""
-        try:
-            self.open(first.name).read_into(first.begin, out)
-        except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from error
-        except OSError as error:
-            # A file that cannot be read counts as damage: an older one may be readable.
-            kind = DamagedCheckpoint if is_unreadable(error) else CheckpointError
-            raise kind(
-                f"{self._folder / first.name}: tensor '{first.key}': {error.strerror} "
-                f"(errno {error.errno})"
-            ) from error
-        self.num_bytes += len(out)
-
-    def open(self, name: str) -> Reader:
-        """Return a file of the checkpoint, opened on first use; few are open at once."""
-        if name not in self._readers:
-            if len(self._readers) >= _OPEN_FILES:
-                oldest = next(iter(self._readers))
-                self._readers.pop(oldest).close()
-            path = self._folder / name
-            try:
-                self._readers[name] = self._files.open(path)
-            except FileNotFoundError:
-                raise DamagedCheckpoint(f"{path}: it is missing") from None
-            self.opened.add(name)
-        return self._readers[name]
-
-    def close(self) -> None:
-        """Close the files."""
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
-
-    def _check(self, chunk: Chunk, data: memoryview) -> None:
-        if chunk_digest(data) != chunk.digest:
-            raise DamagedCheckpoint(
-                f"{self._folder / chunk.name}: tensor '{chunk.key}' is damaged in the bytes "
-                f"{chunk.begin} to {chunk.begin + chunk.num_bytes} of the file"
-            )
+def chunks_in(
+    extent: Extent,
+    key: str,
+    out: memoryview | Scattered | None = None,
+    first: int = 0,
+    last: int | None = None,
+) -> Iterator[Chunk]:
+    """Yield the chunks around bytes [first, last) of a box of tensor ``key``, wanted in ``out``."""
+    num_bytes = extent.end - extent.begin
+    last = num_bytes if last is None else last
+    for number in range(first // CHUNK_BYTES, num_chunks(last)):
+        begin = number * CHUNK_BYTES
+        end = min(begin + CHUNK_BYTES, num_bytes)
+        lo, hi = max(begin, first), min(end, last)
+        yield Chunk(
+            extent.name,
+            extent.begin + begin,
+            end - begin,
+            extent.digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
+            key,
+            lo - begin,
+            hi - begin,
+            None if out is None else out[lo - first : hi - first],
+        )
 
 
 def _end_of_run(chunks: Sequence[Chunk], at: int) -> int:
@@ -483,6 +433,7 @@ def _end_of_run(chunks: Sequence[Chunk], at: int) -> int:
 # -- pieces
 
 
+@dataclass(frozen=True, slots=True)
 class Scattered:
     """Bytes [first, last) of a saved piece, to be copied to elements [lo, ...) of another box.
 
@@ -490,30 +441,24 @@ class Scattered:
     out. See Note [One piece into another].
     """
 
-    def __init__(
-        self,
-        have: Region,
-        first: int,
-        last: int,
-        want: Region,
-        lo: int,
-        out: memoryview,
-        width: int,
-    ) -> None:
-        self._have, self._first, self._last = have, first, last
-        self._want, self._lo, self._out, self._width = want, lo, out, width
+    have: Region
+    first: int
+    last: int
+    want: Region
+    lo: int
+    out: memoryview
+    width: int
 
     def __getitem__(self, part: slice) -> Scattered:
         """Return the target of some of the bytes."""
-        begin, end, _ = part.indices(self._last - self._first)
-        first, last = self._first + begin, self._first + end
-        return Scattered(self._have, first, last, self._want, self._lo, self._out, self._width)
+        begin, end, _ = part.indices(self.last - self.first)
+        return replace(self, first=self.first + begin, last=self.first + end)
 
     def __setitem__(self, all_of_it: slice, data: memoryview) -> None:
         """Copy the bytes, which are whole elements, to their places."""
         for common, (source, begin), (target, at) in self._copies():
-            theirs = self._array(data, source, begin - self._first // self._width)
-            ours = self._array(self._out, target, at - self._lo)
+            theirs = self._array(data, source, begin - self.first // self.width)
+            ours = self._array(self.out, target, at - self.lo)
             ours[target.inside(common)] = theirs[source.inside(common)]
 
     def __bool__(self) -> bool:
@@ -522,9 +467,9 @@ class Scattered:
 
     def _copies(self) -> Iterator[tuple[Region, tuple[Region, int], tuple[Region, int]]]:
         """Yield (common box, the source box with its place, the target box with its place)."""
-        width, end = self._width, self._lo + len(self._out) // self._width
-        wanted = self._want.parts(self._lo, end)
-        for source, begin, _ in self._have.parts(self._first // width, self._last // width):
+        width, end = self.width, self.lo + len(self.out) // self.width
+        wanted = self.want.parts(self.lo, end)
+        for source, begin, _ in self.have.parts(self.first // width, self.last // width):
             for target, at, _ in wanted:
                 common = source.common(target)
                 if common is not None:
@@ -534,8 +479,8 @@ class Scattered:
         """Return a box's elements, which are contiguous in ``data``, as an array."""
         import numpy as np
 
-        kind = np.dtype(f"u{self._width}")
-        found = np.frombuffer(data, kind, box.numel, first * self._width)
+        kind = np.dtype(f"u{self.width}")
+        found = np.frombuffer(data, kind, box.numel, first * self.width)
         return found.reshape(box.shape)
 
 

@@ -11,7 +11,6 @@ same. torch's takes them in the dtype of its parameters.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.source import Source, TensorInfo
+from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import (
     clean_name,
     local_piece,
@@ -171,98 +170,287 @@ class Target:
     fill: Callable[[torch.Tensor], None] | None = None
 
 
-@dataclass(frozen=True)
-class Matched:
-    """The targets of parameters and buffers, and each place with the name it was saved under.
+class Restore:
+    """The changes of a load of a model and its optimizer: decided and allocated before any is made.
 
-    Without ``strict``, ``missing`` are the places that the checkpoint lacks, ``missing_names`` all
-    names that it lacks, ``unexpected`` the names that only it has.
+    ``targets`` are what is read. Without ``strict``, ``missing`` are the names that the checkpoint
+    lacks, ``unexpected`` those that only it has. ``names`` are the keys of parameters and buffers
+    that are read, ``elsewhere`` the names that other ranks look for.
+
+    **Raises** CheckpointError when the checkpoint does not fit, naming what differs.
     """
 
-    targets: tuple[Target, ...]
-    places: tuple[tuple[Place, str], ...]
-    missing: tuple[Place, ...]
-    missing_names: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    def __init__(
+        self,
+        source: Checkpoint,
+        model: Model,
+        places: Sequence[Place],
+        optimizer: Joined | None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        self.targets: list[Target] = []
+        self.found: dict[Place, str] = {}  # with the name under which each was saved
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self._source, self._optimizer, self._cast = source, optimizer, cast
+        self._groups: list[dict[str, object]] = []
+        self._states: dict[Place, dict[str, object]] = {}
+        self._match_model(model, places, strict, set(elsewhere))
+        self.names = {target.info.key for target in self.targets}
+        if optimizer is not None:
+            self._match_groups(optimizer, places)
+            self._make_states(optimizer)
 
+    # -- parameters and buffers
 
-class Names:
-    """The parameters of a checkpoint by every name that they have."""
+    def _match_model(
+        self, model: Model, places: Sequence[Place], strict: bool, used: set[str]
+    ) -> None:
+        """Find the saved tensor of each parameter and buffer."""
+        source = self._source
+        infos = {i.name: i for i in source.tensors if i.kind in ("param", "buffer")}
+        for place in places:
+            # More than one name if weights are tied here and were not when saved.
+            saved = dict.fromkeys(source.tied.get(name, name) for name in place.names)
+            names = [name for name in saved if name in infos]
+            if not names:
+                self.missing.append(place.names[0])
+                continue
+            name, *others = names
+            used |= {name, *place.names}
+            for other in others:
+                if _differ(source, infos[name], infos[other]):
+                    if strict:
+                        raise CheckpointError(
+                            f"{source.where}: '{name}' and '{other}' are one parameter here, and "
+                            "two there with other values. Load into a model that does not tie "
+                            f"them, or pass strict=False to take '{name}' alone"
+                        )
+                    used.discard(other)
+            self._check(infos[name], place.shape, place.data.dtype)
+            self.targets.append(Target(infos[name], place.lo, place.hi, place.data, place.piece))
+            self.found[place] = name
+        for key, buffer in persistent_buffers(model):
+            if key not in infos:
+                self.missing.append(key)
+                continue
+            used.add(key)
+            self._check(infos[key], tuple(buffer.shape), buffer.dtype)
+            local, piece = local_piece(buffer.detach(), key)
+            self.targets.append(Target(infos[key], 0, local.numel(), local, piece))
+        self.unexpected = [name for name in infos if name not in used]
+        if (strict or not self.found) and (self.missing or self.unexpected):
+            both = "or pass strict=False to load what both have"
+            raise CheckpointError(
+                f"{source.where}: the model and the checkpoint differ: {self.differences()}. Load "
+                f"into the model that was saved; {both if self.found else 'no name is in both'}"
+            )
 
-    def __init__(self, source: Source) -> None:
-        self.infos = {i.name: i for i in source.tensors if i.kind in ("param", "buffer")}
-        self.tied = source.tied
+    def differences(self) -> str:
+        """Describe which names only the model has, and which only the checkpoint."""
+        parts = [
+            f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
+            for what, names in (("missing there", self.missing), ("unknown here", self.unexpected))
+            if names
+        ]
+        return "; ".join(parts)
 
-    def find(self, names: Sequence[str]) -> list[str]:
-        """Return the names under which a parameter with these names was saved, each once.
+    def _check(self, info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        where = f"{self._source.where}: '{info.name}'"
+        if info.shape != tuple(shape):
+            raise CheckpointError(f"{where} has shape {info.shape} there and {tuple(shape)} here")
+        if info.dtype != dtype_name(dtype, info.name) and not self._cast:
+            raise CheckpointError(
+                f"{where} is {torch_dtype(info.dtype)} there and {dtype} here; shard with the same "
+                "master dtype, or pass cast=True to convert"
+            )
 
-        It is more than one name if weights are tied here and were not when saved.
+    # -- the optimizer
+
+    def _match_groups(self, optimizer: Joined, places: Sequence[Place]) -> None:
+        """Take the saved settings of each of the optimizer's groups."""
+        source, info = self._source, self._source.optimizer
+        if info is None:
+            raise CheckpointError(
+                f"{source.where}: it holds no optimizer state; load with optimizer=None to take "
+                "the parameters alone"
+            )
+        if info.class_name not in ("", optimizer.name):
+            raise CheckpointError(
+                f"{source.where}: the optimizer is {info.class_name} there and "
+                f"{optimizer.name} here; load with optimizer=None to take parameters alone"
+            )
+        here = [
+            {self.found[place] for place in group if place in self.found}
+            for group in names_of_params([(p.held, p) for p in places if p.is_first], optimizer)
+        ]
+        # Tied parameters have one name; those that this model lacks (without strict) have none.
+        known = {n: saved for place, saved in self.found.items() for n in (*place.names, saved)}
+        listed = [[source.tied.get(n, n) for n in group["params"]] for group in info.groups]
+        there = [{known[name] for name in names if name in known} for names in listed]
+        if len(here) != len(there):
+            raise CheckpointError(
+                f"{source.where}: the optimizer has {len(there)} groups there and {len(here)} here"
+            )
+        for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+            if ours != theirs:
+                name = min(ours ^ theirs)
+                has, lacks = ("here", "there") if name in ours else ("there", "here")
+                raise CheckpointError(
+                    f"{source.where}: '{name}' is in group {number} of the optimizer {has}, not "
+                    f"{lacks}"
+                )
+        self._groups = [{k: v for k, v in g.items() if k != "params"} for g in info.groups]
+        first = innermost(optimizer.optimizers[0])
+        if isinstance(first, AdamW):
+            try:
+                self._groups = [first.loaded_settings(group) for group in self._groups]
+            except ConfigError as error:
+                raise CheckpointError(f"{source.where}: {error}") from None
+
+    def _make_states(self, optimizer: Joined) -> None:
+        """Make each parameter's new state. Memory that the optimizer already has is reused.
+
+        **Cost** the state's bytes of this rank, where it does not exist yet.
         """
-        found = dict.fromkeys(self.tied.get(name, name) for name in names)
-        return [name for name in found if name in self.infos]
-
-
-def match_model(
-    source: Source,
-    model: Model,
-    places: Sequence[Place],
-    *,
-    strict: bool,
-    cast: bool,
-    elsewhere: Collection[str] = (),
-) -> Matched:
-    """Find the saved tensor of each parameter and buffer; nothing is changed.
-
-    ``elsewhere``: names that other ranks look for.
-
-    **Raises** CheckpointError naming tensors that are missing, unexpected, or of another shape or
-    dtype.
-    """
-    names = Names(source)
-    targets, found, missing = [], [], []
-    lacking: list[Place] = []
-    used = set(elsewhere)
-    for place in places:
-        saved_names = names.find(place.names)
-        if not saved_names:
-            missing.append(place.names[0])
-            lacking.append(place)
-            continue
-        name, *others = saved_names
-        used |= {name, *place.names}
-        for other in others:
-            if _differ(source, names.infos[name], names.infos[other]):
-                if strict:
+        source, info = self._source, self._source.optimizer
+        assert info is not None
+        tensors: dict[str, list[TensorInfo]] = {}
+        for tensor in source.tensors:
+            if tensor.kind == "optimizer" and tensor.name:
+                tensors.setdefault(source.tied.get(tensor.name, tensor.name), []).append(tensor)
+        dtypes = {tensor.name: tensor.dtype for tensor in source.tensors if tensor.kind == "param"}
+        in_optimizer = {
+            id(p): {**group, **saved}
+            for group, saved in zip(optimizer.param_groups, self._groups, strict=True)
+            for p in group["params"]
+        }
+        is_ours = isinstance(innermost(optimizer.optimizers[0]), AdamW)
+        for place, name in self.found.items():
+            group = in_optimizer.get(id(place.held))
+            if group is None or not place.is_first:
+                continue
+            state = self._states[place] = dict(info.state.get(name, {}))
+            before = optimizer.state.get(place.held, {})
+            of_name: Sequence[TensorInfo] = tensors.get(name, ())
+            if place.of_own_class is not None:
+                of_name = self._make_states_of_class(of_name, place, state, before)
+            for tensor in of_name:
+                key, dtype = tensor.state, torch_dtype(tensor.dtype)
+                if not _is_cut(source, tensor, place):
+                    # torch keeps step counts on the CPU, unless the step runs on the device.
+                    on_device = group.get("fused") or group.get("capturable") or tensor.shape
+                    device = place.data.device if on_device else torch.device("cpu")
+                    whole = torch.empty(tensor.shape, dtype=dtype, device=device)
+                    state[key] = whole
+                    self.targets.append(Target(tensor, 0, tensor.numel, whole))
+                    continue
+                bounds = place.lo, place.hi
+                if is_ours and key in MOMENTS:
+                    kind = kind_of(group["moments"], group["block"])
+                    moment = Moment(place.held, kind, MOMENTS.index(key), before)
+                    state.update(moment.state)
+                    into = Target(tensor, *bounds, moment.data, place.piece, moment.fill)
+                    self.targets.append(into)
+                    continue
+                if dtype == torch.uint8 and source.ranges(tensor, place.piece) != place.ranges:
                     raise CheckpointError(
-                        f"{source.where}: '{name}' and '{other}' are one parameter here, and two "
-                        "there with other values. Load into a model that does not tie them, or "
-                        f"pass strict=False to take '{name}' alone"
+                        f"{source.where}: optimizer state '{key}' of '{tensor.name}' is quantised "
+                        f"in blocks of the slices that {source.manifest.num_shards} ranks had at "
+                        f"stage {source.manifest.stage}, and the slices are others here. Load it "
+                        "with as many ranks, the same layout and stage, or without the optimizer"
                     )
-                used.discard(other)
-        info = names.infos[name]
-        _check(source, info, place.shape, place.data.dtype, cast)
-        targets.append(Target(info, place.lo, place.hi, place.data, place.piece))
-        found.append((place, name))
-    for key, buffer in persistent_buffers(model):
-        if key not in names.infos:
-            missing.append(key)
-            continue
-        used.add(key)
-        info = names.infos[key]
-        _check(source, info, tuple(buffer.shape), buffer.dtype, cast)
-        local, piece = local_piece(buffer.detach(), key)
-        targets.append(Target(info, 0, local.numel(), local, piece))
-    unexpected = [name for name in names.infos if name not in used]
-    if (strict or not found) and (missing or unexpected):
-        remedy = "or pass strict=False to load what both have" if found else "no name is in both"
-        raise CheckpointError(
-            f"{source.where}: the model and the checkpoint differ: "
-            f"{differences(missing, unexpected)}. Load into the model that was saved; {remedy}"
-        )
-    return Matched(tuple(targets), tuple(found), tuple(lacking), tuple(missing), tuple(unexpected))
+                # A moment of our AdamW may have another dtype than its parameter: not for others.
+                is_reduced = key in MOMENTS and ARGUMENTS[0] in group
+                if tensor.dtype == dtypes.get(name) or is_reduced:
+                    dtype = place.data.dtype  # like the parameter's, which may have been cast
+                value = state[key] = place.state_like(dtype, before.get(key))
+                if isinstance(value, DTensor):
+                    into = Target(tensor, *bounds, value.to_local(), place.piece)
+                else:
+                    into = Target(tensor, 0, tensor.numel, value)
+                self.targets.append(into)
+
+    def _make_states_of_class(
+        self,
+        tensors: Sequence[TensorInfo],
+        place: Place,
+        state: dict[str, object],
+        before: Mapping[str, object],
+    ) -> list[TensorInfo]:
+        """Make the state that has the parameter's own class; return the tensors of other state."""
+        by_state = {tensor.state: tensor for tensor in tensors}
+        assert place.of_own_class is not None
+        rest = [part.shape[1:] for part in plain_parts(place.of_own_class).values()]
+        shapes, last = [(place.shape[0], *each) for each in rest], place.suffixes[-1]
+        for key in [state.removesuffix(last) for state in by_state if state.endswith(last)]:
+            infos = [by_state[key + s] for s in place.suffixes if key + s in by_state]
+            if [info.shape for info in infos] != shapes:
+                continue
+            value = state[key] = place.state_of_class(before.get(key))
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            for tensor, part in zip(infos, plain_parts(local).values(), strict=True):
+                cut = None if place.param is None else cut_by_rows(tensor.shape, place.param.cut)
+                begin, end = (0, tensor.numel) if cut is None else (cut.lo, cut.hi)
+                self.targets.append(Target(tensor, begin, end, part.detach()))
+                del by_state[tensor.state]
+        return list(by_state.values())
+
+    # -- the changes
+
+    def read(self) -> Iterator[int]:
+        """Read every target; yield bytes as they come.
+
+        Targets in CPU memory that need no cast are read in place, without a copy.
+        """
+        source, in_place, chunks = self._source, [], []
+        for target in self.targets:
+            data = target.data
+            same = torch_dtype(target.info.dtype) == data.dtype and target.fill is None
+            if same and data.device.type == "cpu" and data.is_contiguous():
+                in_place.append(data)
+                memory = memory_of(data)
+                chunks += source.chunks(target.info, target.lo, target.hi, memory, target.piece)
+            else:  # even without elements: every rank's full copy becomes stale
+                with torch.no_grad():
+                    read = source.read(target.info, target.lo, target.hi, target.piece)
+                    if target.fill is not None:
+                        target.fill(read)
+                    else:
+                        data.copy_(read.view(data.shape))
+                yield data.nbytes
+        try:
+            yield from source.read_chunks(chunks)
+        finally:
+            for data in in_place:  # autograd, and units with full copies, must see the change
+                torch.autograd.graph.increment_version(data)
+
+    def drop_states(self) -> None:
+        """Drop the optimizer's state, whose memory may be of two checkpoints."""
+        for place in self._states:
+            if self._optimizer is not None:
+                self._optimizer.state.pop(place.held, None)
+
+    def apply(self) -> None:
+        """Give the optimizer its settings and its state, once all tensors are read."""
+        for place in self.found:
+            place.held.grad = None
+        for each in self._optimizer.optimizers if self._optimizer is not None else ():
+            for group, saved in zip(each.param_groups, self._groups, strict=True):
+                _apply_settings(group, saved)
+            held = {id(param) for group in each.param_groups for param in group["params"]}
+            for place, state in self._states.items():
+                if id(place.held) in held:
+                    if state:
+                        each.state[place.held] = state
+                    else:
+                        each.state.pop(place.held, None)
 
 
-def _differ(source: Source, a: TensorInfo, b: TensorInfo) -> bool:
+def _differ(source: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
     """Tell whether two saved tensors differ; reads all of both on every rank, if they do not.
 
     So all ranks find the same answer without an exchange.
@@ -277,178 +465,6 @@ def _differ(source: Source, a: TensorInfo, b: TensorInfo) -> bool:
     return False
 
 
-def differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Describe which names only the model has, and which only the checkpoint."""
-    parts = [
-        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
-        for what, names in (("missing there", missing), ("unknown here", unexpected))
-        if names
-    ]
-    return "; ".join(parts)
-
-
-def _check(
-    source: Source, info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype, cast: bool
-) -> None:
-    if info.shape != tuple(shape):
-        raise CheckpointError(
-            f"{source.where}: '{info.name}' has shape {info.shape} there and {tuple(shape)} here"
-        )
-    if info.dtype != dtype_name(dtype, info.name) and not cast:
-        raise CheckpointError(
-            f"{source.where}: '{info.name}' is {torch_dtype(info.dtype)} there and {dtype} here; "
-            "shard with the same master dtype, or pass cast=True to convert"
-        )
-
-
-def match_optimizer(source: Source, optimizer: Joined, matched: Matched) -> list[dict[str, object]]:
-    """Return the saved settings of each of the optimizer's groups; nothing is changed.
-
-    **Raises** CheckpointError when the checkpoint holds no optimizer, another one, or other groups.
-    """
-    info = source.optimizer
-    if info is None:
-        raise CheckpointError(
-            f"{source.where}: it holds no optimizer state; load with optimizer=None to take the "
-            "parameters alone"
-        )
-    if info.class_name not in ("", optimizer.name):
-        raise CheckpointError(
-            f"{source.where}: the optimizer is {info.class_name} there and "
-            f"{optimizer.name} here; load with optimizer=None to take parameters alone"
-        )
-    saved_names = {id(place): name for place, name in matched.places}
-    places = [*(place for place, _ in matched.places), *matched.missing]
-    here = [
-        {saved_names[id(place)] for place in group if id(place) in saved_names}
-        for group in names_of_params([(p.held, p) for p in places if p.is_first], optimizer)
-    ]
-    # Tied parameters have one name; parameters that this model lacks (without strict) have no name.
-    known = {n: saved for place, saved in matched.places for n in (*place.names, saved)}
-    listed = [[source.tied.get(n, n) for n in group["params"]] for group in info.groups]
-    there = [{known[name] for name in names if name in known} for names in listed]
-    if len(here) != len(there):
-        raise CheckpointError(
-            f"{source.where}: the optimizer has {len(there)} groups there and {len(here)} here"
-        )
-    for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
-        if ours != theirs:
-            name = min(ours ^ theirs)
-            has, lacks = ("here", "there") if name in ours else ("there", "here")
-            raise CheckpointError(
-                f"{source.where}: '{name}' is in group {number} of the optimizer {has}, not {lacks}"
-            )
-    saved = [{k: v for k, v in group.items() if k != "params"} for group in info.groups]
-    return _settings_for(source.where, optimizer, saved)
-
-
-def optimizer_targets(
-    source: Checkpoint,
-    optimizer: Joined,
-    matched: Matched,
-    groups: Sequence[Mapping[str, object]],
-) -> tuple[dict[Place, dict[str, object]], list[Target]]:
-    """Return new state for each place, and the targets of its tensors.
-
-    Memory that the optimizer already has is reused. **Cost** the state's bytes of this rank, where
-    it does not exist yet.
-    """
-    info = source.optimizer
-    assert info is not None
-    by_name: dict[str, list[TensorInfo]] = {}
-    for tensor in source.tensors:
-        if tensor.kind == "optimizer" and tensor.name:
-            by_name.setdefault(source.tied.get(tensor.name, tensor.name), []).append(tensor)
-    saved_dtypes = {
-        tensor.name: tensor.dtype for tensor in source.tensors if tensor.kind == "param"
-    }
-    in_optimizer = {
-        id(p): {**group, **saved}
-        for group, saved in zip(optimizer.param_groups, groups, strict=True)
-        for p in group["params"]
-    }
-    states: dict[Place, dict[str, object]] = {}
-    targets = []
-    for place, name in matched.places:
-        if id(place.held) not in in_optimizer or not place.is_first:
-            continue
-        state = dict(info.state.get(name, {}))
-        before = optimizer.state.get(place.held, {})
-        if place.of_own_class is not None:
-            of_class, rest = _states_of_class(source, by_name.get(name, ()), place, before)
-            by_name[name] = rest
-            for key, (value, into) in of_class.items():
-                state[key] = value
-                targets += into
-        for tensor in by_name.get(name, ()):
-            is_cut = _is_cut(source, tensor, place)
-            dtype = torch_dtype(tensor.dtype)
-            group = in_optimizer[id(place.held)]
-            moment = _moment_of(optimizer, place, tensor.state, group, before) if is_cut else None
-            if moment is not None:
-                state.update(moment.state)
-                bounds = place.lo, place.hi
-                targets.append(Target(tensor, *bounds, moment.data, place.piece, moment.fill))
-                continue
-            if is_cut and dtype == torch.uint8:
-                _check_blocks(source, tensor, place)
-            if is_cut:
-                # A moment of our AdamW may have another dtype than its parameter: not for others.
-                is_reduced = tensor.state in MOMENTS and ARGUMENTS[0] in group
-                if tensor.dtype == saved_dtypes.get(name) or is_reduced:
-                    dtype = place.data.dtype  # like the parameter's, which may have been cast
-                value = place.state_like(dtype, before.get(tensor.state))
-            else:
-                # torch keeps step counts on the CPU, unless the step itself runs on the device.
-                on_device = group.get("fused") or group.get("capturable") or tensor.shape
-                device = place.data.device if on_device else torch.device("cpu")
-                value = torch.empty(tensor.shape, dtype=dtype, device=device)
-            state[tensor.state] = value
-            if isinstance(value, DTensor):
-                targets.append(Target(tensor, place.lo, place.hi, value.to_local(), place.piece))
-            else:
-                targets.append(Target(tensor, 0, tensor.numel, value))
-        states[place] = state
-    return states, targets
-
-
-def _states_of_class(
-    source: Checkpoint, found: Sequence[TensorInfo], place: Place, before: Mapping[str, object]
-) -> tuple[dict[str, tuple[torch.Tensor, list[Target]]], list[TensorInfo]]:
-    """Return the state that has the parameter's own class, by key, with targets; and the rest."""
-    by_state = {tensor.state: tensor for tensor in found}
-    made: dict[str, tuple[torch.Tensor, list[Target]]] = {}
-    last = place.suffixes[-1]
-    assert place.of_own_class is not None
-    rest = [part.shape[1:] for part in plain_parts(place.of_own_class).values()]
-    shapes = [(place.shape[0], *each) for each in rest]
-    for key in [state.removesuffix(last) for state in by_state if state.endswith(last)]:
-        infos = [by_state[key + s] for s in place.suffixes if key + s in by_state]
-        if [info.shape for info in infos] != shapes:
-            continue
-        value = place.state_of_class(before.get(key))
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        into = []
-        for tensor, part in zip(infos, plain_parts(local).values(), strict=True):
-            cut = None if place.param is None else cut_by_rows(tensor.shape, place.param.cut)
-            begin, end = (0, tensor.numel) if cut is None else (cut.lo, cut.hi)
-            into.append(Target(tensor, begin, end, part.detach()))
-            del by_state[tensor.state]
-        made[key] = value, into
-    return made, list(by_state.values())
-
-
-def _check_blocks(source: Checkpoint, info: TensorInfo, place: Place) -> None:
-    """Refuse 8-bit state in blocks of other slices than this rank's: scales are per block."""
-    if source.ranges(info, place.piece) != place.ranges:
-        raise CheckpointError(
-            f"{source.where}: optimizer state '{info.state}' of '{info.name}' is quantised in "
-            f"blocks of the slices that {source.manifest.num_shards} ranks had at stage "
-            f"{source.manifest.stage}, and the slices are others here. Load it with as many ranks, "
-            "the same layout and stage, or without the optimizer"
-        )
-
-
 def _is_cut(source: Checkpoint, info: TensorInfo, place: Place) -> bool:
     """Tell whether a tensor of the optimizer is cut as its parameter is; else it is plain."""
     if info.shape != place.shape:
@@ -457,95 +473,16 @@ def _is_cut(source: Checkpoint, info: TensorInfo, place: Place) -> bool:
     return source.is_cut(info) or (source.is_imported and info.state not in PLAIN_SCALARS)
 
 
-def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]:
-    """Read every target; yield bytes as they come.
-
-    Targets in CPU memory that need no cast are read in place, without a copy.
-    """
-    in_place, chunks = [], []
-    for target in targets:
-        data = target.data
-        same = torch_dtype(target.info.dtype) == data.dtype and target.fill is None
-        if same and data.device.type == "cpu" and data.is_contiguous():
-            in_place.append(data)
-            memory = memory_of(data)
-            chunks += source.chunks(target.info, target.lo, target.hi, memory, target.piece)
-        else:  # even without elements: every rank's full copy becomes stale
-            with torch.no_grad():
-                read = source.read(target.info, target.lo, target.hi, target.piece)
-                if target.fill is not None:
-                    target.fill(read)
-                else:
-                    data.copy_(read.view(data.shape))
-            yield data.nbytes
-    try:
-        yield from source.read_chunks(chunks)
-    finally:
-        for data in in_place:  # autograd, and units with full copies, must see the change
-            torch.autograd.graph.increment_version(data)
-
-
-def apply_optimizer(
-    optimizer: Joined,
-    groups: Sequence[Mapping[str, object]],
-    states: Mapping[Place, dict[str, object]],
-) -> None:
-    """Give the optimizer its settings and its state, once all tensors are read."""
-    for each in optimizer.optimizers:
-        _apply_settings(each, groups)
-        for place, state in states.items():
-            if not any(
-                place.held is param for group in each.param_groups for param in group["params"]
-            ):
-                continue
-            if state:
-                each.state[place.held] = state
-            else:
-                each.state.pop(place.held, None)
-
-
-def _apply_settings(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]]
-) -> None:
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            if key in ARGUMENTS and key not in group:  # of our AdamW's moments, for another AdamW
-                continue
-            before = group.get(key)
-            tensors = [v for v in (before, value) if isinstance(v, torch.Tensor)]
-            if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
-                # A captured graph, or a schedule, holds this tensor.
-                tensors[0].copy_(tensors[1])
-            else:
-                group[key] = value
-
-
-def _settings_for(
-    where: str, optimizer: Joined, saved: list[dict[str, object]]
-) -> list[dict[str, object]]:
-    """Return the saved settings that the optimizer takes.
-
-    **Raises** CheckpointError if they would change its steps.
-    """
-    first = innermost(optimizer.optimizers[0])
-    try:
-        return [first.loaded_settings(s) for s in saved] if isinstance(first, AdamW) else saved
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-
-
-def _moment_of(
-    optimizer: Joined,
-    place: Place,
-    key: str,
-    group: Mapping[str, Any],
-    before: Mapping[str, object],
-) -> Moment | None:
-    """Return a moment to be filled, if the optimizer is our AdamW; ``before`` is used if it fits.
-
-    ``group`` are the settings of the parameter's group.
-    """
-    if key not in MOMENTS or not isinstance(innermost(optimizer.optimizers[0]), AdamW):
-        return None
-    kind = kind_of(group["moments"], group["block"])
-    return Moment(place.held, kind, MOMENTS.index(key), before)
+def _apply_settings(group: dict[str, object], saved: Mapping[str, object]) -> None:
+    for key, value in saved.items():
+        if key in ARGUMENTS and key not in group:  # of our AdamW's moments, for another AdamW
+            continue
+        before = group.get(key)
+        if (
+            isinstance(before, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and before.shape == value.shape
+        ):
+            before.copy_(value)  # a captured graph, or a schedule, holds this tensor
+        else:
+            group[key] = value

@@ -144,12 +144,11 @@ def load(
     files, folder = Files(), Path(os.path.abspath(path))
     for each in modules_of(model):
         _check_model(each)
-    control = Host(model).control
-    place = files, control, model, optimizer
-    request = Request(*place, extra, strict, cast, restore_generators, progress)
+    host = Host(model)
+    request = Request(files, host, optimizer, extra, strict, cast, restore_generators, progress)
     only = None if step is None else folder / step_name(checked_step(step))
     with naming(f"the load of {only or folder}"):
-        if only is None and ask_first_rank(control, lambda: holds_checkpoint(files, folder)):
+        if only is None and ask_first_rank(host.control, lambda: holds_checkpoint(files, folder)):
             only = folder
         loaded = load_from(request, folder, only)
     if loaded is None:
@@ -177,13 +176,11 @@ def collect_on_all_ranks(
     """Return ``then`` of this rank's state; a failure on one rank is raised on all."""
     engine = Parts(model)
     device = engine.comm.device
-    tables: list[Table] = []
 
-    def work() -> None:
-        tables.append(then(drop_copies(collect(model, optimizer, extra, read_generators(device)))))
+    def work() -> Table:
+        return then(drop_copies(collect(model, optimizer, extra, read_generators(device))))
 
-    on_all_ranks(engine.everyone, work)
-    return tables[0]
+    return on_all_ranks(engine.everyone, work)
 
 
 def holds_checkpoint(files: Files, folder: Path) -> bool:

@@ -21,6 +21,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import (
     MANIFEST,
+    Extent,
     FileRow,
     Manifest,
     file_name,
@@ -28,7 +29,7 @@ from shardwise.checkpoint.manifest import (
     is_ours,
     parse_manifest,
 )
-from shardwise.checkpoint.read import Checkpoint, Chunk, Extent, extent_of_own, read_small
+from shardwise.checkpoint.read import Checkpoint, Chunk, chunks_in, read_small
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _LENGTH_BYTES = 8
@@ -152,7 +153,7 @@ class _Check:
                 self._check_header(checkpoint, name, row, [stored for _, stored in inside])
             except (OSError, CheckpointError) as error:
                 self._found(name, "", error)
-            chunks = [list(extent.chunks()) for extent, _ in inside]
+            chunks = [list(chunks_in(extent, stored.key)) for extent, stored in inside]
             try:
                 for num_bytes in checkpoint.read_chunks([c for each in chunks for c in each]):
                     self._count(num_bytes)
@@ -182,7 +183,7 @@ class _Check:
         self, checkpoint: Checkpoint, name: str, row: FileRow, tensors: Sequence[Stored]
     ) -> None:
         """Compare a file's header with manifest and index. **Raises** DamagedCheckpoint."""
-        reader = checkpoint.reader.open(name)
+        reader = checkpoint.open(name)
         if reader.size != row.num_bytes:
             self._found(name, "", f"{reader.size} bytes, expected {row.num_bytes}")
         end = tensors[0].begin if tensors else row.num_bytes
@@ -230,6 +231,6 @@ def _expected(checkpoint: Checkpoint, rank: int) -> Iterator[tuple[Extent, Store
         text = f"{len(index.boxes)} boxes, expected {len(boxes)}: some are not this rank's"
         raise DamagedCheckpoint(f"{checkpoint.folder / index_name(rank)}: {text}")
     for own in index.own:
-        key, extent = f"rank{rank:05d}.{own.info.key}", extent_of_own(rank, own)
+        key, extent = f"rank{rank:05d}.{own.info.key}", index.extent_of_own(own)
         bounds = extent.begin, extent.end
         yield extent, Stored(key, own.dtype, own.shape, own.region.at, *bounds)

@@ -25,7 +25,7 @@ from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.all_ranks import on_all_ranks, rows_of_all_ranks
 from shardwise.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -36,7 +36,7 @@ from shardwise.checkpoint.container import (
     place,
 )
 from shardwise.checkpoint.files import Entry, Files, Writer
-from shardwise.checkpoint.folder import check_presence
+from shardwise.checkpoint.folder import find_difference
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     BoxRow,
@@ -60,7 +60,7 @@ from shardwise.checkpoint.trash import (
     remove_tree,
     temporary,
 )
-from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
+from shardwise.errors import CheckpointError, CollectiveError
 from shardwise.layout.boxes import Box
 
 if TYPE_CHECKING:
@@ -70,8 +70,6 @@ NONCE_BYTES = 4
 _ROW = Struct(f"<3Q{DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
-# The fields of the manifest that must be the same on all ranks.
-_COMPARED = {"run", "step", "stage", "meshes", "layouts", "tensors", "tied", "optimizer"}
 
 Progress = Callable[[int], None]
 
@@ -128,10 +126,9 @@ def write_checkpoint(
     left: list[Path | None] = []
 
     def begin() -> bytes:
-        meant = bytes.fromhex(digest_of(manifest.model_dump_json(include=_COMPARED).encode()))
         if control.rank == 0:
             made.append(_prepare(files, target, nonce, replace, held))
-        return nonce + meant
+        return nonce
 
     def write_manifest() -> None:
         whole = manifest.model_copy(update={"ranks": tuple(ranks)})
@@ -144,16 +141,8 @@ def write_checkpoint(
 
     with ExitStack() as held:  # of rank 0: the lock of the temporary folder
         try:
-            rows = on_all_ranks(control, begin, NONCE_BYTES + DIGEST_BYTES)
-            folder = temporary(target, rows[0][:NONCE_BYTES])
-            other = [n for n, row in enumerate(rows) if row[NONCE_BYTES:] != rows[0][NONCE_BYTES:]]
-            if other:
-                raise CheckpointError(
-                    f"rank {other[0]} has other tensors to save than rank 0: parameters, optimizer "
-                    "state, step, run and stage must agree. Was an optimizer stepped on some ranks "
-                    "only?"
-                )
-            rows = on_all_ranks(
+            folder = temporary(target, rows_of_all_ranks(control, begin, NONCE_BYTES)[0])
+            rows = rows_of_all_ranks(
                 control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
             )
         except CollectiveError:
@@ -351,7 +340,11 @@ def _commit(
     Returns the folder of a replaced checkpoint's files that are not ours, if there are any.
     """
     try:
-        _check_shared(files, folder, ranks)
+        if difference := find_difference(folder, files.list(folder), ranks):
+            raise CheckpointError(
+                f"what the ranks wrote is not all there ({difference[1]}). Does every machine see "
+                "the same folder? A checkpoint goes to a file system that all ranks share"
+            )
         write_manifest()
         files.sync_folder(folder)
         replaces = replace and any(e.name == target.name for e in files.list(target.parent))
@@ -376,17 +369,6 @@ def _commit(
         with suppress(OSError):
             return discard_replaced(files, folder)
     return None
-
-
-def _check_shared(files: Files, folder: Path, ranks: Sequence[IndexRow]) -> None:
-    """Check that the files of all ranks are in the folder that this rank sees."""
-    try:
-        check_presence(folder, files.list(folder), ranks)
-    except DamagedCheckpoint as error:
-        raise CheckpointError(
-            f"what the ranks wrote is not all there ({error}). Does every machine see the same "
-            "folder? A checkpoint goes to a file system that all ranks share"
-        ) from error
 
 
 def _give_name(files: Files, folder: Path, target: Path, replaces: bool) -> None:
