@@ -8,7 +8,7 @@ sizes with the settings of its row; `make soak CAMPAIGN=matrices` runs those of 
 import importlib.util
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, cycle
 from typing import Any
@@ -45,13 +45,18 @@ from trainer import (
 Settings = list[dict[str, Any]]
 
 
+def spread(world_size: int) -> Settings:
+    """Return every stage, and both layouts where full parameters are freed; fewer on one rank."""
+    return SPREAD if world_size > 1 else ENDS
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One row: what is trained, on how many ranks, and in which settings of `shard`."""
 
     model: Callable[[], nn.Module]
     sizes: tuple[int, ...]
-    settings: Settings | Callable[[int], Settings] = field(default_factory=lambda: SPREAD)
+    settings: Settings | Callable[[int], Settings] = spread
     loss: Callable[[nn.Module, Any], Tensor] = mean_square
     optimizer: Callable[..., torch.optim.Optimizer] = adamw
     batch: Callable[[torch.Generator], Any] = float_batch

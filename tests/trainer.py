@@ -5,7 +5,9 @@ with each of several settings, and checks losses, parameters, gradients (and whi
 optimizer state, bit by bit.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -289,3 +291,19 @@ def events_of(model: nn.Module) -> list[tuple[str, str, int]]:
     events: list[tuple[str, str, int]] = []
     engine_of(model).comm.traffic.events = events
     return events
+
+
+@contextmanager
+def logged(name: str = "shardwise", level: int | None = None) -> Iterator[list[str]]:
+    """Collect what a logger is told, at a level of its own or at the one that it has."""
+    texts: list[str] = []
+    log, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(before if level is None else level)
+    try:
+        yield texts
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

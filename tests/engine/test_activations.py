@@ -2,9 +2,6 @@
 
 import gc
 import itertools
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,6 +26,7 @@ from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.offload.activations import _Input
+from trainer import logged
 
 AWAY = Offload(activations="cpu")
 NUM_BLOCKS, ROWS, WIDTH = 5, 3, 8
@@ -324,18 +322,6 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@contextmanager
-def said() -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("shardwise").removeHandler(handler)
-
-
 @on_ranks(1)
 def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
     """Nothing is moved or hooked without gradients, after errors, or where others' hooks are."""
@@ -364,7 +350,7 @@ def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
     gc.collect()
     num_made, num_free, _ = slots_of(model)
     assert num_made == num_free  # of graphs that were never run backward
-    with said() as texts, torch.autograd.graph.save_on_cpu():
+    with logged() as texts, torch.autograd.graph.save_on_cpu():
         loss_of(model).backward()
         loss_of(model).backward()
     assert [text for text in texts if "other hooks on saved tensors" in text] == texts
@@ -377,7 +363,7 @@ def test_a_model_without_checkpoints_is_told_so_once():
         def make_block(self) -> nn.Module:
             return Block()
 
-    with said() as texts:
+    with logged() as texts:
         loss_of(made(Plain, AWAY)).backward()
     assert [text for text in texts if "turn activation checkpointing on" in text] == texts
     assert len(texts) == 1

@@ -26,6 +26,7 @@ from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
 from shardwise.tensor.shard_tensor import ShardTensor
+from trainer import logged
 
 STAGES = range(4)
 
@@ -128,31 +129,16 @@ def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_w
         same_gradients(model, [p.grad for p in reference.parameters()])  # type: ignore[misc]
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage().removeprefix("FSDP::"))
-
-
 @on_ranks(1)
 def test_passes_of_shard_are_told_in_the_log_of_torchs_own(rank):
-    log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
-    level = log.level
     model = sharded(3)
     units = [unit.name for unit in engine_of(model).units]
-    log.addHandler(lines)
-    log.setLevel(logging.DEBUG)
-    try:
+    with logged("torch.distributed.fsdp.fully_shard", logging.DEBUG) as lines:
         loss_of(model, 0, rank).backward()
-    finally:
-        log.removeHandler(lines)
-        log.setLevel(level)
-    assert lines.found[0] == "root_pre_forward" and "root_post_backward" in lines.found
+    found = [line.removeprefix("FSDP::") for line in lines]
+    assert found[0] == "root_pre_forward" and "root_post_backward" in found
     for event in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
-        told = sorted(line for line in lines.found if line.split()[0] == event)
+        told = sorted(line for line in found if line.split()[0] == event)
         assert told == sorted(f"{event} ({name})" if name else event for name in units)
 
 

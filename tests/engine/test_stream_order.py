@@ -408,11 +408,21 @@ FOUR_RANKS = ["stage 3, replicas", "by block, spread over two ranks"]
 
 
 ON_ONE_AXIS = [name for name in SCENARIOS if name != FOUR_RANKS[1]]
+# What others have the parts of: `make soak CAMPAIGN=matrices` has them too.
+COMPOSED = {
+    *("stage 2", "stage 0, slices at home", "stage 2, slices at home", "stage 1, bf16"),
+    *("stage 3, slices at home, bf16", "stage 1, matrices", "stage 1, gathered as int4"),
+    *("stage 2, slices at home, gathered as fp8", "stage 3, slices at home, gathered as int8"),
+    *("stage 2, in a schedule", "stage 1, on a stream", "inputs on the host, on a stream"),
+    *("stage 0, slices at home, stepped behind", "stage 2, slices at home, stepped behind"),
+    *("slices at home, stepped on the device by momentum", "inputs on the host, reentrant"),
+}
 
 
-@pytest.mark.parametrize("name", ON_ONE_AXIS)
+@pytest.mark.parametrize("name", [name for name in ON_ONE_AXIS if name not in COMPOSED])
 def test_everything_is_ordered_before_it_is_used(name: str) -> None:
-    """On one rank every third of them, all in `make soak`."""
+    """On one rank every third of them."""
+    assert set(ON_ONE_AXIS) > COMPOSED
     third = ON_ONE_AXIS.index(name) % 3 == 0
     run_sizes(check_scenario, dict.fromkeys((1, 2) if third else (2,), (name, True, third)))
 

@@ -32,6 +32,7 @@ from models import Block, Stack, stack_roundings
 from ranks import on_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike
 from shardwise import fully_shard
+from trainer import logged
 
 
 def sharded(**options: Any) -> Stack:
@@ -371,25 +372,9 @@ def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
     )
     model.blocks[0].unshard()
     said.append([group.is_unsharded, group.is_sharded])
-    log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
-    log.addHandler(lines)
-    level = log.level
-    log.setLevel(logging.DEBUG)
-    try:
+    with logged("torch.distributed.fsdp.fully_shard", logging.DEBUG) as lines:
         model(batch()).sum().backward()
-    finally:
-        log.removeHandler(lines)
-        log.setLevel(level)
-    return lines.found, said
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+    return lines, said
 
 
 def as_torch_tells(rank: int, world: int) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from ranks import RankError, on_ranks, run_ranks
 from shardwise import describe, fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError
+from trainer import logged
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
 
@@ -273,22 +273,14 @@ def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 def tie_and_report(rank: int, world_size: int, equal: Path, different: Path) -> list[list[str]]:
     """Load weights that are tied by the config and stored twice; return what was logged."""
-    records: list[logging.LogRecord] = []
-    logger = logging.getLogger("transformers.modeling_utils")
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logged = []
-    try:
-        for path, is_tied in ((equal, True), (different, False)):
-            records.clear()
+    told = []
+    for path, is_tied in ((equal, True), (different, False)):
+        with logged("transformers.modeling_utils") as texts:
             model = from_pretrained(path)
-            logged.append([r.getMessage() for r in records])
-            assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
-            assert_same_model(model, type(model).from_pretrained(path))
-    finally:
-        logger.removeHandler(handler)
-    return logged
+        told.append(texts)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+        assert_same_model(model, type(model).from_pretrained(path))
+    return told
 
 
 def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path: Path) -> None:
