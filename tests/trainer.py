@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oracle import Grads, assert_same_bits, plain_loop
-from shardwise import accumulate, shard
+from shardwise import accumulate, fully_shard, shard
 from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 
@@ -234,6 +234,13 @@ def make_steps(
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
+
+
+def sharded_by_block(model: Any, **options: Any) -> Any:
+    """Shard a model by calls of fully_shard: its blocks, and last itself."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def reduces_each_micro_batch(options: dict[str, Any]) -> bool:

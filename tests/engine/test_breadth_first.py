@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block, Checkpointed, OddModel, Stack
 from ranks import on_ranks
-from shardwise import Axes, accumulate, fully_shard, shard
+from shardwise import Axes, accumulate, shard
 from shardwise.config import Schedule, Units
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.parallel import clip_grad_norm_
+from trainer import sharded_by_block
 
 layer_by_layer: Any = partial(accumulate, order="breadth_first")
 
@@ -83,12 +84,6 @@ def train(make: Callable[[], Any], passes: Callable[..., Any], rank: int) -> lis
     return [*losses, *(p.detach().full_tensor() for p in model.parameters())]
 
 
-def by_block(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
 def kept(model: Any, batches: list[Tensor]) -> Any:
     """Accumulate as torch's own interface does: gradients stay until the last one."""
     losses = []
@@ -113,7 +108,7 @@ def ways(folder: Path) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], A
     inside = lambda: every_step(CheckpointedInside())  # noqa: E731
     yield inside, inside, one_by_one
     for policy in ({}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}):
-        make = partial(lambda **options: by_block(Stack(), **options), **policy)
+        make = partial(lambda **options: sharded_by_block(Stack(), **options), **policy)
         yield make, make, kept
 
 

@@ -13,7 +13,16 @@ from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import ConfigError, ShardError
-from trainer import SPREAD, STAGES, adamw, full, full_parameters, make_steps, mean_square
+from trainer import (
+    SPREAD,
+    STAGES,
+    adamw,
+    full,
+    full_parameters,
+    make_steps,
+    mean_square,
+    sharded_by_block,
+)
 
 
 def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
@@ -173,9 +182,7 @@ def test_an_optimizer_in_backward_under_fully_shard(rank, world_size):
     for in_backward in (True, False):
         torch.manual_seed(0)
         model = Stack()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        sharded_by_block(model)
         if in_backward:
             step_in_backward(model, adamw)
         else:

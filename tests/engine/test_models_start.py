@@ -8,10 +8,10 @@ from models import Block, Stack, stack_roundings
 from oracle import Grads, assert_same_bits
 from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
-from shardwise import fully_shard, shard
+from shardwise import shard
 from shardwise.config import Units
 from shardwise.errors import ConfigError, ShardwiseError
-from trainer import LAYOUTS, full_grads, full_parameters, mean_square, sgd
+from trainer import LAYOUTS, full_grads, full_parameters, mean_square, sgd, sharded_by_block
 
 
 class Start(Stack):
@@ -153,9 +153,7 @@ ALL = ("weight", "scale", "mask", "ids", "codes")
 
 def emptied(leaves: tuple[str, ...]) -> nn.Module:
     model = on_meta(leaves)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model).to_empty(device="cpu")
+    sharded_by_block(model).to_empty(device="cpu")
     for block in model.blocks:
         block.reset_parameters()
     return model

@@ -31,7 +31,6 @@ from shardwise.comm.collectives import Comm
 from shardwise.config import Schedule
 from shardwise.device import follow_current
 from shardwise.engine.reductions import Reduction
-from shardwise.interop.fsdp2 import fully_shard
 from shardwise.offload import activations, home
 from shardwise.offload.activations import _Input
 from shardwise.offload.lane import Lane
@@ -41,6 +40,7 @@ from shardwise.unit import sums
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import _Part
 from shardwise.unit.unit import Unit
+from trainer import sharded_by_block
 
 CPU = torch.device("cpu")
 Scenario = Callable[[int, int], list[Tensor]]
@@ -228,9 +228,7 @@ def by_block(
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=names)
     model = make()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    sharded_by_block(model, **options)
     return train(model, rank, 2, steps, on_own_stream, make_optimizer)
 
 
@@ -259,12 +257,6 @@ def in_a_schedule(rank: int, world_size: int, shards: Callable[[Any], Any]) -> l
         optimizer.step()
         optimizer.zero_grad()
     return found + [full(p) for p in model.parameters()]
-
-
-def sharded_by_block(model: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 def between_steps(rank: int, world_size: int) -> list[Tensor]:

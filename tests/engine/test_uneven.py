@@ -11,10 +11,10 @@ from models import Stack, stack_roundings
 from oracle import Grads, assert_same_bits, average, copy
 from ranks import on_ranks
 from roundings import assert_all_rounded_alike
-from shardwise import accumulate, fully_shard, shard
+from shardwise import accumulate, shard
 from shardwise.errors import ConfigError
 from shardwise.parallel import join
-from trainer import full_parameters, mean_square, sgd
+from trainer import full_parameters, mean_square, sgd, sharded_by_block
 
 LENGTHS = [[3], [4, 1], [2, 5, 1]]  # by the number of ranks
 
@@ -81,9 +81,7 @@ def test_uneven_data_under_fully_shard(rank, world_size):
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
     torch.manual_seed(0)
     model = Stack().double()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    sharded_by_block(model)
     train_joined(model, rank, world_size)
     truth = train_alone(world_size, False, torch.float64)
     # Of each step the gradient, its mean over ranks, and momentum, rate and sum of the optimizer.

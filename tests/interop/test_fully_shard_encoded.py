@@ -13,6 +13,7 @@ from ranks import on_ranks
 from shardwise import Precision, shard
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
+from trainer import sharded_by_block
 
 KINDS = ("int8", "fp8", "int4")
 BLOCK = 16
@@ -47,9 +48,7 @@ def make(kind: str | None, param: torch.dtype | None = None, **options: Any) -> 
     torch.manual_seed(2)
     model = Net()
     policy = Precision(param, gather=kind, block=BLOCK, cast_inputs=True)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy, **options)
-    return fully_shard(model, mp_policy=policy, **options)
+    return sharded_by_block(model, mp_policy=policy, **options)
 
 
 def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 0) -> None:

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
 from shardwise import Precision, fully_shard
 from shardwise.errors import CollectiveError, ConfigError
+from trainer import sharded_by_block
 
 
 class Experts(nn.Module):
@@ -57,9 +58,7 @@ def train(rank, world_size, has_replicas):
     mesh = None
     if has_replicas:
         mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    sharded_by_block(model, mesh=mesh)
     smooth = {"lr": 0.01, "eps": SMOOTH_EPS}  # Note [Losses after steps of Adam] in roundings.py
     optimizers = [torch.optim.AdamW(m.parameters(), **smooth) for m in (truth, model)]
     nobody: set[str] = set()

@@ -32,15 +32,13 @@ from models import Block, Stack, stack_roundings
 from ranks import on_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike
 from shardwise import fully_shard
-from trainer import logged
+from trainer import logged, sharded_by_block
 
 
 def sharded(**options: Any) -> Stack:
     torch.manual_seed(0)
     model = Stack()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return sharded_by_block(model, **options)
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -158,9 +156,7 @@ def states(rank: int, world: int) -> None:
     whole = Stack().state_dict()
     with torch.device("meta"):
         model = Stack()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    sharded_by_block(model)
     with pytest.raises(RuntimeError, match="materialized from meta device"):
         model(batch())
     model.to_empty(device="cpu")

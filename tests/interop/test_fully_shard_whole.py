@@ -15,6 +15,7 @@ from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.interop.fsdp2 import fully_shard
+from trainer import sharded_by_block
 
 WIDTH = 6
 
@@ -44,9 +45,7 @@ def sharded(how: str, mesh: Any = None) -> nn.Module:
     model = Net()
     if how.startswith("stage"):
         return shardwise.shard(model, stage=int(how[-1]), mesh=mesh)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return sharded_by_block(model, mesh=mesh)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:

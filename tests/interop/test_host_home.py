@@ -14,12 +14,12 @@ from ranks import on_ranks
 from shardwise import shard
 from shardwise.device import HostTime
 from shardwise.engine.api import engine_of
-from shardwise.interop.fsdp2 import fully_shard
 from shardwise.layout.segments import build_layout
 from shardwise.offload.home import Home
 from shardwise.stages import STAGES
 from shardwise.trace import FullParamLedger
 from shardwise.unit.storage import Storage
+from trainer import sharded_by_block
 
 CPU = torch.device("cpu")
 FP32 = (torch.float32, torch.float32)
@@ -234,8 +234,6 @@ def test_the_offload_policy_of_torch_gives_the_same_bits(rank):
         torch.manual_seed(0)
         model = Net()
         model.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard refuses scalars
-        for block in model.blocks:
-            fully_shard(block, offload_policy=policy)
-        fully_shard(model, offload_policy=policy)
+        sharded_by_block(model, offload_policy=policy)
         results.append(train(model, rank))
     assert_same_bits(results[0], results[1], "fully_shard")

@@ -29,6 +29,7 @@ from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.interop.lightning import ShardwiseStrategy
+from trainer import sharded_by_block
 
 # Lightning advises on workers, log intervals, batch sizes; some of its imports are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,9 +124,7 @@ class ByCalls(VectorScale):
 
     def configure_model(self) -> None:
         if not isinstance(self.blocks[0], FSDPModule):
-            for block in self.blocks:
-                fully_shard(block)
-            fully_shard(self)
+            sharded_by_block(self)
 
 
 class InsideByCalls(TwoNetworks):

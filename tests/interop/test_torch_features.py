@@ -23,9 +23,8 @@ from shardwise.config import Schedule
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
-from shardwise.interop.fsdp2 import fully_shard
 from shardwise.trace import Tracer
-from trainer import adamw, full_parameters, make_steps, mean_square, sgd, train
+from trainer import adamw, full_parameters, make_steps, mean_square, sgd, sharded_by_block, train
 
 # torch's compiler and profiler warn about themselves.
 pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
@@ -56,9 +55,7 @@ def compile_in_place(model: nn.Module, backend: Any) -> nn.Module:
 
 
 def shard_fully(model: nn.Module) -> nn.Module:
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)
-    sharded: nn.Module = fully_shard(model)
+    sharded: nn.Module = sharded_by_block(model)
     return sharded
 
 
