@@ -81,7 +81,6 @@ FIRST = (
     "engine/test_breadth_first.py",
     "engine/test_activations.py",
     "test_waits.py",
-    "interop/test_pipelining.py",
     "checkpoint/test_hostile.py",
     "engine/test_tensor_parallel.py",
     "test_plain_state.py",

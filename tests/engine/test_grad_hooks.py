@@ -43,11 +43,11 @@ def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
 
 @on_ranks(1, 3)
 def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(rank, world_size):
-    for options in STAGES:
+    for shards in (*(partial(shard, **options) for options in STAGES), sharded_by_block):
         found = []
         for in_backward in (True, False):
             torch.manual_seed(0)
-            model = shard(Stack(), **options)
+            model = shards(Stack())
             if in_backward:
                 step_in_backward(model, adamw)
             else:
@@ -174,23 +174,3 @@ def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(rank, wor
             model.head.weight.register_post_accumulate_grad_hook(print)
         with pytest.raises(ConfigError, match=r"rank 1 has .*'head.weight'.*1 hooks"):
             shard(model)
-
-
-@on_ranks(2)
-def test_an_optimizer_in_backward_under_fully_shard(rank, world_size):
-    found = []
-    for in_backward in (True, False):
-        torch.manual_seed(0)
-        model = Stack()
-        sharded_by_block(model)
-        if in_backward:
-            step_in_backward(model, adamw)
-        else:
-            optimizer = adamw(list(model.parameters()))
-        for (by_rank,) in make_steps(world_size, 3):
-            mean_square(model, by_rank[rank]).backward()
-            if not in_backward:
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(full_parameters(model))
-    assert_same_bits(found[0], found[1])

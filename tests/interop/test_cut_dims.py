@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -68,18 +67,11 @@ def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(rank,
             assert mine.to_local().is_contiguous(), name
             assert (mine.shape, mine.stride()) == (expected.shape, expected.stride())
             assert torch.equal(mine.full_tensor(), value), name
+            assert torch.equal(mine.redistribute(mesh, [Shard(0)]).full_tensor(), value), name
     model.unshard()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     model.reshard()
-
-
-@on_ranks(2)
-def test_an_uneven_cut_along_a_later_dim_is_refused_and_leaves_the_module_alone():
-    model = nn.Linear(5, 4, bias=False)
-    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*weight"):
-        fully_shard(model, shard_placement_fn=lambda _: Shard(1))
-    assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
 
 
 class Net(nn.Module):

@@ -422,8 +422,10 @@ def test_what_torch_refuses_is_refused_with_its_errors():
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Change scale to a 1D tensor"):
         fully_shard(scalar)
-    with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
-        fully_shard(nn.Linear(5, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    uneven = nn.Linear(5, 4)
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*weight"):
+        fully_shard(uneven, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    assert type(uneven) is nn.Linear and type(uneven.weight) is nn.Parameter
     strided = nn.Linear(4, 6)
     strided.weight = nn.Parameter(torch.randn(4, 6).t())
     with pytest.raises(NotImplementedError, match="non-contiguous"):

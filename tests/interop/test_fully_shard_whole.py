@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import shardwise
 from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
-from shardwise.errors import ConfigError, ReplicaError, StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
 from trainer import sharded_by_block
 
@@ -190,25 +190,6 @@ def test_full_parameters_may_be_read_changed_and_differentiated(rank):
     for name, param in model.named_parameters():
         assert param.grad is not None
         assert torch.equal(param.grad.full_tensor(), 2 * fulls[name])  # type: ignore[attr-defined]
-
-
-def differ(rank: int, world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = sharded("fully_shard", mesh)
-    shardwise.check.replicas(model)
-    if rank == 1:
-        with torch.no_grad():
-            next(model.parameters()).to_local()[0, 0] += 1  # type: ignore[attr-defined]
-    try:
-        shardwise.check.replicas(model)
-    except ReplicaError as error:
-        return str(error)
-    return ""
-
-
-def test_replicas_that_differ_are_named() -> None:
-    for text in run_ranks(differ, 2):
-        assert "parameter 'embedding.weight', value" in text
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ranks import on_ranks
 from shardwise import shard
@@ -19,7 +18,6 @@ from shardwise.offload.home import Home
 from shardwise.stages import STAGES
 from shardwise.trace import FullParamLedger
 from shardwise.unit.storage import Storage
-from trainer import sharded_by_block
 
 CPU = torch.device("cpu")
 FP32 = (torch.float32, torch.float32)
@@ -225,15 +223,3 @@ def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu():
                         p.mul_(0.5)
             results.append([p.full_tensor().detach().cpu() for p in model.parameters()])
         assert_same_bits(results[0], results[1], precision)
-
-
-@on_ranks(1, 3)
-def test_the_offload_policy_of_torch_gives_the_same_bits(rank):
-    results = []
-    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
-        torch.manual_seed(0)
-        model = Net()
-        model.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard refuses scalars
-        sharded_by_block(model, offload_policy=policy)
-        results.append(train(model, rank))
-    assert_same_bits(results[0], results[1], "fully_shard")
