@@ -244,7 +244,7 @@ class Looks(PipelineStage):
 def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind():
     axes = shardwise.Axes(pp=2)
     x, y = batch_of(0, axes["dp_shard"].get_local_rank())
-    for number, schedule in enumerate(THERE):
+    for number, schedule in enumerate(THERE[::2]):
         num = micro_batches_of(schedule, 3)
         by = ("shard", "fully_shard")[number % 2]
         how: dict[str, Any] = {"by": by, "stage": 3 - number // 2 % 2 if by == "shard" else 3}
@@ -257,7 +257,7 @@ def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind
         for mine, theirs in zip(dynamic.params, static.params, strict=True):
             assert torch.equal(full(mine.grad), full(theirs.grad))
     if hasattr(PipelineStage, "_post_metadata_inference_cleanup"):  # torch 2.11 lacks it
-        assert Looks.num_looks >= len(THERE)
+        assert Looks.num_looks >= len(THERE[::2])
 
 
 @on_ranks(4)
@@ -330,7 +330,7 @@ def test_gradients_of_several_schedules_are_reduced_once_and_divided_once():
     """
     axes = shardwise.Axes(pp=2)
     dp = axes["dp_shard"]
-    for number, schedule in enumerate(THERE):
+    for number, schedule in enumerate(THERE[1::2]):
         by = ("shard", "fully_shard")[number % 2]
         case = Case(schedule, by, 3 - number // 2 % 2 if by == "shard" else 3)
         num = micro_batches_of(schedule, 3)
