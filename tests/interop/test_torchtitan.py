@@ -153,15 +153,21 @@ def train(
     return losses, full_parameters(model)
 
 
+def parallelize(model: nn.Module, **given: Any) -> nn.Module:
+    """Call ours as where torchtitan itself is not there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchtitan, "load_neighbour", lambda *_: None)
+        return torchtitan.parallelize(model, **given)
+
+
 def assert_same_run(ours: Any, plain: Any) -> None:
     assert ours[0] == plain[0], (ours[0], plain[0])
     names = [re.sub(r"(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in ours[1]]
     assert_same_bits(dict(zip(names, ours[1].values(), strict=True)), plain[1])
 
 
-@on_ranks(1, 2, fresh=True)
+@on_ranks(1, 2)
 def test_a_decoder_takes_the_steps_of_the_plain_one(rank, world_size):
-    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     steps = batches_of(world_size, VOCAB)
     torch.manual_seed(0)
     start = Decoder()
@@ -179,24 +185,23 @@ def test_a_decoder_takes_the_steps_of_the_plain_one(rank, world_size):
     for case in cases:
         given = settings(**{"parallel_dims": Dims(dp_shard=world_size), **case})
         model = copy.deepcopy(start)
-        assert torchtitan.parallelize(model, **given) is model
+        assert parallelize(model, **given) is model
         assert_same_run(train(model, steps, rank, sum_loss), plain)
     bf16 = copy.deepcopy(start)
     given["training"].mixed_precision_param = "bfloat16"
-    torchtitan.parallelize(bf16, **given)
+    parallelize(bf16, **given)
     assert {p.dtype for p in bf16.parameters()} == {torch.float32}
     assert bf16(steps[0][rank][:, :-1]).dtype is torch.bfloat16
 
 
-@on_ranks(4, fresh=True)
+@on_ranks(4)
 def test_replicas_of_shards_are_where_the_degrees_say(rank, world_size):
-    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     torch.manual_seed(0)
     plain = Decoder()
     for backend in ("spmd_types", "partial_dtensor"):
         model = copy.deepcopy(plain)
         dims = Dims(dp_replicate=2, dp_shard=2, spmd_backend=backend)
-        torchtitan.parallelize(model, **settings(parallel_dims=dims))
+        parallelize(model, **settings(parallel_dims=dims))
         for param in model.parameters():
             assert isinstance(param, DTensor)
             assert param.placements == (Replicate(), Shard(0))
@@ -252,9 +257,8 @@ def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_s
         )  # type: ignore[union-attr]
 
 
-@on_ranks(1, fresh=True)
+@on_ranks(1)
 def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
-    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),
         ("context_parallel_degree=4", {"parallel_dims": Dims(cp=4)}),
@@ -267,13 +271,13 @@ def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
     for wanted, case in cases:
         model = Decoder()
         with pytest.raises(ConfigError, match=wanted):
-            torchtitan.parallelize(model, **settings(**case))
+            parallelize(model, **settings(**case))
         assert type(model) is Decoder
     with pytest.raises(ConfigError, match="no ModuleDict"):
-        torchtitan.parallelize(nn.Linear(2, 2), **settings())
+        parallelize(nn.Linear(2, 2), **settings())
     on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="disable_cuda_graphs"):
-        torchtitan.parallelize(Decoder(), **settings(parallel_dims=on_gpu))
+        parallelize(Decoder(), **settings(parallel_dims=on_gpu))
 
 
 # -- torchtitan itself
