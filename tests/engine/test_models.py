@@ -21,7 +21,6 @@ from scenarios import (
     Fragile,
     UsedBeforeItIsClosed,
     Wrapped,
-    two_groups,
 )
 from shardwise import ShardTensor, accumulate, fully_shard, shard
 from shardwise.config import Schedule
@@ -33,7 +32,6 @@ from trainer import (
     STAGES,
     adamw,
     assert_same_grads,
-    backward_all,
     events_of,
     full_grads,
     full_parameters,
@@ -155,62 +153,6 @@ def test_hooks_of_the_user_see_and_change_what_they_would_without_shards():
         seen_sharded, grads_sharded = train_with_user_hooks(shard(Stack(), **options), batch)
         assert seen_sharded == seen
         assert_same_bits(grads_sharded, grads)
-
-
-# Parameters of every kind: tied, frozen, unused, scalar, empty, mixed dtypes, used elsewhere.
-class TwoScalars(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor([0.0]))
-        self.b = nn.Parameter(torch.tensor([0.0]))
-
-    def forward(self, which: str) -> Tensor:
-        return getattr(self, which).sum()
-
-
-def moves_of_a(rank: int, world_size: int, stage: int, windows: list[str]) -> list[float]:
-    """Return by how much `a` moved in each step of plain SGD with lr 1."""
-    model = shard(TwoScalars(), stage=stage)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    values = [0.0]
-    for window in windows:
-        backward_all(model, [[w] * world_size for w in window], lambda m, w: m(w), rank)
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(-float(full_parameters(model)["a"]))
-    return [after - before for before, after in pairwise(values)]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_gradient_outlives_its_step(stage: int) -> None:
-    assert run_ranks(moves_of_a, 2, stage, ["a", "b", "b"]) == [[1.0, 0.0, 0.0]] * 2
-    assert run_ranks(moves_of_a, 2, stage, ["ba", "bb", "ab"]) == [[0.5, 0.0, 0.5]] * 2
-
-
-def scheduled(rank: int, world_size: int, is_sharded: bool) -> Any:
-    """Train with a schedule and two groups; one rank's own data only, so that N does not matter."""
-    torch.manual_seed(0)
-    model = Stack()
-    if is_sharded:
-        shard(model, stage=3)
-    optimizer = two_groups(list(model.parameters()))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=6)
-    rates = []
-    for _ in range(5):
-        model(torch.linspace(-1, 1, 16).view(2, 8)).square().mean().backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        rates.append(schedule.get_last_lr())
-    return rates, full_parameters(model)
-
-
-@on_ranks(2)
-def test_learning_rate_schedules_drive_the_sharded_optimizer(rank, world_size):
-    rates, parameters = scheduled(rank, world_size, True)
-    expected_rates, expected = scheduled(rank, world_size, False)
-    assert rates == expected_rates
-    assert_same_bits(parameters, expected)
 
 
 class WithNothing(nn.Module):

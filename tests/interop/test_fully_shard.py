@@ -1,6 +1,5 @@
 """Bits of `fully_shard`: those of torch's own, of DDP and of `shard`; its shards and counts."""
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -154,51 +153,6 @@ def spread_over_two(rank: int) -> None:
     assert sent == sum(-(-len(p) // 4) * 4 * p[0].numel() * 4 // 2 for p in stack().parameters())
 
 
-def tensor_parallel(rank: int) -> None:
-    """A DTensor parameter gets one more axis in front of its own; the numbers stay."""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    reference = Block()
-    reference.up, reference.down = nn.Linear(8, 12), nn.Linear(12, 8)
-    model = copy.deepcopy(reference)
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank // 2))
-    model(batch).square().mean().backward()
-    reference(batch).square().mean().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.device_mesh.mesh_dim_names == ("dp", "tp")
-        dist.all_reduce(theirs.grad, group=mesh["dp"].get_group())
-        assert torch.equal(full(ours.detach()), theirs)
-        assert_rounded_alike(full(ours.grad), theirs.grad / 2, of_gradient(8, 12, over=2 * 4))
-
-
-def pipelined(rank: int) -> None:
-    """A pipeline reduces what its micro-batches left, when all are through."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    place = mesh["pp"].get_local_rank()
-    found = []
-    for shards in (fully_shard, torch_fully_shard):
-        torch.manual_seed(place)
-        part: nn.Module = nn.Linear(8, 8) if place == 0 else Stack()
-        shards(part, mesh=mesh["dp"], reshard_after_forward=False)
-        stage = PipelineStage(part, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
-        generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
-        x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 5, generator=generator)
-        schedule.step(x) if place == 0 else schedule.step(target=y)
-        found.append([full(p.grad) for p in part.parameters()])
-    same_bits(*found)
-
-
 def named_axes_and_two_meshes(rank: int) -> None:
     """Parameters on a full mesh, and a group on two meshes, take the steps of torch's own."""
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -231,7 +185,7 @@ def placed_by_rank(infos: Any, result: Any, param: nn.Parameter) -> Any:
 
 
 @on_ranks(4)
-def test_replicas_of_shards_ints_and_tensor_parallelism(rank, world):
+def test_replicas_of_shards_ints_and_named_axes(rank, world):
     mesh = mesh_of(2, 2)
     expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
     for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
@@ -251,7 +205,5 @@ def test_replicas_of_shards_ints_and_tensor_parallelism(rank, world):
         dist.all_reduce(theirs.grad)
         assert_rounded_alike(full(ours.grad), theirs.grad / world, 2 * TERMS)
     spread_over_two(rank)
-    tensor_parallel(rank)
-    pipelined(rank)
     if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
         named_axes_and_two_meshes(rank)

@@ -206,7 +206,8 @@ def test_every_schedule_has_the_bits_of_fsdp2():
     dp = axes["dp_shard"]
     for number, schedule in enumerate(THERE):
         num = micro_batches_of(schedule, 2)
-        ours = pipeline_of(schedule, axes, num, stage=(3, 2, 0)[number % 3])
+        how = ({"stage": 2}, {"by": "fully_shard"}, {"stage": 3})[number % 3]
+        ours = pipeline_of(schedule, axes, num, **how)
         theirs = Pipeline(schedule, axes, num, partial(by_torch, mesh=dp))
         for made in (ours, theirs):
             made.step(*batch_of(0, dp.get_local_rank()))
