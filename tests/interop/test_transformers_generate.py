@@ -54,6 +54,8 @@ def test_every_rank_gets_the_plain_models_tokens(rank, name):
         model = prepare(shard(MODELS[name](), stage=stage)).eval()
         for way, tokens in zip(ways, expected, strict=True):
             assert torch.equal(generate(model, rank, rank, **way), tokens), (stage, way)
+        with gathered(model):
+            assert torch.equal(generate(model, rank, rank, **ways[0]), expected[0])
         assert model.to("cpu") is model
         assert type(model).to(model, "cpu:0") is model.to(torch.device("cpu", 0)) is model
         with pytest.raises(ShardError, match="dtype or device of a sharded model"):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
-from shardwise import gathered, shard
+from shardwise import shard
 from shardwise.config import Units
 from trainer import compare, full_parameters, make_steps, train, train_plain
 
@@ -66,27 +66,6 @@ def test_gradient_checkpointing_of_transformers_takes_the_plain_steps(world_size
         trained = train(model, steps, own_loss, **options)
         assert trained.losses == truth.losses
         assert_same_bits(trained.parameters, truth.parameters)
-
-
-@on_ranks(2)
-def test_generation_gives_the_plain_tokens_inside_and_outside_gathered():
-    """Generate greedily between training steps."""
-    prompt = torch.tensor([[3, 5, 7]])
-    generate = partial(dict, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    torch.manual_seed(0)
-    plain = make_llama().eval()
-    expected = plain.generate(prompt, **generate())
-    for options in SETTINGS:
-        torch.manual_seed(0)
-        model = shard(make_llama(), **options).eval()
-        assert torch.equal(model.generate(prompt, **generate()), expected)
-        with gathered(model):
-            assert torch.equal(model.generate(prompt, **generate()), expected)
-        model.train()
-        own_loss(model, prompt).backward()
-        model.eval()
-        assert torch.equal(model.generate(prompt, **generate()), expected)
-        assert all(p.grad is not None for p in model.parameters())
 
 
 def start_llama_on_meta(rank: int, world_size: int) -> dict[str, Tensor]:
