@@ -153,7 +153,10 @@ class _Check:
                 self._check_header(checkpoint, name, row, [stored for _, stored in inside])
             except (OSError, CheckpointError) as error:
                 self._found(name, "", error)
-            chunks = [list(chunks_in(extent, stored.key)) for extent, stored in inside]
+            own = (
+                f"rank{rank:05d}."  # before the keys of the rank's own tensors, in its files alone
+            )
+            chunks = [list(chunks_in(e, stored.key.removeprefix(own))) for e, stored in inside]
             try:
                 for num_bytes in checkpoint.read_chunks([c for each in chunks for c in each]):
                     self._count(num_bytes)
