@@ -146,7 +146,8 @@ def test_sums_over_replicas_are_encoded_once_more(rank, num_ranks):
                 assert error == 0
 
 
-def sends(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_is_sent_are_codes_scales_and_little_more(rank, num_ranks):
     shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
     for kind in KINDS:
         precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
@@ -164,10 +165,6 @@ def sends(rank: int, num_ranks: int) -> None:
                 least += 2 * numel if kind == "bf16" else wire_bytes(numel, kind, BLOCK)
         others = 19 * 4 + len(shapes) * 4 * num_ranks + 16 * (len(shapes) + 3) * num_ranks
         assert least <= sent <= least + others, (kind, sent, least)
-
-
-def test_what_is_sent_are_codes_scales_and_little_more() -> None:
-    run_ranks(sends, 2)
 
 
 @on_ranks(1, 3)

@@ -83,7 +83,8 @@ def assert_seen(model: Any, full: dict[str, Tensor], kind: str, num_ranks: int) 
 
 
 # -- what a run learns
-def learns(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_gradients_are_those_of_what_arrives_and_step_what_is_kept(rank, num_ranks):
     for kind, stage in zip(KINDS, (1, 2, 3), strict=True):
         torch.manual_seed(1)
         plain = Net()
@@ -104,11 +105,6 @@ def learns(rank: int, num_ranks: int) -> None:
             steps(speed, optimizer, rank, range(step, step + 1))
             for name, value in exact(speed).items():
                 torch.testing.assert_close(value, kept[name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_gradients_are_those_of_what_arrives_and_step_what_is_kept(num_ranks: int) -> None:
-    run_ranks(learns, num_ranks)
 
 
 # -- restarts, numbers of ranks

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 import shardwise
 from models import Block, Experts, Stack
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
@@ -384,7 +384,8 @@ class Gather:
         dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group)
 
 
-def refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_cannot_hold_says_what_to_use_and_the_rest_is_accepted(rank, world):
     model = sharded(3)
     with pytest.raises(NotImplementedError, match="set_reshard_after_forward"):
         model.set_keep_unsharded_storage(True)
@@ -417,7 +418,3 @@ def refused(rank: int, world: int) -> None:
     loss_of(model, 1, rank).backward()
     same_gradients(model, expected(world, (1,)))
     dist.barrier()
-
-
-def test_what_cannot_hold_says_what_to_use_and_the_rest_is_accepted() -> None:
-    run_ranks(refused, 2)

@@ -204,7 +204,8 @@ def step_of(model: nn.Module, number: int) -> None:
     nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
 
 
-def moments(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_moments_that_would_be_wrong_are_refused(rank, world_size):
     """A context inside a forward pass is refused; gradients of one rank alone have one dtype."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -230,11 +231,6 @@ def moments(rank: int, world_size: int) -> None:
         assert (param.grad is not None) == bool(users)
         if param.grad is not None:
             assert torch.equal(param.grad.full_tensor(), 2 * full / world_size)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_moments_that_would_be_wrong_are_refused(world_size: int) -> None:
-    run_ranks(moments, world_size)
 
 
 @on_ranks(2)
