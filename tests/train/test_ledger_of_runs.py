@@ -10,7 +10,6 @@ from resumes import train, write_text
 from shardwise.cli.planned_run import plan_of_run
 from shardwise.monitor.rank_lines import Memory
 from shardwise.monitor.record import read_run
-from shardwise.monitor.summary import memory_of
 
 # Units that share a bucket, and so many of them that reductions are under way in later passes.
 FLAGS: dict[str, Any] = {
@@ -45,9 +44,8 @@ def test_the_engines_memory_is_that_of_the_plan_line_by_line(
     run_ranks(run, world_size, {**flags, "data": write_text(tmp_path)})
     record = read_run(tmp_path / "run")
     (line,) = (line for _, line in record.lines(Memory, 0))
-    memory = memory_of(0, line, is_process=True)
     plan, _ = plan_of_run(tmp_path / "run" / "config.yaml", record)
     planned = {k: n for k, n in plan.played.engines_peak.ledger.engines().items() if n}
-    phase, unit, measured = memory.moments[memory.peak]
-    assert measured == planned, (phase, unit)
-    assert memory.units_at == memory.peak
+    peak = line.moments[line.peak]
+    assert peak.device == planned, peak
+    assert sum(peak.device.values()) == max(sum(m.device.values()) for m in line.moments)
