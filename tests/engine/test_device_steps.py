@@ -14,8 +14,8 @@ from test_overlap import OPTIMIZERS, assert_same, everything, make_optimizer, tr
 from torch import nn
 
 from models import Stack
+from rank_tables import Run, Scenarios, each_of
 from ranks import run_ranks
-from scenarios import Run, Scenarios, each_of
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
 from shardwise.device import HostTime

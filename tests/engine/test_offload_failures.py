@@ -14,8 +14,8 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
+from rank_tables import Run, Scenarios, each_of
 from ranks import HANG_S, run_ranks
-from scenarios import Run, Scenarios, each_of
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
 from shardwise.errors import CheckpointError, CollectiveError, ConfigError, ShardError, StorageError

@@ -21,7 +21,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from scenarios import Run, Scenarios, each_of
+from rank_tables import Run, Scenarios, each_of
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard
 from shardwise.comm.collectives import Comm
 from shardwise.debug import stats

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from models import Stack
+from rank_tables import Run, Scenarios, each_of
 from ranks import HANG_S, run_ranks
-from scenarios import Run, Scenarios, each_of
 from shardwise import Offload, accumulate, fully_shard, gathered, load, optim, overlap, save, shard
 from shardwise.check import replicas as check_replicas
 from shardwise.debug import stats

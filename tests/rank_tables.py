@@ -1,0 +1,31 @@
+"""Tables of scenarios that run on ranks: one test for all functions of a file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import run_ranks
+
+Run = Callable[[Path], object]
+# By sentence: a function of (rank, world_size, ...), and numbers of ranks, each alone or with more
+# arguments. A parameter ``folder`` gets the test's.
+Scenarios = Mapping[str, tuple[Callable[..., object], Sequence[Any]]]
+
+
+def each_of(scenarios: Scenarios) -> pytest.MarkDecorator:
+    """Parametrize a test by ``run``, one for each number of ranks, which takes a folder."""
+
+    def made(function: Callable[..., object], size: int, *args: Any) -> Run:
+        takes_folder = "folder" in signature(function).parameters
+        return lambda folder: run_ranks(function, size, *[folder][:takes_folder], *args)
+
+    found = []
+    for name, (function, cases) in scenarios.items():
+        for case in cases:
+            args = case if isinstance(case, tuple) else (case,)
+            said = ", ".join(map(str, args))
+            found.append(pytest.param(made(function, *args), id=f"{name} ({said})"))
+    return pytest.mark.parametrize("run", found)
