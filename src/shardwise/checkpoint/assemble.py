@@ -157,21 +157,21 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
     return manifest, Part(control.rank, read, own, table.values)
 
 
-def written_items(table: Table, members: Sequence[int], rank: int) -> tuple[Item, ...]:
-    """Return the cut tensors that this rank writes; its replicas write the others.
+def items_to_write(table: Table, control: Control) -> list[Item]:
+    """List the tensors that this rank writes, or may write; of cut ones, its replicas write others.
 
     If groups of ranks hold one piece, it includes every piece that this rank may have to write.
     """
-    if table.is_alike:
-        num_replicas, num_shards = len(table.meshes[0]), len(table.meshes[0][0])
-        mine = rank // num_shards
-        return tuple(item for n, item in enumerate(table.sharded) if n % num_replicas == mine)
     found = []
-    for item in table.sharded:
+    for number, item in enumerate(table.sharded):
         mesh = table.meshes[table.layouts[item.layout or 0].mesh]
-        if members[rank] in mesh[turn_of_key(item.info.key, len(mesh))]:
-            found.append(item)
-    return tuple(found)
+        if table.is_alike:
+            is_mine = number % len(mesh) == control.rank // len(mesh[0])
+        else:
+            turn = turn_of_key(item.info.key, len(mesh))
+            is_mine = control.members[control.rank] in mesh[turn]
+        found += [item] if is_mine else []
+    return [*found, *table.uncut, *table.own]
 
 
 def key_of(item: Item | TensorRow) -> Key:
