@@ -26,7 +26,7 @@ import torch
 
 from shardwise import __version__
 from shardwise.checkpoint.all_ranks import rows_of_all_ranks
-from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, digest_of, memory_of
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, bytes_of, digest_of
 from shardwise.checkpoint.manifest import (
     FORMAT,
     PIECES_FORMAT,
@@ -151,9 +151,9 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
 
     def read(number: int, box: Box) -> memoryview:
         item = mine[keys[number]]
-        return _bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
+        return bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
 
-    own = [(row_of(key_of(item)), partial(_bytes_of, item.data)) for item in owned]
+    own = [(row_of(key_of(item)), partial(bytes_of, item.data)) for item in owned]
     return manifest, Part(control.rank, read, own, table.values)
 
 
@@ -201,16 +201,12 @@ def row_of(
     )
 
 
-def _bytes_of(data: torch.Tensor) -> memoryview:
-    return memory_of(data.detach().cpu().contiguous())
-
-
 # -- descriptions of ranks
 
 
 def _groups_of(control: Control, table: Table, run: str, step: int | None) -> list[_Group]:
     """Return what all ranks have, the group of rank 0 first. See Note [Descriptions of ranks]."""
-    digests = [bytes.fromhex(digest_of(_bytes_of(item.data))) for item in table.uncut]
+    digests = [bytes.fromhex(digest_of(bytes_of(item.data))) for item in table.uncut]
     mine: list[Described] = []
 
     def describe() -> bytes:
