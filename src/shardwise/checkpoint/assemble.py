@@ -26,7 +26,7 @@ import torch
 
 from shardwise import __version__
 from shardwise.checkpoint.all_ranks import rows_of_all_ranks
-from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, digest_of, memory_of
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, bytes_of, digest_of
 from shardwise.checkpoint.manifest import (
     FORMAT,
     PIECES_FORMAT,
@@ -151,27 +151,27 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
 
     def read(number: int, box: Box) -> memoryview:
         item = mine[keys[number]]
-        return _bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
+        return bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
 
-    own = [(row_of(key_of(item)), partial(_bytes_of, item.data)) for item in owned]
+    own = [(row_of(key_of(item)), partial(bytes_of, item.data)) for item in owned]
     return manifest, Part(control.rank, read, own, table.values)
 
 
-def written_items(table: Table, members: Sequence[int], rank: int) -> tuple[Item, ...]:
-    """Return the cut tensors that this rank writes; its replicas write the others.
+def items_to_write(table: Table, control: Control) -> list[Item]:
+    """List the tensors that this rank writes, or may write; of cut ones, its replicas write others.
 
     If groups of ranks hold one piece, it includes every piece that this rank may have to write.
     """
-    if table.is_alike:
-        num_replicas, num_shards = len(table.meshes[0]), len(table.meshes[0][0])
-        mine = rank // num_shards
-        return tuple(item for n, item in enumerate(table.sharded) if n % num_replicas == mine)
     found = []
-    for item in table.sharded:
+    for number, item in enumerate(table.sharded):
         mesh = table.meshes[table.layouts[item.layout or 0].mesh]
-        if members[rank] in mesh[turn_of_key(item.info.key, len(mesh))]:
-            found.append(item)
-    return tuple(found)
+        if table.is_alike:
+            is_mine = number % len(mesh) == control.rank // len(mesh[0])
+        else:
+            turn = turn_of_key(item.info.key, len(mesh))
+            is_mine = control.members[control.rank] in mesh[turn]
+        found += [item] if is_mine else []
+    return [*found, *table.uncut, *table.own]
 
 
 def key_of(item: Item | TensorRow) -> Key:
@@ -201,16 +201,12 @@ def row_of(
     )
 
 
-def _bytes_of(data: torch.Tensor) -> memoryview:
-    return memory_of(data.detach().cpu().contiguous())
-
-
 # -- descriptions of ranks
 
 
 def _groups_of(control: Control, table: Table, run: str, step: int | None) -> list[_Group]:
     """Return what all ranks have, the group of rank 0 first. See Note [Descriptions of ranks]."""
-    digests = [bytes.fromhex(digest_of(_bytes_of(item.data))) for item in table.uncut]
+    digests = [bytes.fromhex(digest_of(bytes_of(item.data))) for item in table.uncut]
     mine: list[Described] = []
 
     def describe() -> bytes:
