@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from inner import Entry, Files, Lock, Reader, Writer
+from checkpoint.inner import Entry, Files, Lock, Reader, Writer
 from ranks import HANG_S
 from shardwise.comm.control import Control
 from shardwise.errors import CollectiveError, DamagedCheckpoint
