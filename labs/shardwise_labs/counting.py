@@ -2,8 +2,9 @@
 
 Sent bytes are those of one rank, as an algorithm that sends no byte twice would send them: an
 all-gather or a reduce-scatter of P bytes over N ranks sends (N-1)/N * P, an all-reduce twice that.
-Held bytes are those of the storages that are alive; storages of 8 bytes or less (Adam's counter of
-steps, a loss) do not count.
+Sums over ranks are made in rank order, so that their bits can be compared with one process; gloo's
+own order depends on the number of ranks. Held bytes are those of the storages that are alive;
+storages of 8 bytes or less (Adam's counter of steps, a loss) do not count.
 """
 
 import functools
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 SCALAR_BYTES = 8
 
@@ -104,6 +105,51 @@ SENT: dict[str, Callable[..., int]] = {
 }
 
 
+# Sums in rank order. Each returns False, having done nothing, if torch must take the call.
+
+
+def _add_in_order(source: Tensor, out: Tensor, begin: int, op: Any, group: Any, how: Any) -> bool:
+    is_plain = op in (None, dist.ReduceOp.SUM) and not how
+    if not is_plain or source.dtype != out.dtype or not out.is_contiguous():
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        source = source.detach().reshape(-1)
+        everyone = [torch.empty_like(source) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, source, group=group)
+        total = everyone[0][begin : begin + out.numel()].clone()
+        for each in everyone[1:]:
+            total += each[begin : begin + out.numel()]
+        out.detach().view(-1).copy_(total)
+    return True
+
+
+def _all_reduce_in_order(tensor: Tensor, op: Any = None, group: Any = None, **how: Any) -> bool:
+    return _add_in_order(tensor, tensor, 0, op, group, any(how.values()))
+
+
+def _reduce_scatter_in_order(
+    out: Tensor, source: Any, op: Any = None, group: Any = None, **how: Any
+) -> bool:
+    num_ranks, begin = dist.get_world_size(group), dist.get_rank(group) * out.numel()
+    if not isinstance(source, Tensor):
+        shapes = {tensor.shape for tensor in source}
+        if len(source) != num_ranks or shapes != {out.shape}:
+            return False
+        with _disable_current_modes():
+            source = torch.cat([tensor.detach().reshape(-1) for tensor in source])
+    if source.numel() != num_ranks * out.numel():
+        return False
+    return _add_in_order(source, out, begin, op, group, any(how.values()))
+
+
+ORDERED: dict[str, Callable[..., bool]] = {
+    "all_reduce": _all_reduce_in_order,
+    "reduce_scatter": _reduce_scatter_in_order,
+    "reduce_scatter_tensor": _reduce_scatter_in_order,
+    "reduce_scatter_single": _reduce_scatter_in_order,
+}
+
+
 class Traffic:
     """The calls of torch.distributed inside a block, with the lines of the reader's files."""
 
@@ -150,6 +196,8 @@ class Traffic:
                 self.calls.append(Call(name, sent, self._line()))
             self._depth += 1
             try:
+                if name in ORDERED and self._depth == 1 and ORDERED[name](*args, **kwargs):
+                    return None
                 return function(*args, **kwargs)
             finally:
                 self._depth -= 1

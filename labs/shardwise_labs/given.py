@@ -1,6 +1,7 @@
 """The model and the batches of labs, and training them in one process: the oracle."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -85,15 +86,24 @@ class OneProcess:
 
     values: list[dict[str, Tensor]]
     grads: list[dict[str, Tensor]]
+    rank_grads: list[list[dict[str, Tensor]]]  # by step and rank, of its batches alone
+    last_grads: list[dict[str, Tensor]]  # the means of the last micro-batch alone
 
 
-def one_process(num_ranks: int, steps: int, micro_batches: int = 1, rows: int = 1) -> OneProcess:
-    """Train on the batches of all ranks in one process: the mean of their gradients, and Adam."""
+@cache
+def one_process(
+    num_ranks: int, steps: int = 3, micro_batches: int = 1, rows: int = 1, scale: float = 1
+) -> OneProcess:
+    """Train on the batches of all ranks in one process: the mean of their gradients, and Adam.
+
+    ``scale`` multiplies the means.
+    """
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, foreach=False)
-    found = OneProcess([], [])
+    found = OneProcess([], [], [], [])
     for step in range(steps):
         total: dict[str, Tensor] = {}
+        of_ranks: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
         for micro in range(micro_batches):
             sums: dict[str, Tensor] = {}
             for rank in range(num_ranks):
@@ -101,13 +111,19 @@ def one_process(num_ranks: int, steps: int, micro_batches: int = 1, rows: int = 
                 loss_of(model, batch(rank, step * micro_batches + micro, rows)).backward()
                 for name, p in model.named_parameters():
                     if p.grad is not None:
-                        sums[name] = p.grad.clone() if name not in sums else sums[name] + p.grad
+                        _add(sums, name, p.grad)
+                        _add(of_ranks[rank], name, p.grad)
             for name, grad in sums.items():
-                mean = grad / num_ranks
-                total[name] = mean if name not in total else total[name] + mean
+                _add(total, name, grad / num_ranks * scale)
         for name, p in model.named_parameters():
             p.grad = total.get(name)
         optimizer.step()
         found.grads.append(total)
+        found.last_grads.append({name: grad / num_ranks for name, grad in sums.items()})
+        found.rank_grads.append(of_ranks)
         found.values.append({n: p.detach().clone() for n, p in model.named_parameters()})
     return found
+
+
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value.clone()

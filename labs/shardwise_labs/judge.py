@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import torch
+import torch.distributed as dist
+
 from shardwise_labs.ranks import Verdict
 from shardwise_labs.reader import member
 from shardwise_labs.words import WrongAnswer
@@ -40,6 +43,12 @@ class Judge:
         """Add the verdict of a target: the first problem, if there is one."""
         found = next((problem for problem in problems if problem), None)
         self.verdicts.append(Verdict(target, found is None, found or good))
+
+    def has_met_all(self) -> bool:
+        """Tell whether every rank has met its targets so far; all ranks call this."""
+        missed = torch.tensor(float(sum(not verdict.met for verdict in self.verdicts)))
+        dist.all_reduce(missed)
+        return not missed
 
     def row(self, label: str, value: str) -> None:
         """Add a line of the run's table."""

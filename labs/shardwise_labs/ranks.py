@@ -1,10 +1,11 @@
 """Run the reader's file on ranks: real processes with a gloo group, ended if they hang.
 
-`run_job` starts one process that imports torch once and forks the ranks. A rank writes what it
-found to a file when it is done. A rank that hangs writes its stacks on a signal.
+A `Starter` is one process that imports torch once and forks the ranks. A rank writes what it found
+to a file when it is done. A rank that hangs writes its stacks on a signal.
 """
 
 import faulthandler
+import gc
 import importlib
 import json
 import multiprocessing
@@ -64,20 +65,45 @@ class Job:
 
 def run_job(job: Job) -> list[Outcome]:
     """Run a job in a process of its own; return the outcomes by number of ranks, file and rank."""
-    with tempfile.TemporaryDirectory(prefix="lab-") as folder:
-        Path(folder, "job.json").write_text(json.dumps(asdict(job)))
+    with Starter() as starter:
+        return starter.run(job)
+
+
+class Starter:
+    """A process that has imported torch, and forks the ranks of one job after the other."""
+
+    def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(Path(__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
         )
-        command = [sys.executable, "-m", "shardwise_labs.ranks", folder]
-        done = subprocess.run(command, env=environment)
-        results = Path(folder, "results.json")
-        if not results.exists():
-            raise RuntimeError(f"the ranks did not start (exit code {done.returncode})")
-        return [_outcome(facts) for facts in json.loads(results.read_text())]
+        command = [sys.executable, "-m", "shardwise_labs.ranks"]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def run(self, job: Job) -> list[Outcome]:
+        """Run a job; return the outcomes by number of ranks, file and rank."""
+        with tempfile.TemporaryDirectory(prefix="lab-") as folder:
+            Path(folder, "job.json").write_text(json.dumps(asdict(job)))
+            assert self._process.stdin is not None
+            print(folder, file=self._process.stdin)
+            results = Path(folder, "results.json")
+            while not results.exists():
+                if (code := self._process.poll()) is not None:
+                    raise RuntimeError(f"the ranks did not start (exit code {code})")
+                time.sleep(0.01)
+            return [_outcome(facts) for facts in json.loads(results.read_text())]
+
+    def __enter__(self) -> "Starter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def _outcome(facts: dict[str, object]) -> Outcome:
@@ -87,28 +113,36 @@ def _outcome(facts: dict[str, object]) -> Outcome:
     return outcome
 
 
-def _main(folder: Path) -> None:
-    facts = json.loads((folder / "job.json").read_text())
-    job = Job(**{**facts, "files": tuple(facts["files"]), "num_ranks": tuple(facts["num_ranks"])})
+def _main() -> None:
     import torch
     import torch._dynamo  # the first step of an optimizer imports it
     import torch.distributed.nn.functional  # keeps the group that exists when it is imported
 
     torch.set_num_threads(1)
+    gc.freeze()  # ranks collect garbage often, and need not look at what is imported
+    for line in sys.stdin:
+        _do_job(Path(line.rstrip("\n")))
+
+
+def _do_job(folder: Path) -> None:
+    facts = json.loads((folder / "job.json").read_text())
+    job = Job(**{**facts, "files": tuple(facts["files"]), "num_ranks": tuple(facts["num_ranks"])})
     write_solutions(folder / "solutions")
     found: list[Outcome] = []
     for num_ranks in job.num_ranks:
         found += _run_group(job, num_ranks, folder)
         if any(outcome.error for outcome in found):
             break
-    (folder / "results.json").write_text(json.dumps([asdict(outcome) for outcome in found]))
+    written = folder / "results.json.new"
+    written.write_text(json.dumps([asdict(outcome) for outcome in found]))
+    written.rename(folder / "results.json")
 
 
 def write_solutions(folder: Path) -> None:
     """Write the trainers that the checks measure with."""
     folder.mkdir(exist_ok=True)
     for name, lab in TRAINERS.items():
-        text = (FOLDER / "trainers" / f"{lab}.py").read_text(encoding="utf-8")
+        text = (FOLDER / lab / "solution.py").read_text(encoding="utf-8")
         (folder / name).write_text(without_marks(text))
 
 
@@ -204,4 +238,4 @@ def _judge(job: Job, path: Path, rank: int, num_ranks: int, folder: Path) -> Out
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main()

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardwise_labs.counting import Traffic
+
 
 class WrongAnswer(Exception):
     """What the reader's code gave cannot be compared; the text says why."""
@@ -89,6 +91,20 @@ def count_difference(
     if abs(got - want) <= slack * want:
         return None
     for words, wrong in (known or {}).items():
-        if abs(got - wrong) <= max(slack * wrong, 1e-6 * wrong):
+        if abs(got - wrong) <= max(slack, 1e-3) * wrong:
             return f"{got:,.0f} {what}, {want:,.0f} expected: {words}"
     return f"{got:,.0f} {what}, {want:,.0f} expected ({times(got / want) if want else 'none'})"
+
+
+def sent_difference(traffic: Traffic, needed: int, would_do: str) -> str | None:
+    """Return in words how the bytes sent differ from those needed; None if they do not."""
+    sent = traffic.sent
+    if sent == needed:
+        return None
+    if not traffic.calls:
+        return f"no collective was called; a {would_do} is needed"
+    names = ", ".join(dict.fromkeys(call.name.replace("_", "-") for call in traffic.calls))
+    line = f" (line {traffic.calls[0].line})" if traffic.calls[0].line else ""
+    if sent < needed:
+        return f"{sent:,} bytes sent, {needed:,} are needed: {names}{line}"
+    return f"{sent:,} bytes sent, {needed:,} are needed: {names}{line} where {would_do} would do"

@@ -1,14 +1,19 @@
-"""Train the model with a trainer of labs 3 to 5, and count what it holds and sends."""
+"""Train the model with a trainer of labs 3 to 5, count what it holds and sends, and compare it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise_labs.counting import Call, Meter, Traffic
-from shardwise_labs.given import batch, loss_of, make_model
+from shardwise_labs.given import OneProcess, batch, loss_of, make_model, one_process, units_of
+from shardwise_labs.judge import Judge
+from shardwise_labs.words import WrongAnswer, difference, tensor_of, times
 
 
 class Trainer(Protocol):
@@ -32,6 +37,8 @@ class Trained:
     at_rest: int = 0  # before backward begins to write, after a step
     held: int = 0  # after backward, before the step
     peak: int = 0  # of forward and backward
+    step_peak: int = 0  # of the whole step
+    grads: list[Tensor] = field(default_factory=list)  # in each step what the optimizer is given
     calls: list[Call] = field(default_factory=list)
     calls_of_setup: list[Call] = field(default_factory=list)
 
@@ -55,6 +62,7 @@ def train(
     with Meter(*model.parameters()) as meter, Traffic(folder) as traffic:
         trainer = build(model)
         found = Trained(model, trainer, calls_of_setup=list(traffic.calls))
+        _record_gradients(trainer, found.grads)
         for step in range(steps):
             traffic.clear()
             found.at_rest = meter.settled()
@@ -67,9 +75,168 @@ def train(
                 del loss
             found.peak, found.held = meter.peak, meter.settled()
             trainer.step()
+            found.step_peak = meter.peak
             found.losses.append(total / micro_batches)
         found.calls = list(traffic.calls)
         if hasattr(trainer, "full_parameters"):
             trainer.full_parameters()
     found.values = {name: p.detach().clone() for name, p in model.named_parameters()}
     return found
+
+
+def _record_gradients(trainer: Trainer, grads: list[Tensor]) -> None:
+    optimizer = getattr(trainer, "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise WrongAnswer("`self.optimizer` is no optimizer of torch")
+
+    def record(*_: object) -> None:
+        with _disable_current_modes():
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            flat = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in params]
+            grads.append(torch.cat(flat))
+
+    optimizer.register_step_pre_hook(record)
+
+
+def own_slices(named: Mapping[str, Tensor], by_unit: bool, rank: int, num_ranks: int) -> Tensor:
+    """Return a rank's slices of the model's values, flat; those that are missing are zeros."""
+    model = make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = []
+    for unit in units_of(model) if by_unit else [model]:
+        parts = [named.get(names[id(p)], torch.zeros(p.shape)) for p in unit.parameters()]
+        flat = torch.cat([part.flatten() for part in parts])
+        flat = torch.cat([flat, torch.zeros(-len(flat) % num_ranks)])
+        found.append(flat.chunk(num_ranks)[rank])
+    return torch.cat(found)
+
+
+def padded_numel(by_unit: bool, num_ranks: int) -> int:
+    """Return the number of parameters with the zeros that make slices equal."""
+    return num_ranks * len(own_slices({}, by_unit, 0, num_ranks))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Training on one rank beside one process: where gradients and parameters differ, in words.
+
+    ``by_unit``: each unit has its own slices. Problems of the first step come first, since what
+    comes after them says little.
+    """
+
+    rank: int
+    num_ranks: int
+    by_unit: bool
+    first: Trained  # one step
+    trained: Trained
+    oracle: OneProcess
+    oracle_first: OneProcess
+
+    def slices(self, named: Mapping[str, Tensor], rank: int | None = None) -> Tensor:
+        """Return a rank's slices of the model's values; by default this rank's."""
+        return own_slices(named, self.by_unit, self.rank if rank is None else rank, self.num_ranks)
+
+    @cached_property
+    def gradient_problem(self) -> str | None:
+        """How the gradients that the optimizer was given differ from the means."""
+        problem = self._gradient_problem(self.first, self.oracle_first)
+        if problem or self._value_problem(self.first, self.oracle_first):
+            return problem
+        return self._gradient_problem(self.trained, self.oracle)
+
+    @cached_property
+    def value_problem(self) -> str | None:
+        """How the parameters after training differ."""
+        return self._value_problem(self.first, self.oracle_first) or self._value_problem(
+            self.trained, self.oracle
+        )
+
+    def _gradient_problem(self, trained: Trained, oracle: OneProcess) -> str | None:
+        steps = len(oracle.values)
+        if len(trained.grads) != steps:
+            return f"the optimizer made {len(trained.grads)} steps in {steps}"
+        for step, got in enumerate(trained.grads):
+            means, n = oracle.grads[step], self.num_ranks
+            want, mean = self.slices(means), "the mean over ranks was asked for"
+            known = {
+                f"is the sum over ranks, {mean}: exactly {times(n)}": want * n,
+                f"is of this rank's batch alone, {mean}": self.slices(
+                    oracle.rank_grads[step][self.rank]
+                ),
+                "is that of the last micro-batch alone": self.slices(oracle.last_grads[step]),
+            }
+            if step:
+                before = self.slices(oracle.grads[step - 1])
+                known["still has that of the step before in it: set it to zero"] = want + before
+            for other in range(n):
+                if other != self.rank:
+                    known[f"is that of rank {other}'s slice"] = self.slices(means, other)
+            what = f"the gradient that rank {self.rank}'s optimizer gets in step {step + 1}"
+            got = tensor_of(what, got, tuple(want.shape))
+            if problem := difference(what, got, want, known):
+                return problem
+        return None
+
+    def _value_problem(self, trained: Trained, oracle: OneProcess) -> str | None:
+        start = {name: p.detach() for name, p in make_model().named_parameters()}
+        n, steps = self.num_ranks, len(oracle.values)
+        for owner in sorted(range(n), key=lambda other: other != self.rank):
+            first, want, got = (
+                self.slices(named, owner) for named in (start, oracle.values[-1], trained.values)
+            )
+            whose = "its own slice" if owner == self.rank else f"the slice of rank {owner}"
+            what = f"after {steps} step{'s' * (steps > 1)} rank {self.rank} has {whose}, which"
+            known = {"is as before: gather all slices, after the optimizer's step": first}
+            if problem := difference(what, got, want, known):
+                ratio = float((got - first).norm() / (want - first).norm())
+                if abs(ratio - 1) > 0.2:
+                    problem += f"; it moved {times(ratio)} as far as in one process"
+                return problem
+        return None
+
+
+def compare(
+    build: Callable[[nn.Module], Trainer],
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    by_unit: bool,
+    micro_batches: int = 1,
+) -> Compared:
+    """Train one step and three; every rank of the group calls this."""
+    runs = [train(build, rank, folder, steps, micro_batches) for steps in (1, 3)]
+    oracles = [one_process(num_ranks, steps, micro_batches) for steps in (1, 3)]
+    return Compared(rank, num_ranks, by_unit, *runs, *reversed(oracles))
+
+
+def update_after_sum(num_ranks: int) -> str:
+    """Return how far parameters are from those after training with sums instead of means."""
+    want = one_process(num_ranks)
+    got = one_process(num_ranks, scale=num_ranks)
+    flat = [torch.cat([v.flatten() for v in each.values[-1].values()]) for each in (got, want)]
+    return f"{float((flat[0] - flat[1]).norm() / flat[1].norm()):.1e}"
+
+
+def judge_bits(judge: Judge, compared: Compared) -> None:
+    """Judge the targets "gradient" and "bits"."""
+    with judge.judging("gradient"):
+        steps = len(compared.trained.grads)
+        good = f"{steps} steps, the bits of one process"
+        judge.judge("gradient", compared.gradient_problem, good=good)
+    with judge.judging("bits"):
+        good = "34,763 parameters as in one process, to the bit"
+        judge.judge("bits", compared.value_problem, good=good)
+
+
+def show(judge: Judge, compared: Compared) -> None:
+    """Add the rows of a run: bytes held and sent, and if the parameters are right."""
+    trained, numel = compared.trained, padded_numel(compared.by_unit, judge.num_ranks)
+    judge.row("parameters, padded", f"{numel:>10,}")
+    judge.row("held after backward", f"{trained.held:>10,}")
+    judge.row("replicated would hold", f"{16 * numel:>10,}")
+    judge.row("held over replicated", f"{trained.held / (16 * numel):>10.3f}")
+    judge.row("peak of the step", f"{trained.step_peak:>10,}")
+    judge.row("sent in a step", f"{trained.sent:>10,}")
+    judge.row("sent, in P", f"{trained.sent / (4 * numel):>10.3f}")
+    judge.row("collectives in a step", f"{len(trained.calls):>10,}")
+    judge.row("the bits of one process", f"{'no' if compared.value_problem else 'yes':>10}")

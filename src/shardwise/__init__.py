@@ -8,7 +8,7 @@ Reading order, which is also the import order (a file imports only from what sta
     spelling                  suggestions for misspelt words
     terminal                  output with control characters escaped
     progress                  progress of long work: a bar, or lines
-    svg                       three kinds of chart
+    svg                       elements, axes and curves of pictures as SVG text
     charts                    charts as SVG text: lines, bars, areas, timelines
     trace_events              Chrome traces
     unit_facts                the facts of one unit

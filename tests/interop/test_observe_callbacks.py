@@ -18,6 +18,7 @@ from ranks import run_ranks
 from shardwise import shard
 from shardwise.errors import ConfigError
 from shardwise.monitor.metrics import DATA_S, STALL_S, STEP_S, TOKENS_PER_S
+from shardwise.monitor.rank_lines import End, Timeline
 from shardwise.monitor.record import RunRecord, read_run
 
 pytest.importorskip("transformers", reason="transformers is in the test extra")
@@ -49,12 +50,12 @@ def values(record: RunRecord, name: str) -> dict[int, Any]:
 
 def phases(record: RunRecord, step: int) -> Counter[tuple[str, str]]:
     """Return how often rank 0 was in each phase of each unit, in one step."""
-    (line,) = (line for _, line in record.lines("timeline", 0) if line["step"] == step)
-    return Counter((row[1], row[2]) for row in line["spans"] if row[0] == "main")
+    (line,) = (line for _, line in record.lines(Timeline, 0) if line.step == step)
+    return Counter((row[1], row[2]) for row in line.spans if row[0] == "main")
 
 
 def ends(record: RunRecord) -> list[Any]:
-    return [line["error"] for _, line in record.lines("end")]
+    return [line.error for _, line in record.lines(End)]
 
 
 def check(record: RunRecord, world_size: int, num_steps: int) -> None:

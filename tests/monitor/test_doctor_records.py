@@ -25,6 +25,17 @@ from shardwise.monitor.findings import (
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
+from shardwise.monitor.rank_lines import (
+    Begin,
+    End,
+    Fix,
+    Memory,
+    Moment,
+    NonFinite,
+    OtherSave,
+    OutOfMemory,
+    RankLine,
+)
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine, read_run
 from shardwise.processes import own_process
 from shardwise.unit_facts import UnitFacts
@@ -82,16 +93,15 @@ def facts(**other: Any) -> RunFacts:
     return RunFacts(**told | other)
 
 
-def memory_line(engine_gib: float, other_gib: float) -> dict[str, Any]:
-    held = {"param_full": int(engine_gib * GIB)}
-    moment = {"phase": "b", "unit": "", "device": held, "other": int(other_gib * GIB)}
-    units = {"device": {}, "host": {}, "files": {"layers.0": {"optimizer_state": 8 * GIB}}}
-    return {"kind": "memory", "step": 3, "moments": [moment], "peak": 0, "units": units}
+def memory_line(engine_gib: float, other_gib: float) -> Memory:
+    moment = Moment("b", "", {"param_full": int(engine_gib * GIB)}, int(other_gib * GIB))
+    files = {"layers.0": {"optimizer_state": 8 * GIB}}
+    return Memory(3, [moment], 0, {"device": {}, "host": {}, "files": files})
 
 
 def run_of(
     changes: Mapping[str, float | OverRanks] = {},
-    memory: Mapping[str, Any] | None = None,
+    memory: Memory | None = None,
     values: Mapping[str, float | None] | None = None,
     waited_for: Mapping[int, Mapping[int, float]] | None = None,
     **of_facts: Any,
@@ -104,7 +114,7 @@ def run_of(
         StepLine(n, 1, float(n), metrics, values or {"loss": 2.0}, waited_for or {})
         for n in range(1, 16)
     )
-    own = {0: (memory or memory_line(30, 20), {"kind": "end", "step": 15, "error": None})}
+    own = {0: (memory or memory_line(30, 20), End(15, None))}
     return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
 
 
@@ -120,14 +130,13 @@ def layers(count: int, prefix: str = "layers.", **other: Any) -> tuple[UnitFacts
     return tuple(unit(f"{prefix}{number}", **other) for number in range(count))
 
 
-def with_line(kind: str, *others: Mapping[str, Any], **line: Any) -> RunRecord:
+def with_lines(*lines: RankLine) -> RunRecord:
     """Return a run of whose rank 0 only these lines are known."""
-    return replace(run_of(), by_rank={0: ({"kind": kind, **line}, *others)})
+    return replace(run_of(), by_rank={0: lines})
 
 
-def ended(error: str, **other: Any) -> dict[str, Any]:
-    told = {"kind": "end", "step": 8, "error": error, "message": "x", "during": 9, "unix_s": 1.0}
-    return {**told, "phase": "forward", "unit": "layers.0", **other}
+def ended(error: str, **other: Any) -> End:
+    return replace(End(8, error, 1.0, "x", None, 9, "forward", "layers.0"), **other)
 
 
 def over_time(run: RunRecord, line_s: float, saves: Iterable[int] = ()) -> RunRecord:
@@ -305,24 +314,19 @@ FAULTS: dict[str, tuple[str, RunRecord]] = {
     ),
     "torch.save of one rank": (
         "SW050",
-        with_line("other_save", step=8, call="torch.save", seconds=4.0),
+        with_lines(OtherSave(8, "torch.save", 4.0)),
     ),
     "memory that ran out": (
         "SW023",
-        with_line(
-            "out_of_memory",
+        with_lines(
+            OutOfMemory(9, 2 * GIB, 70 * GIB, 80 * GIB, [Fix("stage=3", fits=True)]),
             ended("OutOfMemoryError"),
-            step=9,
-            asked_bytes=2 * GIB,
-            in_use_bytes=70 * GIB,
-            capacity_bytes=80 * GIB,
-            fixes=[{"change": "stage=3", "fits": True}],
         ),
     ),
     "bad gradients": (
         "SW041",
         replace(
-            with_line("non_finite", step=3, parameters=["a.b", "c"], finite_step=1),
+            with_lines(NonFinite(3, ["a.b", "c"], 1)),
             steps=run_of({"numbers/non_finite_gradients": 2.0}).steps,
         ),
     ),
@@ -331,9 +335,7 @@ FAULTS: dict[str, tuple[str, RunRecord]] = {
     "a run that hangs": ("SW022", replace(run_of(), by_rank={}, idle_s=1000.0)),
     "a run that goes on after one that ended, and hangs": (
         "SW022",
-        replace(
-            run_of(), by_rank={0: (ended("ValueError"), {"kind": "begin", "step": 9})}, idle_s=1e3
-        ),
+        replace(run_of(), by_rank={0: (ended("ValueError"), Begin(9))}, idle_s=1e3),
     ),
     "a rank that raised after others had lost it": (
         "SW023",
@@ -525,7 +527,7 @@ def test_lines_of_ranks_are_read_with_keys_of_other_versions_and_without_newer_o
 def test_a_rank_died_after_the_last_step_that_any_rank_knows_of() -> None:
     by_rank = {
         0: (ended("CollectiveError", follows=True, during=23),),
-        1: ({"kind": "begin", "step": 1, "process": asdict(GONE)},),
+        1: (Begin(1, GONE),),
     }
     (finding,) = diagnose(replace(run_of(), by_rank=by_rank)).findings
     assert "rank 1 on here died after step 22" in finding.verdict

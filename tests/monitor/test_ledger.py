@@ -12,8 +12,9 @@ from models import Checkpointed
 from ranks import run_ranks
 from shardwise import fully_shard, shard
 from shardwise.engine.parts import Parts
-from shardwise.monitor.ledger import KINDS, owned_bytes
+from shardwise.monitor.ledger import owned_bytes
 from shardwise.monitor.spans import length
+from shardwise.svg import KIND_COLOURS
 
 
 def blocks_of(found: Any) -> dict[int, int]:
@@ -81,7 +82,7 @@ def compare(rank: int, world_size: int, way: str) -> None:
     gc.enable()
     for when, told, alive in moments:
         assert told.device_bytes == alive, (when, told.by_kind(), alive)
-        assert set(told.by_kind()) <= set(KINDS)
+        assert set(told.by_kind()) <= set(KIND_COLOURS)
         assert sum(told.by_kind().values()) == told.device_bytes
         by_unit = told.by_unit()
         assert sum(n for kinds in by_unit.values() for n in kinds.values()) == told.device_bytes

@@ -35,6 +35,7 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverSteps,
 )
+from shardwise.monitor.rank_lines import End, SpanRow, Timeline
 from shardwise.monitor.record import RunRecord, StepLine, read_run
 
 STEPS = 13
@@ -123,19 +124,19 @@ def test_figures_of_all_steps_and_ranks_are_kept(ran: Any) -> None:
 
 def test_timelines_have_no_gaps_and_no_overlaps(ran: Any) -> None:
     way, world_size, record, _ = ran
-    timelines = [*record.lines("timeline")]
-    assert {(rank, line["step"]) for rank, line in timelines} == {
+    timelines = [*record.lines(Timeline)]
+    assert {(rank, line.step) for rank, line in timelines} == {
         (rank, step) for rank in range(world_size) for step in (2, 6, 12)
     }
     for _, timeline in timelines:
-        by_line: dict[str, list[list[Any]]] = {}
-        for row in timeline["spans"]:
+        by_line: dict[str, list[SpanRow]] = {}
+        for row in timeline.spans:
             by_line.setdefault(row[0], []).append(row)
         for rows in by_line.values():
             for one, other in pairwise(rows):
                 assert one[4] >= 0 and other[3] >= one[3] + one[4] - 1e-3
         main = by_line["main"]
-        assert sum(row[4] for row in main) >= 0.97 * 1e3 * timeline["seconds"]
+        assert sum(row[4] for row in main) >= 0.97 * 1e3 * timeline.seconds
         phases = {row[1] for row in main}
         assert {"forward", "backward", "recompute", "step", "data"} <= phases
         if way == "3":
@@ -279,9 +280,9 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
     run_ranks(raises_after_its_steps, 1, str(tmp_path))
     record = read_run(tmp_path)
     assert record.steps[-1].step == 10
-    (*_, (_, last)) = record.lines("timeline")
-    assert last["step"] == STEPS
-    assert [line["error"] for _, line in record.lines("end")] == ["ZeroDivisionError"]
+    (*_, (_, last)) = record.lines(Timeline)
+    assert last.step == STEPS
+    assert [line.error for _, line in record.lines(End)] == ["ZeroDivisionError"]
 
 
 def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_no_training(tmp_path: Path) -> None:

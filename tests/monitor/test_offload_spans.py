@@ -3,7 +3,6 @@
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from ranks import run_ranks
 from shardwise import observe, shard
 from shardwise.engine.describe import describe
 from shardwise.monitor.metrics import TRANSFERS, transfers_ms
+from shardwise.monitor.rank_lines import SpanRow, Timeline
 from shardwise.monitor.record import read_run
 
 STEPS = 5
@@ -43,9 +43,9 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
     for rank, (root, *blocks) in enumerate(resting):
         shards = root + sum(blocks)
         in_files: list[tuple[str, str, int]] = []
-        for _, timeline in record.lines("timeline", rank):
-            lines: dict[str, list[list[Any]]] = {}
-            for row in timeline["spans"]:
+        for _, timeline in record.lines(Timeline, rank):
+            lines: dict[str, list[SpanRow]] = {}
+            for row in timeline.spans:
                 lines.setdefault(row[0], []).append(row)
             for rows in lines.values():
                 assert all(b[3] >= a[3] + a[4] - 1e-3 for a, b in pairwise(rows))
@@ -56,13 +56,13 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
             both = moved["disk_read"], moved["disk_write"]
             if place == "cpu":
                 assert both == (0, 0)
-            elif timeline["step"] == 1:  # both moments are made, of elements and no padding
+            elif timeline.step == 1:  # both moments are made, of elements and no padding
                 assert both[0] == 0 < both[1] <= 2 * shards
             else:
                 in_files += [
-                    (kind, *row[2::3]) for kind in _IN_FILES for row in lines.get(kind, ())
+                    (kind, row[2], row[5]) for kind in _IN_FILES for row in lines.get(kind, ())
                 ]
-                _check_turns(in_files, timeline["step"] - 2, resting[rank])
+                _check_turns(in_files, timeline.step - 2, resting[rank])
     last = record.steps[-1].metrics
     for kind in TRANSFERS:
         if kind.startswith("to_") or place == "nvme":

@@ -13,6 +13,7 @@ from ranks import start_ranks
 from shardwise import observe, shard
 from shardwise.device import memory_in_use_bytes
 from shardwise.monitor.ledger import asked_bytes, is_out_of_memory
+from shardwise.monitor.rank_lines import OutOfMemory
 from shardwise.monitor.record import read_run
 
 BIG = 1 << 34  # elements: more than the limit of the test, whatever the machine has
@@ -72,23 +73,23 @@ def test_it_is_told_where_memory_ran_out_and_whose_it_is(where: str, tmp_path: P
         assert f"in {phase} of 'blocks.1', asking for 64 GiB with" in text, text
         for kind in ("param_shards", "param_full", "optimizer_state"):
             assert kind in text
-    for _, line in (lines := [*read_run(tmp_path).lines("out_of_memory")]):
-        assert line["asked_bytes"] == 4 * BIG
-        held = line["kinds"]
+    for _, line in (lines := [*read_run(tmp_path).lines(OutOfMemory)]):
+        assert line.asked_bytes == 4 * BIG
+        held = line.kinds or {}
         exact = 4 * sum(p.numel() for p in GreedyStack().parameters())
         # Each rank's half of every unit; no parameter has an odd number of rows but the head.
         assert held["param_shards"] + held["param_full"] >= exact
-        assert line["fixes"] and all(fix["saved_bytes"] > 0 for fix in line["fixes"])
-        assert [fix["fits"] for fix in line["fixes"]] == sorted(
-            (fix["fits"] for fix in line["fixes"]), reverse=True
+        assert line.fixes and all(fix.saved_bytes > 0 for fix in line.fixes)
+        assert [fix.fits for fix in line.fixes] == sorted(
+            (fix.fits for fix in line.fixes), reverse=True
         )
-        sizes = [block[2] for block in line["blocks"]]
+        sizes = [block[2] for block in line.blocks]
         assert sizes == sorted(sizes, reverse=True)
         # Of the host only what the limit of the process leaves, not all that there is; and its
         # libraries, loaded before the first step, are nothing that another setting gives back.
-        assert line["in_use_bytes"] <= line["capacity_bytes"] <= line["in_use_bytes"] + (1 << 31)
-        halved = [fix for fix in line["fixes"] if fix["change"].startswith("half the micro-batch")]
-        assert all(fix["saved_bytes"] < line["other_bytes"] // 4 for fix in halved)
+        assert line.in_use_bytes <= line.capacity_bytes <= line.in_use_bytes + (1 << 31)
+        halved = [fix for fix in line.fixes if fix.change.startswith("half the micro-batch")]
+        assert all(fix.saved_bytes < line.other_bytes // 4 for fix in halved)
     assert [rank for rank, _ in lines] == [0, 1]
 
 

@@ -15,11 +15,13 @@ from records import facts, memory, step_line, write_record
 from shardwise.charts import Bar, areas_chart
 from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
+from shardwise.keys import checked_value
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
-from shardwise.monitor.lines import read_newest
+from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import STEP_S, OverRanks, OverSteps, summarize_steps
 from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
-from shardwise.monitor.record import FOLDER, KINDS, StepLine, read_run, read_step
+from shardwise.monitor.rank_lines import Memory
+from shardwise.monitor.record import DETAILS, FOLDER, StepLine, read_run, read_step
 from shardwise.monitor.summary import (
     ENGINE,
     figures_of,
@@ -155,13 +157,13 @@ def test_units_that_are_alike_are_one_row() -> None:
 
 def test_the_newest_lines_are_those_at_the_end_whatever_is_cut_short(tmp_path: Path) -> None:
     file = write_record(tmp_path) / FOLDER / "rank-0.jsonl"
-    every = read_run(tmp_path).by_rank[0]
+    every = [*read_lines(file)]
     rare = {"kind": "non_finite", "step": 3}
     with file.open("a") as cut:
         cut.write(json.dumps(rare) + "\n" + '{"kind": "timeline", "step": 50, "spans": [')
-    assert read_newest(file, KINDS, 2) == [*every[-4:], rare]
-    assert read_newest(file, KINDS, 100) == [*every, rare]
-    assert read_newest(file.with_name("rank-9.jsonl"), KINDS, 2) == []
+    assert read_newest(file, DETAILS, 2) == [*every[-4:], rare]
+    assert read_newest(file, DETAILS, 100) == [*every, rare]
+    assert read_newest(file.with_name("rank-9.jsonl"), DETAILS, 2) == []
 
 
 def test_a_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path: Path) -> None:
 
 
 def test_the_memory_picture_has_every_moment_and_the_plan() -> None:
-    told = memory(2, num_units=4)
+    told = checked_value(Memory, memory(2, num_units=4), "memory")
     of_device, of_process = memory_of(1, told, False), memory_of(1, told, True)
     assert (of_device.peak, of_process.peak) == (7, 3)  # of moments alike the first
     assert of_device.peak_bytes == (1 << 20) + 4000 + 20000

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from records import write_record
+from shardwise.monitor.rank_lines import Timeline
 from shardwise.monitor.record import FOLDER, read_run
 from shardwise.monitor.timeline import recorded_trace
 
@@ -30,9 +31,9 @@ def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path: Path) -> None:
     found = spans_of(trace)
     begins = {e["args"]["step"]: e["ts"] for e in found[0, "steps"]}
     told: dict[tuple[int, str], list[Any]] = defaultdict(list)
-    for rank, line in record.lines("timeline"):
-        for name, phase, unit, begin_ms, length_ms, num_bytes in line["spans"]:
-            told[rank, name].append((line["step"], phase, unit, begin_ms, length_ms, num_bytes))
+    for rank, line in record.lines(Timeline):
+        for name, phase, unit, begin_ms, length_ms, num_bytes in line.spans:
+            told[rank, name].append((line.step, phase, unit, begin_ms, length_ms, num_bytes))
     assert set(told) == {key for key in found if key[1] != "steps"}
     for key, rows in told.items():
         assert len(rows) == len(found[key])

@@ -15,6 +15,7 @@ from shardwise.cli.main import call_command
 from shardwise.cli.top import sparkline
 from shardwise.monitor.live_run import LiveRun, is_late, snapshot_of
 from shardwise.monitor.metrics import STEP_S, OverRanks
+from shardwise.monitor.rank_lines import Memory
 from shardwise.monitor.record import FOLDER
 
 run_command = partial(call_command, "top")
@@ -32,7 +33,7 @@ def line(step: int, **values: Any) -> str:
 
 
 def sampled(live: LiveRun) -> dict[int, int]:
-    return {rank: told["step"] for rank, told in live.look().lines("memory")}
+    return {rank: told.step for rank, told in live.look().lines(Memory)}
 
 
 def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from ranks import run_ranks
 from resumes import train, write_text
 from shardwise.cli.planned_run import plan_of_run
+from shardwise.monitor.rank_lines import Memory
 from shardwise.monitor.record import read_run
 from shardwise.monitor.summary import memory_of
 
@@ -49,7 +50,7 @@ def check(more: dict[str, Any], world_size: int, tmp_path: Path) -> None:
     flags = {**FLAGS, **more, "output": tmp_path / "run"}
     run_ranks(run, world_size, {**flags, "data": write_text(tmp_path)})
     record = read_run(tmp_path / "run")
-    (line,) = (line for _, line in record.lines("memory", 0))
+    (line,) = (line for _, line in record.lines(Memory, 0))
     memory = memory_of(0, line, is_process=True)
     plan, _ = plan_of_run(tmp_path / "run" / "config.yaml", record)
     planned = {k: n for k, n in plan.played.engines_peak.ledger.engines().items() if n}

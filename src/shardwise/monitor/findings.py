@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from string import Formatter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -167,7 +167,7 @@ class _Filler(Formatter):
             return format_bytes(float(str(value)))
         return str(super().format_field(value, format_spec))
 
-    def fill(self, template: Setting, values: Mapping[str, object]) -> Any:
+    def fill_setting(self, template: Setting, values: Mapping[str, Setting]) -> Setting:
         """Fill a template; one that is a single field without a format gives the value itself."""
         if not isinstance(template, str):
             return template
@@ -184,7 +184,7 @@ def make_finding(
     unit: str | None = None,
     rank: int | None = None,
     step: int | None = None,
-    **words: object,
+    **words: Setting,
 ) -> Finding:
     """Return a finding with the texts of ``case``, which is a code or "CODE.case".
 
@@ -194,17 +194,25 @@ def make_finding(
     code, _, name = case.partition(".")
     doc, filler = finding_docs()[code], _Filler()
     texts, values = doc.cases[name or _DEFAULT], {**evidence, **words}
-    rows = ((key, *([None] * (len(rest) == 1)), *rest) for key, *rest in texts.changes)
-    filled = (Change(*(filler.fill(each, values) for each in row)) for row in rows)
+    filled = []
+    for key, *settings in texts.changes:
+        before, after = [None, *settings][-2:]
+        filled.append(
+            Change(
+                filler.vformat(str(key), (), values),
+                filler.fill_setting(before, values),
+                filler.fill_setting(after, values),
+            )
+        )
     low, high = gain if isinstance(gain, tuple) else (gain, None)
     rounded = {n: v if isinstance(v, int) else float(f"{v:.4g}") for n, v in evidence.items()}
     return Finding(
         code,
         doc.severity,
         doc.title,
-        filler.fill(texts.verdict, values),
+        filler.vformat(texts.verdict, (), values),
         rounded,
-        filler.fill(texts.why, values),
+        filler.vformat(texts.why, (), values),
         (*changes, *filled),
         None if low is None or texts.gain is None else Gain(low, *texts.gain, high),
         unit,

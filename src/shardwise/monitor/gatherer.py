@@ -29,9 +29,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from heapq import nlargest
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from shardwise.hangs.diagnosis import call_of_error
 from shardwise.hangs.heartbeat import save_under_way
 from shardwise.host import core_wait_s
 from shardwise.monitor.ledger import is_out_of_memory
-from shardwise.monitor.lines import JsonLines, RankLine
+from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
@@ -66,6 +66,15 @@ from shardwise.monitor.metrics import (
     step_metrics,
     summarize_steps,
     tokens_over_ranks,
+)
+from shardwise.monitor.rank_lines import (
+    End,
+    NonFinite,
+    OtherSave,
+    RankLine,
+    SpanRow,
+    Timeline,
+    keys_of,
 )
 from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of, without_lines_of
@@ -123,14 +132,14 @@ class Outputs:
         self._steps, self._own, self._sinks = steps, own, sinks
         self._has_failed = False
 
-    def note(self, **line: object) -> None:
+    def note(self, line: RankLine) -> None:
         """Write a line of this rank now; any thread may."""
         with self._writing():
-            self._own.write(**line)
+            self._own.write(**keys_of(line))
 
-    def write_own(self, **line: object) -> None:
+    def write_own(self, line: RankLine) -> None:
         """Write a line of this rank, and tell the doctor."""
-        self.note(**line)
+        self.note(line)
         self.doctor.note(line)
 
     def write(self, line: StepLine) -> None:
@@ -302,16 +311,24 @@ class Gatherer:
         self._end(self._error)
         self._raise_once()
 
-    def abandon(self, error: BaseException, last: ObservedStep | None, **place: object) -> None:
+    def abandon(
+        self, error: BaseException, last: ObservedStep | None, during: int, phase: str, unit: str
+    ) -> None:
         """End after an error, without exchanges with the other ranks, which may never come.
 
-        ``last`` is a step that was not taken yet, ``place`` is where the error was raised.
+        ``last`` is a step that was not taken yet. The error was raised in the step ``during``.
         """
         self._taken += [] if last is None else [last]
         self._is_abandoned = True
-        self._end(error, **place)
+        self._end(error, during, phase, unit)
 
-    def _end(self, error: BaseException | None, **place: object) -> None:
+    def _end(
+        self,
+        error: BaseException | None,
+        during: int | None = None,
+        phase: str | None = None,
+        unit: str | None = None,
+    ) -> None:
         """Write the end of the run, which a run that hangs or was killed lacks; close the files."""
         self._hand_over()
         if self._is_abandoned:
@@ -321,9 +338,10 @@ class Gatherer:
             self._thread.join()
         error = error or self._error
         is_clean = error is None or (isinstance(error, SystemExit) and not error.code)
-        said = {"error": None} if is_clean or error is None else _describe_error(error) | place
-        at_s = round(time.time(), 3)
-        self.outputs.note(kind="end", step=max(self._last_step, 1), unix_s=at_s, **said)
+        end = End(max(self._last_step, 1), None, round(time.time(), 3))
+        if error is not None and not is_clean:
+            end = replace(end, during=during, phase=phase, unit=unit, **_describe_error(error))
+        self.outputs.note(end)
         self.outputs.close()
 
     # -- the thread
@@ -353,7 +371,7 @@ class Gatherer:
     def _note(self, step: ObservedStep) -> None:
         number, recorded, values = step.step, step.recorded, step.values
         for call, seconds in self._saves.items():
-            self.outputs.write_own(kind="other_save", step=number, call=call, seconds=seconds)
+            self.outputs.write_own(OtherSave(number, call, seconds))
         self._saves.clear()
         told = {STEP_S: recorded.seconds}
         if recorded.num_tokens:
@@ -378,11 +396,10 @@ class Gatherer:
             if not self._bad_since.get(name):
                 self._bad_since[name] = 0 if math.isfinite(value) else number
         for line in step.own_lines:
-            self.outputs.write_own(**{"kind": line["kind"], "step": number, **line})
+            self.outputs.write_own(line)
         if step.bad_gradients:
-            named = {"parameters": list(step.bad_gradients[:_MAX_NAMED])}
-            finite = {"finite_step": self._finite_step}
-            self.outputs.write_own(kind="non_finite", step=number, **named, **finite)
+            named = step.bad_gradients[:_MAX_NAMED]
+            self.outputs.write_own(NonFinite(number, named, self._finite_step))
         elif num_bad is not None:
             self._finite_step = number
 
@@ -396,8 +413,7 @@ class Gatherer:
             by_host = [span.earlier(recorded.begin_s) for span in by_host]
         if step.keeps_timeline:
             rows = [_row(span) for span in (*by_host, *on_device)]
-            seconds = recorded.seconds
-            self.outputs.write_own(kind="timeline", step=step.step, seconds=seconds, spans=rows)
+            self.outputs.write_own(Timeline(step.step, recorded.seconds, rows))
         if on_device:
             by_host = [span for span in by_host if span.line != MAIN and "." not in span.line]
         return step_metrics([*on_device, *by_host], recorded.seconds)
@@ -465,11 +481,14 @@ class Gatherer:
             self.outputs.write(self.latest)
 
 
-def _describe_error(error: BaseException) -> dict[str, object]:
-    """Return an error as keys of the line of a rank's end.
+class _Error(TypedDict):
+    error: str
+    message: str
+    follows: bool
 
-    ``follows``: communication failed, usually because another rank had failed before.
-    """
+
+def _describe_error(error: BaseException) -> _Error:
+    """Return an error as fields of `End`."""
     text, call = reason_of(error), None
     follows = isinstance(error, CollectiveError)
     if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
@@ -480,7 +499,6 @@ def _describe_error(error: BaseException) -> dict[str, object]:
     return {"error": type(error).__name__, "message": text[:_MAX_MESSAGE], "follows": follows}
 
 
-def _row(span: Span) -> list[str | float]:
-    """Return a span as a list: line, phase, unit, begin and length in milliseconds, bytes."""
+def _row(span: Span) -> SpanRow:
     times = round(1e3 * span.begin_s, 4), round(1e3 * span.seconds, 4)
-    return [span.line, span.phase, span.unit, *times, span.num_bytes]
+    return span.line, span.phase, span.unit, *times, span.num_bytes

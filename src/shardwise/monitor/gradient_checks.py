@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
+from shardwise.monitor.rank_lines import LostUpdates as LostUpdatesLine
 from shardwise.tensor.background_step import elements_of, is_under_way
 from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
 from shardwise.unit.unit import Unit
@@ -71,14 +71,14 @@ class LostUpdates:
             wait_s = min((time.monotonic() - began_s) / _SHARE, _SELDOM_S)
             self._again_s = max(self._again_s, began_s + wait_s)
 
-    def take(self) -> tuple[Mapping[str, float], Sequence[RankLine]]:
+    def take(self, step: int) -> tuple[Mapping[str, float], Sequence[LostUpdatesLine]]:
         """Return the figures of a comparison since the last call, and a line of the worst."""
         figures, self._figures = self._figures, {}
         if not figures or self._num_looks & (self._num_looks - 1):  # after 1, 2, 4, 8, ... looks
             return figures, ()
         shares = {name: lost / wanted for name, (lost, wanted) in self._judged.items()}
         worst = sorted(shares, key=lambda name: -shares[name])[:_MAX_NAMED]
-        return figures, [{"kind": "lost_updates", "shares": {name: shares[name] for name in worst}}]
+        return figures, [LostUpdatesLine(step, {name: shares[name] for name in worst})]
 
     @property
     def _judged(self) -> Mapping[str, Sequence[int]]:

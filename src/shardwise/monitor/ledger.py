@@ -30,11 +30,12 @@ from shardwise.debug import place_of, place_of_state
 from shardwise.device import memory_in_use_bytes
 from shardwise.engine.parts import Parts
 from shardwise.engine.tree import tensors_in
-from shardwise.monitor.lines import RankLine
+from shardwise.monitor.rank_lines import Fix, Memory, Moment, OutOfMemory
 from shardwise.monitor.record import RunFacts
 from shardwise.names import join_units, name_of_unit
 from shardwise.quantities import format_bytes
 from shardwise.step.overlap import staging_bytes
+from shardwise.svg import order_of_kinds
 from shardwise.tensor.background_step import elements_of
 from shardwise.tensor.inner import plain_parts
 from shardwise.tensor.plain_state import owner_of
@@ -46,10 +47,6 @@ _MAX_BLOCKS = 10
 _MAX_FIXES = 3
 _GIVEN_BY = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 2**30, "MB": 2**20, "bytes": 1}
 _ASKED = re.compile(r"[Tt]r(?:ied|ying) to allocate ([\d.]+) ?(GiB|MiB|KiB|GB|MB|bytes)")
-KINDS = (  # named as in a plan's ledger
-    *("param_shards", "param_full", "grad_full", "grad_shards", "optimizer_state"),
-    *("gather_staging", "reduce_staging", "state_staging", "activations_on_host"),
-)
 
 
 @dataclass(frozen=True)
@@ -64,12 +61,12 @@ class OwnedBytes:
     in_use_bytes: int
 
     def by_kind(self, place: str = "device") -> dict[str, int]:
-        """Return the bytes of each kind in one place, in the order of `KINDS`."""
+        """Return the bytes of each kind in one place, named as in a plan's ledger."""
         found: Counter[str] = Counter()
         for (where, kind, _), num_bytes in self.owned.items():
             if where == place:
                 found[kind] += num_bytes
-        return {kind: found[kind] for kind in KINDS if found[kind]}
+        return {kind: found[kind] for kind in sorted(+found, key=order_of_kinds)}
 
     def by_unit(self, place: str = "device") -> dict[str, dict[str, int]]:
         """Return the bytes of each kind of each unit in one place."""
@@ -90,7 +87,7 @@ class OwnedBytes:
         return max(self.in_use_bytes - self.device_bytes, 0)
 
 
-class Moment(NamedTuple):
+class Sample(NamedTuple):
     """The engine's memory as a phase of a unit begins or ends."""
 
     phase: str
@@ -98,20 +95,17 @@ class Moment(NamedTuple):
     owned: OwnedBytes
 
 
-def memory_line(moments: Sequence[Moment], is_process: bool) -> RankLine:
+def memory_line(step: int, samples: Sequence[Sample], is_process: bool) -> Memory:
     """Return the memory of one step: each moment by kind, the largest by unit too.
 
     With ``is_process`` the memory in use is that of the process, whose largest moment is chance, so
     the engine's memory decides.
     """
-    compared = "device_bytes" if is_process else "in_use_bytes"
-    peak = max(range(len(moments)), key=lambda i: getattr(moments[i].owned, compared))
-    rows = [
-        {"phase": phase, "unit": unit, "device": now.by_kind(), "other": now.other_bytes}
-        for phase, unit, now in moments
-    ]
-    units = {place: moments[peak].owned.by_unit(place) for place in ("device", "host", "files")}
-    return {"kind": "memory", "moments": rows, "peak": peak, "units": units}
+    sizes = [s.owned.device_bytes if is_process else s.owned.in_use_bytes for s in samples]
+    peak = sizes.index(max(sizes))
+    units = {place: samples[peak].owned.by_unit(place) for place in ("device", "host", "files")}
+    moments = [Moment(s.phase, s.unit, s.owned.by_kind(), s.owned.other_bytes) for s in samples]
+    return Memory(step, moments, peak, units)
 
 
 def state_bytes(
@@ -228,60 +222,30 @@ def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     return plain_parts(local).values()
 
 
-@dataclass(frozen=True)
-class Fix:
-    """One way to need less memory: a change of `shard()` or of the loop; bytes of this rank."""
-
-    change: str
-    saved_bytes: int
-    peak_bytes: int
-    fits: bool
-    cost: str
-
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """The report of memory that ran out; bytes of this rank's device.
-
-    ``asked_bytes`` is the failed request, or None. ``blocks`` are the engine's largest: kind, unit,
-    bytes.
-    """
-
-    rank: int
-    step: int
-    phase: str
-    unit: str
-    asked_bytes: int | None
-    in_use_bytes: int
-    capacity_bytes: int
-    kinds: Mapping[str, int]
-    other_bytes: int
-    blocks: tuple[tuple[str, str, int], ...]
-    fixes: tuple[Fix, ...]
-
-    def __str__(self) -> str:
-        """Return the report as text."""
-        asked = "" if self.asked_bytes is None else f" asking for {format_bytes(self.asked_bytes)}"
-        kinds = {**self.kinds, "activations, temporaries and other memory": self.other_bytes}
-        blocks = {f"{kind} of {name_of_unit(unit)}": n for kind, unit, n in self.blocks}
-        fixes = (
-            f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
-            f"{format_bytes(fix.peak_bytes)}, {'fits' if fix.fits else 'still does not fit'}; "
-            f"{fix.cost}"
-            for fix in self.fixes
-        )
-        lines = (
-            f"out of memory on rank {self.rank} in step {self.step}, in {self.phase} of "
-            f"'{name_of_unit(self.unit)}',{asked} with {format_bytes(self.in_use_bytes)} in use of "
-            f"{format_bytes(self.capacity_bytes)}",
-            "memory by kind:",
-            *(f"  {format_bytes(n):>10}  {name}" for name, n in kinds.items()),
-            "the largest blocks of Shardwise:",
-            *(f"  {format_bytes(n):>10}  {name}" for name, n in blocks.items()),
-            "changes that need less:",
-            *fixes,
-        )
-        return "\n".join(lines)
+def describe_out_of_memory(report: OutOfMemory) -> str:
+    """Return a report as text."""
+    asked = "" if report.asked_bytes is None else f" asking for {format_bytes(report.asked_bytes)}"
+    kinds = dict(report.kinds or {})
+    kinds["activations, temporaries and other memory"] = report.other_bytes
+    blocks = {f"{kind} of {name_of_unit(unit)}": n for kind, unit, n in report.blocks}
+    fixes = (
+        f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
+        f"{format_bytes(fix.peak_bytes)}, {'fits' if fix.fits else 'still does not fit'}; "
+        f"{fix.cost}"
+        for fix in report.fixes
+    )
+    lines = (
+        f"out of memory on rank {report.rank} in step {report.step}, in {report.phase} of "
+        f"'{name_of_unit(report.unit)}',{asked} with {format_bytes(report.in_use_bytes)} in use of "
+        f"{format_bytes(report.capacity_bytes)}",
+        "memory by kind:",
+        *(f"  {format_bytes(n):>10}  {name}" for name, n in kinds.items()),
+        "the largest blocks of Shardwise:",
+        *(f"  {format_bytes(n):>10}  {name}" for name, n in blocks.items()),
+        "changes that need less:",
+        *fixes,
+    )
+    return "\n".join(lines)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -309,25 +273,27 @@ def explain_out_of_memory(
 
     ``base_bytes`` is other memory that was in use before the first step, which stays.
     """
-    asked = asked_bytes(error)
+    asked, (rank, step, phase, unit) = asked_bytes(error), place
     needed = owned.in_use_bytes + (asked or 0)
-    blocks = [(kind, unit, n) for (at, kind, unit), n in owned.owned.items() if at == "device"]
+    blocks = [(kind, of, n) for (at, kind, of), n in owned.owned.items() if at == "device"]
     fixes = [
-        Fix(change, saved, needed - saved, needed - saved <= capacity_bytes, cost)
+        Fix(change, needed - saved <= capacity_bytes, saved, needed - saved, cost)
         for change, saved, cost in _ways(facts, owned, base_bytes)
         if saved > 0
     ]
+    fixes.sort(key=lambda fix: (not fix.fits, 0 if fix.fits else fix.peak_bytes))
     return OutOfMemory(
-        *place,
+        step,
         asked,
         owned.in_use_bytes,
         capacity_bytes,
+        fixes[:_MAX_FIXES],
+        rank,
+        phase,
+        unit,
         owned.by_kind(),
         owned.other_bytes,
-        tuple(sorted(blocks, key=lambda block: -block[2])[:_MAX_BLOCKS]),
-        tuple(
-            sorted(fixes, key=lambda f: (not f.fits, 0 if f.fits else f.peak_bytes))[:_MAX_FIXES]
-        ),
+        sorted(blocks, key=lambda block: -block[2])[:_MAX_BLOCKS],
     )
 
 

@@ -27,7 +27,7 @@ Figure = Annotated[
     Field(ge=-1e30, le=1e30),
     WrapValidator(lambda value, check: None if value is None else check(value)),  # not finite
 ]
-RankLine = Mapping[str, Any]  # the keys of one line of a rank, as JSON has them
+JsonLine = Mapping[str, Any]  # a line as JSON has it
 Name = Annotated[str, Field(max_length=1000)]
 # Values that a loop logs may be larger, but sums and squares of them are finite.
 MAX_LOGGED = 1e100
@@ -56,7 +56,8 @@ class JsonLines:
     def write(self, **values: object) -> None:
         """Append one line."""
         if (file := self._file) is not None:
-            file.write(json.dumps(_finite(values)) + "\n")  # several threads write
+            text = json.dumps(_finite(values), default=vars)  # of dataclasses
+            file.write(text + "\n")  # at once, as several threads write
             file.flush()
 
     def close(self) -> None:
@@ -97,17 +98,17 @@ def _cut(path: Path, last_step: int) -> None:
     cut_path.replace(path)
 
 
-def _parse_line(text: str) -> RankLine | None:
+def _parse_line(text: str) -> JsonLine | None:
     """Return the values of a line; None if it is cut short or has no step."""
     try:
         check_containers(text.encode())
-        line: RankLine = json.loads(text)
+        line: JsonLine = json.loads(text)
         return line if text.endswith("\n") and int(line["step"]) else None
     except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
-def read_lines(path: Path, tail_bytes: int | None = None) -> Iterator[RankLine]:
+def read_lines(path: Path, tail_bytes: int | None = None) -> Iterator[JsonLine]:
     """Yield the lines of a file that may still be written, without one that is cut short.
 
     With ``tail_bytes`` only the lines in so many last bytes.
@@ -129,7 +130,7 @@ def _texts(path: Path, tail_bytes: int | None = None) -> Iterator[str]:
             yield text.decode(errors="replace")
 
 
-def read_newest(path: Path, kinds: Collection[str], count: int) -> list[RankLine]:
+def read_newest(path: Path, kinds: Collection[str], count: int) -> list[JsonLine]:
     """Return the last ``count`` lines of each of some kinds, and all lines of others, in order.
 
     **Cost** reads the whole file, but parses only the lines that it returns.

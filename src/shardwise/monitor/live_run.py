@@ -9,13 +9,14 @@ from pathlib import Path
 
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.lines import JsonLines, RankLine, read_lines
+from shardwise.monitor.lines import JsonLine, JsonLines, read_lines
+from shardwise.monitor.rank_lines import LostUpdates, Memory, NonFinite, OtherSave, RankLine
 from shardwise.monitor.record import (
     RunFacts,
     RunRecord,
     StepLine,
-    checked_line,
     folder_of,
+    lines_of_rank,
     rank_files,
     read_facts,
     read_step,
@@ -75,7 +76,7 @@ class LiveRun:
         self._folder = folder_of(path)
         self._clock = clock
         self._began_s = clock()
-        self._seen: dict[Path, tuple[object, Sequence[RankLine]]] = {}
+        self._seen: dict[Path, tuple[object, Sequence[JsonLine]]] = {}
         read_facts(self._folder, self.path)  # there is a run
 
     def look(self) -> RunRecord:
@@ -88,16 +89,16 @@ class LiveRun:
         steps = tuple(read_step(line, path) for line in self._lines(path)[-_MOST_LINES:])
         by_rank: dict[int, tuple[RankLine, ...]] = {}
         for rank, file in rank_files(self._folder):
-            newest: dict[str, RankLine] = {}
+            newest: dict[str, JsonLine] = {}
             for line in self._lines(file):
                 newest.pop(kind := line.get("kind", ""), None)  # the order is that of the newest
                 newest[kind] = line
-            by_rank[rank] = tuple(checked_line(line, file) for line in newest.values())
+            by_rank[rank] = lines_of_rank(newest.values(), file)
         changed_s = path.stat().st_mtime if path.exists() else self._began_s
         idle_s = max(self._clock() - changed_s, 0.0)
         return RunRecord(self.path, facts, steps, by_rank, idle_s)
 
-    def _lines(self, path: Path) -> Sequence[RankLine]:
+    def _lines(self, path: Path) -> Sequence[JsonLine]:
         """Return the lines at the end of a file."""
         stat = path.stat() if path.exists() else None
         version = stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -125,7 +126,7 @@ class LiveDoctor:
 
     def note(self, line: RankLine) -> None:
         """Take a line of this rank: its memory, bad gradients, saves."""
-        if line["kind"] in ("memory", "non_finite", "lost_updates", "other_save"):
+        if isinstance(line, Memory | NonFinite | LostUpdates | OtherSave):
             self._own.append(line)
 
     def write(self, line: StepLine) -> None:

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Self, TypeVar
@@ -30,7 +29,8 @@ from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import LostUpdates, bad_gradients
 from shardwise.monitor.ledger import (
-    Moment,
+    Sample,
+    describe_out_of_memory,
     explain_out_of_memory,
     is_out_of_memory,
     memory_line,
@@ -40,6 +40,7 @@ from shardwise.monitor.ledger import (
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.rank_lines import Begin, RankLine, Save, keys_of
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
 from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
@@ -127,7 +128,7 @@ def _open(
         steps = JsonLines(folder / "steps.jsonl" if folder and is_first else None, done)
         path = folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None
         own = JsonLines(path, done)
-        own.write(kind="begin", step=done + 1, process=asdict(own_process()))
+        own.write(**keys_of(Begin(done + 1, own_process())))
         doctor = LiveDoctor(facts, folder if is_first else None, done)
         made.append(Outputs(control.rank, steps, own, doctor, sinks if is_first else ()))
 
@@ -158,7 +159,7 @@ class Observation:
         self._state: Mapping[tuple[str, str, str], int] | None = None
         self._last_step: ObservedStep | None = None
         self._reported: BaseException | None = None  # the last error of memory
-        self._moments: list[Moment] = []
+        self._samples: list[Sample] = []
         self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
         self._checks = False  # gradients, in this step
         self._is_check_due, self._check_again_s = False, -math.inf
@@ -199,7 +200,7 @@ class Observation:
         self._gatherer.start()
         self._recorder.on_error = self._look_at_error
         self._recorder.on_saved = lambda path, is_finite: self._gatherer.outputs.note(
-            kind="save", step=max(self._step, 1), path=path, is_finite=is_finite
+            Save(max(self._step, 1), path, is_finite)
         )
         self._recorder.cut()
         return self
@@ -227,8 +228,7 @@ class Observation:
         phase, unit = self._recorder.current_phase()
         self._look_at_error(error, phase, unit)
         self._detach()
-        place = {"during": self._step + 1, "phase": phase, "unit": unit}
-        self._gatherer.abandon(error, self._last_step, **place)
+        self._gatherer.abandon(error, self._last_step, self._step + 1, phase, unit)
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches; the time until each arrives counts as data loading."""
@@ -300,9 +300,11 @@ class Observation:
         keeps_timeline = number == 2 or number % self._detail_every == 0
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
-        moments, self._moments, self._state = self._moments, [], None
-        lost, own_lines = self._lost_updates.take()
-        own_lines = [*own_lines, *([memory_line(moments, self._is_cpu)] if moments else [])]
+        samples, self._samples, self._state = self._samples, [], None
+        lost, worst = self._lost_updates.take(self._step)
+        own_lines: list[RankLine] = [*worst]
+        if samples:
+            own_lines.append(memory_line(self._step, samples, self._is_cpu))
         figures, bad = {**self._figures(), **lost}, tuple(self._bad_gradients)
         self._checks, self._bad_gradients = False, []
         is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._check_again_s
@@ -343,8 +345,8 @@ class Observation:
         if self._is_cpu:  # other processes use memory of the host too
             capacity = min(capacity, owned.in_use_bytes + available_host_bytes())
         report = explain_out_of_memory(error, self.facts, owned, place, capacity, self._base_bytes)
-        _LOG.error("shardwise: %s", report)
-        self._gatherer.outputs.note(kind="out_of_memory", **asdict(report))
+        _LOG.error("shardwise: %s", describe_out_of_memory(report))
+        self._gatherer.outputs.note(report)
 
     def _look_at_memory(self, phase: str, unit: str) -> None:
         if phase.removesuffix("_end") not in _MOMENTS:
@@ -352,7 +354,7 @@ class Observation:
         if self._state is None or phase == "step_end":
             self._state = state_bytes(self._optimizers)
         now = owned_bytes(self._parts, self._optimizers, self._state)
-        self._moments.append(Moment(phase, unit, now))
+        self._samples.append(Sample(phase, unit, now))
 
 
 @cache

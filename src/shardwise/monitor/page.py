@@ -8,8 +8,8 @@ from importlib.resources import files
 from shardwise import charts, svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
-from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
+from shardwise.monitor.rank_lines import Timeline
 from shardwise.monitor.record import RunRecord
 from shardwise.monitor.summary import (
     MemoryOfStep,
@@ -180,9 +180,9 @@ def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
 
 def _timeline(run: ShownRun, divisor: int) -> str:
     """Draw the newest step of which all ranks have timelines, for a few of the ranks."""
-    by_step: dict[int, dict[int, RankLine]] = {}
-    for rank, line in run.record.lines("timeline"):
-        by_step.setdefault(line["step"], {})[rank] = line
+    by_step: dict[int, dict[int, Timeline]] = {}
+    for rank, line in run.record.lines(Timeline):
+        by_step.setdefault(line.step, {})[rank] = line
     if not by_step:
         return ""
     most_ranks = max(len(ranks) for ranks in by_step.values())
@@ -192,21 +192,21 @@ def _timeline(run: ShownRun, divisor: int) -> str:
     groups = []
     for rank in shown:
         rows: dict[str, list[charts.Span]] = {}
-        for row, phase, unit, begin_ms, length_ms, *_ in found[rank]["spans"]:
+        for row, phase, unit, begin_ms, length_ms, *_ in found[rank].spans:
             rows.setdefault(row, []).append(charts.Span(phase, begin_ms, length_ms, unit))
         groups.append((f"rank {rank}", {row: rows[row] for row in sorted(rows, key=place_of)}))
-    seconds = max(found[rank]["seconds"] for rank in shown)
+    seconds = max(found[rank].seconds for rank in shown)
     title, said = f"{run.name}: timeline of step {step:,}, ms", f"{seconds:.3g} s."
     return charts.timeline_chart(
         title, groups, 1e3 * seconds, described=said, most=_BARS // divisor
     )
 
 
-def _ranks_to_show(found: Mapping[int, RankLine], most: int) -> list[int]:
+def _ranks_to_show(found: Mapping[int, Timeline], most: int) -> list[int]:
     """Return the first rank and those that wait least and most: a slow rank waits least."""
 
     def waits(rank: int) -> float:
-        return sum(s[4] for s in found[rank]["spans"] if s[1].startswith(("wait_", "exchange")))
+        return sum(s[4] for s in found[rank].spans if s[1].startswith(("wait_", "exchange")))
 
     by_waiting = sorted(found, key=waits)
     order = [by_waiting[0], min(found), by_waiting[-1], *by_waiting]

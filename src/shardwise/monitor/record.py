@@ -4,7 +4,7 @@ Note [The folder of a run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``OUTPUT/observed/run.json`` has the settings of the run (`RunFacts`), written once by rank 0.
 ``steps.jsonl`` has a line for each few steps, every figure over all ranks, by rank 0.
-``rank-N.jsonl`` has the lines that only that rank can write (`_LINES`): timelines and memory of
+``rank-N.jsonl`` has the lines that only that rank can write (`rank_lines`): timelines and memory of
 single steps, its begin and end. Users read them with other tools, so keys keep their meaning;
 ``format`` counts up if one does not.
 """
@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, Field, create_model
+from pydantic import Field
 
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json, shown
@@ -26,20 +26,21 @@ from shardwise.monitor.lines import (
     Amount,
     Count,
     Figure,
+    JsonLine,
     Logged,
     Name,
     Rank,
-    RankLine,
     read_lines,
     read_newest,
 )
 from shardwise.monitor.metrics import OverRanks, OverSteps
-from shardwise.processes import Process
+from shardwise.monitor.rank_lines import Begin, End, RankLine, read_line
 from shardwise.unit_facts import UnitFacts
 
+L = TypeVar("L", bound=RankLine)
 FORMAT = 1
 FOLDER = "observed"
-KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
+DETAILS = ("timeline", "memory")  # kinds of lines of single steps, which are long
 
 
 @dataclass(frozen=True)
@@ -139,109 +140,27 @@ class RunRecord:
     idle_s: float | None = None
 
     @property
-    def end_lines(self) -> Mapping[int, RankLine]:
+    def end_lines(self) -> Mapping[int, Begin | End]:
         """The last line of its begin or end, by rank."""
         return {
             rank: line
             for rank, lines in self.by_rank.items()
             for line in lines
-            if line.get("kind") in ("begin", "end")
+            if isinstance(line, Begin | End)
         }
 
     @property
     def ending(self) -> str | None:
         """The end that the run has written; None while it continues, or if it was killed."""
-        ends = [line for line in self.end_lines.values() if line["kind"] == "end"]
-        errors = [line["error"] for line in ends if line.get("error")]
+        ends = [line for line in self.end_lines.values() if isinstance(line, End)]
+        errors = [line.error for line in ends if line.error]
         return f"it broke off: {errors[0]}" if errors else "it is over" if ends else None
 
-    def lines(self, kind: str, rank: int | None = None) -> Iterator[tuple[int, RankLine]]:
-        """Yield the lines of one kind ("timeline", "memory"), with their ranks."""
+    def lines(self, kind: type[L], rank: int | None = None) -> Iterator[tuple[int, L]]:
+        """Yield the lines of one class, with their ranks."""
         for each, lines in self.by_rank.items():
             if rank is None or each == rank:
-                yield from ((each, line) for line in lines if line.get("kind") == kind)
-
-
-_Bytes = dict[Name, Count]  # by kind
-_Units = dict[Name, _Bytes]
-
-
-@dataclass(frozen=True)
-class _Moment:
-    phase: Name
-    unit: Name
-    device: _Bytes
-    other: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
-
-
-@dataclass(frozen=True)
-class _UnitBytes:
-    device: _Units
-    host: _Units
-    files: _Units
-
-
-@dataclass(frozen=True)
-class _Memory:
-    step: Count
-    moments: Annotated[list[_Moment], Field(min_length=1)]
-    peak: Count
-    units: _UnitBytes
-
-
-def _check_peak(line: _Memory) -> _Memory:
-    if line.peak >= len(line.moments):
-        raise ValueError(f"expected peak to be one of {len(line.moments)} moments")
-    return line
-
-
-@dataclass(frozen=True)
-class _Fix:
-    change: Name
-    fits: bool
-
-
-def _line(**keys: object) -> object:
-    """Return a type of lines by its keys; one that may be missing is a pair of type and default."""
-    told = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in keys.items()}
-    return create_model("Line", step=(Count, ...), **told)  # type: ignore[call-overload]
-
-
-_LINES: Mapping[str, object] = {  # of single ranks, by kind
-    "timeline": _line(seconds=Amount, spans=list[tuple[Name, Name, Name, Figure, Amount, Count]]),
-    "memory": Annotated[_Memory, AfterValidator(_check_peak)],
-    "non_finite": _line(parameters=list[Name], finite_step=(Count, 0)),
-    "lost_updates": _line(shares=Mapping[Name, Annotated[float, Field(ge=0, le=1)]]),
-    "out_of_memory": _line(
-        asked_bytes=Count | None, in_use_bytes=Count, capacity_bytes=Count, fixes=list[_Fix]
-    ),
-    "begin": _line(process=(Process | None, None)),
-    "save": _line(path=Annotated[str, Field(max_length=4096)], is_finite=bool),
-    "other_save": _line(call=Name, seconds=Amount),
-    "end": _line(
-        error=Name | None,
-        message=(Name, ""),
-        follows=(bool, False),
-        during=(Count, 0),
-        phase=(Name, ""),
-        unit=(Name, ""),
-        unix_s=(Amount, 0.0),
-    ),
-}
-
-
-def checked_line(line: RankLine, path: object) -> RankLine:
-    """Return a rank's line as it is. **Raises** ConfigError if a value has a wrong type or range.
-
-    Unknown keys and kinds pass.
-    """
-    kind = line.get("kind", "")
-    where = f"{path}: step {shown(line['step'])}"
-    if not isinstance(kind, str):
-        raise ConfigError(f"{where}: kind: expected text, got {shown(kind)}")
-    if kind in _LINES:
-        checked_value(_LINES[kind], line, f"{where}, {kind}")
-    return line
+                yield from ((each, line) for line in lines if isinstance(line, kind))
 
 
 def write_facts(folder: Path, facts: RunFacts) -> None:
@@ -263,7 +182,7 @@ def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
     """Read the record of a run, which may still be written; a line cut short is left out.
 
     ``path`` is the run's output, or the folder in it. With ``newest`` only so many last lines of
-    each of `KINDS` are read of every rank, as all of a long run may be gigabytes.
+    each of `DETAILS` are read of every rank, as all of a long run may be gigabytes.
 
     **Raises** ConfigError if there is no record, or another version has written it.
     """
@@ -271,13 +190,10 @@ def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
     facts = read_facts(folder, found)
     path = folder / "steps.jsonl"
     steps = tuple(read_step(line, path) for line in read_lines(path))
-    by_rank = {
-        rank: tuple(
-            checked_line(line, file)
-            for line in (read_lines(file) if newest is None else read_newest(file, KINDS, newest))
-        )
-        for rank, file in rank_files(folder)
-    }
+    by_rank = {}
+    for rank, file in rank_files(folder):
+        lines = read_lines(file) if newest is None else read_newest(file, DETAILS, newest)
+        by_rank[rank] = lines_of_rank(lines, file)
     written_s = max(file.stat().st_mtime for file in folder.iterdir())
     return RunRecord(found, facts, steps, by_rank, max(time.time() - written_s, 0.0))
 
@@ -315,6 +231,11 @@ def read_facts(folder: Path, run: Path) -> RunFacts:
     return checked_value(RunFacts, values, f"{path}: not the facts of a run")
 
 
-def read_step(line: RankLine, path: object = "steps.jsonl") -> StepLine:
+def lines_of_rank(lines: Iterable[JsonLine], path: object) -> tuple[RankLine, ...]:
+    """Return the lines of a rank's file, without those of unknown kinds."""
+    return tuple(line for each in lines if (line := read_line(each, path)) is not None)
+
+
+def read_step(line: JsonLine, path: object = "steps.jsonl") -> StepLine:
     """Return a line of ``steps.jsonl`` as values. **Raises** ConfigError for wrong types."""
     return checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")

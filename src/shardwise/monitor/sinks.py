@@ -7,7 +7,8 @@ its sink is made, on the rank that makes it; rank 0 alone writes to them.
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.monitor.record import StepLine
@@ -49,10 +50,20 @@ class TensorBoard:
         self._writer.close()
 
 
+class WandBRun(Protocol):
+    """A run of Weights & Biases."""
+
+    def log(self, data: dict[str, float], step: int | None = None) -> None:
+        """Log figures of a step."""
+
+    def finish(self) -> None:
+        """End the run."""
+
+
 class WandB:
     """Logs to ``run``, of ``wandb.init()``; None begins one with ``options`` and ends it."""
 
-    def __init__(self, run: Any = None, **options: Any) -> None:
+    def __init__(self, run: WandBRun | None = None, **options: object) -> None:
         self._is_own = run is None
         self._run = _import("wandb", "wandb", "wandb").init(**options) if run is None else run
 
@@ -69,7 +80,7 @@ class WandB:
 class MLflow:
     """Logs to the active run of MLflow, or to one that begins with ``options`` and ends here."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         self._mlflow = _import("mlflow", "mlflow", "mlflow")
         self._is_own = self._mlflow.active_run() is None
         if self._is_own:
@@ -95,7 +106,7 @@ def _mlflow_name(name: str) -> str:
     return "".join(changes.get(letter, letter) for letter in name)
 
 
-def _import(module: str, package: str, extra: str) -> Any:
+def _import(module: str, package: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:

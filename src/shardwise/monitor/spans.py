@@ -18,12 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from shardwise.names import MAIN
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
+    from torch.distributed import Work as TorchWork
 
     from shardwise.device import DeviceClock, DeviceMoment
 
@@ -79,7 +81,7 @@ class Recorded:
 
     begin_s: float
     end_s: float
-    told: Sequence[Any]  # the fields of all events
+    told: Sequence[object]  # the fields of all events
     works: Sequence[Work]
     num_tokens: int
     waited_for: Waits = field(default_factory=dict)
@@ -102,9 +104,9 @@ class Recorded:
         return any(line != MAIN for line in self.told[2::_FIELDS])
 
 
-def _events(told: Sequence[Any]) -> Iterator[Event]:
+def _events(told: Sequence[object]) -> Iterator[Event]:
     fields = iter(told)
-    return zip(*[fields] * _FIELDS, strict=True)
+    return cast("Iterator[Event]", zip(*[fields] * _FIELDS, strict=True))
 
 
 class SpanRecorder:
@@ -126,7 +128,7 @@ class SpanRecorder:
         self._paused_s = 0.0  # in all
         self._stopped_s: float | None = None  # the begin of the present pause
         self._device = device
-        self._told: list[Any] = []
+        self._told: list[object] = []
         self._works: list[Work] = []
         self._begin_s = self._clock()
         self._num_tokens = 0
@@ -206,7 +208,9 @@ class SpanRecorder:
                 _update_open(stack, enters, (phase, unit))
         return stack[-1] if stack else (OUTSIDE, "")
 
-    def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
+    def begin(
+        self, line: str, unit: str, num_bytes: int, works: Sequence[TorchWork] | None
+    ) -> Callable[[], None]:
         """Note that a collective or a copy begins; call the result when it has ended."""
         is_paused, begin_s = self._stopped_s is not None, self._clock()
         began = None if works is None or self._first is None else self._now()
@@ -226,7 +230,7 @@ class SpanRecorder:
         """Add to the time for which another rank was waited for."""
         self._waited_for[group, peer] += seconds
 
-    def see_inputs(self, args: object, kwargs: object) -> None:
+    def see_inputs(self, args: object, kwargs: Mapping[str, object]) -> None:
         """Count the tokens of the model's inputs."""
         if not self.is_paused:
             self._num_tokens += num_tokens(args, kwargs)
@@ -251,21 +255,23 @@ class SpanRecorder:
         return found
 
 
-def num_tokens(args: Any, kwargs: Any) -> int:
+def num_tokens(args: object, kwargs: Mapping[str, object]) -> int:
     """Return the elements of ``input_ids``, or of the first tensor of integers, else 0.
 
     Its dims are the batch and the sequence. Integers of one dim are labels of something else,
     booleans are masks. A batch may be a mapping, a list or a tuple.
     """
     for value in _values_in((kwargs.get("input_ids"), args, kwargs)):
-        if hasattr(value, "is_floating_point") and value.ndim >= 2:
-            is_mask = str(value.dtype) == "torch.bool"
-            if not (is_mask or value.is_floating_point() or value.is_complex()):
-                return int(value.numel())
+        if hasattr(value, "is_floating_point"):
+            tensor = cast("Tensor", value)
+            is_mask = str(tensor.dtype) == "torch.bool"
+            are_numbers = is_mask or tensor.is_floating_point() or tensor.is_complex()
+            if tensor.ndim >= 2 and not are_numbers:
+                return tensor.numel()
     return 0
 
 
-def _values_in(given: Any, depth: int = 3) -> Iterator[Any]:
+def _values_in(given: object, depth: int = 3) -> Iterator[object]:
     """Yield the values of a model's inputs, also inside of batches, ``input_ids`` first."""
     if isinstance(given, Mapping):
         given = (given.get("input_ids"), *given.values())

@@ -6,7 +6,6 @@ from math import isfinite
 from typing import NamedTuple
 
 from shardwise import svg
-from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import (
     ENGINE,
     FIGURES,
@@ -16,6 +15,7 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverRanks,
 )
+from shardwise.monitor.rank_lines import Memory
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine, over_steps
 from shardwise.names import MAIN, name_of_unit
 from shardwise.unit_facts import UnitFacts
@@ -185,26 +185,25 @@ class MemoryOfStep:
         return sorted({k for _, _, kinds in self.moments for k in kinds}, key=svg.order_of_kinds)
 
 
-def memory_of(rank: int, line: RankLine, is_process: bool) -> MemoryOfStep:
-    """Return a line of "memory" as values.
+def memory_of(rank: int, line: Memory, is_process: bool) -> MemoryOfStep:
+    """Return the memory of a step as it is shown.
 
     With ``is_process`` the record knows of other memory only that the process has it, as on the
     CPU. As it may contain freed memory, it is not in a moment.
     """
-    rows, units = line["moments"], line["units"]["device"]
-    others = [{} if is_process else {svg.OTHER: row["other"]} for row in rows]
+    rows = line.moments
     moments = [
-        (row["phase"], row["unit"], row["device"] | other)
-        for row, other in zip(rows, others, strict=True)
+        (m.phase, m.unit, m.device if is_process else {**m.device, svg.OTHER: m.other})
+        for m in rows
     ]
-    whole = max(sum(m["device"].values()) + m["other"] for m in rows) if is_process else 0
-    return MemoryOfStep(rank, line["step"], moments, units, line["peak"], whole)
+    whole = max(sum(m.device.values()) + m.other for m in rows) if is_process else 0
+    return MemoryOfStep(rank, line.step, moments, line.units["device"], line.peak, whole)
 
 
 def largest_memory(record: RunRecord) -> MemoryOfStep | None:
     """Return the memory of the newest sampled step, of the rank that had the most."""
     is_process = record.facts.device == "cpu"
-    newest = dict(record.lines("memory"))
+    newest = dict(record.lines(Memory))
     found = [memory_of(rank, line, is_process) for rank, line in newest.items()]
     return max(found, key=lambda memory: memory.peak_bytes, default=None)
 

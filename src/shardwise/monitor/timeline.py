@@ -10,7 +10,7 @@ of a simulated step's trace, so that the two can be compared.
 from collections.abc import Mapping, Sequence
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.lines import RankLine
+from shardwise.monitor.rank_lines import Timeline
 from shardwise.monitor.record import RunRecord
 from shardwise.monitor.summary import place_of
 from shardwise.names import name_of_unit
@@ -26,19 +26,19 @@ def recorded_trace(record: RunRecord) -> dict[str, object]:
 
     **Raises** ConfigError if no timeline was recorded.
     """
-    timelines = list(record.lines("timeline"))
+    timelines = list(record.lines(Timeline))
     if not timelines:
         raise ConfigError(
             f"{record.path}: no timeline is recorded yet; the second step has the first one"
         )
     trace, begins = ChromeTrace(_TICKS_PER_US), _begins(timelines)
-    lines = dict.fromkeys(span[0] for _, line in timelines for span in line["spans"])
+    lines = dict.fromkeys(span[0] for _, line in timelines for span in line.spans)
     threads = {name: tid for tid, name in enumerate(sorted(lines, key=place_of), start=1)}
     names = {_STEPS: "steps", **{tid: name for name, tid in threads.items()}}
     for rank in dict.fromkeys(rank for rank, _ in timelines):
         trace.name_process(rank, f"rank {rank}", rank, names)
     for rank, line in timelines:
-        _add_step(trace, rank, line, begins[line["step"]], threads)
+        _add_step(trace, rank, line, begins[line.step], threads)
     return trace.to_json(
         source="shardwise report",
         run=str(record.path),
@@ -47,13 +47,13 @@ def recorded_trace(record: RunRecord) -> dict[str, object]:
     )
 
 
-def _begins(timelines: Sequence[tuple[int, RankLine]]) -> dict[int, int]:
+def _begins(timelines: Sequence[tuple[int, Timeline]]) -> dict[int, int]:
     """Return the begin of each step, in ticks; see Note [Steps in a trace]."""
     lengths: dict[int, int] = {}
     for _, line in timelines:
-        ends = (span[3] + span[4] for span in line["spans"])
-        length = max(_ticks(1e3 * line["seconds"]), *(_ticks(end) for end in ends), 1)
-        lengths[line["step"]] = max(length, lengths.get(line["step"], 0))
+        ends = (span[3] + span[4] for span in line.spans)
+        length = max(_ticks(1e3 * line.seconds), *(_ticks(end) for end in ends), 1)
+        lengths[line.step] = max(length, lengths.get(line.step, 0))
     begins, at = {}, 0
     for step in sorted(lengths):
         begins[step] = at
@@ -66,12 +66,12 @@ def _ticks(ms: float) -> int:
 
 
 def _add_step(
-    trace: ChromeTrace, rank: int, line: RankLine, begin: int, threads: Mapping[str, int]
+    trace: ChromeTrace, rank: int, line: Timeline, begin: int, threads: Mapping[str, int]
 ) -> None:
-    step, end = line["step"], begin + _ticks(1e3 * line["seconds"])
+    step, end = line.step, begin + _ticks(1e3 * line.seconds)
     trace.add_span(f"step {step}", "step", (rank, _STEPS, begin), end, {"step": step})
     free: dict[str, int] = {}
-    for name, phase, unit, begin_ms, length_ms, num_bytes in line["spans"]:
+    for name, phase, unit, begin_ms, length_ms, num_bytes in line.spans:
         start = max(_ticks(begin_ms), free.get(name, 0))  # so that none overlaps by rounding
         free[name] = max(_ticks(begin_ms + length_ms), start)
         args = {"unit": name_of_unit(unit), "step": step, "phase": phase}

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import CORE_WAIT_S, STEP_S
+from shardwise.monitor.rank_lines import Memory, Moment
 from shardwise.monitor.record import RunRecord, StepLine, over_steps
 
 WARM_UP_LINES, _MIN_LINES, _MAX_LINES = 3, 5, 20
@@ -95,11 +95,10 @@ class Evidence:
         return int(rank) if count >= _SAME_RANK_SHARE * len(lines) else None
 
     @property
-    def peak(self) -> RankLine:
+    def peak(self) -> Moment:
         """The moment of the newest sampled step that has the most memory."""
-        lines = [line for _, line in self.run.lines("memory")]
+        lines = [line for _, line in self.run.lines(Memory)]
         if not lines:
             raise NotEnough("the memory of a step (sampled at the 3rd, then every detail_every)")
-        newest = max(reversed(lines), key=lambda line: line["step"])
-        moment: RankLine = newest["moments"][newest["peak"]]
-        return moment
+        newest = max(reversed(lines), key=lambda line: line.step)
+        return newest.moments[newest.peak]

@@ -10,7 +10,6 @@ from statistics import fmean
 
 from shardwise.monitor.doctor.evidence import WARM_UP_LINES, Evidence, NotEnough
 from shardwise.monitor.findings import Change, Finding, make_finding
-from shardwise.monitor.lines import RankLine
 from shardwise.monitor.metrics import (
     BACKGROUND_STEP_MS,
     BAD_GRADIENTS,
@@ -36,6 +35,7 @@ from shardwise.monitor.metrics import (
     TRANSFERS,
     transfers_ms,
 )
+from shardwise.monitor.rank_lines import LostUpdates, Memory, NonFinite, OtherSave, Save
 from shardwise.monitor.record import RunRecord, StepLine
 from shardwise.quantities import format_duration
 
@@ -74,7 +74,7 @@ def full_memory(e: Evidence) -> Finding | None:
     percent, retries = sharing * e.typical(MAX_ACTIVE_SHARE, "max"), _num_retries(e)
     if percent < _NEARLY_FULL and not retries:
         return None
-    engine, other = sum(e.peak["device"].values()), e.peak["other"]
+    engine, other = sum(e.peak.device.values()), e.peak.other
     share = other / (engine + other or 1)
     evidence = {
         "memory, % of the device": percent,
@@ -90,7 +90,7 @@ def full_memory(e: Evidence) -> Finding | None:
     shards, stage = e.num_shards, e.facts.stage
     if stage == 3 or shards == 1 or percent < _FULL:
         return None
-    gain = (1 - 1 / shards) * sum(e.peak["device"].get(kind, 0) for kind in _CUT_BY_NEXT[stage])
+    gain = (1 - 1 / shards) * sum(e.peak.device.get(kind, 0) for kind in _CUT_BY_NEXT[stage])
     evidence |= {"threshold, %": _FULL, "stage": stage}
     return make_finding("SW005.higher", evidence, gain=gain, next=stage + 1, shards=shards)
 
@@ -136,8 +136,8 @@ def cost_of_offload(e: Evidence) -> Finding | None:
     }
     largest, is_file = max(parts, key=parts.__getitem__), "nvme" in facts.offload
     state_bytes = 0  # of one rank's newest sampled step
-    for _, line in e.run.lines("memory"):
-        kinds = line["units"].get("files" if is_file else "host", {}).values()
+    for _, line in e.run.lines(Memory):
+        kinds = line.units.get("files" if is_file else "host", {}).values()
         state_bytes = sum(sum(each.values()) for each in kinds)
     case = "step" if largest == "the optimizer's step" else "copies"
     evidence = {
@@ -202,9 +202,9 @@ def other_saves(e: Evidence) -> Finding | None:
     lines = e.run.steps[WARM_UP_LINES:] if e.lines else ()
     whole_s, began = _trained_s(lines), e.run.steps[WARM_UP_LINES - 1].step
     by_rank: dict[int, list[tuple[float, str]]] = defaultdict(list)
-    for rank, line in e.run.lines("other_save"):
-        if line["step"] > began:
-            by_rank[rank].append((line["seconds"], line["call"]))
+    for rank, line in e.run.lines(OtherSave):
+        if line.step > began:
+            by_rank[rank].append((line.seconds, line.call))
     sums = {rank: sum(seconds for seconds, _ in saves) for rank, saves in by_rank.items()}
     if not sums:
         return None
@@ -301,16 +301,16 @@ def not_finite(e: Evidence) -> Finding | None:
         }
     )
     who = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, not on others"
-    looks = sorted(e.run.lines("non_finite"), key=lambda each: each[1]["step"])
-    look: RankLine = next((row for _, row in looks if row["step"] >= first), {})
-    params: list[str] = list(look.get("parameters", ()))
+    looks = sorted((row for _, row in e.run.lines(NonFinite)), key=lambda row: row.step)
+    look = next((row for row in looks if row.step >= first), NonFinite(0, ()))
+    params = look.parameters
     gradients = f"gradients of {', '.join(params[:3])}" if params else "gradients"
     named, also = f"{gradients} are", ""
     if values:
         named = f"{', '.join(values)} {'is' if len(values) == 1 else 'are'}"
-        also = f"; {gradients} are not either, at step {look['step']}" if params else ""
-    elif 0 < (finite_step := int(look.get("finite_step", 0))) < first - 1:
-        also = f"; step {finite_step} was the last in which they were checked and finite"
+        also = f"; {gradients} are not either, at step {look.step}" if params else ""
+    elif 0 < look.finite_step < first - 1:
+        also = f"; step {look.finite_step} was the last in which they were checked and finite"
     return make_finding(
         "SW041",
         {"first bad step": first, "ranks that began": len(ranks)},
@@ -335,9 +335,9 @@ def _last_finite(run: RunRecord) -> str:
         return "a checkpoint that `shardwise doctor` names, as it was finite when it was saved"
     found: dict[str, dict[int, bool]] = defaultdict(dict)
     newest: dict[str, int] = {}
-    for rank, line in run.lines("save"):
-        found[line["path"]][rank] = line["is_finite"]
-        newest[line["path"]] = line["step"]
+    for rank, line in run.lines(Save):
+        found[line.path][rank] = line.is_finite
+        newest[line.path] = line.step
     finite = [
         path
         for path, by_rank in found.items()
@@ -365,7 +365,7 @@ def lost_updates(e: Evidence) -> Finding | None:
     worst = lines[-1].metrics[LOST_OF_WORST_SHARE].max
     if share <= _LOST and worst <= _LOST_OF_WORST:
         return None
-    newest = {rank: line["shares"] for rank, line in e.run.lines("lost_updates")}
+    newest = {rank: line.shares for rank, line in e.run.lines(LostUpdates)}
     shares: dict[str, float] = defaultdict(float)
     for name, value in (each for by_name in newest.values() for each in by_name.items()):
         shares[name] = max(shares[name], value)

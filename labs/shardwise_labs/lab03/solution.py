@@ -1,7 +1,7 @@
 """Lab 3: ZeRO-1. Every rank keeps Adam's moments for its own share of the parameters only.
 
 Fill in PREDICT first, then the gaps from top to bottom. `shardwise lab run 3` runs this file on
-two ranks, `shardwise lab check 3 lab03_zero1.py` compares it with one process.
+three ranks, `shardwise lab check 3 lab03_zero1.py` compares it with one process.
 """
 
 import torch
@@ -94,3 +94,24 @@ class Zero1:
         self.flat.grads.zero_()
         self.shard.grad = None
         # END
+
+
+# After the run. lab03_broken.py takes your ZeRO-1 and holds too much: which line is wrong, and
+# which finding names it: "SW001" not sharded, "SW006" padding, "SW011" buckets too large, "SW042"
+# updates that round away? (`shardwise explain SW001` and so on.)
+BREAK = {
+    "line": None,
+    "finding": None,
+}
+
+# 7B in fp32 with Adam at zero1, 60 GB per rank for all of it: the fewest ranks of 2, 4, 8, 16, 32.
+DECIDE = {
+    "fewest ranks": None,
+}
+
+# True or False?
+CLAIMS = {
+    "ZeRO-1 sends twice as much as DDP, since it reduces and gathers": None,
+    "With Adam, a sum of gradients in place of the mean shows in the parameters": None,
+    "With ZeRO-1 a rank computes the gradients of its own slice only": None,
+}
