@@ -93,16 +93,17 @@ class _Group:
 class Merged:
     """The tensors of all ranks.
 
-    ``cut`` has each layout and index at which a tensor is cut. ``uncut`` has the groups that hold a
-    whole tensor, and its digests; if they are several, each rank saves its own.
+    ``cut`` has a row for each layout and index at which a tensor is cut. ``uncut`` has the row of a
+    whole tensor, the groups that hold it, and its digests; if they are several, each rank saves its
+    own.
     """
 
     optimizer: OptimizerRow | None
     is_alike: bool
     meshes: dict[Ranks, int] = field(default_factory=dict)
     layouts: list[LayoutRow] = field(default_factory=list)
-    cut: dict[Key, dict[tuple[int, int], None]] = field(default_factory=dict)
-    uncut: dict[Key, tuple[list[_Group], set[bytes]]] = field(default_factory=dict)
+    cut: dict[Key, dict[tuple[int, int], TensorRow]] = field(default_factory=dict)
+    uncut: dict[Key, tuple[TensorRow, list[_Group], set[bytes]]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
 
@@ -118,9 +119,9 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
     _check_tied_copies(control, table, merged)
     mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
     rows, owned = list[TensorRow](), list(table.own)
-    for number, (key, places) in enumerate(merged.cut.items()):
-        rows.append(row_of(key, *tuple(places)[number % len(places)]))
-    for number, (key, (groups, found)) in enumerate(merged.uncut.items()):
+    for number, places in enumerate(merged.cut.values()):
+        rows.append(list(places.values())[number % len(places)])
+    for number, (key, (row, groups, found)) in enumerate(merged.uncut.items()):
         writer = groups[0].ranks[0]
         if len(found) > 1 and key in mine and writer != control.rank:
             owned.append(mine[key])
@@ -128,7 +129,7 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
         if len(found) == 1 and key.info.num_bytes >= CHUNK_BYTES:
             ranks = [rank for group in groups for rank in group.ranks]
             writer = ranks[number % len(ranks)]
-        rows.append(row_of(key, rank=writer))
+        rows.append(row.model_copy(update={"rank": writer}) if writer else row)
     meshes = tuple(merged.meshes)
     manifest = Manifest(
         format=FORMAT if merged.is_alike else PIECES_FORMAT,
@@ -181,9 +182,7 @@ def key_of(item: Item | TensorRow) -> Key:
     return Key(item.info, item.piece or full_region(item.info.shape))
 
 
-def row_of(
-    key: Key, layout: int | None = None, index: int | None = None, rank: int = 0
-) -> TensorRow:
+def row_of(key: Key, layout: int | None = None, index: int | None = None) -> TensorRow:
     """Return the manifest's row of a tensor or a piece."""
     info, region = key
     is_piece = region.shape != info.shape
@@ -195,7 +194,6 @@ def row_of(
         shape=region.shape,
         layout=layout,
         index=index,
-        rank=rank,
         at=region.at if is_piece else (),
         of=info.shape if is_piece else (),
     )
@@ -245,7 +243,7 @@ def _describe(control: Control, table: Table, run: str, step: int | None) -> Des
             f"{name_ranks(list(control.members))}"
         )
     meshes = [tuple(tuple(numbers[rank] for rank in row) for row in m) for m in table.meshes]
-    return Described(
+    return Described.model_construct(  # its rows are valid already
         run=run,
         step=step,
         stage=table.stage,
@@ -293,10 +291,11 @@ def merge(groups: Sequence[_Group]) -> Merged:
         for row in said.cut:
             assert row.layout is not None and row.index is not None
             key, place = key_of(row), (layouts[row.layout], row.index)
-            merged.cut.setdefault(key, {})[place] = None
+            moved_row = row if is_alike else row.model_copy(update={"layout": place[0]})
+            merged.cut.setdefault(key, {}).setdefault(place, moved_row)
             on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
         for row, digests in zip(said.uncut, group.digests, strict=True):
-            holders, found = merged.uncut.setdefault(key_of(row), ([], set()))
+            _, holders, found = merged.uncut.setdefault(key_of(row), (row, [], set()))
             holders.append(group)
             found |= digests
         for name, holder in said.tied.items():
@@ -307,13 +306,14 @@ def merge(groups: Sequence[_Group]) -> Merged:
     _check_meshes(groups, merged, on_mesh)
     if is_alike and len(groups) > 1:
         lacking = [
-            key.info.key for key, (held, _) in merged.uncut.items() if len(held) < len(groups)
+            key.info.key for key, (_, held, _) in merged.uncut.items() if len(held) < len(groups)
         ]
         raise CheckpointError(
             f"rank {groups[1].ranks[0]} has other buffers or optimizer state to save than rank 0"
             f"{f': {lacking[0]!r} is not on both' if lacking else ''}. {_HINT}"
         )
-    _check_tensors(groups, merged)
+    if not is_alike:  # else each tensor is the same on all ranks, and none is in pieces
+        _check_tensors(groups, merged)
     return merged
 
 

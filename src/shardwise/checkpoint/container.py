@@ -99,7 +99,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of any tensor, which is copied to the CPU if it is elsewhere."""
-    return memory_of(tensor.detach().cpu().contiguous())
+    return memory_of(tensor.cpu().contiguous())
 
 
 class Stored(NamedTuple):

@@ -167,12 +167,12 @@ class TensorRow(SealedPart):
     at: _Shape = ()
     of: _Shape = ()
 
-    @property
+    @cached_property
     def info(self) -> TensorInfo:
         """The whole tensor's description."""
         return TensorInfo(self.kind, self.name, self.dtype, self.of or self.shape, self.state)
 
-    @property
+    @cached_property
     def region(self) -> Region:
         """The row's box in the whole tensor."""
         return Region(self.at, self.shape) if self.of else full_region(self.shape)
