@@ -157,33 +157,28 @@ class Checkpoints:
         step, which the next load would take in the place of this one; StateError inside an
         accumulation window, after a load that failed, and once closed.
         """
-        with self._engine.comm.tracer.span("save"):
-            return self._save(step, extra, wait, progress)
-
-    def _save(
-        self, step: int, extra: Mapping[str, object], wait: bool, progress: Progress | None
-    ) -> Saving:
-        self._check_open()
-        target = self.folder / step_name(checked_step(step))
-        started_s = time.perf_counter()
-        self.finish()
-        waited_s = time.perf_counter() - started_s
-        started_s = time.perf_counter()
 
         def staged(table: Table) -> Table:
             self._continue_run()
             self._refuse_older(step)
             return self._staged(table)
 
-        with self._tracer.span("save", ""), naming(f"the save of {target}"):
-            table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
-        stall_s = time.perf_counter() - started_s
-        saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
-        saving.start(lambda: self._write(table, step, target, progress))
-        self._saving = saving
-        if wait:
+        with self._tracer.span("save"):
+            self._check_open()
+            target = self.folder / step_name(checked_step(step))
+            began_s = time.perf_counter()
             self.finish()
-        return saving
+            waited_s = time.perf_counter() - began_s
+            began_s = time.perf_counter()
+            with self._tracer.span("save", ""), naming(f"the save of {target}"):
+                table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
+            stall_s = time.perf_counter() - began_s
+            saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
+            saving.start(lambda: self._write(table, step, target, progress))
+            self._saving = saving
+            if wait:
+                self.finish()
+            return saving
 
     def load(
         self,
