@@ -73,15 +73,19 @@ bench-offload: $(RUN_STAMP)
 	$(BIN)/python benchmarks/optimizer_step.py
 
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
-# `matrices` runs every cell of the largest tables of which the suite has covering samples.
+# `matrices` runs every cell of the largest tables of which the suite has covering samples. `mutants`
+# puts small defects into the source, which the suite must find.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
 TRIALS ?= 200
 SEED ?= 0
 
 soak: $(DEV_STAMP)
 	for campaign in $(CAMPAIGN); do \
-	  if [ $$campaign = matrices ]; then $(BIN)/python -m pytest tests/campaigns/matrices.py; else \
-	  $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED); fi || exit 1; \
+	  case $$campaign in \
+	    matrices) $(BIN)/python -m pytest tests/campaigns/matrices.py ;; \
+	    mutants) $(BIN)/python tests/campaigns/mutants.py --trials $(TRIALS) --seed $(SEED) ;; \
+	    *) $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) ;; \
+	  esac || exit 1; \
 	done
 
 fuzz: $(DEV_STAMP)

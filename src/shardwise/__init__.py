@@ -70,10 +70,10 @@ if TYPE_CHECKING:
     from shardwise.config import Precision as Precision
     from shardwise.engine.accumulate import accumulate as accumulate
     from shardwise.engine.api import shard as shard
-    from shardwise.engine.describe import describe as describe
     from shardwise.engine.gathered import gathered as gathered
     from shardwise.homes import Offload as Offload
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
+    from shardwise.monitor.describe import describe as describe
     from shardwise.monitor.observer import observe as observe
     from shardwise.step.overlap import overlap as overlap
     from shardwise.tensor.shard_tensor import ShardTensor as ShardTensor
@@ -85,7 +85,7 @@ _HOMES = {
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.tensor.shard_tensor",
     "accumulate": "shardwise.engine.accumulate",
-    "describe": "shardwise.engine.describe",
+    "describe": "shardwise.monitor.describe",
     "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",
     "load": "shardwise.checkpoint.save_load",
@@ -106,7 +106,7 @@ _RENAMED = {
     "counting": "debug.counting",
     "from_deepspeed": "interop.deepspeed.from_deepspeed",
     "join": "parallel.join",
-    "layer_by_layer": "engine.accumulate.layer_by_layer",
+    "layer_by_layer": "parallel.breadth_first.layer_by_layer",
     "mean_loss": "parallel.mean_loss",
     "spread_experts": "parallel.spread_experts",
     "stats": "debug.stats",

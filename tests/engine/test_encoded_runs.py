@@ -414,7 +414,7 @@ def is_read(rank: int, num_ranks: int) -> None:
     other(batch(rank))
     assert all(torch.equal(other.seen[name], value) for name, value in model.seen.items())
     (unit,) = describe(model).units
-    pairs = [storage.gather_bytes for storage in _storages(model)]
+    pairs = [storage.memory.gather_bytes for storage in _storages(model)]
     sent, whole = (sum(each) for each in zip(*pairs, strict=True))
     assert unit.gather == f"int4, blocks of 16: {sent / whole:.3f} x the bytes"
     assert f"; gathered as {unit.gather}" in str(describe(model))

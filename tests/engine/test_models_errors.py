@@ -14,6 +14,7 @@ from ranks import run_ranks
 from shardwise import accumulate, shard
 from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
+from shardwise.errors import StateError
 from shardwise.unit.states import GradState, ParamState
 from trainer import (
     SPREAD,
@@ -292,3 +293,20 @@ def test_an_accumulation_window_that_a_raising_pass_has_cost_is_told_once(num_ra
     for by_stage in run_ranks(fail_in_a_window, num_ranks):
         for messages in by_stage:
             assert len(messages) == 1 and "run the window again" in messages[0]
+
+
+def replace_one(rank: int, world_size: int) -> None:
+    model = shard(nn.Sequential(nn.Linear(4, 4)), stage=3)
+    ours = dict(model.named_parameters())
+    model[0].bias = nn.Parameter(torch.zeros(4))
+    for _ in range(2):  # the second call says the same
+        with torch.no_grad(), pytest.raises(StateError, match=r"'0\.bias' was replaced"):
+            model(torch.ones(1, 4))
+        assert model[0].weight is ours["0.weight"]
+    model[0].bias = ours["0.bias"]
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(param.grad is not None for param in ours.values())
+
+
+def test_a_replaced_parameter_is_named_and_the_others_stay_sharded() -> None:
+    run_ranks(replace_one, 1)

@@ -386,12 +386,9 @@ def take_memory_once(rank: int, world_size: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             away = [s for unit in engine_of(model).units if unit.home for s in unit.storages]
-            kept = [storage.memory.shard_bytes for storage in away]
-            aligned = sum(-(-num_bytes // 4096) * 4096 for num_bytes in kept)
+            aligned = sum(-(-storage.memory.shard_bytes // 4096) * 4096 for storage in away)
             assert sizes == [2 * aligned]  # slices, and reduced gradients
-            assert stats(model).bytes_by_place["host"] == 2 * sum(
-                s.memory.shard_bytes for s in away
-            )
+            assert stats(model).bytes_by_place["host"] == 2 * sum(s.shard_bytes for s in away)
     assert not made
 
 

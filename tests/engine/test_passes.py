@@ -43,13 +43,13 @@ def watch(model: nn.Module) -> list[tuple[str, int]]:
     engine, heard = engine_of(model), []
 
     def hear(name: str) -> None:
-        plain = getattr(engine, name)
+        plain = getattr(engine.backward, name)
 
         def call(*args: Any) -> None:
             heard.append((name, getattr(args[0], "index", -1) if args else -1))
             plain(*args)
 
-        setattr(engine, name, call)
+        setattr(engine.backward, name, call)
 
     for name in ("on_backward", "on_unit_over", "on_pass_end"):
         hear(name)

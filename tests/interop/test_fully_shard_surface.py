@@ -103,8 +103,8 @@ def settings(rank: int, world: int) -> None:
     ahead.blocks[2].set_modules_to_backward_prefetch([ahead.blocks[1], ahead.blocks[0]])
     check(ahead)
     hooked = sharded()
-    seen: list[int] = []
-    hooked.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    seen = Seen()
+    hooked.set_all_reduce_hook(seen)
     check(hooked)
     assert len(seen) == 1
     custom = sharded()
@@ -120,6 +120,13 @@ def settings(rank: int, world: int) -> None:
     accepted.set_reduce_scatter_max_input_buffers(2)
     share_comm_ctx([accepted, sharded()])
     check(accepted)
+
+
+class Seen(list[int]):
+    """A hook that has no hash."""
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        self.append(reduced.numel())
 
 
 class Gather:

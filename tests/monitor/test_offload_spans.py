@@ -10,7 +10,7 @@ import torch
 from models import Checkpointed
 from ranks import run_ranks
 from shardwise import observe, shard
-from shardwise.engine.describe import describe
+from shardwise.monitor.describe import describe
 from shardwise.monitor.metrics import TRANSFERS, transfers_ms
 from shardwise.monitor.rank_lines import SpanRow, Timeline
 from shardwise.monitor.record import read_run

@@ -340,7 +340,7 @@ def _state_of_calls(model: nn.Module) -> ModuleState | None:
 
 
 def _is_root(state: ModuleState) -> bool:
-    return state.engine.units[0] in state.units
+    return state.lazy_init().units[0] in state.units
 
 
 def _engine_of_calls(model: nn.Module) -> Engine | None:

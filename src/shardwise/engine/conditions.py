@@ -20,7 +20,7 @@ class Alone:
     def arrive(self, unit: Any) -> None:
         """Wait until the other micro-batches reach ``unit``; do nothing here."""
 
-    def visit(self, schedule: Any, call: Any) -> bool:
+    def gather(self, schedule: Any, call: Any) -> bool:
         """Gather the unit of a call; tell whether its backward comes next."""
         is_next: bool = schedule.before_forward(call.unit, in_backward=call.in_backward)
         return is_next

@@ -57,7 +57,7 @@ def gathered(
     engine, params = _params_of(targets)
     in_model = isinstance(targets[0], nn.Module)
     _check(engine, params, source)
-    engine.forget_cut_pass()
+    engine.backward.forget_cut()
     engine.rest("gathered()")
     with torch.no_grad():
         device = engine.comm.device
@@ -106,7 +106,7 @@ class _Way:
         if self.is_inside:
             return
         grad, full.grad = full.grad, None
-        _engine_of(self._param).note_grad(self._param.unit, full)
+        _engine_of(self._param).passes.note_grad(self._param.unit, full)
         assert grad is not None
         _add_partial(self._param, grad)
 
@@ -127,13 +127,13 @@ def _reduce(
     engine.finish_reductions()
     for param, full, somewhere in zip(params, fulls, anywhere, strict=True):
         if somewhere:
-            engine.expect_reduction(param.unit)
+            engine.passes.expect_reduction(param.unit)
         if full.grad is not None:
             _add_partial(param, full.grad)
             full.grad = None
         elif somewhere and param.partial is None:  # so that all ranks reduce in one dtype
             _add_partial(param, torch.zeros_like(full))
-    engine.on_pass_end()
+    engine.backward.on_pass_end()
 
 
 def _differs(param: ShardedParam, full: nn.Parameter) -> bool:

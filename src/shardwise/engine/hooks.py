@@ -9,7 +9,7 @@ through the wrapper is therefore handled as without entrances.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Watcher(Protocol):
     def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments to call the module with."""
 
-    def after_forward(self, unit: Any, output: Any) -> Any:
+    def after_forward(self, unit: Any, output: object) -> object:
         """Take the output (None if forward raised); return a replacement, or None."""
 
 
@@ -58,16 +58,16 @@ class _Hooks:
         return None
 
     @torch._disable_dynamo
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: object, output: object) -> object:
         if not self._watcher.suspended:
             return self._watcher.after_forward(self._unit, output)
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hooks":
+    def __deepcopy__(self, memo: object) -> "_Hooks":
         """Return self, as functions do; the engine decides how a model is copied."""
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Raise the engine's error for ``torch.save(model)``, which pickles the hooks first."""
         return self._watcher.__reduce_ex__(protocol)
 
@@ -125,7 +125,7 @@ def _numbers_of(module: nn.Module, check: Callable[..., None]) -> list[int]:
 class Entrance:
     """One module that the root merely wraps. See Note [Ways past the root]."""
 
-    def __init__(self, engine: Engine, watcher: Watcher, root: Any, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, watcher: Watcher, root: object, module: nn.Module) -> None:
         self.module = module
         self._engine = engine
         self._watcher = watcher
@@ -137,12 +137,12 @@ class Entrance:
         """Tell whether the engine ignores forward passes now."""
         return self._engine.suspended
 
-    def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, unit: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Enter the root unless a pass runs."""
         self._enters.append(not self._engine.is_running())
         return self._watcher.before_forward(self._root, args, kwargs) if self._enters[-1] else None
 
-    def after_forward(self, unit: Any, output: Any) -> Any:
+    def after_forward(self, unit: object, output: object) -> object:
         """Leave the root if this call entered it."""
         if self._enters and self._enters.pop():
             return self._watcher.after_forward(self._root, output)
@@ -150,7 +150,7 @@ class Entrance:
 
 
 def register_wrappers(
-    engine: Engine, units: list[Unit], watcher: Watcher | None = None, root: Any = None
+    engine: Engine, units: list[Unit], watcher: Watcher | None = None, root: object = None
 ) -> list[nn.Module]:
     """Register hooks on the modules that the root merely wraps; return these modules.
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from inspect import getattr_static
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import xxhash
@@ -54,7 +54,7 @@ from shardwise.unit.unit import Gather, Unit
 
 
 def compare_load(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: object
 ) -> None:
     """Compare the state that ranks are about to load into a sharded model, or into a part of one.
 
@@ -162,9 +162,9 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         made.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
     known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}
-    for rows in unit.grads.apart:
+    for rows in unit.grads.rows_apart:
         of_copies = tuple(known[id(param)] for param in rows.params)
-        made.grads.apart.append(replace(rows, params=of_copies))
+        made.grads.rows_apart.append(replace(rows, params=of_copies))
     made.lay_out(list(storages.values()))
     for storage in made.storages:  # last, because the full parameters are views of it
         storage.free()
@@ -233,15 +233,17 @@ class ShardState(ModuleState):
 
     def reshard(self) -> None:
         """Unpin the units; free the full parameters unless a pass runs."""
-        self.engine.unpin("reshard()", self.units)
-        if not self.engine.is_running():
+        engine = self.lazy_init()
+        engine.unpin("reshard()", self.units)
+        if not engine.is_running():
             super().reshard()
 
     def free_after_forward(self, frees: bool) -> None:
         """Free full parameters after forward, or keep them for backward."""
         if frees and not self.frees:
+            stage = self.lazy_init().config.stage.number
             raise ConfigError(
-                f"set_reshard_after_forward(True) at stage {self.engine.config.stage.number}: full "
+                f"set_reshard_after_forward(True) at stage {stage}: full "
                 "parameters stay there; shard(model, stage=3) frees them"
             )
         super().free_after_forward(frees)
@@ -263,7 +265,7 @@ class ShardedModule(FSDPModule):
         _hide(self)
         return _copy_by_class(self, lambda module: copy.deepcopy(module, memo))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Raise the engine's error for pickling."""
         return self._get_fsdp_state().engine.__reduce_ex__(protocol)
 

@@ -24,7 +24,7 @@ from torch.distributed._composable_state import _State
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from shardwise.engine.runtime import Engine
+from shardwise.engine.runtime import Engine, Inputs
 from shardwise.errors import StateError
 from shardwise.layout.placements import local_of
 from shardwise.unit.param import ShardedParam
@@ -68,8 +68,9 @@ def _reduce(engine: Engine, *, last: bool) -> None:
         if not unit.settings.stays_full:
             unit.unpin()
     with engine.conditions.micro_batch(last=last):
-        engine.on_pass([])  # units with gradients on another rank take part, as in any pass
-        engine.on_pass_end()
+        # Units with gradients on another rank alone take part, as in any pass.
+        engine.backward.on_pass([])
+        engine.backward.on_pass_end()
 
 
 def _has_grad(param: ShardedParam) -> bool:
@@ -103,12 +104,12 @@ class ModuleState(_State):
         super().__init__()
         self.modules: tuple[nn.Module, ...] = ()
         self.units: list[Unit] = []
-        self.engine: Any = None
+        self.engine: Engine | None = None  # until `lazy_init`
         self.frees = True  # False: the stage keeps full parameters
         self.max_in_flight = 1
         self.awaited: set[nn.Module] = set()  # modules of a pass that have not run forward yet
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleState":
+    def __deepcopy__(self, memo: object) -> "ModuleState":
         """Return self; a copied sharded model gets new states afterwards."""
         return self
 
@@ -124,8 +125,8 @@ class ModuleState(_State):
 
     def lazy_init(self) -> Engine:
         """Return the engine; a subclass may make it at the first call."""
-        engine: Engine = self.engine
-        return engine
+        assert self.engine is not None
+        return self.engine
 
     def adopt(self) -> None:
         """Take over the parameters that the modules hold now; does nothing here."""
@@ -176,22 +177,25 @@ class ModuleState(_State):
             self.engine.reductions.allow_in_flight(most)
 
     # -- a forward pass (hooks.Watcher)
-    def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Enter the units in order."""
+        engine = self.lazy_init()
         for unit in self.units:
-            args, kwargs = self.engine.before_forward(unit, args, kwargs)
+            args, kwargs = engine.before_forward(unit, args, kwargs)
         return args, kwargs
 
-    def after_forward(self, _: Any, output: Any) -> Any:
+    def after_forward(self, _: Any, output: object) -> object:
         """Leave the units in reverse order."""
+        engine = self.lazy_init()
         for unit in reversed(self.units):
-            self.engine.after_forward(unit, output)
+            engine.after_forward(unit, output)
+        return None
 
     # -- names that torch reads
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Inputs:
         return (args, kwargs) if self.suspended else self.before_forward(module, args, kwargs)
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _post_forward(self, module: nn.Module, args: object, output: object) -> object:
         if not self.suspended:
             self.after_forward(module, output)
         return output
@@ -224,7 +228,7 @@ class GroupView:
 
     comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
 
-    def __init__(self, unit: Any) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     @property
@@ -239,22 +243,21 @@ class GroupView:
     @property
     def is_unsharded(self) -> bool:
         """Tell whether the full parameters are gathered."""
-        found: bool = self._unit.is_unsharded
-        return found
+        return self._unit.is_unsharded
 
     @property
     def is_sharded(self) -> bool:
         """Tell whether only the sharded parameters exist."""
         return not self.is_unsharded
 
-    def post_backward(self, *_: Any) -> None:
+    def post_backward(self, *_: object) -> None:
         """Do nothing: the end of a pipeline's step reduces all units."""
 
 
 class ParamView:
     """A parameter with the attributes of torch's ``FSDPParam``."""
 
-    def __init__(self, param: Any, unit: Any) -> None:
+    def __init__(self, param: ShardedParam, unit: Unit) -> None:
         self._param = param
         self._unit = unit
 
@@ -270,8 +273,7 @@ class ParamView:
     @property
     def sharded_param(self) -> nn.Parameter:
         """The sharded parameter, which optimizers hold."""
-        found: nn.Parameter = self._param.sharded
-        return found
+        return self._param.sharded
 
 
 def note_managed(module: nn.Module) -> None:

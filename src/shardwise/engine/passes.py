@@ -105,7 +105,7 @@ class Passes:
     def __init__(self, listener: Listener, activations: Activations | None = None) -> None:
         self._listener = listener
         self._activations = activations
-        self._root: Any = None
+        self._root: PassUnit | None = None
         self._inside: dict[int, frozenset[int]] = {}  # modules inside each unit, made on demand
         self._progress: list[_Progress] = []
         self._stack: list[Call] = []
@@ -172,7 +172,7 @@ class Passes:
         """Continue inside the calls of ``stack``; record later calls in ``forward_pass``."""
         self._stack, self._forward_pass = stack, forward_pass
 
-    def watch_inputs(self, call: Call, inputs: Any) -> None:
+    def watch_inputs(self, call: Call, inputs: object) -> None:
         """Register hooks on a call's inputs, which fire when its backward has ended."""
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -192,7 +192,7 @@ class Passes:
         """Tell whether a call is outermost; the root is, even if an interrupted pass left calls."""
         return not self._stack or unit is self._root
 
-    def watch_outputs(self, call: Call, output: Any) -> bool:
+    def watch_outputs(self, call: Call, output: object) -> bool:
         """Register hooks on a recorded call's outputs; tell whether autograd can reach any."""
         found = False
         for tensor in tensors_in(output):
@@ -209,7 +209,7 @@ class Passes:
         call.enter(CallState.AWAITING if found else CallState.SPENT)
         return found
 
-    def watch_grad(self, unit: Any, leaf: torch.Tensor) -> RemovableHandle:
+    def watch_grad(self, unit: PassUnit, leaf: torch.Tensor) -> RemovableHandle:
         """Register a hook that runs when autograd has written a full parameter's gradient."""
         passes, of = weakref.proxy(self), weakref.proxy(unit)
         return leaf.register_post_accumulate_grad_hook(lambda grown: passes.note_grad(of, grown))
@@ -245,7 +245,7 @@ class Passes:
         progress = self._progress[unit.index]
         return progress.in_backward or progress.num_grads > 0
 
-    def note_grad(self, unit: Any, leaf: torch.Tensor) -> None:
+    def note_grad(self, unit: PassUnit, leaf: torch.Tensor) -> None:
         """Count a gradient that was written; begin the pass if needed."""
         self._listener.on_grad(unit, leaf)
         self._begin_pass()

@@ -8,7 +8,7 @@ different models. So before the first reduction of a pass, a rank compares itsel
 over the control group:
 
 - if a parameter was frozen or thawed since the last comparison. If the other ranks have no change,
-  they are in the reduction while this rank waits, and the watch aborts both waits with both names;
+  they are in the reduction while this rank waits, until the limit of the watch, which names both;
 - in passes 2, 4, 8 and so on: the number of steps so far, and the optimizers' classes and options
   in each optimizer's steps 1, 2, 4, 8 and so on.
 
@@ -149,7 +149,7 @@ def _option(value: Any) -> str:
     return str(value) if isinstance(value, bool | int | str | None) else type(value).__name__
 
 
-def _note_step(optimizer: Any, *_: Any) -> None:
+def _note_step(optimizer: Any, *_: object) -> None:
     """Count a step of an optimizer in the checks of each model whose parameters it has."""
     # A wrapper of several optimizers is not counted; each inner optimizer is.
     if torch.compiler.is_compiling() or hasattr(optimizer, "optimizers"):

@@ -114,7 +114,7 @@ class Reductions:
             bucket_bytes,
             reduces_in_flight,
             waits_at_close,
-            lambda unit: (id(unit.comm), unit.grads.sums),
+            lambda unit: (id(unit.comm), unit.grads.sums.key),
         )
 
     def allow_in_flight(self, num: int) -> None:

@@ -9,7 +9,7 @@ import torch
 _MAX_DEPTH = 8
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested tuples, lists, mappings, dataclasses and plain objects."""
     if isinstance(value, torch.Tensor):
         yield value

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 import torch
 
 from shardwise.engine.parts import Model, modules_of
-from shardwise.engine.weights import BUCKET_BYTES, FullWeights, named_weights, stream_weights
 from shardwise.errors import ConfigError
+from shardwise.interop.full_weights import BUCKET_BYTES, FullWeights, named_weights, stream_weights
 
 
 def stream(

@@ -373,6 +373,6 @@ def _casts_to_half() -> bool:
 
 def _num_passes(parts: Parts) -> tuple[int, int]:
     """Return the number of passes that began without gradients, and of reduced ones."""
-    engines = parts.engines
-    begun, reduced = ([getattr(e, name) for e in engines] for name in ("num_begun", "num_reduced"))
-    return max(begun, default=0), max(reduced, default=0)  # 0 after the end of a run
+    done = [engine.backward for engine in parts.engines]  # none after the end of a run
+    begun = max((each.num_begun for each in done), default=0)
+    return begun, max((each.num_reduced for each in done), default=0)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shardwise.device import memory_figures, name_of
-from shardwise.engine.describe import describe
 from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
 from shardwise.mesh import Axis
+from shardwise.monitor.describe import describe
 from shardwise.monitor.record import RunFacts
 from shardwise.plan.machine.hardware import find_accelerator
 from shardwise.tensor.plain_state import owner_of

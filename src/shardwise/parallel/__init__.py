@@ -1,4 +1,4 @@
-"""Parallelism over sequences, experts and pipelines."""
+"""Parallelism over sequences, experts and pipelines; micro-batches in rounds."""
 
 from typing import TYPE_CHECKING
 

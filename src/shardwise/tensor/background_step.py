@@ -147,7 +147,7 @@ def _waiting_class(base: type[DTensor]) -> type[DTensor]:
             step.wait()
         _ELEMENTS.__set__(tensor, local)
 
-    def copy(tensor: Any, memo: dict[int, Any]) -> Any:
+    def copy(tensor: Any, memo: object) -> Any:
         tensor._local_tensor  # noqa: B018 - DTensor's deepcopy does not read this attribute
         return base.__deepcopy__(tensor, memo)
 

@@ -63,7 +63,7 @@ def owning_rank(param: Any) -> int | None:
     return None if cut is None else cut.owner
 
 
-def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def cut_plain_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Cut whole tensors in an optimizer's state. See Note [Plain state is cut at the first step].
 
     **Cost** nothing for a dict that was seen before; else a copy of this rank's slices.

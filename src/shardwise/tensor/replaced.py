@@ -67,7 +67,7 @@ class Replaced:
     def grad(self, value: torch.Tensor | None) -> None:
         _GRAD.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         """Copy the parameter in its original class."""
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.__class__ = type(self).__mro__[2]

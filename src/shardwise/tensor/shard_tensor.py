@@ -16,7 +16,7 @@ So no operation returns this rank's part as if it were the whole tensor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -132,7 +132,7 @@ class ShardTensor(ShardTensorBase):
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse: a pickled slice would load as if it were a parameter."""
         raise ShardError(
             "a ShardTensor holds this rank's slice only and cannot be pickled; pickle "

@@ -195,7 +195,7 @@ class Materializer:
         by_dtype: dict[torch.dtype, list[ParamSpec]] = {}
         for param in own:
             by_dtype.setdefault(param.param.dtype, []).append(param)
-        unit.grads.apart = [self._build_apart(unit, params) for params in by_dtype.values()]
+        unit.grads.rows_apart = [self._build_apart(unit, params) for params in by_dtype.values()]
         unit.lay_out(storages)
         return unit
 

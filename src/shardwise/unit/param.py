@@ -261,12 +261,12 @@ class ShardedParam:
         self._storage: Storage | None = None
         self.index = 0
         self.sharded: Sharded = None  # type: ignore[assignment]  # until it is laid out
-        self.leaf: nn.Parameter | None = None  # the full form; None before its first gather
-        self.local: torch.Tensor = None  # type: ignore[assignment]  # until then: this rank's elements, as last laid out
+        self.leaf: nn.Parameter | None = None  # None until it is made; `OwnGather` makes it
+        self.local: torch.Tensor = None  # type: ignore[assignment]  # its elements then
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self.leaves_scale = False  # see PartialGrad
-        self.tie: Tie | None = None  # with copies on other stages of a pipeline; see ties.py
+        self.tie: Tie | None = None  # with copies on other pipeline stages
         self.grad_hooks = GradHooks()
         self._watched = False
 

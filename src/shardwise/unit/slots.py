@@ -48,7 +48,7 @@ class Slots:
         self._depth += 1
         if self._depth > 1:
             return
-        for params, attribute, param in self._places:
+        for params, attribute, param in self._places:  # all of them, before any is changed
             found = params.get(attribute)
             if found is not param.sharded or getattr(found, "_owner", None) is not param:
                 self._depth = 0
@@ -56,6 +56,7 @@ class Slots:
                     f"parameter '{param.name}' was replaced after shard(), by model.to(), .half(), "
                     "load_state_dict(assign=True) or an assignment; do that before shard()"
                 )
+        for params, attribute, param in self._places:
             params[attribute] = param.full
         self._versions = [param.full._version for _, _, param in self._places]
 

@@ -17,7 +17,7 @@ class State(Enum):
 class ParamState(State):
     """The owner of the memory of a unit's full parameters.
 
-    SHARDED: not readable (freed, or kept but stale). GATHERING: the transport writes them.
+    SHARDED: not readable (freed, or kept and perhaps stale). GATHERING: the transport writes them.
     FULL: the layers and autograd read them.
     """
 
@@ -29,8 +29,9 @@ class ParamState(State):
 class GradState(State):
     """The state of a unit's gradients.
 
-    EMPTY: no gradients. PARTIAL: full gradients of this rank's micro-batches, not yet reduced.
-    REDUCING: the transport reads them. REDUCED: this rank's slices of the mean are in ``p.grad``.
+    EMPTY: none but what autograd is writing. PARTIAL: full gradients of this rank's micro-batches,
+    not yet reduced. REDUCING: the transport reads them. REDUCED: this rank's slices of the mean are
+    in ``p.grad``.
     """
 
     EMPTY = "empty"

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sum:
-    """The settings of a unit's sums. Units with equal settings share a collective.
+    """The settings of a unit's sums. Units with an equal `key` share a collective.
 
     ``divisor`` turns the sums into means: the number of ranks whose batches they contain.
     ``zero_fill``: a parameter without a gradient on any rank gets zeros. ``in_param_dtype``: unless
@@ -63,6 +63,13 @@ class Sum:
     all_reduces: bool = True
     reduce_scatter: ReduceScatter | None = None
     after_reduce: Callable[[torch.Tensor], object] | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The settings, with a user's functions by identity: they may not be comparable."""
+        own = (self.reduce_scatter, self.after_reduce)
+        same = ((id(getattr(f, "__self__", f)), getattr(f, "__func__", None)) for f in own)
+        return (self.divisor, self.zero_fill, self.in_param_dtype, self.all_reduces, *same)
 
     def start(self, units: Sequence["Unit"]) -> "RunningSum":
         """Pass the units' gradients to the transport."""
@@ -165,7 +172,7 @@ class RunningSum:
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
-            for rows in unit.grads.apart:
+            for rows in unit.grads.rows_apart:
                 params = [param for param in rows.params if param.is_trained]
                 items += self._start_storage(unit, rows, params)
         collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
@@ -381,7 +388,7 @@ class RunningSum:
 
 def _sums_in_half(unit: "Unit") -> bool:
     """Tell whether gradients of a unit are summed in float16."""
-    parts: list[Storage | RowsApart] = [*unit.storages, *unit.grads.apart]
+    parts: list[Storage | RowsApart] = [*unit.storages, *unit.grads.rows_apart]
     dtypes = (unit.reduce_dtype_of(part.master_dtype) or part.compute_dtype for part in parts)
     return torch.float16 in dtypes
 
@@ -410,7 +417,7 @@ def _may_defer(units: Sequence["Unit"]) -> bool:
         return False
     if first.settings.stands_while_full and first.grads.sums.all_reduces:
         return False
-    return all(unit.home is None and not unit.grads.apart for unit in units)
+    return all(unit.home is None and not unit.grads.rows_apart for unit in units)
 
 
 def _coding_of(unit: "Unit", shape: tuple[int, ...]) -> Coding | None:

@@ -1,7 +1,8 @@
 """One unit at run time: parameters that are gathered, reduced and freed together.
 
-It is the only mutable object per unit and holds its two states. Its settings, its sum of gradients,
-the transport of its gathers and the home of its slices are values.
+What changes is in three parts: `Gather` has the state of the full parameters, `Gradients` that of
+the gradients, and `Slots` what stands in the modules. Its settings and the home of its slices are
+values.
 
 Note [When full parameters stand in the modules]
 Under `shard()` they do during each call of the module, so the model shows its sharded parameters at
@@ -60,8 +61,8 @@ class Gradients:
     """The gradients of a unit: how they are summed, and their state.
 
     ``num_reducing``: the reductions in flight, as a late gradient starts another.
-    ``has_local_sum``: see Note [Dtype of a sum]. ``apart``: the layouts of gradients of parameters
-    that lie in no storage.
+    ``has_local_sum``: see Note [Dtype of a sum]. ``rows_apart``: the layouts of gradients of
+    parameters that lie in no storage.
     """
 
     unit: str
@@ -69,7 +70,7 @@ class Gradients:
     state: GradState = GradState.EMPTY
     num_reducing: int = 0
     has_local_sum: bool = False
-    apart: list[RowsApart] = field(default_factory=list)
+    rows_apart: list[RowsApart] = field(default_factory=list)
 
     def enter(self, state: GradState) -> None:
         """Change to a state, as the table allows; keep an equal one."""
@@ -152,8 +153,8 @@ class Unit:
         """Tell whether a backward pass frees the full parameters."""
         if not self.settings.stage.frees_after_backward or self.settings.stays_full:
             return False
-        apart = any(param.encoding.puts_together for param in self.params)
-        return apart or any(s.frees for s in self.storages)
+        has_separate = any(param.encoding.puts_together for param in self.params)
+        return has_separate or any(storage.frees for storage in self.storages)
 
     def read_ahead(self) -> None:
         """Start reading slices from files, unless a step of them is running."""
@@ -189,7 +190,7 @@ class Unit:
                 for item in items:
                     if not item.in_place:
                         item.full.view(-1)[: item.source.numel()].copy_(item.source.view(-1))
-                return None
+                return
             collective = self.comm.collective_id("all_gather", self.name, self.index)
             with nullcontext() if self.home is None else self.home.after_fetch():
                 by = self.gather.transport
@@ -229,9 +230,10 @@ class Unit:
                 param.complete()
                 param.put(param.full)
         for storage in self.storages:
-            apart = all(s.encoding.puts_together for s in self.params if s.rests_in(storage))
-            if apart and self.gather.nearby is None:
-                storage.free()  # the parameters have separate memory
+            inside = [param for param in self.params if param.rests_in(storage)]
+            have_separate = all(param.encoding.puts_together for param in inside)
+            if have_separate and self.gather.nearby is None:
+                storage.free()
 
     def reshard(self) -> None:
         """Give up the full parameters unless pinned; free their memory if the stage does."""
@@ -270,7 +272,7 @@ class Unit:
 
     @property
     def is_trained(self) -> bool:
-        """Tell whether any parameter of the unit has a gradient."""
+        """Tell whether any parameter of the unit gets gradients."""
         return self.is_deferred or any(param.is_trained for param in self.params)
 
     @property
@@ -350,7 +352,7 @@ class Unit:
             self.grads.enter(GradState.REDUCED if any_reduced else GradState.EMPTY)
         self.grads.has_local_sum = False
 
-    # -- states, and names that tools read on torch's parameter groups
+    # -- states, and what tools ask
     @property
     def param_state(self) -> ParamState:
         """The state of the full parameters."""

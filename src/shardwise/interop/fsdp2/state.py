@@ -22,10 +22,11 @@ from shardwise import __version__
 from shardwise.comm.control import exchange_any
 from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
+from shardwise.engine.backward import EngineRules
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, note_state
-from shardwise.engine.runtime import CallRules, Engine
+from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import attach_steppers
 from shardwise.errors import ConfigError, StateError
 from shardwise.homes import Offload
@@ -41,7 +42,7 @@ from shardwise.unit.unit import Unit
 _ACTIVATIONS = Offload(activations="cpu")
 
 
-_RULES = CallRules(
+_RULES = EngineRules(
     each_unit_alone=True,
     owns_all=False,  # `ignored_params`
     allows_jvp=True,
@@ -177,8 +178,7 @@ class State(ModuleState):
     def lazy_init(self) -> Engine:
         """Return the engine with this call's modules as the root; make it on the first call."""
         if self.engine is not None:
-            made: Engine = self.engine
-            return made
+            return self.engine
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         states = self._states_below()
@@ -220,7 +220,7 @@ class State(ModuleState):
 
         **Raises** StateError inside a pass.
         """
-        if self.engine.is_running():
+        if self.engine is not None and self.engine.is_running():
             raise StateError(
                 f"{what} inside a forward or backward pass: call it between two passes"
             )
@@ -232,13 +232,14 @@ class State(ModuleState):
 
         The first pass compares the settings of the ranks. **Raises** ConfigError on all ranks.
         """
-        states = self.engine.all_states
+        engine = self.lazy_init()
+        states = engine.all_states
         for state in states:
             state.make_ready()
         if any(state.is_emptied for state in states):
-            _check_written(self.engine)
+            _check_written(engine)
         if not self._has_agreed:
-            agree(self.engine.comm.control, list(_facts(self.engine)), "fully_shard()")
+            agree(engine.comm.control, list(_facts(engine)), "fully_shard()")
             self._has_agreed = True
 
     # -- a forward pass of one of the modules (hooks.Watcher)

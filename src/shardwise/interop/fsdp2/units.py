@@ -181,7 +181,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
             param.lie_in(storage, index)
         storage.free()
         storages.append(storage)
-    unit.grads.apart = list(_summed_apart(unit))
+    unit.grads.rows_apart = list(_summed_apart(unit))
     unit.lay_out(storages)
 
 

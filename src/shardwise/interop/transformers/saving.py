@@ -43,8 +43,8 @@ from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
 from shardwise.engine.model import compare_load
 from shardwise.engine.module_state import note_managed
-from shardwise.engine.weights import FullWeights, State, named_weights, stream_weights
 from shardwise.errors import ConfigError, StateError
+from shardwise.interop.full_weights import FullWeights, State, named_weights, stream_weights
 from shardwise.interop.peft import save_adapter
 from shardwise.quantities import parse_size
 from shardwise.tensor.plain_state import cut_state_dict
