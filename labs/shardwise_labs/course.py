@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-NUMBERS = (1, 3)
+NUMBERS = (1, 2, 3, 4, 5, 10)
 # Trainers of each stage, as files of the reader would have them; lab 1 measures with them.
 TRAINERS = {"lab03_zero1.py": "lab03", "lab04_zero2.py": "lab04", "lab05_zero3.py": "lab05"}
 _GAP, _END = re.compile(r"^( *)# GAP (\d+)"), re.compile(r"^ *# END$")
@@ -144,6 +144,12 @@ def steps_of(page: str) -> dict[str, str]:
     return {
         title.strip(): text.strip() for title, text in zip(parts[1::2], parts[2::2], strict=True)
     }
+
+
+def intro_of(page: str) -> str:
+    """Return a page's text between its title and its first section."""
+    _title, _, text = page.partition("\n")
+    return text.split("\n## ")[0].strip()
 
 
 def answers_in(path: Path) -> dict[str, dict[str, object]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise_labs.course import Lab, answers_in, labs, line_of, steps_of
+from shardwise_labs.course import Lab, answers_in, intro_of, labs, line_of, steps_of
 from shardwise_labs.ranks import HANG_S, Job, Outcome, Verdict, run_job
 
 SCORE = ".shardwise-labs.json"
@@ -45,9 +45,12 @@ def start(number: int, folder: Path) -> str:
         raise LabError(f"{lab.file} is in this folder already; it is left as it is")
     (folder / lab.file).write_text(lab.gapped())
     (folder / lab.broken_file).write_text(lab.broken)
+    missing = [name for name in lab.needs if not (folder / name).exists()]
+    needs = f"It imports {missing[0]}, which an earlier lab builds.\n\n" if missing else ""
     return (
-        f"Lab {number}: {lab.title}\n\nWrote {lab.file} (yours to fill) and {lab.broken_file}.\n\n"
-        f"{read(number, 'Predict')}\n\nNext: fill PREDICT in {lab.file}, then "
+        f"Lab {number}: {lab.title}\n\n{_narrow(intro_of(lab.page))}\n\n"
+        f"Wrote {lab.file} (yours to fill) and {lab.broken_file}.\n\n"
+        f"{needs}{read(number, 'Predict')}\n\nNext: fill PREDICT in {lab.file}, then "
         f"`shardwise lab read {number} build`."
     )
 
@@ -224,8 +227,8 @@ def _answers(path: Path, name: str) -> Mapping[str, object]:
 
 
 def _narrow(text: str) -> str:
-    """Return Markdown with its paragraphs and lists wrapped for a terminal; code stays."""
-    parts = re.split(r"(```.*?```)", text, flags=re.DOTALL)
+    """Return Markdown with paragraphs and lists wrapped for a terminal; code and tables stay."""
+    parts = re.split(r"(```.*?```|(?:^\|[^\n]*\n?)+)", text, flags=re.DOTALL | re.MULTILINE)
     wrapped = [re.sub(r"[^\n](?:.|\n(?![\n\d]))*", _filled, part) for part in parts[::2]]
     parts[::2] = wrapped
     return "".join(parts)

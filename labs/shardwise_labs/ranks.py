@@ -164,7 +164,7 @@ def _run_group(job: Job, num_ranks: int, folder: Path) -> list[Outcome]:
             has_failed, end = True, min(end, time.monotonic() + GRACE_S)
     _stop(ranks)
     return [
-        _found(job, file, rank, num_ranks, scratch)
+        _found(job, file, rank, num_ranks, scratch, ranks[rank].exitcode)
         for file in job.files
         for rank in range(num_ranks)
     ]
@@ -183,7 +183,9 @@ def _stop(ranks: Sequence[BaseProcess]) -> None:
         process.join()
 
 
-def _found(job: Job, file: str, rank: int, num_ranks: int, scratch: Path) -> Outcome:
+def _found(
+    job: Job, file: str, rank: int, num_ranks: int, scratch: Path, exit_code: int | None
+) -> Outcome:
     path = scratch / f"{Path(file).stem}.{rank}.json"
     if path.exists():
         return _outcome(json.loads(path.read_text()))
@@ -192,11 +194,13 @@ def _found(job: Job, file: str, rank: int, num_ranks: int, scratch: Path) -> Out
     text = stacks.read_text() if stacks.exists() else ""
     folder = re.escape(str(Path(file).parent))
     match = re.search(rf'File "{folder}/([^"]+)", line (\d+) in (.+)', text)
-    if match:
-        outcome.error, outcome.is_waiting = f"line {match[2]} of {match[1]}, in {match[3]}", True
+    where = f"line {match[2]} of {match[1]}, in {match[3]}" if match else ""
+    if exit_code in (-signal.SIGSEGV, -signal.SIGBUS):
+        outcome.error = f"the process crashed: was memory read that is freed? {where}".rstrip()
+    elif text:
+        outcome.error, outcome.is_waiting = where or "outside of your file", True
     else:
-        outcome.error = "outside of your file" if text else "its process has ended"
-        outcome.is_waiting = bool(text)
+        outcome.error = "its process has ended"
     return outcome
 
 
@@ -204,6 +208,7 @@ def _run_rank(job: Job, rank: int, num_ranks: int, folder: Path, scratch: Path) 
     import torch.distributed as dist
 
     with open(scratch / f"{rank}.stacks", "w") as stacks:
+        faulthandler.enable(file=stacks, all_threads=False)  # for crashes
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         store = dist.FileStore(str(scratch / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)

@@ -1,6 +1,7 @@
 """Train the model with a trainer of labs 3 to 5, count what it holds and sends, and compare it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise_labs.counting import Call, Meter, Traffic
-from shardwise_labs.given import OneProcess, batch, loss_of, make_model, one_process, units_of
+from shardwise_labs.given import OneProcess, batch, loss_of, make_model, one_process
 from shardwise_labs.judge import Judge
 from shardwise_labs.words import WrongAnswer, difference, tensor_of, times
 
@@ -54,26 +55,32 @@ def train(
     folder: Path,
     steps: int = 3,
     micro_batches: int = 1,
-    rows: int = 1,
     is_plain: bool = False,
+    is_measured: bool = True,
 ) -> Trained:
-    """Train ``steps`` steps; every rank of the group calls this."""
+    """Train ``steps`` steps; every rank of the group calls this. Measuring takes most of the time.
+
+    ``is_plain``: a model of equal blocks, each with a gradient for each parameter.
+    """
     model = make_model(is_plain)
-    with Meter(*model.parameters()) as meter, Traffic(folder) as traffic:
+    meter = Meter(*model.parameters())
+    with meter if is_measured else nullcontext(), Traffic(folder) as traffic:
         trainer = build(model)
         found = Trained(model, trainer, calls_of_setup=list(traffic.calls))
         _record_gradients(trainer, found.grads)
         for step in range(steps):
             traffic.clear()
-            found.at_rest = meter.settled()
-            meter.restart()
+            if is_measured:
+                found.at_rest = meter.settled()
+                meter.restart()
             total = 0.0
             for micro in range(micro_batches):
-                loss = loss_of(model, batch(rank, step * micro_batches + micro, rows))
+                loss = loss_of(model, batch(rank, step * micro_batches + micro))
                 trainer.backward(loss)
                 total += loss.item()
                 del loss
-            found.peak, found.held = meter.peak, meter.settled()
+            if is_measured:
+                found.peak, found.held = meter.peak, meter.settled()
             trainer.step()
             found.step_peak = meter.peak
             found.losses.append(total / micro_batches)
@@ -98,22 +105,27 @@ def _record_gradients(trainer: Trainer, grads: list[Tensor]) -> None:
     optimizer.register_step_pre_hook(record)
 
 
-def own_slices(named: Mapping[str, Tensor], by_unit: bool, rank: int, num_ranks: int) -> Tensor:
-    """Return a rank's slices of the model's values, flat; those that are missing are zeros."""
+def own_slices(
+    named: Mapping[str, Tensor], by_unit: bool, rank: int, num_ranks: int
+) -> dict[str, Tensor]:
+    """Return a rank's slices of the model's values, flat, by unit; missing values are zeros.
+
+    Without ``by_unit`` the whole model is one unit, named ''.
+    """
     model = make_model()
     names = {id(p): name for name, p in model.named_parameters()}
-    found = []
-    for unit in units_of(model) if by_unit else [model]:
-        parts = [named.get(names[id(p)], torch.zeros(p.shape)) for p in unit.parameters()]
+    found = {}
+    for unit, module in model.named_children() if by_unit else [("", model)]:
+        parts = [named.get(names[id(p)], torch.zeros(p.shape)) for p in module.parameters()]
         flat = torch.cat([part.flatten() for part in parts])
         flat = torch.cat([flat, torch.zeros(-len(flat) % num_ranks)])
-        found.append(flat.chunk(num_ranks)[rank])
-    return torch.cat(found)
+        found[unit] = flat.chunk(num_ranks)[rank]
+    return found
 
 
 def padded_numel(by_unit: bool, num_ranks: int) -> int:
     """Return the number of parameters with the zeros that make slices equal."""
-    return num_ranks * len(own_slices({}, by_unit, 0, num_ranks))
+    return num_ranks * sum(map(len, own_slices({}, by_unit, 0, num_ranks).values()))
 
 
 @dataclass(frozen=True)
@@ -132,8 +144,8 @@ class Compared:
     oracle: OneProcess
     oracle_first: OneProcess
 
-    def slices(self, named: Mapping[str, Tensor], rank: int | None = None) -> Tensor:
-        """Return a rank's slices of the model's values; by default this rank's."""
+    def slices(self, named: Mapping[str, Tensor], rank: int | None = None) -> dict[str, Tensor]:
+        """Return a rank's slices of the model's values by unit; by default this rank's."""
         return own_slices(named, self.by_unit, self.rank if rank is None else rank, self.num_ranks)
 
     @cached_property
@@ -152,46 +164,56 @@ class Compared:
         )
 
     def _gradient_problem(self, trained: Trained, oracle: OneProcess) -> str | None:
-        steps = len(oracle.values)
+        steps, n, rank = len(oracle.values), self.num_ranks, self.rank
         if len(trained.grads) != steps:
             return f"the optimizer made {len(trained.grads)} steps in {steps}"
+        mean = "the mean over ranks was asked for"
         for step, got in enumerate(trained.grads):
-            means, n = oracle.grads[step], self.num_ranks
-            want, mean = self.slices(means), "the mean over ranks was asked for"
+            means, own = oracle.grads[step], oracle.rank_grads[step][rank]
+            wants = self.slices(means)
+            what = f"the gradient that rank {rank}'s optimizer gets in step {step + 1}"
+            got = tensor_of(what, got, (sum(map(len, wants.values())),))
             known = {
-                f"is the sum over ranks, {mean}: exactly {times(n)}": want * n,
-                f"is of this rank's batch alone, {mean}": self.slices(
-                    oracle.rank_grads[step][self.rank]
-                ),
+                f"is the sum over ranks, {mean}: exactly {times(n)}": {
+                    unit: want * n for unit, want in wants.items()
+                },
+                f"is of this rank's batch alone, {mean}": self.slices(own),
                 "is that of the last micro-batch alone": self.slices(oracle.last_grads[step]),
             }
             if step:
                 before = self.slices(oracle.grads[step - 1])
-                known["still has that of the step before in it: set it to zero"] = want + before
+                known["still has that of the step before in it: set it to zero"] = {
+                    unit: want + before[unit] for unit, want in wants.items()
+                }
             for other in range(n):
-                if other != self.rank:
+                if other != rank:
                     known[f"is that of rank {other}'s slice"] = self.slices(means, other)
-            what = f"the gradient that rank {self.rank}'s optimizer gets in step {step + 1}"
-            got = tensor_of(what, got, tuple(want.shape))
-            if problem := difference(what, got, want, known):
-                return problem
+            parts = got.split([len(want) for want in wants.values()])
+            for (unit, want), part in zip(wants.items(), parts, strict=True):
+                named = f"{what}{f', unit {unit!r},' if unit else ''}"
+                wrongs = {words: values[unit] for words, values in known.items()}
+                if problem := difference(named, part, want, wrongs):
+                    return problem
         return None
 
     def _value_problem(self, trained: Trained, oracle: OneProcess) -> str | None:
         start = {name: p.detach() for name, p in make_model().named_parameters()}
         n, steps = self.num_ranks, len(oracle.values)
         for owner in sorted(range(n), key=lambda other: other != self.rank):
-            first, want, got = (
+            firsts, wants, gots = (
                 self.slices(named, owner) for named in (start, oracle.values[-1], trained.values)
             )
             whose = "its own slice" if owner == self.rank else f"the slice of rank {owner}"
-            what = f"after {steps} step{'s' * (steps > 1)} rank {self.rank} has {whose}, which"
-            known = {"is as before: gather all slices, after the optimizer's step": first}
-            if problem := difference(what, got, want, known):
-                ratio = float((got - first).norm() / (want - first).norm())
-                if abs(ratio - 1) > 0.2:
-                    problem += f"; it moved {times(ratio)} as far as in one process"
-                return problem
+            known = "is as before: gather all slices, after the optimizer's step"
+            for unit, first in firsts.items():
+                want, got = wants[unit], gots[unit]
+                of = f" of unit {unit!r}" if unit else ""
+                what = f"after step {steps} rank {self.rank} has {whose}{of}, which"
+                if problem := difference(what, got, want, {known: first}):
+                    ratio = float((got - first).norm() / (want - first).norm())
+                    if abs(ratio - 1) > 0.2:
+                        problem += f"; it moved {times(ratio)} as far as in one process"
+                    return problem
         return None
 
 
@@ -204,7 +226,7 @@ def compare(
     micro_batches: int = 1,
 ) -> Compared:
     """Train one step and three; every rank of the group calls this."""
-    runs = [train(build, rank, folder, steps, micro_batches) for steps in (1, 3)]
+    runs = [train(build, rank, folder, steps, micro_batches, is_measured=False) for steps in (1, 3)]
     oracles = [one_process(num_ranks, steps, micro_batches) for steps in (1, 3)]
     return Compared(rank, num_ranks, by_unit, *runs, *reversed(oracles))
 
@@ -228,14 +250,14 @@ def judge_bits(judge: Judge, compared: Compared) -> None:
         judge.judge("bits", compared.value_problem, good=good)
 
 
-def show(judge: Judge, compared: Compared) -> None:
+def show(judge: Judge, trained: Trained, numel: int, peak: int, compared: Compared) -> None:
     """Add the rows of a run: bytes held and sent, and if the parameters are right."""
-    trained, numel = compared.trained, padded_numel(compared.by_unit, judge.num_ranks)
     judge.row("parameters, padded", f"{numel:>10,}")
+    judge.row("held between steps", f"{trained.at_rest:>10,}")
     judge.row("held after backward", f"{trained.held:>10,}")
     judge.row("replicated would hold", f"{16 * numel:>10,}")
     judge.row("held over replicated", f"{trained.held / (16 * numel):>10.3f}")
-    judge.row("peak of the step", f"{trained.step_peak:>10,}")
+    judge.row("peak", f"{peak:>10,}")
     judge.row("sent in a step", f"{trained.sent:>10,}")
     judge.row("sent, in P", f"{trained.sent / (4 * numel):>10.3f}")
     judge.row("collectives in a step", f"{len(trained.calls):>10,}")

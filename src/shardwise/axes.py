@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.errors import ConfigError
@@ -26,12 +26,14 @@ from shardwise.spelling import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SHARDING = ("dp_shard", "cp")
 _VIEWS = (*DENSE, "fsdp", "loss", "ep", "efsdp")
-_MESHES: WeakKeyDictionary[Any, dict[Hashable, DeviceMesh]] = WeakKeyDictionary()  # by world group
+# by world group
+_MESHES: WeakKeyDictionary[ProcessGroup, dict[Hashable, DeviceMesh]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,9 @@ def shared_mesh(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
     """
     import torch.distributed as dist
 
-    made = _MESHES.setdefault(dist.group.WORLD, {})
+    world = dist.group.WORLD
+    assert world is not None  # there are meshes in a process group only
+    made = _MESHES.setdefault(world, {})
     if key in made:
         with suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed since
             made[key].get_all_groups()

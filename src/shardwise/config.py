@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +29,7 @@ from shardwise.precisions import (
     plain_precision,
 )
 from shardwise.spelling import did_you_mean
-from shardwise.stages import DEFAULT_BUCKET_BYTES, STAGES, ReduceEvery, Stage
-
-LayoutName = Literal["rows", "flat", "matrices"]
+from shardwise.stages import DEFAULT_BUCKET_BYTES, STAGES, LayoutName, ReduceEvery, Stage
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -164,8 +164,12 @@ def place_of_state(
     return place_of(owner.unit, "optimizer" if in_files else None)
 
 
-def _stepper(optimizer: Any, param: Any) -> torch.optim.Optimizer | None:
+def _stepper(
+    optimizer: torch.optim.Optimizer | None, param: torch.Tensor
+) -> torch.optim.Optimizer | None:
     """Return the optimizer that steps a parameter, of several in one."""
+    if optimizer is None:
+        return None
     for each in (parts := getattr(optimizer, "optimizers", (optimizer,))):
         if len(parts) == 1 or any(param is p for g in each.param_groups for p in g["params"]):
             found: torch.optim.Optimizer | None = each

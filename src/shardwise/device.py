@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import Work
 
 from shardwise.host import cores_of, resident_bytes, total_host_bytes
 
@@ -186,7 +187,7 @@ class Stream(Protocol):
     def wait(self, event: Any) -> None:
         """Make later work wait for an event; the host does not wait."""
 
-    def use(self) -> AbstractContextManager[Any]:
+    def use(self) -> AbstractContextManager[object]:
         """Return a context that enqueues work on this stream."""
 
 
@@ -237,7 +238,7 @@ class DeviceClock(Protocol):
     def now(self) -> DeviceMoment:
         """Return the time at which the current stream finishes its present work."""
 
-    def when_over(self, works: Iterable[Any]) -> DeviceMoment:
+    def when_over(self, works: Iterable[Work]) -> DeviceMoment:
         """Return the time at which torch's collectives end."""
 
 
@@ -268,7 +269,7 @@ class HostTime:
     def wait(self, event: Any = None) -> None:
         """Do nothing."""
 
-    def use(self) -> AbstractContextManager[Any]:
+    def use(self) -> AbstractContextManager[object]:
         """Do nothing."""
         return nullcontext()
 
@@ -338,7 +339,7 @@ class _AcceleratorClock:
         event.record(torch.accelerator.current_stream(self._device))
         return _TimedEvent(event)
 
-    def when_over(self, works: Iterable[Any]) -> _TimedEvent:
+    def when_over(self, works: Iterable[Work]) -> _TimedEvent:
         with self._beside.use():
             for work in works:
                 work.wait()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.progress import (
     BarColumn,
@@ -90,12 +90,11 @@ def _bar(
     shown: bool = True,
     first: int = 0,
     ends_always: bool = False,
-    **task: Any,
+    description: str,
+    total: float | None,
+    status: str = "",
 ) -> Iterator[tuple[Progress, TaskID, ProgressLines]]:
-    """Show a bar if stderr is a terminal, else `ProgressLines`; yield bar, task and lines.
-
-    ``task`` are arguments of rich's ``add_task``.
-    """
+    """Show a bar if stderr is a terminal, else `ProgressLines`; yield bar, task and lines."""
     console = terminal.EscapingConsole(stderr=True)
     shows_lines = shown and not console.is_terminal
     lines = ProgressLines(
@@ -104,7 +103,8 @@ def _bar(
     hidden = not (shown and console.is_terminal)
     try:
         with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-            yield progress, progress.add_task(**task, completed=first), lines
+            task = progress.add_task(description, total=total, completed=first, status=status)
+            yield progress, task, lines
     finally:
         lines.end()
 
@@ -194,7 +194,6 @@ def run_bar(
         ends_always=True,
         description="step",
         total=num_steps,
-        status="",
     ) as (progress, task, lines):
         yield advance
 

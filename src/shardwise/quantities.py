@@ -1,7 +1,6 @@
 """Formatting and parsing of bytes, counts and durations."""
 
 import re
-from typing import Any
 
 from shardwise.errors import ConfigError
 
@@ -49,11 +48,9 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
 
 
-def parse_size(value: Any) -> Any:
-    """Return the bytes of a size such as ``40GiB``, ``80GB`` or ``1e9``; leave other types be."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*\+?([0-9.]+(?:E[+-]?[0-9]+)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``40GiB``, ``80GB`` or ``1e9``. **Raises** ValueError."""
+    match = re.fullmatch(r"\s*\+?([0-9.]+(?:E[+-]?[0-9]+)?)\s*((?:[KMGT]I?)?)B?\s*", text.upper())
     try:
         if match is not None:
             return round(float(match[1]) * SIZES[match[2]])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+LayoutName = Literal["rows", "flat", "matrices"]
 ReduceEvery = Literal["step", "micro_batch"]
 DEFAULT_BUCKET_BYTES = 1 << 20  # of gradients that are reduced together, by default
 

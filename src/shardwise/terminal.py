@@ -5,7 +5,7 @@ All commands print through it, since names, keys and errors come from files that
 
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -43,8 +43,13 @@ class EscapingConsole(Console):
         if isinstance(renderable, Text) and escaped(renderable.plain) != renderable.plain:
             text = renderable
             parts = [(escaped(part.text), part.style or "") for part in text.render(self)]
-            how: dict[str, Any] = {"no_wrap": text.no_wrap, "end": text.end}
-            renderable = Text.assemble(*parts, justify=text.justify, overflow=text.overflow, **how)
+            renderable = Text.assemble(
+                *parts,
+                justify=text.justify,
+                overflow=text.overflow,
+                no_wrap=text.no_wrap,
+                end=text.end,
+            )
         for segment in super().render(renderable, options):
             is_text = segment.control is None
             yield segment._replace(text=escaped(segment.text)) if is_text else segment

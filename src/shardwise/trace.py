@@ -9,12 +9,14 @@ recorder closes open phases at the end of the step.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Protocol
 
 import torch
+from torch.distributed import ProcessGroup, Work
 from torch.profiler import record_function
 
 from shardwise.names import MAIN, join_units, name_of_unit
@@ -31,17 +33,19 @@ class Recorder(Protocol):
     def leave(self, line: str, phase: str, unit: str) -> None:
         """Note that the phase ends now."""
 
-    def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
+    def begin(
+        self, line: str, unit: str, num_bytes: int, works: Sequence[Work] | None
+    ) -> Callable[[], None]:
         """Note a collective or a copy that begins now; call the result when it has ended.
 
         ``works`` are torch's handles of it; () if it is all work that is enqueued on the current
         stream until that call; None if the device has no part in it.
         """
 
-    def wait_for(self, group: Any, peer: int, seconds: float) -> None:
+    def wait_for(self, group: ProcessGroup | None, peer: int, seconds: float) -> None:
         """Note the time for which this rank has waited for messages from or to another rank."""
 
-    def see_inputs(self, args: Any, kwargs: Any) -> None:
+    def see_inputs(self, args: object, kwargs: Mapping[str, object]) -> None:
         """Receive the inputs of the model."""
 
     def saved(self, path: str, is_finite: bool) -> None:
@@ -71,7 +75,7 @@ class Tracer:
             self._told.remove(recorder)
             self.recorder = self._told[-1] if self._told else None
 
-    def see_inputs(self, args: Any, kwargs: Any) -> None:
+    def see_inputs(self, args: object, kwargs: Mapping[str, object]) -> None:
         """Send the inputs of the model to the recorder."""
         if self.recorder is not None:
             self.recorder.see_inputs(args, kwargs)
@@ -129,10 +133,15 @@ class _Told:
             self._label.__enter__()
         self._recorder.enter(self._line, self._phase, self._unit)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         self._recorder.leave(self._line, self._phase, self._unit)
         if self._label is not None:
-            self._label.__exit__(*error)
+            self._label.__exit__(kind, error, where)
 
 
 @contextmanager

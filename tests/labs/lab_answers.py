@@ -20,8 +20,7 @@ class Answers:
 
     right: dict[str, str]
     wrong: list[Wrong] = field(default_factory=list)
-    timed_rows: tuple[str, ...] = ()  # rows of the run's table that are compared roughly
-    rough_columns: tuple[int, ...] = ()
+    rough_columns: tuple[int, ...] = ()  # of the run's table, compared roughly, as peaks are
 
 
 HEART = "    zero1 = numel * (param + grad + adam / dp)"
@@ -98,6 +97,138 @@ LAB1 = Answers(
         Wrong(5, "peak", PEAK, PEAK.replace("12", "3"), "elements are counted, not bytes"),
     ],
     rough_columns=(2, 3),
+)
+
+EXCHANGE = """    received = torch.empty_like(tensor)
+    sending = dist.isend(tensor, right)
+    dist.recv(received, left)
+    sending.wait()
+    return received
+"""
+BEGIN = "    total = slices[(rank - 1) % num_ranks]\n"
+PARTIAL = "        total = exchange(total) + slices[(rank - 2 - step) % num_ranks]\n"
+OWN_PLACE = "    slices[rank].copy_(mine)\n"
+PASS_ON = "        piece = exchange(piece)\n"
+PLACE = "        slices[(rank - 1 - step) % num_ranks].copy_(piece)\n"
+BOTH = "    return all_gather(reduce_scatter(values))"
+SECONDS = "    return 2 * (num_ranks - 1) / num_ranks * num_bytes / bytes_per_second"
+LAB2 = Answers(
+    {
+        '"line": None': '"line": 13',
+        '"finding": None': '"finding": "SW010"',
+        '"GB/s": None': '"GB/s": 25',
+        'per rank": None': 'per rank": False',
+        'one process": None': 'one process": False',
+        'many bytes": None': 'many bytes": False',
+    },
+    [
+        Wrong(1, "exchange", EXCHANGE, "    return tensor\n", "is what this rank sent"),
+        Wrong(
+            1,
+            "exchange",
+            "    return received\n",
+            "    tensor.copy_(received)\n    return tensor\n",
+            "exchange changed the tensor that it sends",
+        ),
+        Wrong(1, "exchange", "    return received\n", "    print()\n", "is None: does it return?"),
+        Wrong(
+            1,
+            "exchange",
+            "    dist.recv(received, left)\n",
+            "    dist.recv(received, left)\n    again = dist.isend(tensor, right)\n"
+            "    dist.recv(received, left)\n    again.wait()\n",
+            "24,576 bytes sent, 12,288 expected: it was sent twice",
+        ),
+        Wrong(
+            1,
+            "exchange",
+            EXCHANGE,
+            "    pieces = [torch.empty_like(tensor) for _ in range(num_ranks)]\n"
+            "    dist.all_gather(pieces, tensor)\n    return pieces[left]\n",
+            "line 31 calls all-gather: this lab builds it from isend and recv",
+        ),
+        Wrong(
+            1,
+            "exchange",
+            "dist.isend(tensor, right)",
+            "dist.isend(torch.zeros_like(tensor), right)",
+            "is all zeros",
+        ),
+        Wrong(2, "scatter", PARTIAL, "        total = exchange(total)\n", "add in each step"),
+        Wrong(
+            2,
+            "scatter",
+            BEGIN + "    for step in range(num_ranks - 1):\n",
+            BEGIN + "    for step in range(num_ranks):\n",
+            "what reduce_scatter returns on rank 0",
+        ),
+        Wrong(
+            2, "scatter", BEGIN, BEGIN.replace("rank - 1", "rank"), "what reduce_scatter returns"
+        ),
+        Wrong(2, "scatter", "    return total\n", "    return total / num_ranks\n", "is the mean"),
+        Wrong(
+            2,
+            "scatter",
+            BEGIN + "    for step in range(num_ranks - 1):\n" + PARTIAL + "    return total\n",
+            "    total = piece = values\n    for _ in range(num_ranks - 1):\n"
+            "        piece = exchange(piece)\n        total = total + piece\n"
+            "    return total.chunk(num_ranks)[rank]\n",
+            "24,576 bytes sent, 8,192 expected: all slices go around, one is enough",
+        ),
+        Wrong(
+            2,
+            "scatter",
+            BEGIN + "    for step in range(num_ranks - 1):\n" + PARTIAL,
+            BEGIN.replace("rank - 1", "rank")
+            + "    for step in range(num_ranks - 1):\n"
+            + PARTIAL.replace("rank - 2", "rank - 1"),
+            "is the sum of slice 1",
+        ),
+        Wrong(3, "gather", OWN_PLACE, "", "the place of slice 0 is all zeros"),
+        Wrong(3, "gather", PLACE, PLACE.replace("- step", "+ step"), "the place of slice"),
+        Wrong(3, "gather", PASS_ON, "        piece = exchange(mine)\n", "is what rank 2 has"),
+        Wrong(3, "gather", PLACE, PLACE.replace("rank - 1", "rank"), "is what rank"),
+        Wrong(3, "gather", PLACE, "", "the place of slice 1 is all zeros"),
+        Wrong(
+            4, "reduce", BOTH, "    return reduce_scatter(values)", "1024 elements, 3072 expected"
+        ),
+        Wrong(
+            4,
+            "reduce",
+            BOTH,
+            "    return all_gather(values.chunk(dist.get_world_size())[dist.get_rank()])",
+            "has slices of single ranks: nothing was added",
+        ),
+        Wrong(4, "reduce", BOTH, BOTH + " / dist.get_world_size()", "is the mean"),
+        Wrong(
+            4,
+            "reduce",
+            BOTH,
+            "    total = piece = values\n    for _ in range(dist.get_world_size() - 1):\n"
+            "        piece = exchange(piece)\n        total = total + piece\n    return total",
+            "24,576 bytes sent, 16,384 expected: everything goes to everyone",
+        ),
+        Wrong(
+            4,
+            "reduce",
+            BOTH,
+            "    dist.all_reduce(values)\n    return values",
+            "calls all-reduce: this lab builds it",
+        ),
+        Wrong(5, "seconds", SECONDS, "    return num_bytes / bytes_per_second", "not all of them"),
+        Wrong(5, "seconds", SECONDS, SECONDS.replace("2 * ", ""), "an all-reduce is two"),
+        Wrong(
+            5,
+            "seconds",
+            SECONDS,
+            "    return (num_ranks - 1) * num_bytes / bytes_per_second",
+            "this is everything to everyone",
+        ),
+        Wrong(5, "seconds", SECONDS, SECONDS.replace(" / num_ranks", ""), "each of 1 / N"),
+        Wrong(
+            5, "seconds", SECONDS, SECONDS.replace("(num_ranks - 1) / num_ranks * ", ""), "keeps"
+        ),
+    ],
 )
 
 PADDED = "    return -(-numel // num_ranks) * num_ranks"
@@ -246,6 +377,340 @@ LAB3 = Answers(
             "bytes sent in a step, 185,408 expected",
         ),
     ],
-    timed_rows=("peak of the step",),
 )
-ANSWERS = {1: LAB1, 3: LAB3}
+HOOKS = """        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(lambda _p: self.count_gradient())
+"""
+COUNT = """        self.num_missing -= 1
+        if self.num_missing == 0:
+            self.reduce()
+"""
+FULL = """        full = torch.zeros(self.values.numel())
+        for p, span in self.spans():
+            if p.grad is not None:
+                full[span] = p.grad.flatten()
+            p.grad = None
+"""
+ADDS = "mean if self.shard.grad is None else self.shard.grad + mean"
+WAITING = """        for unit in self.units:
+            if unit.num_missing > 0:
+                unit.reduce()
+"""
+STEP2 = """        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+ZERO_GRAD = "        self.optimizer.zero_grad()\n"
+GATHERS = """        for unit in self.units:
+            gather_slices(unit.values, unit.shard.data)
+"""
+LAB4 = Answers(
+    {
+        '"line": None': '"line": 11',
+        '"finding": None': '"finding": "SW011"',
+        '"stage": None': '"stage": "zero1"',
+        'a unit": None': 'a unit": False',
+        'ZeRO-1": None': 'ZeRO-1": False',
+        'is ZeRO-2": None': 'is ZeRO-2": False',
+    },
+    [
+        Wrong(1, "hooks", HOOKS, "", "count_gradient was called 0 times"),
+        Wrong(
+            1,
+            "hooks",
+            HOOKS,
+            HOOKS.replace("post_accumulate_grad_", ""),
+            "before the gradient is in p.grad",
+        ),
+        Wrong(1, "hooks", HOOKS, HOOKS.replace("eters:", "eters[:1]:"), "was called 1 time"),
+        Wrong(
+            1, "hooks", HOOKS, HOOKS + HOOKS, "wrote 2 gradients, and count_gradient was called 4"
+        ),
+        Wrong(
+            1,
+            "hooks",
+            HOOKS,
+            "        module.register_full_backward_hook(lambda *_: self.count_gradient())\n",
+            "was called 1 time",
+        ),
+        Wrong(2, "count", COUNT, COUNT.replace("-= 1", "-= 0"), "was not called after the third"),
+        Wrong(2, "count", COUNT, "        self.reduce()\n", "after gradient 1 and 2 and 3 of 3"),
+        Wrong(2, "count", COUNT, COUNT.replace("== 0", "== 1"), "after gradient 2 of 3"),
+        Wrong(2, "count", COUNT, COUNT.replace("-= 1", "+= 1"), "was not called after the third"),
+        Wrong(2, "count", COUNT, COUNT.replace("== 0", "<= 1"), "after gradient 2 and 3 of 3"),
+        Wrong(3, "reduce", ADDS, "mean", "is that of the last micro-batch alone: add to it"),
+        Wrong(3, "reduce", FULL, FULL.replace("            p.grad = None\n", ""), "is still in"),
+        Wrong(
+            3,
+            "reduce",
+            FULL,
+            """        parts = [p.grad.flatten() for p in self.parameters if p.grad is not None]
+        full = torch.cat(parts)
+        full = torch.cat([full, torch.zeros(self.values.numel() - full.numel())])
+        for p in self.parameters:
+            p.grad = None
+""",
+            "a parameter without one counts as zero",
+        ),
+        Wrong(
+            3,
+            "reduce",
+            "mean_slice(full)",
+            "mean_slice(full) * dist.get_world_size()",
+            "is the sum, the mean was asked for: exactly 2.000 x",
+        ),
+        Wrong(
+            3,
+            "reduce",
+            FULL,
+            "        if any(p.grad is None for p in self.parameters):\n            return\n" + FULL,
+            "reduce left `shard.grad` as None",
+        ),
+        Wrong(
+            3,
+            "reduce",
+            "        mean = mean_slice(full)\n",
+            "        mean = mean_slice(full)\n        dist.all_reduce(full)\n",
+            "49,248 bytes sent, 16,416 are needed: reduce-scatter, all-reduce",
+        ),
+        Wrong(4, "gradient", WAITING, "", "unit 'once', is all zeros"),
+        Wrong(4, "sent", WAITING, WAITING.replace("> 0", ">= 0"), "is reduced twice"),
+        Wrong(4, "gradient", WAITING, WAITING.replace("> 0", "== 0"), "unit 'once', is all zeros"),
+        Wrong(
+            4,
+            "gradient",
+            WAITING,
+            WAITING.replace("unit.reduce()", "unit.num_missing = 0"),
+            "unit 'once', is all zeros",
+        ),
+        Wrong(
+            4,
+            "gradient",
+            WAITING,
+            WAITING.replace("unit.reduce()", "unit.shard.grad = torch.zeros_like(unit.shard)"),
+            "unit 'once', is all zeros",
+        ),
+        Wrong(5, "bits", GATHERS, "", "is as before: gather all slices"),
+        Wrong(
+            5, "bits", STEP2 + GATHERS, GATHERS + STEP2, "is as before: gather all slices, after"
+        ),
+        Wrong(5, "gradient", ZERO_GRAD, "", "still has that of the step before in it"),
+        Wrong(5, "gradient", STEP2, ZERO_GRAD + STEP2, "unit 'first', is all zeros"),
+        Wrong(5, "sent", GATHERS, GATHERS + GATHERS, "or gathered twice"),
+        Wrong(
+            5,
+            "bits",
+            GATHERS,
+            GATHERS.replace("units:", "units[:1]:"),
+            "of unit 'twice', which is as",
+        ),
+    ],
+)
+SHARD3 = "        self.shard.data = self.values[self.mine].clone()\n"
+FREED = "        self.free()\n"
+AGAIN = """        if self.is_full:
+            return
+"""
+MEMORY = "        self.values.untyped_storage().resize_(self.values.numel() * 4)\n"
+FILL = "        gather_slices(self.values, self.shard.data)\n"
+FREE = "        self.values.untyped_storage().resize_(0)\n"
+AFTER = """        self.free()
+        if output.requires_grad:
+            output.register_hook(lambda _grad: self.gather())
+"""
+REDUCE3 = """        super().reduce()
+        self.free()
+"""
+LAB5 = Answers(
+    {
+        '"line": None': '"line": 11',
+        '"finding": None': '"finding": "SW004"',
+        '"fewest ranks": None': '"fewest ranks": 8',
+        'ZeRO-1": None': 'ZeRO-1": False',
+        'peak": None': 'peak": False',
+        'per step": None': 'per step": False',
+    },
+    [
+        Wrong(
+            1, "shard", SHARD3, SHARD3.replace(".clone()", ""), "still a view of the full values"
+        ),
+        Wrong(1, "shard", SHARD3 + FREED, SHARD3, "bytes of full values after __init__"),
+        Wrong(1, "shard", SHARD3, SHARD3.replace("[self.mine]", ""), "2,080 elements, 1,040"),
+        Wrong(1, "shard", SHARD3, SHARD3.replace("clone()", "zero_().clone()"), "is all zeros"),
+        Wrong(
+            1,
+            "shard",
+            SHARD3,
+            SHARD3.replace("self.mine", ": self.shard.numel()"),
+            "the shard on rank 1 is rank 0's slice",
+        ),
+        Wrong(
+            1,
+            "shard",
+            SHARD3,
+            SHARD3.replace("[self.mine].clone()", ".clone()[self.mine]"),
+            "8,320 bytes of memory behind the shard, 4,160 expected",
+        ),
+        Wrong(2, "gather", AGAIN, "", "a second gather sends 4,160 bytes"),
+        Wrong(2, "gather", FILL + "        self.is_full = True\n", FILL, "a second gather sends"),
+        Wrong(2, "gather", MEMORY, "", "out of bounds for storage"),
+        Wrong(2, "gather", MEMORY, MEMORY.replace(" * 4", ""), "out of bounds for storage"),
+        Wrong(
+            2,
+            "gather",
+            MEMORY,
+            "        self.values = torch.empty(self.values.numel())\n",
+            "not views of `self.values` any more",
+        ),
+        Wrong(
+            2, "gather", FILL, "        self.values.zero_()\n", "the gathered values is all zeros"
+        ),
+        Wrong(3, "shard", FREE, "        self.values.zero_()\n", "full values after __init__"),
+        Wrong(3, "shard", FREE, "        self.values = None\n", "free its memory only"),
+        Wrong(3, "shard", FREE, "        self.values.resize_(0)\n", "free its memory only"),
+        Wrong(
+            3,
+            "shard",
+            FREE,
+            "        self.values.data = torch.empty(0)\n",
+            "free its memory only",
+        ),
+        Wrong(3, "gather", FREE + "        self.is_full = False\n", FREE, "have 0 bytes of memory"),
+        Wrong(4, "forward", AFTER, FREED, "gather them when the gradient of its output is known"),
+        Wrong(4, "forward", AFTER, AFTER[len(FREED) :], "after forward the unit still has 8,320"),
+        Wrong(
+            4, "forward", AFTER, FREED + "        self.gather()\n", "after forward the unit still"
+        ),
+        Wrong(
+            4, "forward", AFTER, AFTER.replace("gather", "free"), "its full values are not there"
+        ),
+        Wrong(
+            4,
+            "forward",
+            AFTER,
+            AFTER.replace("        if output.requires_grad:\n    ", ""),
+            "cannot register a hook on a tensor that doesn't require gradient",
+        ),
+        Wrong(
+            5, "reduce", REDUCE3, "        super().reduce()\n", "after backward the unit still has"
+        ),
+        Wrong(5, "reduce", REDUCE3, FREED, "`shard.grad` is None"),
+        Wrong(
+            5,
+            "reduce",
+            REDUCE3,
+            REDUCE3 + "        self.gather()\n",
+            "after backward the unit still",
+        ),
+        Wrong(
+            5,
+            "reduce",
+            REDUCE3,
+            "        super().reduce()\n" + REDUCE3,
+            "16,640 bytes sent, 12,480 are needed",
+        ),
+        Wrong(
+            5,
+            "reduce",
+            REDUCE3,
+            REDUCE3 + "        self.shard.grad *= torch.distributed.get_world_size()\n",
+            "is the sum, the mean was asked for: exactly 2.000 x",
+        ),
+        Wrong(6, "gradient", ZERO_GRAD, "", "still has that of the step before in it"),
+        Wrong(6, "gradient", STEP2, ZERO_GRAD + STEP2, "unit 'first', is all zeros"),
+        Wrong(6, "gradient", STEP2, ZERO_GRAD, "the optimizer made 0 steps in 1"),
+        Wrong(
+            6,
+            "gradient",
+            STEP2,
+            STEP2.replace("self.optimizer.step()", "[self.optimizer.step() for _ in self.units]"),
+            "the optimizer made 4 steps in 1",
+        ),
+        Wrong(
+            6,
+            "held",
+            STEP2,
+            STEP2 + "        for unit in self.units:\n            unit.gather()\n",
+            "full parameters are still there",
+        ),
+    ],
+)
+LOOP = """    for size in reversed(unit_bytes):
+        held += size
+        if held >= bucket_bytes:
+            count, held = count + 1, 0
+"""
+SMALL = "num_reductions(unit_bytes, bucket_bytes) >= 2 * num_reductions(unit_bytes, usual_bytes)"
+LARGE = "bucket_bytes >= sum(unit_bytes)"
+MOST = "max(unit_bytes) > sum(unit_bytes) / 2"
+YOUNG = "    return (2 * save_s * failure_s) ** 0.5"
+SLOWDOWN = "    return max(step_s, moved_bytes / bytes_per_second) / step_s"
+LAB10 = Answers(
+    {
+        '"line": None': '"line": 14',
+        '"finding": None': '"finding": "SW004"',
+        '"minutes": None': '"minutes": 60',
+        'latency": None': 'latency": False',
+        'small ones": None': 'small ones": False',
+        'every run": None': 'every run": False',
+    },
+    [
+        Wrong(1, "count", "    return count + (held > 0)", "    return count", "3 in the run, 2"),
+        Wrong(
+            1, "count", "    return count + (held > 0)", "    return count + 1", "6 in the run, 7"
+        ),
+        Wrong(
+            1, "count", LOOP, LOOP.replace(">=", ">"), "units [40, 10, 10], buckets of 20: 1 red"
+        ),
+        Wrong(1, "count", LOOP, LOOP.replace("reversed(unit_bytes)", "unit_bytes"), "3 red"),
+        Wrong(
+            1, "count", LOOP, LOOP.replace("+ 1, 0", "+ 1, held - bucket_bytes"), "6 in the run, 7"
+        ),
+        Wrong(1, "count", LOOP, "    count = len(unit_bytes)\n", "3 in the run, 6 by your rule"),
+        Wrong(2, "buckets", SMALL, SMALL.replace("2 * ", ""), "a healthy run is blamed"),
+        Wrong(2, "buckets", SMALL, SMALL.replace("2 *", "9 *"), "tiny buckets: None, SW010"),
+        Wrong(2, "buckets", LARGE, "bucket_bytes > 2 * usual_bytes and False", "SW011 expected"),
+        Wrong(2, "buckets", LARGE, "bucket_bytes >= max(unit_bytes)", "usual buckets: SW011, None"),
+        Wrong(2, "buckets", f"if {SMALL}", "if bucket_bytes > usual_bytes", "tiny buckets: None"),
+        Wrong(3, "wrapping", MOST, "max(unit_bytes) > sum(unit_bytes)", "SW004 expected"),
+        Wrong(3, "wrapping", MOST, "max(unit_bytes) > min(unit_bytes)", "a healthy run is blamed"),
+        Wrong(3, "wrapping", "if len(unit_bytes) == 1", "if len(unit_bytes) < 4", "SW002, SW004"),
+        Wrong(
+            3, "wrapping", "if len(unit_bytes) == 1", "if not unit_bytes", "one unit: SW004, SW002"
+        ),
+        Wrong(3, "wrapping", MOST, MOST.replace(">", "<"), "a healthy run is blamed"),
+        Wrong(4, "saves", YOUNG, "    return (save_s * failure_s) ** 0.5", "1,039 s lose 4.33 %"),
+        Wrong(
+            4, "saves", YOUNG, "    return 2 * (save_s * failure_s) ** 0.5", "1,470 s lose 4.08 %"
+        ),
+        Wrong(4, "saves", YOUNG, "    return failure_s / 2", "18,000 s lose 25.17 %"),
+        Wrong(4, "saves", YOUNG, "    return 10 * save_s", "300 s lose 10.42 %"),
+        Wrong(4, "saves", YOUNG, "    return (2 * save_s / failure_s) ** 0.5", "lose"),
+        Wrong(
+            5,
+            "offload",
+            SLOWDOWN,
+            "    return 1 + moved_bytes / bytes_per_second / step_s",
+            "copies run beside the step, not after it",
+        ),
+        Wrong(
+            5,
+            "offload",
+            SLOWDOWN,
+            "    return moved_bytes / bytes_per_second / step_s",
+            "is not faster than before",
+        ),
+        Wrong(
+            5, "offload", SLOWDOWN, SLOWDOWN[: -len(" / step_s")], "this is the time of the step"
+        ),
+        Wrong(
+            5,
+            "offload",
+            SLOWDOWN,
+            "    return max(0.0, moved_bytes / bytes_per_second - step_s)",
+            "this is the time that it waits",
+        ),
+        Wrong(5, "offload", SLOWDOWN, "    return 1.0", "1 x, 2 x expected"),
+    ],
+    rough_columns=(1,),
+)
+ANSWERS = {1: LAB1, 2: LAB2, 3: LAB3, 4: LAB4, 5: LAB5, 10: LAB10}

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli.main import app
 from shardwise.plan import account
+from shardwise.plan.timing.scaling import young_interval_s
 from shardwise_labs import desk
 from shardwise_labs.course import labs, steps_of
 from shardwise_labs.ranks import Job, Starter, write_solutions
@@ -51,7 +54,7 @@ def verdicts(
         paths = [folder / f"answer{index}.py" for index in range(len(texts))]
         for path, text in zip(paths, texts, strict=True):
             path.write_text(text)
-        outcomes = starter.run(Job(number, tuple(map(str, paths)), lab.num_ranks, is_check=True))
+        outcomes = starter.run(Job(number, tuple(map(str, paths)), lab.num_ranks, True, hang_s=4.0))
         found[number] = [
             desk.judged(lab, path, [o for o in outcomes if o.file == str(path)]) for path in paths
         ]
@@ -103,9 +106,22 @@ def test_code_that_raises_or_hangs_is_shown_by_its_own_lines(
     monkeypatch.setattr(desk, "run_job", starter.run)
     path = tmp_path / "lab.py"
     path.write_text(solution().replace("    return sum(storages.values())", line))
-    checked = desk.check(1, path, hang_s=3.0)
+    checked = desk.check(1, path, hang_s=4.0)
     assert re.search(words, checked.problem), checked.problem
     assert "Traceback" not in checked.problem and "shardwise_labs" not in checked.problem
+
+
+def test_a_crash_is_told_with_its_line(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(desk, "run_job", starter.run)
+    write_solutions(tmp_path)
+    path, free = tmp_path / labs()[5].file, "self.values.untyped_storage().resize_(0)\n"
+    path.write_text(solution(5).replace(free, f"{free}        self.values.sum().item()\n"))
+    problem = desk.check(5, path, hang_s=5.0).problem
+    assert re.search(r"was memory read that is freed\? line \d+ of lab05_zero3.py", problem), (
+        problem
+    )
 
 
 def cells(line: str) -> list[str]:
@@ -120,7 +136,8 @@ def test_a_reader_goes_through_a_lab(
     lab, n, call = labs()[number], str(number), CliRunner().invoke
     write_solutions(tmp_path)
     (tmp_path / lab.file).unlink(missing_ok=True)
-    assert "Predict" in call(app, ["lab", "start", n]).output
+    started = call(app, ["lab", "start", n]).output
+    assert "Predict" in started and max(map(len, started.splitlines())) <= desk.WIDTH
     assert call(app, ["lab", "start", n]).exit_code == 2  # the file is left as it is
     path = tmp_path / lab.file
     assert path.read_text().count("NotImplementedError") == len(lab.hints)
@@ -146,7 +163,11 @@ def test_a_reader_goes_through_a_lab(
             else:
                 assert pair[0] == pair[1], name
     broken = call(app, ["lab", "run", n, lab.broken_file])
-    assert broken.exit_code == 0 and "bytes:" in broken.output and broken.output != shown
+    assert (
+        broken.exit_code == 0
+        and "bytes:" in broken.output
+        and broken.output.split("bytes:\n\n")[1] != shown
+    )
     assert call(app, ["lab", "check", n]).exit_code == 0
     total = len(lab.targets) + 4
     assert f"{total} of {total} targets met" in call(app, ["lab", "list"]).output
@@ -169,16 +190,35 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         found = account(7_000_000_000, ranks, stage=stage, precision=precision)
         return found.device_bytes / 1e9
 
-    first, third = labs()[1], labs()[3]
+    first, second, third, fourth, fifth, tenth = labs().values()
     for stage in range(4):
         name = "7B replicated" if stage == 0 else f"7B zero{stage}"
         paper = gigabytes(stage, precision="zero_paper")
         assert paper == pytest.approx(first.predict[name].value)
     assert [gigabytes(s) <= 70 for s in range(4)].index(True) == 1
     assert first.decision.answer == "zero1"
+    ddp = account(7_000_000_000, 8, stage=0, precision="fp32").traffic.shard_sent_bytes / 1e9
+    assert ddp / 25 == pytest.approx(second.predict["seconds for 7B on 8 ranks"].value)
+    assert next(n for n in (12.5, 25, 50, 100) if ddp / n <= 2.5) == second.decision.answer
     assert gigabytes(0) == pytest.approx(third.predict["7B replicated, GB per rank"].value)
     assert gigabytes(1) == pytest.approx(third.predict["7B zero1, GB per rank"].value)
     assert next(n for n in (2, 4, 8, 16, 32) if gigabytes(1, n) <= 60) == third.decision.answer
+    assert gigabytes(2) == pytest.approx(fourth.predict["7B zero2, GB per rank"].value)
+    sent = [
+        account(7_000_000_000, 8, stage=stage, accumulation=4).traffic.shard_sent_elements
+        for stage in (1, 2)
+    ]
+    assert sent[1] / sent[0] == fourth.predict["with four micro-batches, over zero1"].value
+    assert gigabytes(3) == pytest.approx(fifth.predict["7B zero3, GB per rank"].value)
+    sent = [account(7_000_000_000, 8, stage=s).traffic.shard_sent_elements for s in (1, 3)]
+    assert sent[1] / sent[0] == fifth.predict["zero3 sends, over zero1"].value
+    assert next(n for n in (2, 4, 8, 16) if gigabytes(3, n) + 2.4 <= 20) == fifth.decision.answer
+    minutes = [young_interval_s(*of) / 60 for of in ((30, 36_000), (20, 360_000))]
+    assert minutes[0] == pytest.approx(
+        tenth.predict["minutes between saves that lose least"].value, rel=0.01
+    )
+    assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
+    assert gigabytes(1) <= 70 and fourth.decision.answer == "zero1"
 
 
 @pytest.mark.parametrize("number", labs())
@@ -188,3 +228,11 @@ def test_lines_of_the_engine_stand_in_its_source(number: int) -> None:
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     for path, code in zip(paths, blocks, strict=True):
         assert code in (ROOT / path).read_text(), path
+
+
+def test_the_doctor_finds_what_lab_10_provokes(tmp_path: Path) -> None:
+    section = steps_of(labs()[10].page)["In the engine"]
+    (script,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    script = script.replace("shardwise ", f"{sys.executable} -m shardwise ")
+    done = subprocess.run(script, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert "SW010" in done.stdout, done.stdout + done.stderr

@@ -165,7 +165,7 @@ class SlowFile(io.BytesIO):
     """A file on a slow disk."""
 
     def write(self, data: Any) -> int:
-        time.sleep(0.2)
+        time.sleep(0.05)
         return super().write(data)
 
 

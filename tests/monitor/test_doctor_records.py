@@ -4,6 +4,7 @@ Each test takes a healthy record and changes what the failure changes.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,19 +23,24 @@ from shardwise.monitor.findings import (
     findings_page,
     read_docs,
 )
-from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live_run import LiveDoctor
+from shardwise.monitor.lines import JsonLines, read_lines
+from shardwise.monitor.live_run import LiveDoctor, LiveRun
 from shardwise.monitor.metrics import GIB, OverRanks
 from shardwise.monitor.rank_lines import (
     Begin,
     End,
     Fix,
+    LostUpdates,
     Memory,
     Moment,
     NonFinite,
     OtherSave,
     OutOfMemory,
     RankLine,
+    Save,
+    Timeline,
+    keys_of,
+    read_line,
 )
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine, read_run
 from shardwise.processes import own_process
@@ -522,6 +528,64 @@ def test_lines_of_ranks_are_read_with_keys_of_other_versions_and_without_newer_o
         file.write(step=1, **line)
     found = [f.verdict for f in diagnose(read_run(tmp_path)).findings if f.code == "SW023"]
     assert len(found) == (said is not None) and (said is None or said in found[0])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        Begin(1, GONE),
+        End(9, None, 1.5),
+        End(9, "ValueError", 1.5, "text", True, 10, "forward", ""),
+        Timeline(2, 0.5, [("main", "forward", "", -0.1, 0.2, 0)]),
+        memory_line(1, 2),
+        NonFinite(3, ["a"], 0),
+        LostUpdates(3, {"a": 0.5}),
+        OutOfMemory(9, None, 1, 2, [Fix("stage=3", True, 1, 2, "c")], 1, "p", "u", {"a": 1}, 3, []),
+        Save(3, "/x", False),
+        OtherSave(3, "torch.save", 0.5),
+    ],
+    ids=lambda line: type(line).__name__,
+)
+def test_a_line_is_read_as_it_was_written(line: RankLine, tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "rank-0.jsonl") as file:
+        file.write(**keys_of(line))
+    (told,) = read_lines(tmp_path / "rank-0.jsonl")
+    assert [*told][:2] == ["kind", "step"] and read_line(told, "file") == line
+    assert told.get("message", "") is not None  # left out where there is none
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("rank-0", {"kind": ["memory"]}, "kind: expected text"),
+        ("rank-0", {"kind": "save", "path": 3, "is_finite": True}, "path: expected"),
+        ("rank-0", {"spans": [["m", "p", "u", None, 1.0, 0]]}, "spans.0.3: expected"),
+        ("steps", {"waited_for": {"0": {"1": None}}}, "waited_for.0.1: expected"),
+    ],
+)
+def test_a_line_that_somebody_has_edited_is_refused(
+    name: str, keys: Mapping[str, Any], said: str, tmp_path: Path
+) -> None:
+    file = write_record(tmp_path) / "observed" / f"{name}.jsonl"
+    *others, last = file.read_text().splitlines()
+    file.write_text("\n".join([*others, json.dumps(json.loads(last) | keys)]) + "\n")
+    for read in (read_run, lambda run: LiveRun(run).look()):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [("SW051", "checkpoint/save(s)"), ("SW050", "time_metrics/end_to_end(s)")]
+)
+def test_a_rule_abstains_where_a_figure_of_a_line_is_no_number(
+    code: str, name: str, tmp_path: Path
+) -> None:
+    file = write_record(tmp_path) / "observed" / "steps.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[-2]["metrics"][name]["max"] = None
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    missing = {each.code: each.missing for each in diagnose(LiveRun(tmp_path).look()).abstentions}
+    assert missing[code] == f"the figure {name}"
 
 
 def test_a_rank_died_after_the_last_step_that_any_rank_knows_of() -> None:

@@ -12,7 +12,7 @@ from models import Stack
 from ranks import start_ranks
 from shardwise import observe, shard
 from shardwise.device import memory_in_use_bytes
-from shardwise.monitor.ledger import asked_bytes, is_out_of_memory
+from shardwise.monitor.memory import asked_bytes, is_out_of_memory
 from shardwise.monitor.rank_lines import OutOfMemory
 from shardwise.monitor.record import read_run
 

@@ -25,7 +25,7 @@ from shardwise.monitor.record import DETAILS, FOLDER, StepLine, read_run, read_s
 from shardwise.monitor.summary import (
     ENGINE,
     figures_of,
-    memory_of,
+    kinds_shown,
     metric_curve,
     not_numbers,
     phase_seconds,
@@ -34,7 +34,7 @@ from shardwise.monitor.summary import (
     unit_rows,
     value_curve,
 )
-from shardwise.svg import colour_of
+from shardwise.svg import OTHER, colour_of
 
 run_command = partial(call_command, "report")
 
@@ -198,21 +198,21 @@ def test_names_of_a_run_are_never_markup(tmp_path: Path) -> None:
 
 def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path: Path) -> None:
     path = write_record(tmp_path / "long", num_steps=100_000, num_ranks=64, every=50, num_units=60)
-    page = page_of(path)
+    record = read_run(path, newest=2)
+    page = report_html([ShownRun("one", record)])
     assert len(page.encode()) < LIMIT_BYTES
     assert "100,000" in page and not Outline(page).open
-    assert len(page_of(*[path] * MOST_RUNS).encode()) < LIMIT_BYTES
+    runs = [ShownRun(str(number), record) for number in range(MOST_RUNS)]
+    assert len(report_html(runs).encode()) < LIMIT_BYTES
 
 
 def test_the_memory_picture_has_every_moment_and_the_plan() -> None:
     told = checked_value(Memory, memory(2, num_units=4), "memory")
-    of_device, of_process = memory_of(1, told, False), memory_of(1, told, True)
-    assert (of_device.peak, of_process.peak) == (7, 3)  # of moments alike the first
-    assert of_device.peak_bytes == (1 << 20) + 4000 + 20000
-    assert of_process.peak_bytes == (1 << 20) + 4000
-    assert of_process.kinds == ["param_shards", "param_full"]
-    assert of_process.process_bytes == of_device.peak_bytes
-    moments = [Bar(phase, kinds) for phase, _, kinds in of_device.moments]
+    kinds = ["param_shards", "param_full"]
+    assert [*kinds_shown(told.moments[0], facts())] == kinds  # of the CPU's process
+    of_device = facts(device="NVIDIA H100")
+    moments = [Bar(moment.phase, kinds_shown(moment, of_device)) for moment in told.moments]
+    assert moments[0].parts == {"param_shards": 1 << 20, "param_full": 1000, OTHER: 3000}
     (drawn,) = pictures(areas_chart("a", moments, 100, beside=Bar("plan", {"param_shards": 512})))
     fills = [each.get("fill") for each in drawn]
     assert fills.count(colour_of("param_shards")) == 4  # measured, planned, the legend; "forward"
@@ -222,7 +222,7 @@ def test_the_memory_picture_has_every_moment_and_the_plan() -> None:
     heights = {pair.split(",")[1] for pair in full.attrib["points"].split()}
     assert len(heights) > 2  # it is seen to come and go
     few = pictures(areas_chart("a", moments, 1))[0]
-    assert len([e for e in few if e.tag.endswith("polygon")]) == len(of_device.kinds)
+    assert len([e for e in few if e.tag.endswith("polygon")]) == len([*kinds, OTHER])
 
 
 def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path: Path) -> None:

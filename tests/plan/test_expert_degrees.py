@@ -14,7 +14,7 @@ from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
 from ranks import run_ranks
 from shardwise.cli.main import call_command
 from shardwise.cli.plan_setup import padding_notes, set_up
-from shardwise.cli.plan_write import train_config_of
+from shardwise.cli.run_settings import run_of_shape
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -290,7 +290,7 @@ def test_a_written_plan_with_experts_is_a_run_of_them(tmp_path: Path) -> None:
     config = load_config(planned, {})
     assert (config.ep, config.ranks, config.experts) == (2, 4, 6)
     assert set_up(str(planned), PlanRequest()).candidate.ep == 2
-    config_of_shape = train_config_of(MIXED, SEQ)
+    config_of_shape = run_of_shape(MIXED, SEQ)
     assert config_of_shape is not None
     assert config_of_shape.shape(MIXED.vocab) == MIXED
 

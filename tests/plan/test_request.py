@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli.plan_setup import Setup, limits_of, padding_notes, set_up, space_of
-from shardwise.cli.plan_write import train_config_of, written_offload
+from shardwise.cli.run_settings import run_of, run_of_shape
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.keys import check_keys
@@ -386,7 +386,7 @@ def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters
     found = []
     for name in preset_names():
         preset = find_preset(name)
-        config = train_config_of(preset.shape, preset.seq)
+        config = run_of_shape(preset.shape, preset.seq)
         if config is not None:
             found.append(name)
             assert config.vocab is not None
@@ -414,14 +414,14 @@ def test_a_plan_of_another_stage_is_written_with_the_places_that_it_has(
     stage: int, asked: Any, planned: Offload
 ) -> None:
     candidate = Candidate(offload=planned)
-    found = written_offload(candidate, TrainConfig(stage=stage, offload=asked))
+    found = run_of(candidate, TrainConfig(stage=stage, offload=asked)).offload
     assert planned_offload(TrainConfig(stage=3, offload=found).offloaded) == candidate.offload
 
 
 def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:
-    assert train_config_of(llama_shape(2, 64, 4, 2, 160, 100), 16) is not None
-    assert train_config_of(llama_shape(2, 64, 4, 2, 170, 100), 16) is None
-    assert train_config_of(llama_shape(2, 60, 4, 2, 160, 100), 16) is None
+    assert run_of_shape(llama_shape(2, 64, 4, 2, 160, 100), 16) is not None
+    assert run_of_shape(llama_shape(2, 64, 4, 2, 170, 100), 16) is None
+    assert run_of_shape(llama_shape(2, 60, 4, 2, 160, 100), 16) is None
 
 
 def test_degrees_to_compare_are_searched_by_the_formulas_of_the_shape() -> None:

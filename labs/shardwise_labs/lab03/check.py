@@ -1,6 +1,7 @@
 """The check of lab 3: the functions on small tensors, then three steps of training on ranks."""
 
 import torch
+from torch import nn
 
 from shardwise_labs.counting import Traffic
 from shardwise_labs.given import LR
@@ -16,10 +17,12 @@ from shardwise_labs.words import (
 from shardwise_labs.zero import (
     Compared,
     Trained,
+    Trainer,
     compare,
     judge_bits,
     padded_numel,
     show,
+    train,
     update_after_sum,
 )
 
@@ -28,7 +31,8 @@ SLICE = 1024  # elements of the small tensors' slices
 
 def run(judge: Judge) -> None:
     """Train 34,763 parameters and show what a rank holds and sends."""
-    show(judge, _compared(judge))
+    trained, compared = _trained(judge)
+    show(judge, trained, padded_numel(False, judge.num_ranks), trained.step_peak, compared)
 
 
 def check(judge: Judge) -> None:
@@ -113,15 +117,19 @@ def judge_gather(judge: Judge) -> None:
     )
 
 
-def _compared(judge: Judge) -> Compared:
+def _trained(judge: Judge) -> tuple[Trained, Compared]:
     zero1 = judge.call("Zero1")
-    build = lambda model: zero1(model, LR)  # type: ignore[operator]  # noqa: E731
-    return compare(build, judge.rank, judge.num_ranks, judge.folder, by_unit=False)
+
+    def build(model: nn.Module) -> Trainer:
+        return zero1(model, LR)  # type: ignore[operator]
+
+    compared = compare(build, judge.rank, judge.num_ranks, judge.folder, by_unit=False)
+    return train(build, judge.rank, judge.folder, steps=2), compared
 
 
 def _judge_training(judge: Judge) -> None:
-    n, compared = judge.num_ranks, _compared(judge)
-    trained = compared.trained
+    n = judge.num_ranks
+    trained, compared = _trained(judge)
     whole = 4 * padded_numel(False, n)
     piece = whole // n
     judge.facts = {

@@ -52,7 +52,7 @@ def gather_slices(values: Tensor, shard: Tensor) -> None:
 class Flat:
     """All parameters of a model one after another: `values` [P], and `grads` [P].
 
-    The parameters and their gradients become views of the two, without memory of their own.
+    The parameters and their gradients become views of the two.
     """
 
     def __init__(self, parameters: list[nn.Parameter], numel: int):
@@ -87,7 +87,7 @@ class Zero1:
     def step(self) -> None:
         """Update the parameters of all ranks with the mean gradient."""
         # GAP 5. The mean gradient of the shard, the optimizer's step, the gather of all shards.
-        # At the end the gradients are zero again, and the shard has none.
+        # At the end the gradients are zero again, and `self.shard.grad` is None.
         self.shard.grad = mean_slice(self.flat.grads)
         self.optimizer.step()
         gather_slices(self.flat.values, self.shard.data)

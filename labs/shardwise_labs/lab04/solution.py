@@ -98,3 +98,23 @@ class Zero2:
         for unit in self.units:
             gather_slices(unit.values, unit.shard.data)
         # END
+
+
+# After the run. lab04_broken.py has one wrong line. Which finding names it: "SW001" not sharded,
+# "SW010" reductions too small, "SW011" buckets too large, "SW042" updates that round away?
+BREAK = {
+    "line": None,
+    "finding": None,
+}
+
+# 7B in fp32 with Adam on 8 ranks, 70 GB per rank for it, four micro-batches per step. Which stage?
+DECIDE = {
+    "stage": None,  # "zero1" or "zero2"
+}
+
+# True or False?
+CLAIMS = {
+    "ZeRO-2 never holds the full gradients of a unit": None,
+    "With one micro-batch per step, ZeRO-2 sends more than ZeRO-1": None,
+    "A run whose optimizer reads 1/N of each gradient is ZeRO-2": None,
+}

@@ -65,18 +65,17 @@ def inspect(
     """Show what a checkpoint holds, or all checkpoints of a run. Reads no tensors."""
     from shardwise.checkpoint.files import Files
     from shardwise.cli.facts import checkpoint_facts, kind_of, run_facts
+    from shardwise.cli.tables import show_checkpoint, show_run
+    from shardwise.terminal import open_console
 
     files = Files()
-    is_run = kind_of(files, path) == "run"
-    facts = run_facts(files, path) if is_run else checkpoint_facts(files, path, tensors)
-    if as_json:
-        print_json(facts)
-    else:
-        from shardwise.cli.tables import show_checkpoint, show_run
-        from shardwise.terminal import open_console
-
-        (show_run if is_run else show_checkpoint)(open_console(), facts)
-    if not is_run and facts["damage"]:
+    if kind_of(files, path) == "run":
+        run = run_facts(files, path)
+        print_json(run.to_json()) if as_json else show_run(open_console(), run)
+        return
+    found = checkpoint_facts(files, path, tensors)
+    print_json(found.to_json()) if as_json else show_checkpoint(open_console(), found)
+    if found.saved.damage:
         raise typer.Exit(_DAMAGED)
 
 
@@ -87,7 +86,7 @@ def verify(path: _Path, as_json: _Json = False) -> None:
 
     from shardwise.checkpoint.files import Files
     from shardwise.checkpoint.verify import verify as verify_one
-    from shardwise.cli.facts import bytes_to_read, checkpoints_at, is_gone
+    from shardwise.cli.facts import Saved, checkpoints_at, is_gone
     from shardwise.cli.tables import show_verified
     from shardwise.progress import byte_bar
     from shardwise.terminal import open_console
@@ -98,7 +97,8 @@ def verify(path: _Path, as_json: _Json = False) -> None:
     removed: list[Path] = []  # by a run that is still writing
     errors: list[str] = []  # of checkpoints that could not be verified
     started_s = perf_counter()
-    with byte_bar("verify", sum(bytes_to_read(files, one) for one in paths)) as progress:
+    to_read = sum(Saved.found(files, one).num_bytes or 0 for one in paths)
+    with byte_bar("verify", to_read) as progress:
         for one in paths:
             try:
                 verified = verify_one(files, one, progress)
@@ -302,7 +302,7 @@ def _parse_size(text: str) -> int:
     from shardwise.quantities import parse_size
 
     try:
-        return int(parse_size(text))
+        return parse_size(text)
     except ValueError:
         why = "expected a size such as 5GB or 512MiB"
         raise ConfigError(f"--max-shard-size {text!r}: {why}") from None

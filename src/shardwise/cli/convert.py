@@ -6,7 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.interop.foreign_keys import Report
+    from shardwise.train.config import TrainConfig
 
 
 class Form(StrEnum):
@@ -144,7 +145,7 @@ def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, object],
     return (keys if ranks is None else {**keys, "ranks": ranks}), Report(str(file), ())
 
 
-def _check(keys: dict[str, object], file: Path) -> Any:
+def _check(keys: dict[str, object], file: Path) -> TrainConfig:
     from shardwise.keys import check_keys
     from shardwise.train.checks import resolve_batch
     from shardwise.train.config import TrainConfig

@@ -1,8 +1,9 @@
-"""Facts about checkpoints as plain data, without reading their tensors; imports no torch."""
+"""Facts about checkpoints, without reading their tensors; imports no torch."""
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.files import Entry, Files
@@ -16,7 +17,6 @@ from shardwise.checkpoint.folder import (
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    OptimizerRow,
     TensorRow,
     is_ours,
     parse_manifest,
@@ -31,6 +31,7 @@ KINDS = {
     "optimizer": "optimizer",
     "extra": "your own state",
 }
+_OF_MANIFEST = ("saved_at", "stage", "num_ranks", "num_shards", "num_replicas")
 
 
 def kind_of(files: Files, path: Path) -> Literal["checkpoint", "run"]:
@@ -56,34 +57,6 @@ def checkpoints_at(files: Files, path: Path) -> list[Path]:
     return [path / step_name(step) for step in steps_in(files, path)]
 
 
-def quick_state(files: Files, path: Path) -> tuple[Manifest | None, str]:
-    """Return a checkpoint's manifest, if readable, and the damage that the quick check found."""
-    try:
-        return check_quickly(files, path)[0], ""
-    except (CheckpointError, OSError) as error:
-        damage = explain(error)
-    try:
-        name = str(path / MANIFEST)
-        return parse_manifest(read_small(files, path / MANIFEST), name), damage
-    except (CheckpointError, OSError):
-        return None, damage
-
-
-def disk_bytes(files: Files, path: Path, manifest: Manifest) -> int:
-    """Return the bytes of a checkpoint's files, by its manifest."""
-    sizes = {entry.name: entry.size for entry in files.list(path)}
-    return sum(row.index_bytes + row.file_bytes for row in manifest.ranks) + sizes[MANIFEST]
-
-
-def bytes_to_read(files: Files, path: Path) -> int:
-    """Return the bytes that verifying reads, 0 if they are not known in advance."""
-    manifest = quick_state(files, path)[0]
-    try:
-        return disk_bytes(files, path, manifest) if manifest is not None else 0
-    except (OSError, KeyError):
-        return 0
-
-
 def is_gone(files: Files, path: Path) -> bool:
     """Tell whether a checkpoint was removed, as a running run removes old ones."""
     try:
@@ -95,38 +68,97 @@ def is_gone(files: Files, path: Path) -> bool:
     return False
 
 
-def run_facts(files: Files, folder: Path) -> dict[str, Any]:
-    """Describe all checkpoints of a run, the newest first, and the process that writes now."""
-    rows: list[dict[str, Any]] = []
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as the quick check finds it; ``damage`` is "" without damage.
+
+    ``manifest``, and the bytes of all files, are None if the manifest cannot be read.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    num_bytes: int | None
+    damage: str
+
+    @classmethod
+    def found(cls, files: Files, path: Path) -> "Saved":
+        """Look at a checkpoint."""
+        manifest, damage = None, ""
+        try:
+            manifest = check_quickly(files, path)[0]
+        except (CheckpointError, OSError) as error:
+            damage = explain(error)
+        try:
+            if manifest is None:
+                name = str(path / MANIFEST)
+                manifest = parse_manifest(read_small(files, path / MANIFEST), name)
+            sizes = {entry.name: entry.size for entry in files.list(path)}
+            of_ranks = sum(row.index_bytes + row.file_bytes for row in manifest.ranks)
+            return cls(path, manifest, of_ranks + sizes[MANIFEST], damage)
+        except (CheckpointError, OSError, KeyError) as error:
+            return cls(path, None, None, damage or explain(error))
+
+    def to_json(self) -> dict[str, object]:
+        """Return the facts as values of JSON."""
+        manifest = self.manifest
+        return {
+            "path": str(self.path),
+            "damage": self.damage or None,
+            **{name: getattr(manifest, name, None) for name in _OF_MANIFEST},
+            "num_meshes": None if manifest is None else len(manifest.meshes) or 1,
+            "num_bytes": self.num_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All checkpoints of a run by step, the newest first, and the process that writes now.
+
+    ``removed`` are the steps of those that were removed meanwhile.
+    """
+
+    path: Path
+    checkpoints: dict[int, Saved]
+    removed: list[int]
+    leftovers: list[str]
+    lock_holder: str | None
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint without damage."""
+        return next((step for step, saved in self.checkpoints.items() if not saved.damage), None)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the facts as values of JSON."""
+        return {
+            "kind": "run",
+            "path": str(self.path),
+            "checkpoints": [
+                {"step": step, "is_newest": step == self.newest, **saved.to_json()}
+                for step, saved in self.checkpoints.items()
+            ],
+            "removed_meanwhile": self.removed,
+            "leftovers": self.leftovers,
+            "lock_holder": self.lock_holder,
+        }
+
+
+def run_facts(files: Files, folder: Path) -> RunFacts:
+    """Describe a run."""
+    found: dict[int, Saved] = {}
     removed: list[int] = []
     for step in steps_in(files, folder):
-        path = folder / step_name(step)
-        manifest, damage = quick_state(files, path)
-        try:
-            described = _of_manifest(files, path, manifest)
-        except (OSError, KeyError) as error:
-            damage = damage or explain(error)
-            described = _of_manifest(files, path, None)
-        if damage and is_gone(files, path):
+        saved = Saved.found(files, folder / step_name(step))
+        if saved.damage and is_gone(files, saved.path):
             removed.append(step)
-            continue
-        row = {"step": step, "path": str(path), "damage": damage or None}
-        is_newest = not damage and not any(r["is_newest"] for r in rows)
-        rows.append(row | {"is_newest": is_newest} | described)
+        else:
+            found[step] = saved
     try:
         holder = lock_holder(files, folder)
     except OSError as error:
         holder = f"unknown: {explain(error)}"
-    return {
-        "kind": "run",
-        "path": str(folder),
-        "checkpoints": rows,
-        "removed_meanwhile": removed,
-        "leftovers": [
-            e.name for e in leftovers_in(files, folder) if not _is_held(files, folder, e)
-        ],
-        "lock_holder": holder,
-    }
+    leftovers = [e.name for e in leftovers_in(files, folder) if not _is_held(files, folder, e)]
+    return RunFacts(folder, found, removed, leftovers, holder)
 
 
 def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
@@ -137,93 +169,115 @@ def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
         return False
 
 
-def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor; ``num_parts`` counts its slices, pieces, or the ranks that have their own."""
+
+    name: str
+    state: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    numel: int
+    num_bytes: int
+    layout: str
+    num_parts: int
+
+    @classmethod
+    def of(cls, row: TensorRow, layout: str, num_parts: int) -> "TensorFacts":
+        """Return the facts of the tensor that a row is of."""
+        info = row.info
+        return cls(
+            *(row.name, row.state, row.kind, row.dtype, info.shape, info.numel, info.num_bytes),
+            *(layout, num_parts),
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """One checkpoint. ``groups`` are the settings of the optimizer's groups."""
+
+    saved: Saved
+    manifest: Manifest
+    tensors: list[TensorFacts]
+    groups: list[dict[str, object]]
+    lists_tensors: bool
+
+    def of_kind(self, kind: str) -> list[TensorFacts]:
+        """Return the tensors of a kind of `KINDS`."""
+        return [tensor for tensor in self.tensors if tensor.kind == kind]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the facts as values of JSON."""
+        facts: dict[str, object] = {"kind": "checkpoint", **self.saved.to_json()}
+        for kind in KINDS:
+            tensors = self.of_kind(kind)
+            facts[f"num_{kind}_tensors"] = len(tensors)
+            facts[f"num_{kind}_elements"] = sum(each.numel for each in tensors)
+            facts[f"{kind}_bytes"] = sum(each.num_bytes for each in tensors)
+        for name in ("step", "run", "shardwise", "torch", "tied"):
+            facts[name] = getattr(self.manifest, name)
+        row = self.manifest.optimizer
+        of_optimizer = {"class_name": row.class_name, "groups": self.groups} if row else None
+        facts["optimizer"] = of_optimizer
+        if self.lists_tensors:
+            facts["tensors"] = [asdict(each) for each in self.tensors]
+        return facts
+
+
+def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> CheckpointFacts:
     """Describe one checkpoint. **Raises** DamagedCheckpoint if its manifest is unreadable."""
-    manifest, damage = quick_state(files, path)
+    saved = Saved.found(files, path)
+    manifest = saved.manifest
     if manifest is None:
-        raise DamagedCheckpoint(damage)
+        raise DamagedCheckpoint(saved.damage)
     tensors = [
-        _of_tensor(manifest, [manifest.tensors[number] for number in numbers])
+        _of_rows(manifest, [manifest.tensors[number] for number in numbers])
         for numbers in manifest.rows_of.values()
     ]
     try:
         tensors += _own_tensors(files, path, manifest)
     except (CheckpointError, OSError, IndexError) as error:
-        damage = damage or explain(error)
-    sizes: dict[str, Any] = {}
-    for kind in KINDS:
-        rows = [row for row in tensors if row["kind"] == kind]
-        sizes[f"num_{kind}_tensors"] = len(rows)
-        sizes[f"num_{kind}_elements"] = sum(row["numel"] for row in rows)
-        sizes[f"{kind}_bytes"] = sum(row["num_bytes"] for row in rows)
-    facts: dict[str, Any] = {"kind": "checkpoint", "path": str(path), "damage": damage or None}
-    facts |= _of_manifest(files, path, manifest) | sizes
-    facts |= {
-        "step": manifest.step,
-        "run": manifest.run,
-        "shardwise": manifest.shardwise,
-        "torch": manifest.torch,
-        "tied": manifest.tied,
-        "optimizer": _optimizer(manifest.optimizer) if manifest.optimizer else None,
-    }
-    return facts | ({"tensors": tensors} if with_tensors else {})
+        saved = replace(saved, damage=saved.damage or explain(error))
+    groups = _groups(_plain(manifest.optimizer.groups)) if manifest.optimizer else []
+    return CheckpointFacts(saved, manifest, tensors, groups, with_tensors)
 
 
-def _of_manifest(files: Files, path: Path, manifest: Manifest | None) -> dict[str, Any]:
-    names = ("saved_at", "stage", "num_ranks", "num_shards", "num_replicas")
-    if manifest is None:
-        return dict.fromkeys((*names, "num_meshes", "num_bytes"))
-    facts = {name: getattr(manifest, name) for name in names}
-    facts["num_meshes"] = len(manifest.meshes) or 1
-    return facts | {"num_bytes": disk_bytes(files, path, manifest)}
-
-
-def _of_tensor(manifest: Manifest, rows: list[TensorRow]) -> dict[str, Any]:
+def _of_rows(manifest: Manifest, rows: list[TensorRow]) -> TensorFacts:
     """Describe a tensor by its rows, one or one per piece."""
-    if rows[0].layout is None:
-        return _described(rows[0], "whole" if len(rows) == 1 else "pieces", len(rows))
     layouts = [row.layout for row in rows if row.layout is not None]
+    if not layouts:
+        return TensorFacts.of(rows[0], "whole" if len(rows) == 1 else "pieces", len(rows))
     num_parts = sum(manifest.built_layouts[layout].num_ranks for layout in layouts)
-    return _described(rows[0], manifest.layouts[layouts[0]].kind, num_parts)
+    return TensorFacts.of(rows[0], manifest.layouts[layouts[0]].kind, num_parts)
 
 
-def _described(row: TensorRow, layout: str, num_parts: int) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "state": row.state,
-        "kind": row.kind,
-        "dtype": row.dtype,
-        "shape": list(row.info.shape),
-        "numel": row.info.numel,
-        "num_bytes": row.info.num_bytes,
-        "layout": layout,
-        "num_parts": num_parts,
-    }
-
-
-def _own_tensors(files: Files, path: Path, manifest: Manifest) -> Iterator[dict[str, Any]]:
+def _own_tensors(files: Files, path: Path, manifest: Manifest) -> Iterator[TensorFacts]:
     """Yield the ranks' own tensors; those of one name count together."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[object, TensorFacts] = {}
     for rank in range(len(manifest.ranks)):
         for row in Checkpoint(files, path, manifest).index_of(rank).own:
-            described = _described(row, "own", 1)
-            before = found.setdefault(row.info.key, described)
-            if before is not described:
-                for key in ("numel", "num_bytes", "num_parts"):
-                    before[key] += described[key]
+            one, before = TensorFacts.of(row, "own", 1), found.get(row.info.key)
+            if before is not None:
+                one = replace(
+                    before,
+                    numel=before.numel + one.numel,
+                    num_bytes=before.num_bytes + one.num_bytes,
+                    num_parts=before.num_parts + 1,
+                )
+            found[row.info.key] = one
     yield from found.values()
 
 
-def _optimizer(row: OptimizerRow) -> dict[str, Any]:
-    groups = _plain(row.groups)
-    groups = [g for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+def _groups(value: object) -> list[dict[str, object]]:
+    groups = [g for g in value if isinstance(g, dict)] if isinstance(value, list) else []
     for group in groups:
         params = group.pop("params", None)
         group["num_params"] = len(params) if isinstance(params, list) else 0
-    return {"class_name": row.class_name, "groups": groups}
+    return groups
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return an encoded value as plain JSON, without the types that `values.decode` restores."""
     if isinstance(value, dict) and "$" in value:
         return "(a tensor)" if value["$"] == "tensor" else _plain(value.get("of"))

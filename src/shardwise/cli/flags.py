@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
+from rich.console import RenderableType
 from typer.core import TyperCommand
 
 from shardwise import terminal
@@ -60,6 +61,34 @@ def command_of(function: Callable[..., int]) -> "Command":
 def print_json(facts: Mapping[str, object]) -> None:
     """Print facts for programs."""
     terminal.say(json.dumps(facts, indent=2) + "\n")
+
+
+def print_found(
+    facts: Callable[[], Mapping[str, object]], view: Callable[[], RenderableType], as_json: bool
+) -> None:
+    """Print facts for programs, or their view for people."""
+    if as_json:
+        print_json(facts())
+    else:
+        terminal.open_console().print(view())
+
+
+def check_target(name: str, path: Path | None) -> None:
+    """Check before a long run that a flag's file can be written. **Raises** ConfigError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"flag {flag_of(name)}: {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"flag {flag_of(name)}: there is no folder {path.parent}; make it first")
+
+
+def write_file(name: str, path: Path, text: str) -> None:
+    """Write what a flag asked for. **Raises** ConfigError where the system refuses."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"flag {flag_of(name)}: {path}: {error.strerror}") from None
 
 
 class Command(TyperCommand):

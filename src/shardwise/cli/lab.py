@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -30,18 +32,14 @@ _File = Annotated[
 @lab.command("list")
 def list_labs() -> None:
     """List the labs, with the targets met so far."""
-    with _errors():
-        from shardwise_labs import desk
-
+    with _desk() as desk:
         terminal.say(desk.list_labs(Path()) + "\n")
 
 
 @lab.command()
 def start(number: _Number) -> None:
     """Copy the lab's file with gaps into this folder."""
-    with _errors():
-        from shardwise_labs import desk
-
+    with _desk() as desk:
         terminal.say(desk.start(number, Path()) + "\n")
 
 
@@ -51,27 +49,21 @@ def read(
     step: Annotated[str | None, typer.Argument(help="such as build; without it, a list")] = None,
 ) -> None:
     """Read one step of the lab's page."""
-    with _errors():
-        from shardwise_labs import desk
-
+    with _desk() as desk:
         terminal.say(desk.read(number, step) + "\n")
 
 
 @lab.command()
 def run(number: _Number, file: _File = None) -> None:
     """Run your file on ranks, and show what was measured."""
-    with _errors():
-        from shardwise_labs import desk
-
+    with _desk() as desk:
         terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
 
 
 @lab.command()
 def check(number: _Number, file: _File = None) -> None:
     """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
-    with _errors():
-        from shardwise_labs import desk
-
+    with _desk() as desk:
         lab = desk.lab_of(number)
         found = desk.check(number, file or Path(lab.file))
         terminal.say(found.text(lab) + "\n")
@@ -85,9 +77,7 @@ def hint(
     gap: Annotated[int | None, typer.Option(help="the gap; the first that is not met")] = None,
 ) -> None:
     """Show the next of a gap's three hints."""
-    with _errors():
-        from shardwise_labs import desk
-
+    with _desk() as desk:
         terminal.say(desk.hint(number, gap, Path()) + "\n")
 
 
@@ -97,23 +87,22 @@ def show(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask for a confirmation")] = False,
 ) -> None:
     """Show the solution, after a confirmation."""
-    with _errors():
-        from shardwise_labs import desk
-
+    with _desk() as desk:
         lab = desk.lab_of(number)
         if yes or typer.confirm(f"Show the solution of lab {number}?"):
             terminal.say(lab.solution())
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _desk() -> Iterator[ModuleType]:
+    """Yield the desk of the labs; report its errors."""
     try:
-        from shardwise_labs.desk import LabError
+        desk = import_module("shardwise_labs.desk")
     except ImportError as error:
         terminal.complain(f"shardwise lab: the labs are not installed ({error}): pip install .\n")
         raise typer.Exit(_WRONG) from None
     try:
-        yield
-    except LabError as error:
+        yield desk
+    except desk.LabError as error:
         terminal.complain(f"shardwise lab: {error}\n")
         raise typer.Exit(_WRONG) from None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
-from shardwise.cli.flags import print_json, takes_keys
+from shardwise import terminal
+from shardwise.cli.flags import check_target, print_found, takes_keys, write_file
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
-from shardwise.plan.request import PlanRequest, offload_asked
+from shardwise.plan.request import PlanRequest
 from shardwise.quantities import format_bytes, format_gb
 
 if TYPE_CHECKING:
@@ -43,9 +44,8 @@ def plan(_: typer.Context, model: str | None, flags: Mapping[str, object]) -> in
 def list_names() -> int:
     """Print everything that has a name."""
     from shardwise.cli.plan_tables import names_view
-    from shardwise.terminal import open_console
 
-    open_console().print(names_view())
+    terminal.open_console().print(names_view())
     return 0
 
 
@@ -61,13 +61,14 @@ def _account(model: str | None, request: PlanRequest) -> int:
         stage=request.stage,
         precision=request.precision,
         optimizer=request.optimizer,
-        offload=offload_asked(request.given),
+        offload=request.offloaded,
         replicas=request.dp_replicate,
         accumulation=request.accumulation or 1,
         reduce_every=request.reduce_every,
         ranks_per_node=request.gpus_per_node or min(8, ranks),
     )
-    _print(request, partial(accounting_facts, found), accounting_view(found))
+    view = partial(accounting_view, found)
+    print_found(partial(accounting_facts, found), view, request.json_)
     return 0
 
 
@@ -95,7 +96,8 @@ def accounting_view(chosen: Accounting) -> RenderableType:
         "sent": [a.traffic.shard_sent_bytes + a.traffic.replica_sent_bytes for a in stages],
     }
     shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
-    table = make_table("!stage", *(f">!{name}" for name in shown), padding=(0, 1, 0, 0))
+    table = make_table("!stage", *(f">!{name}" for name in shown))
+    table.padding = (0, 1, 0, 0)
     for number in range(len(stages)):
         is_chosen = number == setup.stage
         cells = [format_bytes(sizes[number]) for sizes in shown.values()]
@@ -119,7 +121,7 @@ def accounting_view(chosen: Accounting) -> RenderableType:
 def _plan_model(name: str | None, request: PlanRequest) -> int:
     from shardwise.cli.plan_setup import limits_of, padding_notes, set_up, space_of
     from shardwise.cli.plan_tables import plan_view, search_view
-    from shardwise.cli.plan_write import check_target, check_trainable, train_file, write_file
+    from shardwise.cli.run_settings import check_writable, planned_yaml
     from shardwise.plan.planning import asked_of
     from shardwise.plan.planning import plan as make_plan
     from shardwise.plan.report.facts import plan_facts, search_facts
@@ -132,7 +134,7 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     setup = set_up(name, request)
     model, cluster, prices_of = setup.model, setup.cluster, setup.prices_of
     if request.write is not None:
-        check_trainable(model.name, setup.candidate, setup.config)
+        check_writable(model.name, setup.candidate, setup.config)
     if request.search:
         limits, notes = limits_of(setup), setup.notes
         if limits.tokens_per_step is not None and setup.tokens_per_step is None:
@@ -142,7 +144,11 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
             result = search(model, cluster, space_of(setup), limits, prices_of, progress)
         result = replace(result, notes=notes)
         winner, plans, reasons, title = result.winner, result.pareto, result.reasons, "search"
-        fits, facts, view = winner is not None, partial(search_facts, result), search_view(result)
+        fits, facts, view = (
+            winner is not None,
+            partial(search_facts, result),
+            partial(search_view, result),
+        )
     else:
         made = make_plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
         made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
@@ -152,23 +158,12 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
         fits, facts, view = (
             made.verdict != "will not fit",
             partial(plan_facts, made),
-            plan_view(made),
+            partial(plan_view, made),
         )
     if request.write is not None and winner is not None and setup.config is not None:
-        write_file("write", request.write, train_file(winner, setup.config))
+        write_file("write", request.write, planned_yaml(winner, setup.config))
     if request.html is not None:
         page = full_page(plans_html(plans, reasons), f"Shardwise: {title}")
         write_file("html", request.html, page)
-    _print(request, facts, view)
+    print_found(facts, view, request.json_)
     return 0 if fits else _NOTHING_FITS
-
-
-def _print(
-    request: PlanRequest, facts: Callable[[], Mapping[str, object]], view: RenderableType
-) -> None:
-    if request.json_:
-        print_json(facts())
-    else:
-        from shardwise.terminal import open_console
-
-        open_console().print(view)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from shardwise.axes import Axes
-from shardwise.cli.plan_write import planned_optimizer, train_config_of, trainable_degrees
+from shardwise.cli.run_settings import planned_keys, run_of_shape, trainable_degrees
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
-from shardwise.plan.candidate import ALL_DEGREES, Candidate, Kernels, LossKind
+from shardwise.plan.candidate import Candidate, Kernels, LossKind
 from shardwise.plan.machine.calibration import (
     CalibratedPrices,
     Calibration,
@@ -27,10 +26,11 @@ from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Model, Plan
-from shardwise.plan.request import ModelRequest, PlanRequest, offload_asked
+from shardwise.plan.request import ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
+from shardwise.stages import LayoutName
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.text import load_tokenizer
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardwise.train.decoder import Decoder
 
 
+_T = TypeVar("_T")
 _PADDING_TO_MENTION = 0.03
 _WINDOWS, _MOST_TOKENS = 48, 1 << 22  # of a rank, and of a step of large models
 _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
@@ -48,9 +49,8 @@ _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
 class Setup:
     """Everything that a plan, a search or a simulation starts from.
 
-    ``given`` are the names of settings that the user decided, by a flag or in a file: a search
-    varies the others. ``tokens_per_step`` is what decides accumulation, if anything does.
-    ``config`` is that of `shardwise train`, where the model is its decoder.
+    ``request`` has the keys of files too. ``tokens_per_step`` is what decides accumulation, if
+    anything does. ``config`` is that of `shardwise train`, where the model is its decoder.
     """
 
     model: Model
@@ -58,10 +58,14 @@ class Setup:
     candidate: Candidate
     prices_of: Callable[[Candidate], Pricer]
     request: ModelRequest
-    given: frozenset[str]
     tokens_per_step: int | None
     notes: tuple[str, ...]
     config: TrainConfig | None
+
+    @property
+    def given(self) -> Set[str]:
+        """Settings that the user decided, by a flag or in a file: a search varies the others."""
+        return self.request.model_fields_set
 
     @property
     def is_written(self) -> bool:
@@ -82,66 +86,56 @@ def set_up(name: str | None, request: ModelRequest) -> Setup:
             "MODEL: name a preset, a config.json, file.py:factory or a YAML of `shardwise train`; "
             "`shardwise plan --list` has the presets, `shardwise plan --params 7e9` needs no model"
         )
-    decided = request.given
+    flags, found = request.model_fields_set, dict[str, object]()
     notes: tuple[str, ...] = ()
     for read, path in ((read_deepspeed, request.deepspeed), (read_accelerate, request.accelerate)):
         if path is not None:
             found, report = read(path)
-            decided = {**found, **decided}
             ignored = (report.ignored | report.auto).items()
             notes = tuple(f"{path}: {key} not used: {why}" for key, why in ignored)
-    if "tokens_per_step" in decided:
-        decided.pop("accumulation", None)  # a file's; beside the flag it is refused
     config = load_config(Path(name), {}) if name.endswith((".yaml", ".yml")) else None
-    values = {**(_planned_keys(config) if config is not None else {}), **decided}
-    given = frozenset(decided) | (config.model_fields_set if config is not None else set())
+    if config is None:
+        request = request.over(found, found.keys())
+    else:
+        decided = config.model_fields_set | found.keys()
+        request = request.over(planned_keys(config) | found, decided)
     calibration = read_calibration(request.calibration) if request.calibration else None
-    cluster = _cluster(request, values.get("ranks"), calibration)
-    candidate = _candidate(values, cluster)
+    cluster = _cluster(request, request.ranks, calibration)
+    candidate = _candidate(request, cluster)
     source = None if config is not None else _find(name, candidate)
     is_written = isinstance(request, PlanRequest) and request.write is not None
-    has_layout = "layout" in given or (config is not None and not is_written)
+    has_layout = "layout" in request.given or (config is not None and not is_written)
     if is_written and source is not None and source.shape is not None:
-        config = train_config_of(source.shape, source.seq)
+        config = run_of_shape(source.shape, source.seq)
     model = _model(name, source, config, request.seq, candidate)
     varies = isinstance(request, PlanRequest) and request.search
     if not (varies or has_layout):
         candidate, why = _with_layout(candidate, model)
         notes += why
-    candidate, tokens = _with_batch(
-        candidate, values, request, model.seq, fills=not varies or "micro_batch" in given
-    )
-    return Setup(
-        *(model, cluster, candidate, _prices(cluster, calibration), request, given, tokens, notes),
-        config,
-    )
+    fills = not varies or "micro_batch" in request.given
+    candidate, tokens = _with_batch(candidate, request, flags, model.seq, fills=fills)
+    config = config.model_copy(update={"seq": model.seq}) if config is not None else None
+    prices_of = _prices(cluster, calibration)
+    return Setup(model, cluster, candidate, prices_of, request, tokens, notes, config)
 
 
-def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
+def at_ranks(setup: Setup, ranks: int) -> Setup:
     """Return the same setup on a cluster of another size: more shards, all else as it is.
 
     **Raises** ConfigError where the ranks do not divide, or the setup is of a calibration.
     """
-    if request.calibration is not None:
+    if setup.request.calibration is not None:
         raise ConfigError("sweep: a calibration is of one number of ranks; leave one of them out")
     candidate = setup.candidate
     others = candidate.world_size // candidate.num_shards
     if ranks % others:
         raise ConfigError(f"sweep: {ranks} ranks do not divide by {others} (replicas x degrees)")
-    cluster = _cluster(request, ranks, None)
+    cluster = _cluster(setup.request, ranks, None)
     candidate = replace(candidate, num_shards=ranks // others)
     return replace(setup, cluster=cluster, candidate=candidate, prices_of=_prices(cluster, None))
 
 
-def _planned_keys(config: TrainConfig) -> dict[str, Any]:
-    """Return the keys of a run that are set, in the words of a plan."""
-    values = config.model_dump()
-    values["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
-    values["optimizer"] = planned_optimizer(config)
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _cluster(request: ModelRequest, ranks: Any, calibration: Calibration | None) -> Cluster:
+def _cluster(request: ModelRequest, ranks: int | None, calibration: Calibration | None) -> Cluster:
     if calibration is not None:
         for name in ("gpu", "gpus_per_node", "link", "network"):
             if name in request.model_fields_set:
@@ -173,22 +167,20 @@ def _cluster(request: ModelRequest, ranks: Any, calibration: Calibration | None)
     return replace(made, node=replace(made.node, host=host))
 
 
-def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
-    names = {field.name for field in fields(Candidate)} & values.keys()
-    settings = {name: values[name] for name in names}
-    settings["offload"] = offload_asked(values)
+def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
+    names = {field.name for field in fields(Candidate)}
+    settings = {name: value for name, value in request if name in names and value is not None}
     # Gloo sends point to point, as the engine does there.
     is_gpu = cluster.node.accelerator.asynchronous
-    candidate = Candidate(**settings, transport="coalesced" if is_gpu else "point_to_point")
+    transport = "coalesced" if is_gpu else "point_to_point"
+    candidate = Candidate(**settings | {"offload": request.offloaded, "transport": transport})
     moves_inputs = candidate.offload.activations != "device"
     if moves_inputs and candidate.activation_checkpointing != "full":
         raise ConfigError(
             "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
         )
-    degrees = {name: values[name] for name in ("dp_replicate", "dp_shard") if name in values}
-    degrees |= {name: getattr(candidate, name) for name in ALL_DEGREES}
-    axes = Axes(**degrees).over(cluster.num_ranks)
+    axes = request.axes.over(cluster.num_ranks)
     return replace(candidate, num_replicas=axes.dp_replicate, num_shards=axes.dp_shard)
 
 
@@ -292,7 +284,7 @@ def padding_notes(made: Plan) -> tuple[str, ...]:
 
 
 def _with_batch(
-    candidate: Candidate, values: Mapping[str, Any], request: ModelRequest, seq: int, *, fills: bool
+    candidate: Candidate, request: ModelRequest, flags: Set[str], seq: int, *, fills: bool
 ) -> tuple[Candidate, int | None]:
     """Return the candidate with the accumulation of its batch, and the tokens that decide it.
 
@@ -302,16 +294,11 @@ def _with_batch(
     micro_batch, ranks = candidate.micro_batch, candidate.data_parallel
     tokens, unit, name = request.tokens_per_step, 1, "tokens_per_step"
     if tokens is None:
-        if "global_batch" not in values:
+        windows = request.global_batch
+        if windows is None:
             return candidate, None
-        windows, unit, name = values["global_batch"], seq, "global_batch"
-        if "accumulation" in values:
-            changed = {
-                "accumulation",
-                "micro_batch",
-                "ranks",
-                "dp_replicate",
-            } & request.given.keys()
+        if request.accumulation is not None:
+            changed = flags & {"accumulation", "micro_batch", "ranks", "dp_replicate"}
             if not changed and windows != micro_batch * candidate.accumulation * ranks:
                 raise ConfigError(
                     f"global_batch: {windows} are not micro_batch {micro_batch} x accumulation "
@@ -319,7 +306,7 @@ def _with_batch(
                     "--ranks"
                 )
             return candidate, None
-        tokens = windows * seq
+        tokens, unit, name = windows * seq, seq, "global_batch"
     if not fills:
         return candidate, tokens
     per_pass = micro_batch * ranks * seq
@@ -353,14 +340,15 @@ def space_of(setup: Setup) -> Space:
     is_wide = isinstance(model, ShapedModel) and setup.config is None
     varies_all = is_wide and not setup.is_written
 
-    def tried(name: str, *others: Any) -> tuple[Any, ...]:
+    def tried(name: str, own: _T, *others: _T) -> tuple[_T, ...]:
         """Return the user's value of a setting, or those that are tried."""
-        return (getattr(base, name),) if name in given or not others else others
+        return (own,) if name in given or not others else others
 
     degrees = request.degrees or ((base.degrees,) if not is_wide else _degrees(setup))
     if setup.is_written and setup.config is not None:
         degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
     # Muon steps on whole matrices; finer units are the parts of a block, where the decoder is ours.
+    layouts: tuple[LayoutName, ...]
     layouts = ("matrices",) if base.optimizer == "muon" else ("rows", "flat")
     units: tuple[tuple[str, ...] | None, ...] = (None,)
     if setup.config is not None and not isinstance(model, ShapedModel):
@@ -370,23 +358,24 @@ def space_of(setup: Setup) -> Space:
     spreads = [n for n in (1 << i for i in range(10)) if n <= most and not num_experts % n]
     return Space(
         base,
-        stages=tried("stage", 0, 1, 2, 3),
-        layouts=tried("layout", *layouts),
-        units=tried("units", *units),
+        stages=tried("stage", base.stage, 0, 1, 2, 3),
+        layouts=tried("layout", base.layout, *layouts),
+        units=tried("units", base.units, *units),
         num_shards=(base.num_shards,) if {"dp_replicate", "dp_shard"} & given else (),
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
-        bucket_bytes=tried("bucket_bytes", 1 << 20, 25 << 20),
+        bucket_bytes=tried("bucket_bytes", base.bucket_bytes, 1 << 20, 25 << 20),
         reduce_every=(base.reduce_every,),
         gathers=request.gathers or (base.gather,),
         reduces=request.reduces or (base.reduce,),
         activation_checkpointing=tried(
             "activation_checkpointing",
+            base.activation_checkpointing,
             *(("none", "per_op", "full") if varies_all else ("none", "full")),
         ),
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if setup.is_written else _offloads(setup),
         degrees=degrees,
-        expert_degrees=tried("ep", *(spreads if varies_all else ())),
+        expert_degrees=tried("ep", base.ep, *(spreads if varies_all else ())),
         kernels=_kernels(setup) if varies_all else (None,),
         narrows=is_wide,
         fills_pipelines=setup.is_written or (is_wide and "accumulation" not in given),

@@ -187,7 +187,8 @@ def names_view() -> RenderableType:
     }
     parts: list[RenderableType] = []
     for title, rows in sections.items():
-        table = make_table("!", "-", title=title, boxed=False, title_style="bold", pad_edge=True)
+        table = make_table("!", "-", title=title, boxed=False)
+        table.title_style, table.pad_edge = "bold", True
         for row in rows:
             table.add_row(*row)
         parts += [table, Text()]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -31,7 +31,7 @@ def config_of(record: RunRecord) -> Path | None:
     return config if config.exists() else None
 
 
-def plan_of_run(config: Path, record: RunRecord, **changed: Any) -> tuple[Planned, bool]:
+def plan_of_run(config: Path, record: RunRecord, **changed: object) -> tuple[Planned, bool]:
     """Return the plan of what `shardwise train` ran; and whether its times are of the run's device.
 
     They are not of a device that the catalogue lacks, nor of the CPU, for which it has a
@@ -43,7 +43,7 @@ def plan_of_run(config: Path, record: RunRecord, **changed: Any) -> tuple[Planne
 
     cluster = _cluster_of(record)
     try:
-        request = PlanRequest(**cluster | changed)
+        request = PlanRequest.model_validate(cluster | changed)
     except ValidationError as error:
         raise ConfigError(f"no plan has {', '.join(changed)}: {error.errors()[0]['msg']}") from None
     return _plan_of(str(config), request), _is_in_catalogue(cluster)
@@ -78,12 +78,12 @@ def plan_of_loop(planned: str, record: RunRecord) -> tuple[Planned, bool]:
     return found, _is_in_catalogue(values | flags)
 
 
-def _cluster_of(record: RunRecord) -> dict[str, Any]:
+def _cluster_of(record: RunRecord) -> dict[str, object]:
     """Return the keys of a plan that say which ranks a run had, and of which device."""
     from shardwise.plan.machine.hardware import find_accelerator
 
     facts = record.facts
-    found: dict[str, Any] = {"ranks": facts.num_ranks}
+    found: dict[str, object] = {"ranks": facts.num_ranks}
     if facts.hosts:
         found["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
     with suppress(ConfigError):
@@ -91,7 +91,7 @@ def _cluster_of(record: RunRecord) -> dict[str, Any]:
     return found
 
 
-def _is_in_catalogue(values: Mapping[str, Any]) -> bool:
+def _is_in_catalogue(values: Mapping[str, object]) -> bool:
     return values.get("gpu", "cpu") != "cpu"
 
 
@@ -131,7 +131,7 @@ def with_planned_gains(diagnosis: Diagnosis, record: RunRecord) -> Diagnosis:
     return replace(diagnosis, findings=tuple(found))
 
 
-def _planned_keys(finding: Finding) -> dict[str, Any]:
+def _planned_keys(finding: Finding) -> dict[str, object]:
     """Return the changes of a finding that a plan can be made with, as keys and values."""
     from shardwise.plan.request import ModelRequest
 
@@ -139,7 +139,7 @@ def _planned_keys(finding: Finding) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _planned_value(change: Change) -> Any:
+def _planned_value(change: Change) -> object:
     """Return what a plan calls the new value; None where it is not said as one value."""
     if change.key == "activation_checkpointing":  # `shardwise train` knows yes and no
         return "full" if change.after else "none"

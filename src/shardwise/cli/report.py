@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from shardwise import terminal
-from shardwise.cli.plan_write import check_target, write_file
+from shardwise.cli.flags import check_target, write_file
 from shardwise.cli.planned_run import config_of, plan_of_loop, plan_of_run, with_planned_gains
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.monitor.doctor import diagnose

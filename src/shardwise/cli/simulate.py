@@ -1,16 +1,18 @@
 """`shardwise simulate`: scenario, one step or a sweep, files to write."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 
-from shardwise.cli.flags import print_json, takes_keys
+from shardwise.cli.flags import check_target, print_found, takes_keys, write_file
 from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
-from shardwise.cli.plan_write import check_target, write_file
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate
@@ -26,6 +28,9 @@ from shardwise.plan.timing.scaling import (
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
 from shardwise.plan.timing.timeline import simulated_trace
 from shardwise.progress import step_bar
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _DOES_NOT_FIT = 1
 
@@ -56,7 +61,8 @@ def _simulate_model(name: str | None, request: SimulateRequest) -> int:
         write_file("trace", request.trace, json.dumps(trace))
     if request.svg is not None:
         write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))
-    _show(made, goodput, rows, request)
+    view = partial(_view, made, goodput, rows, request.checkpoint_interval_s)
+    print_found(partial(_facts, made, goodput, rows), view, request.json_)
     return _DOES_NOT_FIT if made.verdict == "will not fit" else 0
 
 
@@ -132,7 +138,7 @@ def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
 
 def _sweep(setup: Setup, request: SimulateRequest) -> tuple[ScalingRow, ...]:
     counts = _counts(request.sweep or ())
-    setups = [at_ranks(setup, request, count) for count in counts]
+    setups = [at_ranks(setup, count) for count in counts]
     rows = []
     with step_bar("simulating") as progress:
         for done, (count, each) in enumerate(zip(counts, setups, strict=True), 1):
@@ -154,25 +160,26 @@ def _counts(texts: Sequence[str]) -> list[int]:
     return sorted(set(counts))
 
 
-def _show(
-    made: Plan, goodput: Goodput | None, rows: tuple[ScalingRow, ...], request: SimulateRequest
-) -> None:
-    if request.json_:
-        from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts
+def _facts(made: Plan, goodput: Goodput | None, rows: tuple[ScalingRow, ...]) -> dict[str, object]:
+    from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts
 
-        facts: dict[str, Any] = plan_facts(made) | {"kind": "simulation"}
-        facts["scaling"] = scaling_facts(rows)
-        facts["goodput"] = goodput_facts(goodput) if goodput is not None else None
-        print_json(facts)
-        return
+    return plan_facts(made) | {
+        "kind": "simulation",
+        "scaling": scaling_facts(rows),
+        "goodput": goodput_facts(goodput) if goodput is not None else None,
+    }
+
+
+def _view(
+    made: Plan, goodput: Goodput | None, rows: tuple[ScalingRow, ...], interval_s: float
+) -> RenderableType:
+    from rich.console import Group
+
     from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
-    from shardwise.terminal import open_console
 
-    console = open_console()
-    console.print(simulation_view(made))
+    parts = [simulation_view(made)]
     if rows:
-        console.print()
-        console.print(scaling_view(rows))
+        parts += ["", scaling_view(rows)]
     if goodput is not None:
-        console.print()
-        console.print(goodput_view(goodput, request.checkpoint_interval_s))
+        parts += ["", goodput_view(goodput, interval_s)]
+    return Group(*parts)

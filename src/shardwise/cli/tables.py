@@ -5,41 +5,42 @@ Text from a file is made printable first, as a name in a checkpoint must not con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.facts import KINDS
+from shardwise.cli.facts import KINDS, CheckpointFacts, RunFacts, TensorFacts
 from shardwise.quantities import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.manifest import Manifest
     from shardwise.checkpoint.verify import Verified
 
 _SHOWN = 3
 _FOLDED = 16  # characters
 
 
-def printable(value: Any) -> str:
+def printable(value: object) -> str:
     """Return a value as text without control characters."""
     text = str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def make_table(*columns: str, title: str | None = None, boxed: bool = True, **more: Any) -> Table:
+def make_table(*columns: str, title: str | None = None, boxed: bool = True) -> Table:
     """Make a table; signs before a column's name set its look.
 
     ">": right-aligned; "!": never wrapped; "~": folded if too long; "-": dim.
     """
-    more = {"box": box.SIMPLE_HEAD if boxed else None, "pad_edge": False, **more}
     table = Table(
         title=title,
         title_justify="left",
         show_header=any(c.lstrip(">!~-") for c in columns),
-        **more,
+        box=box.SIMPLE_HEAD if boxed else None,
+        pad_edge=False,
     )
     for column in columns:
         name = column.lstrip(">!~-")
@@ -75,60 +76,58 @@ def print_table(console: Console, table: Table) -> None:
         console.print(line, soft_wrap=True)
 
 
-def show_run(console: Console, facts: Mapping[str, Any]) -> None:
+def show_run(console: Console, facts: RunFacts) -> None:
     """Print all checkpoints of a run."""
     table = make_table(">!step", "!saved", ">!ranks", ">!stage", ">!bytes", "~quick check")
-    for row in facts["checkpoints"]:
-        damage = row["damage"]
-        state = Text(printable(damage).replace(f"{row['path']}/", ""), "red")
-        if not damage:
-            state = Text.assemble(("ok", "green"), "   <- newest" * row["is_newest"])
-        described = [""] * 4
-        if row["num_ranks"]:
-            described = [_time(row), _ranks(row), str(row["stage"]), format_bytes(row["num_bytes"])]
-        table.add_row(f"{row['step']:,}", *described, state)
-    console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
-    if facts["checkpoints"]:
+    for step, saved in facts.checkpoints.items():
+        state = Text(printable(saved.damage).replace(f"{saved.path}/", ""), "red")
+        if not saved.damage:
+            state = Text.assemble(("ok", "green"), "   <- newest" * (step == facts.newest))
+        described, manifest = [""] * 4, saved.manifest
+        if manifest is not None:
+            described = [_time(manifest), _ranks(manifest), str(manifest.stage)]
+            described.append(format_bytes(saved.num_bytes or 0))
+        table.add_row(f"{step:,}", *described, state)
+    console.print(Text(printable(facts.path), "bold"), soft_wrap=True)
+    if facts.checkpoints:
         print_table(console, table)
     else:
         console.print("  no checkpoint yet")
-    if facts["lock_holder"]:
-        _line(console, "in use", facts["lock_holder"])
-    if facts["leftovers"]:
-        _line(console, "leftovers", ", ".join(facts["leftovers"]))
+    if facts.lock_holder:
+        _line(console, "in use", facts.lock_holder)
+    if facts.leftovers:
+        _line(console, "leftovers", ", ".join(facts.leftovers))
         what = "of interrupted saves; the next run in this folder removes them"
-        if facts["lock_holder"]:
+        if facts.lock_holder:
             what = "being written or removed now, or left by an interrupted save"
         _line(console, "", what)
-    if facts["removed_meanwhile"]:
-        steps = ", ".join(f"{step:,}" for step in facts["removed_meanwhile"])
+    if facts.removed:
+        steps = ", ".join(f"{step:,}" for step in facts.removed)
         _line(console, "note", f"removed meanwhile: step {steps}")
 
 
-def show_checkpoint(console: Console, facts: Mapping[str, Any]) -> None:
+def show_checkpoint(console: Console, facts: CheckpointFacts) -> None:
     """Print the facts of one checkpoint."""
-    console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
-    _line(console, "step", "not said" if facts["step"] is None else f"{facts['step']:,}")
-    _line(console, "run", facts["run"])
-    versions = f"shardwise {facts['shardwise']}, torch {facts['torch']}"
-    _line(console, "saved", f"{_time(facts)}, {versions}")
-    _line(console, "ranks", f"{_ranks(facts)}, stage {facts['stage']}")
+    manifest, path = facts.manifest, facts.saved.path
+    console.print(Text(printable(path), "bold"), soft_wrap=True)
+    _line(console, "step", "not said" if manifest.step is None else f"{manifest.step:,}")
+    _line(console, "run", manifest.run)
+    versions = f"shardwise {manifest.shardwise}, torch {manifest.torch}"
+    _line(console, "saved", f"{_time(manifest)}, {versions}")
+    _line(console, "ranks", f"{_ranks(manifest)}, stage {manifest.stage}")
     _show_sizes(console, facts)
-    if facts["tied"]:
-        shown = [f"{a} = {b}" for a, b in facts["tied"].items()]
+    if manifest.tied:
+        shown = [f"{a} = {b}" for a, b in manifest.tied.items()]
         more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
         _line(console, "tied", ", ".join(shown[:_SHOWN]) + more)
-    if facts["optimizer"]:
-        _line(console, "optimizer", facts["optimizer"]["class_name"] or "of unknown class")
-        for group in facts["optimizer"]["groups"]:
-            _line(console, "", _group(group))
-    else:
-        _line(console, "optimizer", "none")
-    if "tensors" in facts:
-        _show_tensors(console, facts["tensors"])
-    if facts["damage"]:
-        damage = facts["damage"].replace(f"{facts['path']}/", "")
-        _line(console, "DAMAGED", damage, "bold red")
+    row = manifest.optimizer
+    _line(console, "optimizer", "none" if row is None else row.class_name or "of unknown class")
+    for group in facts.groups:
+        _line(console, "", _group(group))
+    if facts.lists_tensors:
+        _show_tensors(console, facts.tensors)
+    if facts.saved.damage:
+        _line(console, "DAMAGED", facts.saved.damage.replace(f"{path}/", ""), "bold red")
     else:
         _line(console, "check", "all files are there; `shardwise ckpt verify` reads every byte")
 
@@ -146,55 +145,53 @@ def show_verified(console: Console, verified: Verified) -> None:
         console.print(Text(f"  note: {printable(note)}", "dim"), soft_wrap=True)
 
 
-def _line(console: Console, label: str, text: Any, style: str = "") -> None:
+def _line(console: Console, label: str, text: object, style: str = "") -> None:
     console.print(Text.assemble(f"  {label:<10} ", (printable(text), style)), soft_wrap=True)
 
 
-def _time(facts: Mapping[str, Any]) -> str:
-    time = printable(facts["saved_at"])
-    return time.replace("T", " ").replace("+00:00", " UTC")
+def _time(manifest: Manifest) -> str:
+    return printable(manifest.saved_at).replace("T", " ").replace("+00:00", " UTC")
 
 
-def _ranks(facts: Mapping[str, Any]) -> str:
-    shards, replicas = facts["num_shards"], facts["num_replicas"]
-    if facts["num_meshes"] > 1:
-        return f"{facts['num_ranks']} in {facts['num_meshes']} meshes"
-    return f"{shards}" if replicas == 1 else f"{facts['num_ranks']} = {shards} x {replicas}"
+def _ranks(manifest: Manifest) -> str:
+    num, shards, replicas = manifest.num_ranks, manifest.num_shards, manifest.num_replicas
+    if len(manifest.meshes) > 1:
+        return f"{num} in {len(manifest.meshes)} meshes"
+    return f"{shards}" if replicas == 1 else f"{num} = {shards} x {replicas}"
 
 
-def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
+def _show_sizes(console: Console, facts: CheckpointFacts) -> None:
     table = make_table("kind", ">tensors", ">elements", ">bytes")
-    total = 0
     for kind, name in KINDS.items():
-        num, size = facts[f"num_{kind}_tensors"], facts[f"{kind}_bytes"]
-        total += size
-        if num:
-            elements = format_count(facts[f"num_{kind}_elements"])
-            table.add_row(name, f"{num:,}", elements, format_bytes(size))
-    rest = facts["num_bytes"] - total
+        if tensors := facts.of_kind(kind):
+            elements = format_count(sum(each.numel for each in tensors))
+            size = format_bytes(sum(each.num_bytes for each in tensors))
+            table.add_row(name, f"{len(tensors):,}", elements, size)
+    whole = facts.saved.num_bytes or 0
+    rest = whole - sum(each.num_bytes for each in facts.tensors)
     table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
     table.add_section()
-    table.add_row("on disk", "", "", format_bytes(facts["num_bytes"]))
+    table.add_row("on disk", "", "", format_bytes(whole))
     print_table(console, table)
 
 
-def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
+def _show_tensors(console: Console, tensors: Sequence[TensorFacts]) -> None:
     table = make_table("~tensor", "!kind", ">shape", "!dtype", ">!bytes", "!cut")
-    for row in tensors:
-        name = f"{row['name']}  {row['state']}" if row["state"] else row["name"]
-        cut = {"whole": "whole", "own": f"own, {row['num_parts']} ranks"}.get(row["layout"])
+    for each in tensors:
+        name = f"{each.name}  {each.state}" if each.state else each.name
+        cut = {"whole": "whole", "own": f"own, {each.num_parts} ranks"}.get(each.layout)
         table.add_row(
             Text(printable(name)),
-            row["kind"],
-            " x ".join(map(str, row["shape"])) or "scalar",
-            row["dtype"],
-            format_bytes(row["num_bytes"]),
-            cut or f"{row['layout']}, {row['num_parts']}",
+            each.kind,
+            " x ".join(map(str, each.shape)) or "scalar",
+            each.dtype,
+            format_bytes(each.num_bytes),
+            cut or f"{each.layout}, {each.num_parts}",
         )
     print_table(console, table)
 
 
-def _group(group: Mapping[str, Any]) -> str:
+def _group(group: Mapping[str, object]) -> str:
     """Return the settings of an optimizer's group."""
     is_set = {k: v for k, v in group.items() if v is not None and v is not False}
     count = is_set.pop("num_params")
@@ -202,7 +199,7 @@ def _group(group: Mapping[str, Any]) -> str:
     return f"{count:,} parameter{'s' if count != 1 else ''}: {values}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):

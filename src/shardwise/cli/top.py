@@ -22,6 +22,7 @@ from shardwise.monitor.live_run import LiveRun, gap_of, is_late, snapshot_of
 from shardwise.monitor.metrics import FIGURES, STEP_S
 from shardwise.monitor.record import RunRecord
 from shardwise.monitor.summary import (
+    kinds_shown,
     largest_memory,
     metric_curve,
     phase_seconds,
@@ -148,14 +149,14 @@ def _phases(run: RunRecord) -> Table:
 
 def _memory(run: RunRecord) -> list[Table]:
     """Return the memory of the rank that had the most in its newest sampled step."""
-    most = largest_memory(run)
-    if most is None:
+    if (found := largest_memory(run)) is None:
         return []
-    title = f"memory of rank {most.rank}, step {most.step:,}, at its peak"
-    kinds = most.moments[most.peak][2]
+    rank, line = found
+    title = f"memory of rank {rank}, step {line.step:,}, at its peak"
+    kinds = kinds_shown(line.moments[line.peak], run.facts)
     rows = [(name_of_kind(kind), size, format_bytes(size)) for kind, size in kinds.items()]
     table = _shares(title, "bytes", [(name, float(size), told) for name, size, told in rows])
-    table.add_row("all of it", format_bytes(most.peak_bytes), "", "")
+    table.add_row("all of it", format_bytes(sum(kinds.values())), "", "")
     return [table]
 
 

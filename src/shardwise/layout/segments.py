@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
 from math import prod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from shardwise.config import LayoutName
+from shardwise.stages import LayoutName
 
 ALIGNED = 32  # elements: 64 bytes at two bytes each, torch's alignment of CPU memory
 

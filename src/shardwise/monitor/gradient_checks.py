@@ -18,6 +18,9 @@ from shardwise.tensor.background_step import elements_of, is_under_way
 from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
 from shardwise.unit.unit import Unit
 
+# Gradients are checked every so many steps, twice; then for this share of the time, or every
+# `_CHECKED_S` if that is more often.
+_CHECKED_EVERY, _CHECKED_SHARE, _CHECKED_S = 10, 0.001, 2.0
 # Each of the first steps is looked at; then looks take this share of the time, or come every
 # `_SELDOM_S` if that is more often. A look ends in the next step, which takes time too.
 _FIRST_LOOKS, _SHARE, _SELDOM_S = 8, 0.0005, 30.0
@@ -126,6 +129,31 @@ class LostUpdates:
 def _some_of(local: torch.Tensor) -> torch.Tensor:
     flat = local.reshape(-1)
     return flat[:: max(math.ceil(flat.numel() / _ELEMENTS), 1)]
+
+
+class GradientChecks:
+    """Checks gradients in some steps: which of an optimizer's have inf or nan on this rank."""
+
+    def __init__(self) -> None:
+        self._is_due, self._again_s = False, -math.inf
+        self._found: list[str] | None = None  # in this step; None if it was not checked
+
+    def look(
+        self, units: Sequence[Unit], optimizer: torch.optim.Optimizer, is_asked_for: bool
+    ) -> None:
+        """Check an optimizer's gradients before its step, if that is due or asked for."""
+        if self._is_due or is_asked_for:
+            began_s = time.monotonic()
+            self._found = [*(self._found or ()), *bad_gradients(units, optimizer)]
+            took_s = time.monotonic() - began_s
+            self._again_s = began_s + min(took_s / _CHECKED_SHARE, _CHECKED_S)
+
+    def take(self, number: int) -> list[str] | None:
+        """End the step ``number``; return its bad parameters, None if it was not checked."""
+        found, self._found = self._found, None
+        is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._again_s
+        self._is_due = is_due and number % _CHECKED_EVERY == 1
+        return found
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The bytes that the engine owns at a moment, by place, kind and unit; errors of memory from them.
+"""The bytes that the engine owns at a moment, by place, kind and unit.
 
 Note [One owner for each byte]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,22 +6,11 @@ Tensors share memory: a gradient is a part of the buffer of the next step's grad
 part of its base. So memory is counted by the blocks of an allocator (torch's storages), each once,
 under the first kind that has a part of it. Shards inside full copies are the exception: that part
 of the block counts as shards.
-
-Note [What would have fitted]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each way to save memory takes known bytes from kinds of the ledger, or a share of the memory that is
-not the engine's, which is taken to be activations; on a CPU of the memory that the process has
-allocated since its first step began. The new peak is the memory in use and the failed request,
-less these. Ways that leave the loss unchanged and cost little time come first; of several that
-fit, the first one is the one to try.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,10 +19,7 @@ from shardwise.debug import place_of, place_of_state
 from shardwise.device import memory_in_use_bytes
 from shardwise.engine.parts import Parts
 from shardwise.engine.tree import tensors_in
-from shardwise.monitor.rank_lines import Fix, Memory, Moment, OutOfMemory
-from shardwise.monitor.record import RunFacts
-from shardwise.names import join_units, name_of_unit
-from shardwise.quantities import format_bytes
+from shardwise.names import join_units
 from shardwise.step.overlap import staging_bytes
 from shardwise.svg import order_of_kinds
 from shardwise.tensor.background_step import elements_of
@@ -43,10 +29,6 @@ from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
 NO_UNIT = "(no unit)"  # memory of several units, or of no unit
-_MAX_BLOCKS = 10
-_MAX_FIXES = 3
-_GIVEN_BY = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 2**30, "MB": 2**20, "bytes": 1}
-_ASKED = re.compile(r"[Tt]r(?:ied|ying) to allocate ([\d.]+) ?(GiB|MiB|KiB|GB|MB|bytes)")
 
 
 @dataclass(frozen=True)
@@ -85,27 +67,6 @@ class OwnedBytes:
     def other_bytes(self) -> int:
         """Other bytes of the device: activations, temporaries and others."""
         return max(self.in_use_bytes - self.device_bytes, 0)
-
-
-class Sample(NamedTuple):
-    """The engine's memory as a phase of a unit begins or ends."""
-
-    phase: str
-    unit: str
-    owned: OwnedBytes
-
-
-def memory_line(step: int, samples: Sequence[Sample], is_process: bool) -> Memory:
-    """Return the memory of one step: each moment by kind, the largest by unit too.
-
-    With ``is_process`` the memory in use is that of the process, whose largest moment is chance, so
-    the engine's memory decides.
-    """
-    sizes = [s.owned.device_bytes if is_process else s.owned.in_use_bytes for s in samples]
-    peak = sizes.index(max(sizes))
-    units = {place: samples[peak].owned.by_unit(place) for place in ("device", "host", "files")}
-    moments = [Moment(s.phase, s.unit, s.owned.by_kind(), s.owned.other_bytes) for s in samples]
-    return Memory(step, moments, peak, units)
 
 
 def state_bytes(
@@ -220,105 +181,3 @@ def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """Return the plain tensors of this rank inside a tensor, without waiting."""
     local = elements_of(tensor) if isinstance(tensor, DTensor) else tensor
     return plain_parts(local).values()
-
-
-def describe_out_of_memory(report: OutOfMemory) -> str:
-    """Return a report as text."""
-    asked = "" if report.asked_bytes is None else f" asking for {format_bytes(report.asked_bytes)}"
-    kinds = dict(report.kinds or {})
-    kinds["activations, temporaries and other memory"] = report.other_bytes
-    blocks = {f"{kind} of {name_of_unit(unit)}": n for kind, unit, n in report.blocks}
-    fixes = (
-        f"  {fix.change}: {format_bytes(fix.saved_bytes)} less, a peak of "
-        f"{format_bytes(fix.peak_bytes)}, {'fits' if fix.fits else 'still does not fit'}; "
-        f"{fix.cost}"
-        for fix in report.fixes
-    )
-    lines = (
-        f"out of memory on rank {report.rank} in step {report.step}, in {report.phase} of "
-        f"'{name_of_unit(report.unit)}',{asked} with {format_bytes(report.in_use_bytes)} in use of "
-        f"{format_bytes(report.capacity_bytes)}",
-        "memory by kind:",
-        *(f"  {format_bytes(n):>10}  {name}" for name, n in kinds.items()),
-        "the largest blocks of Shardwise:",
-        *(f"  {format_bytes(n):>10}  {name}" for name, n in blocks.items()),
-        "changes that need less:",
-        *fixes,
-    )
-    return "\n".join(lines)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory ran out: an accelerator's, or the host's."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def asked_bytes(error: BaseException) -> int | None:
-    """Return the failed request in torch's message, or None."""
-    found = _ASKED.search(str(error))
-    return None if found is None else int(float(found[1]) * _GIVEN_BY[found[2]])
-
-
-def explain_out_of_memory(
-    error: BaseException,
-    facts: RunFacts,
-    owned: OwnedBytes,
-    place: tuple[int, int, str, str],
-    capacity_bytes: int,
-    base_bytes: int = 0,
-) -> OutOfMemory:
-    """Return the report; ``place`` is the rank, the step, the phase and the unit.
-
-    ``base_bytes`` is other memory that was in use before the first step, which stays.
-    """
-    asked, (rank, step, phase, unit) = asked_bytes(error), place
-    needed = owned.in_use_bytes + (asked or 0)
-    blocks = [(kind, of, n) for (at, kind, of), n in owned.owned.items() if at == "device"]
-    fixes = [
-        Fix(change, needed - saved <= capacity_bytes, saved, needed - saved, cost)
-        for change, saved, cost in _ways(facts, owned, base_bytes)
-        if saved > 0
-    ]
-    fixes.sort(key=lambda fix: (not fix.fits, 0 if fix.fits else fix.peak_bytes))
-    return OutOfMemory(
-        step,
-        asked,
-        owned.in_use_bytes,
-        capacity_bytes,
-        fixes[:_MAX_FIXES],
-        rank,
-        phase,
-        unit,
-        owned.by_kind(),
-        owned.other_bytes,
-        sorted(blocks, key=lambda block: -block[2])[:_MAX_BLOCKS],
-    )
-
-
-def _ways(facts: RunFacts, owned: OwnedBytes, base_bytes: int) -> list[tuple[str, int, str]]:
-    """Return changes, the bytes that each saves, and its cost; the cheapest first.
-
-    **Source** of one activation a block with recomputation: Chen et al. 2016, section 4.
-    """
-    kinds, other = Counter(owned.by_kind()), max(owned.other_bytes - base_bytes, 0)
-    state, shards, full = kinds["optimizer_state"], kinds["param_shards"], kinds["param_full"]
-    grads = kinds["grad_full"] + kinds["grad_shards"]
-    ranks = next(iter(facts.degrees.values()), 1)
-    largest = max((unit.full_bytes for unit in facts.units), default=0)
-    blocks = max(len(facts.units) - 1, 1)
-    saved = 0  # by stage 3
-    if facts.stage < 3 and ranks > 1:
-        kept = ceil((shards + full) / ranks) if facts.stage == 0 else shards
-        saved = shards + full - kept - 2 * largest
-        saved += grads - grads // ranks if facts.stage < 2 else 0
-        saved += state - state // ranks if facts.stage == 0 else 0
-    recomputed = other - ceil(other / blocks)
-    return [
-        ("stage=3", saved, "parameters are gathered again in backward"),
-        ("activation checkpointing of each block", recomputed, "about a third more computing"),
-        ("half the micro-batch, twice the accumulation", other // 2, "no other result"),
-        ('offload="cpu" of the optimizer\'s state', state, "the step goes on on the host"),
-        ('offload="cpu"', state + shards + kinds["grad_shards"], "slices travel each step"),
-    ]

@@ -22,9 +22,9 @@ Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 # Larger values are no measurement, and sums of them would be infinite.
 Amount = Annotated[float, Field(ge=0, le=1e30)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 Figure = Annotated[
-    float,
-    Field(ge=-1e30, le=1e30),
+    Number,
     WrapValidator(lambda value, check: None if value is None else check(value)),  # not finite
 ]
 JsonLine = Mapping[str, Any]  # a line as JSON has it

@@ -91,7 +91,8 @@ class LiveRun:
         for rank, file in rank_files(self._folder):
             newest: dict[str, JsonLine] = {}
             for line in self._lines(file):
-                newest.pop(kind := line.get("kind", ""), None)  # the order is that of the newest
+                kind = str(line.get("kind", ""))
+                newest.pop(kind, None)  # the order is that of the newest
                 newest[kind] = line
             by_rank[rank] = lines_of_rank(newest.values(), file)
         changed_s = path.stat().st_mtime if path.exists() else self._began_s

@@ -10,8 +10,7 @@ loss scaler skips is part of the next one, which then counts two backward passes
 import logging
 import math
 import socket
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,36 +23,25 @@ from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
-from shardwise.host import available_host_bytes
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
-from shardwise.monitor.gradient_checks import LostUpdates, bad_gradients
-from shardwise.monitor.ledger import (
-    Sample,
-    describe_out_of_memory,
-    explain_out_of_memory,
-    is_out_of_memory,
-    memory_line,
-    owned_bytes,
-    state_bytes,
-)
+from shardwise.monitor.gatherer import Gatherer
+from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live_run import LiveDoctor
+from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.outputs import Outputs, Sink
 from shardwise.monitor.rank_lines import Begin, RankLine, Save, keys_of
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
 from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
+from shardwise.monitor.step_lines import ObservedStep
 from shardwise.names import MAIN
 from shardwise.processes import own_process
 
 T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
-# Gradients are checked every so many steps, twice; then for this share of the time, or every
-# `_CHECKED_S` if that is more often.
-_CHECKED_EVERY, _CHECKED_SHARE, _CHECKED_S = 10, 0.001, 2.0
 _TIMED_EVERY = 10  # steps of which the device's time is measured, which costs events
-_MOMENTS = ("forward", "backward", "recompute", "step")  # memory is measured as each begins, ends
 _MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no file
 
 
@@ -156,18 +144,12 @@ class Observation:
         self._step, self._num_observed = num_done, 0
         self._num_passes = _num_passes(parts)
         self._values: dict[str, float] = {}
-        self._state: Mapping[tuple[str, str, str], int] | None = None
         self._last_step: ObservedStep | None = None
-        self._reported: BaseException | None = None  # the last error of memory
-        self._samples: list[Sample] = []
         self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
-        self._checks = False  # gradients, in this step
-        self._is_check_due, self._check_again_s = False, -math.inf
-        self._bad_gradients: list[str] = []
+        self._gradients = GradientChecks()
         self._lost_updates = LostUpdates(optimizers)
         self._open = ExitStack()
-        self._is_cpu = facts.device == "cpu"
-        self._base_bytes = 0  # of the process before the first step
+        self._memory = MemoryWatch(parts, optimizers, facts, gatherer.rank)
 
     @property
     def latest(self) -> StepLine | None:
@@ -195,8 +177,7 @@ class Observation:
             last = each is self._optimizers[-1]
             after = each.register_step_post_hook(lambda *_, last=last: self._after_step(last))
             self._open.callback(after.remove)
-        if self._is_cpu:
-            self._base_bytes = owned_bytes(self._parts, self._optimizers).other_bytes
+        self._memory.start()
         self._gatherer.start()
         self._recorder.on_error = self._look_at_error
         self._recorder.on_saved = lambda path, is_finite: self._gatherer.outputs.note(
@@ -216,7 +197,8 @@ class Observation:
     def _detach(self) -> None:
         """Stop to record, and keep neither the model nor the optimizers alive."""
         self._open.close()
-        self._parts.engines, self._optimizers, self._reported = [], (), None
+        self._parts.engines, self._optimizers = [], ()
+        self._memory.clear()
         self._lost_updates.clear()
 
     def __enter__(self) -> Self:
@@ -276,12 +258,7 @@ class Observation:
         (self._values if last is None else last.values).update(told)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._is_check_due or self._logged_bad:
-            began_s = time.monotonic()
-            self._bad_gradients += bad_gradients(self._parts.units, optimizer)
-            took_s = time.monotonic() - began_s
-            self._check_again_s = began_s + min(took_s / _CHECKED_SHARE, _CHECKED_S)
-            self._checks = True
+        self._gradients.look(self._parts.units, optimizer, self._logged_bad)
         self._lost_updates.look(optimizer)
         self._recorder.enter(MAIN, "step", "")
 
@@ -300,21 +277,18 @@ class Observation:
         keeps_timeline = number == 2 or number % self._detail_every == 0
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
-        samples, self._samples, self._state = self._samples, [], None
         lost, worst = self._lost_updates.take(self._step)
-        own_lines: list[RankLine] = [*worst]
-        if samples:
-            own_lines.append(memory_line(self._step, samples, self._is_cpu))
-        figures, bad = {**self._figures(), **lost}, tuple(self._bad_gradients)
-        self._checks, self._bad_gradients = False, []
-        is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._check_again_s
-        self._is_check_due = is_due and number % _CHECKED_EVERY == 1
+        bad = self._gradients.take(number)
+        figures = {**self._figures(), **lost}
+        if bad is not None:
+            figures[BAD_GRADIENTS] = float(len(bad))
+        own_lines: list[RankLine] = [*worst, *self._memory.take(self._step)]
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
-        self._recorder.on_main = self._look_at_memory if samples_next else None
+        self._recorder.on_main = self._memory.sample if samples_next else None
         self._hand_over()
         values, self._values = self._values, {}
         self._last_step = ObservedStep(
-            self._step, recorded, values, figures, own_lines, bad, keeps_timeline
+            self._step, recorded, values, figures, own_lines, bad or (), keeps_timeline
         )
 
     def _hand_over(self) -> None:
@@ -326,35 +300,17 @@ class Observation:
     def _figures(self) -> dict[str, float]:
         before, self._num_passes = self._num_passes, _num_passes(self._parts)
         begun, reduced = (now - was for now, was in zip(self._num_passes, before, strict=True))
-        checked = {BAD_GRADIENTS: float(len(self._bad_gradients))} if self._checks else {}
         return {
-            **checked,
             IN_HALF: float(self._recorder.in_half),
             # `fully_shard` does not see that gradients are dropped, so there all passes count.
             SKIPPED_STEPS: max((begun or reduced) - 1, 0),
         }
 
     def _look_at_error(self, error: BaseException, phase: str, unit: str) -> None:
-        """Report the owners of memory if it ran out, before it is freed."""
-        if error is self._reported or not is_out_of_memory(error):
-            return
-        self._reported = error
-        owned = owned_bytes(self._parts, self._optimizers)
-        capacity = self.facts.device_bytes
-        place = self._gatherer.rank, self._step + 1, phase, unit
-        if self._is_cpu:  # other processes use memory of the host too
-            capacity = min(capacity, owned.in_use_bytes + available_host_bytes())
-        report = explain_out_of_memory(error, self.facts, owned, place, capacity, self._base_bytes)
-        _LOG.error("shardwise: %s", describe_out_of_memory(report))
-        self._gatherer.outputs.note(report)
-
-    def _look_at_memory(self, phase: str, unit: str) -> None:
-        if phase.removesuffix("_end") not in _MOMENTS:
-            return
-        if self._state is None or phase == "step_end":
-            self._state = state_bytes(self._optimizers)
-        now = owned_bytes(self._parts, self._optimizers, self._state)
-        self._samples.append(Sample(phase, unit, now))
+        report = self._memory.explain(error, self._step + 1, phase, unit)
+        if report is not None:
+            _LOG.error("shardwise: %s", describe_out_of_memory(report))
+            self._gatherer.outputs.note(report)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from shardwise import charts, svg
@@ -12,8 +12,8 @@ from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
 from shardwise.monitor.rank_lines import Timeline
 from shardwise.monitor.record import RunRecord
 from shardwise.monitor.summary import (
-    MemoryOfStep,
     figures_of,
+    kinds_shown,
     largest_memory,
     metric_curve,
     not_numbers,
@@ -30,6 +30,7 @@ from shardwise.quantities import format_bytes, format_count, format_duration
 
 MOST_RUNS, LIMIT_BYTES = 8, 300_000
 _MOST_VALUES, _MOST_UNITS, _MOST_SAVES, _MOST_FINDINGS = 9, 60, 12, 25
+_MOST_UNITS_IN_MEMORY = 8
 _COLUMNS, _MOMENTS, _BARS = (
     180,
     160,
@@ -37,6 +38,7 @@ _COLUMNS, _MOMENTS, _BARS = (
 )  # of curves, memory and timelines, for all runs of a page together
 _COARSER = (1, 2, 4, 8)  # by which these are divided where a page is too large
 _RANKS_IN_TIMELINE = 4
+_Curves = tuple[str, Sequence[svg.Curve], bool]  # title, curves, whether the axis begins at 0
 
 
 @dataclass(frozen=True)
@@ -67,23 +69,32 @@ def report_html(runs: Sequence[ShownRun]) -> str:
             raise ConfigError(
                 f"{run.record.path}: nothing is recorded yet: no step is over. Wait for the first"
             )
+    curves = _curves(runs)
     for coarser in _COARSER:
-        page = _page(runs, coarser * len(runs))
+        page = _page(runs, curves, coarser * len(runs))
         if len(page.encode()) < LIMIT_BYTES:
             break
     return page
 
 
-def _page(runs: Sequence[ShownRun], divisor: int) -> str:
+def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> str:
     figures = [figures_of(run.record.steps) for run in runs]
     told = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
+    pictures = [
+        charts.lines_chart(
+            title,
+            [replace(c, points=svg.thin(c.points, _COLUMNS // divisor)) for c in each],
+            from_zero=from_zero,
+        )
+        for title, each, from_zero in curves
+    ]
     return _render(
         "page.html.j2",
         title=", ".join(run.name for run in runs),
         runs=runs,
         parts=[_part(run, divisor) for run in runs],
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
-        curves=_curves(runs, divisor),
+        curves=pictures,
         time_svg=_time(runs),
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
@@ -102,9 +113,9 @@ def _change(shown: FigureRow, first: OverRanks | None, other: OverRanks | None) 
     return f"{share:+,.0f} %", "" if not is_better else "better" if is_better > 0 else "worse"
 
 
-def _curves(runs: Sequence[ShownRun], divisor: int) -> list[str]:
-    """Draw the logged values, and the figures that have more than one value in some run."""
-    most, pictures = _COLUMNS // divisor, []
+def _curves(runs: Sequence[ShownRun]) -> list[_Curves]:
+    """Return the logged values, and the figures that have more than one value in some run."""
+    most, found = _COLUMNS // len(runs), list[_Curves]()
     names = dict.fromkeys(name for r in runs for s in r.record.steps for name in s.values)
     for name in list(names)[:_MOST_VALUES]:
         curves = [
@@ -112,15 +123,15 @@ def _curves(runs: Sequence[ShownRun], divisor: int) -> list[str]:
             for i, r in enumerate(runs)
             for s in (r.record.steps,)
         ]
-        pictures.append(charts.lines_chart(name, curves))
+        found.append((name, curves, False))
     for shown in FIGURES:
         curves = [
             svg.Curve(f"run-{i}", r.name, metric_curve(r.record.steps, shown.metric, most))
             for i, r in enumerate(runs)
         ]
         if any(len({(p.low, p.high) for p in curve.points}) > 1 for curve in curves):
-            pictures.append(charts.lines_chart(shown.title, curves, from_zero=True))
-    return pictures
+            found.append((shown.title, curves, True))
+    return found
 
 
 def _time(runs: Sequence[ShownRun]) -> str:
@@ -134,36 +145,46 @@ def _time(runs: Sequence[ShownRun]) -> str:
 
 def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
     """Return the values of the section about one run."""
-    record, memory = run.record, largest_memory(run.record)
-    planned: dict[str, int] = {}
-    if memory is not None and run.plan is not None:
-        planned = _planned_lines(run.plan, svg.OTHER in memory.kinds)
-    kinds = {*(memory.kinds if memory else ()), *planned}
+    record = run.record
     return {
         "run": run,
         "facts": record.facts,
         "units": unit_rows(record.facts),
         "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
-        "memory": memory,
-        "planned": planned,
-        "kinds": sorted(kinds, key=svg.order_of_kinds),
-        "memory_svg": _memory(memory, run.name, planned, divisor) if memory else "",
+        "memory": _memory(run, divisor),
         "timeline_svg": _timeline(run, divisor),
     }
 
 
-def _memory(memory: MemoryOfStep, name: str, planned: Mapping[str, int], divisor: int) -> str:
-    title = f"{name}: memory of step {memory.step:,} on rank {memory.rank}"
-    phase, unit, _ = memory.moments[memory.peak]
-    bytes_shown = format_bytes(memory.peak_bytes)
-    return charts.areas_chart(
-        title,
-        [charts.Bar(phase.removesuffix("_end"), kinds) for phase, _, kinds in memory.moments],
-        _MOMENTS // divisor,
-        shown_title=f"{name}: memory",
-        described=f"The largest moment is {phase} of {name_of_unit(unit)}, {bytes_shown}.",
-        beside=charts.Bar("plan", planned) if planned else None,
-    )
+def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
+    """Return the values of the memory of the largest rank; None if none is recorded."""
+    facts, found = run.record.facts, largest_memory(run.record)
+    if found is None:
+        return None
+    (rank, line), is_cpu = found, facts.device == "cpu"
+    moments = [charts.Bar(m.phase, kinds_shown(m, facts)) for m in line.moments]
+    planned = _planned_lines(run.plan, not is_cpu) if run.plan is not None else {}
+    peak, measured = line.moments[line.peak], moments[line.peak].parts
+    whole = format_bytes(sum(measured.values()))
+    units = ((name, sum(kinds.values())) for name, kinds in line.units["device"].items())
+    return {
+        "rank": rank,
+        "step": line.step,
+        "peak": peak,
+        "measured": measured,
+        "planned": planned,
+        "kinds": sorted({k for m in moments for k in m.parts} | {*planned}, key=svg.order_of_kinds),
+        "process_bytes": max(sum(m.device.values()) + m.other for m in line.moments) * is_cpu,
+        "units": sorted(units, key=lambda unit: -unit[1])[:_MOST_UNITS_IN_MEMORY],
+        "svg": charts.areas_chart(
+            f"{run.name}: memory of step {line.step:,} on rank {rank}",
+            [moment._replace(name=moment.name.removesuffix("_end")) for moment in moments],
+            _MOMENTS // divisor,
+            shown_title=f"{run.name}: memory",
+            described=f"The peak is in {peak.phase} of {name_of_unit(peak.unit)}, {whole}.",
+            beside=charts.Bar("plan", planned) if planned else None,
+        ),
+    }
 
 
 def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:

@@ -12,12 +12,12 @@ from pydantic import Field
 
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, shown
-from shardwise.monitor.lines import Amount, Count, Figure, JsonLine, Name, Rank
+from shardwise.monitor.lines import Amount, Count, JsonLine, Name, Number, Rank
 from shardwise.processes import Process
 
 Kinds = Mapping[Name, Count]  # bytes by kind of memory
 # Line of work, phase, unit, begin and length in milliseconds, bytes.
-SpanRow = tuple[Name, Name, Name, Figure, Amount, Count]
+SpanRow = tuple[Name, Name, Name, Number, Amount, Count]
 
 
 @dataclass(frozen=True)

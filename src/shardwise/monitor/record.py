@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -25,7 +25,6 @@ from shardwise.monitor.lines import (
     MAX_RANKS,
     Amount,
     Count,
-    Figure,
     JsonLine,
     Logged,
     Name,
@@ -102,7 +101,7 @@ class StepLine:
     at_s: Amount
     metrics: Mapping[Name, OverRanks]
     values: Mapping[Name, Logged] = field(default_factory=dict)
-    waited_for: Mapping[Rank, Mapping[Rank, Figure]] = field(default_factory=dict)
+    waited_for: Mapping[Rank, Mapping[Rank, Amount]] = field(default_factory=dict)
     bad_since: Mapping[Name, Mapping[Rank, Count]] = field(default_factory=dict)
     values_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
     metrics_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
@@ -114,7 +113,6 @@ def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
     None if no line has the figure.
     """
     found = [line.metrics[name] for line in lines if name in line.metrics]
-    found = [value for value in found if None not in (value.min, value.median, value.max)]
     if not found:
         return None
     return OverRanks(
@@ -237,5 +235,14 @@ def lines_of_rank(lines: Iterable[JsonLine], path: object) -> tuple[RankLine, ..
 
 
 def read_step(line: JsonLine, path: object = "steps.jsonl") -> StepLine:
-    """Return a line of ``steps.jsonl`` as values. **Raises** ConfigError for wrong types."""
-    return checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")
+    """Return a line of ``steps.jsonl``, without figures that are not finite on some rank.
+
+    **Raises** ConfigError for wrong types.
+    """
+    found: StepLine = checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")
+    finite = {
+        name: value
+        for name, value in found.metrics.items()
+        if None not in (value.min, value.median, value.max)
+    }
+    return replace(found, metrics=finite)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OUTSIDE = "outside"  # the phase of the training thread while no other was entered
 Interval = tuple[float, float]
-Waits = dict[tuple["ProcessGroup", int], float]  # seconds for a rank of a group
+Waits = dict[tuple["ProcessGroup | None", int], float]  # seconds for a rank of a group
 _MOST_VALUES = 16  # of a batch that are searched for tokens; a list may have one per sample
 
 
@@ -226,7 +226,7 @@ class SpanRecorder:
 
         return over
 
-    def wait_for(self, group: ProcessGroup, peer: int, seconds: float) -> None:
+    def wait_for(self, group: ProcessGroup | None, peer: int, seconds: float) -> None:
         """Add to the time for which another rank was waited for."""
         self._waited_for[group, peer] += seconds
 

@@ -1,8 +1,7 @@
 """Summary of a run: settled figures, curves over the steps, a step's time and memory, saves."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import NamedTuple
 
 from shardwise import svg
@@ -15,7 +14,7 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverRanks,
 )
-from shardwise.monitor.rank_lines import Memory
+from shardwise.monitor.rank_lines import Memory, Moment
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine, over_steps
 from shardwise.names import MAIN, name_of_unit
 from shardwise.unit_facts import UnitFacts
@@ -29,7 +28,7 @@ def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Po
     found = []
     for line in lines:
         value = line.metrics.get(name)
-        if value is not None and _are_finite(value.min, value.median, value.max):
+        if value is not None:
             low, high = value.min, value.max
             over = line.metrics_over_steps.get(name)
             if over is not None:
@@ -48,7 +47,7 @@ def value_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Poi
         over, value = line.values_over_steps.get(name), line.values.get(name)
         if over is not None:
             found.append(svg.Point(line.step, over.min, over.mean, over.max, line.num_steps))
-        elif value is not None and _are_finite(value):
+        elif value is not None:
             found.append(svg.Point(line.step, value, value, value, line.num_steps))
     return svg.thin(found, most)
 
@@ -61,10 +60,6 @@ def not_numbers(lines: Iterable[StepLine], name: str) -> list[int]:
         if (name in line.values and line.values[name] is None)
         or ((over := line.values_over_steps.get(name)) and over.non_finite)
     ]
-
-
-def _are_finite(*values: float | None) -> bool:
-    return all(isinstance(value, int | float) and isfinite(value) for value in values)
 
 
 def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
@@ -148,64 +143,25 @@ def _without_number(unit: UnitFacts) -> tuple[UnitFacts, bool]:
     return replace(unit, name=prefix), last.isdigit()
 
 
-@dataclass(frozen=True)
-class MemoryOfStep:
-    """The device memory of one rank in one step: phase, unit and bytes by kind of each moment.
+def kinds_shown(moment: Moment, facts: RunFacts) -> dict[str, int]:
+    """Return the bytes of a moment by kind; `svg.OTHER` comes last.
 
-    ``units`` has bytes by kind at the moment ``units_at``. ``process_bytes`` is the peak of the
-    whole process if no other figure is known, as on the CPU, else 0.
+    On the CPU the record knows of other memory only that the process has it. As that may contain
+    freed memory, it is left out.
     """
-
-    rank: int
-    step: int
-    moments: Sequence[tuple[str, str, Mapping[str, int]]]
-    units: Mapping[str, Mapping[str, int]]
-    units_at: int
-    process_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """The bytes of the largest moment."""
-        return max(sum(kinds.values()) for _, _, kinds in self.moments)
-
-    @property
-    def peak(self) -> int:
-        """The index of the largest moment."""
-        return [sum(kinds.values()) for _, _, kinds in self.moments].index(self.peak_bytes)
-
-    @property
-    def unit_bytes(self) -> list[tuple[str, int]]:
-        """Units with their bytes at the moment ``units_at``, the largest first."""
-        sums = [(name, sum(kinds.values())) for name, kinds in self.units.items()]
-        return sorted(sums, key=lambda row: -row[1])
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of all moments; `svg.OTHER` comes last."""
-        return sorted({k for _, _, kinds in self.moments for k in kinds}, key=svg.order_of_kinds)
+    kinds = (
+        {**moment.device} if facts.device == "cpu" else {**moment.device, svg.OTHER: moment.other}
+    )
+    return {kind: kinds[kind] for kind in sorted(kinds, key=svg.order_of_kinds)}
 
 
-def memory_of(rank: int, line: Memory, is_process: bool) -> MemoryOfStep:
-    """Return the memory of a step as it is shown.
+def largest_memory(record: RunRecord) -> tuple[int, Memory] | None:
+    """Return the rank that had the most memory in its newest sampled step, and that step."""
 
-    With ``is_process`` the record knows of other memory only that the process has it, as on the
-    CPU. As it may contain freed memory, it is not in a moment.
-    """
-    rows = line.moments
-    moments = [
-        (m.phase, m.unit, m.device if is_process else {**m.device, svg.OTHER: m.other})
-        for m in rows
-    ]
-    whole = max(sum(m.device.values()) + m.other for m in rows) if is_process else 0
-    return MemoryOfStep(rank, line.step, moments, line.units["device"], line.peak, whole)
+    def peak_bytes(row: tuple[int, Memory]) -> int:
+        return sum(kinds_shown(row[1].moments[row[1].peak], record.facts).values())
 
-
-def largest_memory(record: RunRecord) -> MemoryOfStep | None:
-    """Return the memory of the newest sampled step, of the rank that had the most."""
-    is_process = record.facts.device == "cpu"
-    newest = dict(record.lines(Memory))
-    found = [memory_of(rank, line, is_process) for rank, line in newest.items()]
-    return max(found, key=lambda memory: memory.peak_bytes, default=None)
+    return max(dict(record.lines(Memory)).items(), key=peak_bytes, default=None)
 
 
 def place_of(line: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload, tier_of
 from shardwise.precisions import REDUCE_FORMATS, Coding, GatherName, ReduceName, plain_precision
 from shardwise.quantities import format_bytes
-from shardwise.stages import STAGES
+from shardwise.stages import STAGES, LayoutName, ReduceEvery
 
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 PipelineSchedule = Literal["1f1b", "gpipe"]
@@ -57,9 +57,9 @@ class Candidate:
     gather: GatherName | None = None
     reduce: ReduceName | None = None
     gather_block: int = 256
-    layout: Literal["rows", "flat", "matrices"] = "rows"
+    layout: LayoutName = "rows"
     units: tuple[str, ...] | None = None
-    reduce_every: Literal["step", "micro_batch"] | None = None
+    reduce_every: ReduceEvery | None = None
     prefetch_bytes: int | None = None
     bucket_bytes: int = 1 << 20
     reduces_in_flight: int = 2

@@ -5,14 +5,15 @@ add their own. A setting is decided if it is in ``model_fields_set``.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
+from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, offload_of, resolve_offload
 from shardwise.keys import flag_of, key, read_fields
@@ -26,6 +27,7 @@ from shardwise.plan.candidate import (
 )
 from shardwise.precisions import GatherName, ReduceName, plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
+from shardwise.stages import LayoutName, ReduceEvery
 
 _MOST_MICRO_BATCH = 10**6
 _LONGEST = 1 << 24  # tokens of a window
@@ -48,7 +50,7 @@ def _read_tokens(value: object) -> object:
 
 def _read_size(value: object) -> object:
     """Return the bytes of a size above 0; a few bytes without a unit are refused as a slip."""
-    size = parse_size(value)
+    size = parse_size(value) if isinstance(value, str) else value
     if isinstance(size, int) and size <= 0:
         raise ValueError("expected more than 0 bytes")
     if isinstance(size, int) and size < 1 << 20 and not str(value).strip()[-1:].isalpha():
@@ -56,7 +58,7 @@ def _read_size(value: object) -> object:
     return size
 
 
-def _read_offload(value: Any, *, names_folders: bool) -> object:
+def _read_offload(value: str | Mapping[str, object], *, names_folders: bool) -> object:
     """Read `cpu`, `nvme:FOLDER` or fields of `shardwise.Offload`; refuse what `shard()` refuses."""
     value = read_fields(value)
     resolve_offload(offload_of(value), names_folders=names_folders)
@@ -112,7 +114,7 @@ class StepKeys(BaseModel):
     cp_method: ContextMethod = key("gather", "Degrees", "how attention sees whole windows under cp")
 
     stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
-    layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
+    layout: LayoutName = key("rows", "Sharding", "how parameters are cut")
     gather: GatherName | None = key(
         None, "Sharding", "encoding of matrices that are gathered; unset: the compute dtype"
     )
@@ -122,7 +124,7 @@ class StepKeys(BaseModel):
     gather_block: int = key(
         256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
     )
-    reduce_every: Literal["step", "micro_batch"] | None = key(
+    reduce_every: ReduceEvery | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
     units: Words = key(
@@ -161,6 +163,11 @@ class StepKeys(BaseModel):
         if self.gather is not None and self.stage == 0:
             raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
         return self
+
+    @property
+    def axes(self) -> Axes:
+        """The degrees of parallelism."""
+        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
 
 class ModelRequest(StepKeys):
@@ -235,6 +242,7 @@ class ModelRequest(StepKeys):
         None, "Offload", "where inputs of checkpointed blocks are until they are computed again"
     )
 
+    global_batch: int | None = key(None, "", "windows per step, of a file; it has no flag")
     tokens_per_step: Annotated[int | None, BeforeValidator(_read_tokens)] = key(
         None,
         "Batch",
@@ -261,8 +269,42 @@ class ModelRequest(StepKeys):
     @property
     def given(self) -> dict[str, object]:
         """The keys that the user decided, with their values."""
-        found = {name: getattr(self, name) for name in self.model_fields_set}
-        return {name: value for name, value in found.items() if value is not None}
+        decided = self.model_fields_set
+        return {name: value for name, value in self if name in decided and value is not None}
+
+    def over(self, values: Mapping[str, object], decided: Set[str]) -> Self:
+        """Return these keys with those of files where the user gave no flag.
+
+        The result's ``model_fields_set`` has the ``decided`` keys of the files too. Keys of other
+        models are left out, and a file's accumulation beside the flag of tokens, which decides it.
+        """
+        given = self.given.keys()
+        out = given | ({"accumulation"} if "tokens_per_step" in given else set())
+        names = ModelRequest.model_fields.keys() - out
+        made = self.model_copy(update={name: values[name] for name in names & values.keys()})
+        made.model_fields_set.intersection_update(given | (names & decided))
+        return made
+
+    @property
+    def offloaded(self) -> Offload:
+        """Where state rests: ``offload``, with what ``offload_params`` and the like say over it.
+
+        **Raises** ConfigError as `shard()` does, and for a share of nothing, or a step of nothing.
+        """
+        offload: dict[str, object] = asdict(planned_offload(offload_of(self.offload)))
+        prefix = "offload_"
+        given = {name.removeprefix(prefix): value for name, value in self if prefix in name}
+        given = {name: value for name, value in given.items() if value is not None}
+        if "optimizer" in given:  # gradients and the step follow it
+            offload |= {"grads": None, "step_on": None}
+        made = planned_offload(offload_of(offload | given))
+        for name in ("fraction", "step_on"):
+            if given.get(name) not in (None, "host") and made.optimizer == "device":
+                raise ConfigError(
+                    f"offload_{name}: nothing is offloaded; add --offload-optimizer cpu or nvme, "
+                    "or leave it out"
+                )
+        return made
 
 
 class PlanRequest(ModelRequest):
@@ -359,23 +401,3 @@ class SimulateRequest(ModelRequest):
     sweep: Words = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
     svg: Path | None = key(None, "Output", "write the scaling curve to this SVG file")
     trace: Path | None = key(None, "Output", "write the step as a Chrome trace (Perfetto opens it)")
-
-
-def offload_asked(values: Mapping[str, Any]) -> Offload:
-    """Return where state rests: ``offload``, with what ``offload_params`` and the like say over it.
-
-    **Raises** ConfigError as `shard()` does, and for a share of nothing, or a step of nothing.
-    """
-    offload: dict[str, object] = asdict(planned_offload(offload_of(values.get("offload"))))
-    given = {name: values.get(f"offload_{name}") for name in offload}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "optimizer" in given:  # gradients and the step follow it
-        offload |= {"grads": None, "step_on": None}
-    made = planned_offload(offload_of(offload | given))
-    for name in ("fraction", "step_on"):
-        if given.get(name) not in (None, "host") and made.optimizer == "device":
-            raise ConfigError(
-                f"offload_{name}: nothing is offloaded; add --offload-optimizer cpu or nvme, or "
-                "leave it out"
-            )
-    return made

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -49,7 +49,7 @@ from shardwise.plan.step.play import resting_state
 from shardwise.plan.step.program import Compute
 from shardwise.precisions import GatherName, ReduceName
 from shardwise.quantities import format_bytes
-from shardwise.stages import STAGES
+from shardwise.stages import STAGES, LayoutName, ReduceEvery
 
 _TRIED = {  # settings of a candidate, and the field of the space that has their values
     "stage": "stages",
@@ -85,12 +85,12 @@ class Space:
 
     base: Candidate
     stages: Sequence[int] = (0, 1, 2, 3)
-    layouts: Sequence[Literal["rows", "flat", "matrices"]] = ("rows",)
+    layouts: Sequence[LayoutName] = ("rows",)
     units: Sequence[tuple[str, ...] | None] = (None,)
     num_shards: Sequence[int] = ()
     prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base
     bucket_bytes: Sequence[int] = (1 << 20,)
-    reduce_every: Sequence[Literal["step", "micro_batch"] | None] = (None,)
+    reduce_every: Sequence[ReduceEvery | None] = (None,)
     gathers: Sequence[GatherName | None] = (None,)  # formats change the results
     reduces: Sequence[ReduceName | None] = (None,)
     activation_checkpointing: Sequence[str] = ("none", "full")

@@ -14,7 +14,6 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BeforeValidator, TypeAdapter, field_validator, model_validator
 
-from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.homes import OffloadLike, offload_of
 from shardwise.keys import check_keys, flag_of, key, names_in, read_keys, read_options, shown
@@ -283,11 +282,6 @@ class TrainConfig(StepKeys):
                 f"warmup_steps and min_lr out{way if own is not None and not self.min_lr else ''}"
             )
         return self
-
-    @property
-    def axes(self) -> Axes:
-        """The degrees of parallelism."""
-        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
     @property
     def offloaded(self) -> OffloadLike:

@@ -7,7 +7,7 @@ and `Pipeline` runs them with torch's schedules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +124,8 @@ def _feed_forward_styles(layer: nn.Module) -> dict[str, ParallelStyle]:
     if not isinstance(layer, MixtureOfExperts):
         tokens = PrepareModuleInput(input_layouts=(_TOKENS,), desired_input_layouts=(Replicate(),))
         return {"feed_forward": tokens, **_column_styles("feed_forward", layer, _TOKENS)}
-    outputs: Any = (_TOKENS, None)  # torch's annotation does not allow None, its code does
+    # torch's annotation does not allow None, its code does
+    outputs = cast(tuple[Placement, ...], (_TOKENS, None))
     tokens_and_balance = PrepareModuleInputOutput(
         input_layouts=(_TOKENS,),
         desired_input_layouts=(Replicate(),),
@@ -212,7 +213,7 @@ class Pipeline:
         """
         losses: list[Tensor] = []
         # With return_outputs the schedule would keep and copy the logits of all micro-batches.
-        given: dict[str, Any] = {"losses": losses, "return_outputs": False}
+        given: dict[str, object] = {"losses": losses, "return_outputs": False}
         self._run(self._schedule.step, ids, targets, positions, **given)
         if not self.is_last:
             return torch.zeros((), device=ids.device)
@@ -228,7 +229,7 @@ class Pipeline:
         ids: Tensor,
         targets: Tensor,
         positions: Tensor | None,
-        **options: Any,
+        **options: object,
     ) -> Tensor | None:
         self._stage.positions = positions
         last_only = {"target": targets, **options} if self.is_last else {}

@@ -164,7 +164,7 @@ def _check(model: nn.Module, options: Mapping[str, object]) -> None:
 def _bytes_of(size: int | str) -> int:
     """Return the bytes of a number, or of text such as "5GB"."""
     try:
-        num_bytes = int(parse_size(str(size)))
+        num_bytes = parse_size(str(size))
     except ValueError:
         num_bytes = 0
     if num_bytes <= 0:

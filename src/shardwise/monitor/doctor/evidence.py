@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from shardwise.monitor.metrics import CORE_WAIT_S, STEP_S
+from shardwise.monitor.metrics import CORE_WAIT_S, STEP_S, OverRanks
 from shardwise.monitor.rank_lines import Memory, Moment
 from shardwise.monitor.record import RunRecord, StepLine, over_steps
 
@@ -26,6 +26,13 @@ Lines = Sequence[StepLine]
 
 class NotEnough(Exception):
     """Raised by a rule that cannot judge; the text names the missing evidence."""
+
+
+def figure(line: StepLine, name: str) -> OverRanks:
+    """Return a figure of a line. **Raises** NotEnough for a line without it."""
+    if name not in line.metrics:
+        raise NotEnough(f"the figure {name}")
+    return line.metrics[name]
 
 
 class Evidence:
@@ -90,7 +97,7 @@ class Evidence:
     ) -> int | None:
         """Return the rank that has the extreme in nearly all lines; None without such a rank."""
         lines = self.lines if lines is None else lines
-        ranks = Counter(getattr(line.metrics[name], f"{which}_rank") for line in lines)
+        ranks = Counter(getattr(figure(line, name), f"{which}_rank") for line in lines)
         rank, count = ranks.most_common(1)[0]
         return int(rank) if count >= _SAME_RANK_SHARE * len(lines) else None
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from shardwise.monitor.doctor.evidence import WARM_UP_LINES, Evidence, NotEnough
+from shardwise.monitor.doctor.evidence import WARM_UP_LINES, Evidence, NotEnough, figure
 from shardwise.monitor.findings import Change, Finding, make_finding
 from shardwise.monitor.metrics import (
     BACKGROUND_STEP_MS,
@@ -62,7 +62,7 @@ def _num_retries(e: Evidence) -> float:
     """Return how many retries and failures of the allocator the steady lines contain."""
     total = 0.0
     for name in (RETRIES, OOMS):
-        counts = [line.metrics[name].max for line in e.lines if name in line.metrics]
+        counts = [figure(line, name).max for line in e.lines if name in line.metrics]
         total += counts[-1] - counts[0] if counts else 0.0
     return total
 
@@ -167,15 +167,15 @@ def slow_saves(e: Evidence) -> Finding | None:
     """Find saves that the training thread waits for."""
     steps = e.run.steps[WARM_UP_LINES:] if e.lines else ()
     lines = [line for line in steps if STALL_S in line.metrics]
-    stalls = [line.metrics[STALL_S].max * line.num_steps for line in lines]
+    stalls = [figure(line, STALL_S).max * line.num_steps for line in lines]
     whole_s = _trained_s(lines)
     stall_s, longest_s = sum(stalls), max(stalls, default=0.0)
     if stall_s < _STALL * whole_s or longest_s < _STALL_S:
         return None
-    save_s = sum(line.metrics[SAVE_S].max * line.num_steps for line in lines)
+    save_s = sum(figure(line, SAVE_S).max * line.num_steps for line in lines)
     behind_s = max(save_s - stall_s, 0.0)
     case = "often" if behind_s > _BUSY * whole_s else "copy"
-    slowest = max(lines, key=lambda line: line.metrics[STALL_S].max).metrics[STALL_S]
+    slowest = max((figure(line, STALL_S) for line in lines), key=lambda stall: stall.max)
     evidence = {"stalls, s": stall_s, "longest in a line, s": longest_s}
     evidence |= {"behind the training, s": behind_s, "run, s": whole_s}
     evidence |= {"share": stall_s / whole_s, "threshold": _STALL}
@@ -190,7 +190,7 @@ def slow_saves(e: Evidence) -> Finding | None:
 
 def _trained_s(lines: Sequence[StepLine]) -> float:
     """Return the seconds that some lines are about."""
-    return sum(line.metrics[STEP_S].median * line.num_steps for line in lines)
+    return sum(figure(line, STEP_S).median * line.num_steps for line in lines)
 
 
 def _num_steps(lines: Sequence[StepLine]) -> int:
@@ -231,10 +231,10 @@ def no_saves(e: Evidence) -> Finding | None:
     lines = [line for line in e.run.steps if STALL_S in line.metrics]
     if not lines:
         raise NotEnough("the time in saves")
-    saves = [line for line in lines if line.metrics[STALL_S].max or line.metrics[SAVE_S].max]
+    saves = [line for line in lines if figure(line, STALL_S).max or figure(line, SAVE_S).max]
     moments = [lines[0].at_s, *(line.at_s for line in saves), lines[-1].at_s]
     unsaved_s = max(later - at for at, later in pairwise(moments))
-    stall_s = max((line.metrics[STALL_S].max * line.num_steps for line in saves), default=0.0)
+    stall_s = max((figure(line, STALL_S).max * line.num_steps for line in saves), default=0.0)
     mtbf_s = min(_DEVICE_MTBF_S / e.facts.num_ranks, _MOST_MTBF_S)
     best_s = math.sqrt(2 * stall_s * mtbf_s)
     threshold_s = max(_UNSAVED_S, _UNSAVED_TIMES * best_s)
@@ -258,14 +258,14 @@ def no_saves(e: Evidence) -> Finding | None:
 def half_precision(e: Evidence) -> Finding | None:
     """Find a loss scaler that continues to skip steps, or whose scale is too low."""
     facts = e.facts
-    autocast = any(line.metrics[IN_HALF].max for line in e.run.steps if IN_HALF in line.metrics)
+    autocast = any(figure(line, IN_HALF).max for line in e.run.steps if IN_HALF in line.metrics)
     if not autocast and not any("float16" in u.dtype.replace("bfloat16", "") for u in facts.units):
         return None
     lines = e.lines_with(SKIPPED_STEPS)
     # With `fully_shard` a skipped step looks like a micro-batch without a window.
-    usual = min(line.metrics[SKIPPED_STEPS].max for line in lines)
+    usual = min(figure(line, SKIPPED_STEPS).max for line in lines)
     usual = usual if facts.reduces_units_alone else 0.0
-    skipped = sum((line.metrics[SKIPPED_STEPS].max - usual) * line.num_steps for line in lines)
+    skipped = sum((figure(line, SKIPPED_STEPS).max - usual) * line.num_steps for line in lines)
     taken = _num_steps(lines)
     share = skipped / (skipped + taken)
     scales = [v for line in lines for name, v in line.values.items() if "scale" in name and v]
@@ -362,7 +362,7 @@ def lost_updates(e: Evidence) -> Finding | None:
         have = f"{len(lines)}, and {_MIN_LOOKS} are needed"
         raise NotEnough(f"comparisons of parameters in 16 bits before and after a step: {have}")
     share = e.typical(LOST_SHARE, "max", lines=lines)
-    worst = lines[-1].metrics[LOST_OF_WORST_SHARE].max
+    worst = figure(lines[-1], LOST_OF_WORST_SHARE).max
     if share <= _LOST and worst <= _LOST_OF_WORST:
         return None
     newest = {rank: line.shares for rank, line in e.run.lines(LostUpdates)}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from statistics import median
 
-from shardwise.monitor.doctor.evidence import Evidence, Lines, NotEnough, Which
+from shardwise.monitor.doctor.evidence import Evidence, Lines, NotEnough, Which, figure
 from shardwise.monitor.findings import Change, Finding, make_finding
 from shardwise.monitor.metrics import (
     COMPUTE_S,
@@ -246,9 +246,9 @@ def _late_lines(e: Evidence, others: Which) -> tuple[Lines, Lines, float]:
     lines = e.lines_with(WAITED_MS)
 
     def is_late(line: StepLine) -> bool:
-        waited = line.metrics[WAITED_MS]
+        waited = figure(line, WAITED_MS)
         skew_s = (getattr(waited, others) - waited.min) / 1e3
-        return bool(skew_s >= max(_SKEW * line.metrics[STEP_S].median, e.noise_s))
+        return bool(skew_s >= max(_SKEW * figure(line, STEP_S).median, e.noise_s))
 
     late = [line for line in lines if is_late(line)]
     if len(late) > len(lines) / 2:
@@ -299,13 +299,13 @@ def uneven_batches(e: Evidence) -> Finding | None:
 def data_loader(e: Evidence) -> Finding | None:
     """Find steps that wait for their batch."""
     lines = [line for line in e.lines if DATA_S in line.metrics]
-    if not any(line.metrics[DATA_S].max for line in lines):
+    if not any(figure(line, DATA_S).max for line in lines):
         raise NotEnough("batches that come through run.data(...)")
     steps = sum(line.num_steps for line in lines)
     # A mean, as a loader may stall at every few batches; but not of one line alone.
-    data_s = sum(line.metrics[DATA_S].max * line.num_steps for line in lines) / steps
-    whole_s = sum(line.metrics[STEP_S].median * line.num_steps for line in lines) / steps
-    slow = [n for n in lines if n.metrics[DATA_S].max > _DATA * n.metrics[STEP_S].median]
+    data_s = sum(figure(line, DATA_S).max * line.num_steps for line in lines) / steps
+    whole_s = sum(figure(line, STEP_S).median * line.num_steps for line in lines) / steps
+    slow = [n for n in lines if figure(n, DATA_S).max > _DATA * figure(n, STEP_S).median]
     if data_s < max(_DATA * whole_s, e.noise_s) or len(slow) < _SLOW_LINES * len(lines):
         return None
     e.check_cores(data_s, lines=lines)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shardwise.layout.memory import Memory, group_by_dtypes
 from shardwise.layout.segments import Segment, balanced, build_layout, even_segment
@@ -37,7 +37,7 @@ from shardwise.plan.step.messages import (
     whole,
 )
 from shardwise.precisions import PRECISION_DTYPES, Coding
-from shardwise.stages import STAGES, Stage
+from shardwise.stages import STAGES, LayoutName, Stage
 
 # Shape, dtype, whether it is trained, whether it gets a gradient, owner.
 ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool, int | None]
@@ -76,7 +76,7 @@ class Setting:
     num_shards: int
     num_replicas: int
     precision: str
-    layout: Literal["rows", "flat", "matrices"]
+    layout: LayoutName
     on_cpu: bool  # the transport is point to point, and so the device is the CPU
     optimizer: str
     rank: int
