@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
+import torch
+from torch import Tensor
 
 ODD_SHAPES = {  # which no number of ranks divides
     "one_row": (1, 35),
@@ -100,3 +102,19 @@ def cuts_of(
         ]
         for n, s in shapes.items()
     }
+
+
+def of_rows(value: Tensor, kind: str, num_ranks: int, block: int = 16, dim: int = 0) -> Tensor:
+    """Return what arrives of a parameter cut along a dim, evenly if that is not the first.
+
+    One of fewer than two dims is what was sent.
+    """
+    if value.dim() < 2:
+        return value
+    if dim:
+        rows = torch.stack([c.reshape(-1) for c in value.chunk(num_ranks, dim=dim)])
+        shape = (*value.shape[:dim], -1, *value.shape[dim + 1 :])
+        return torch.cat([p.view(shape) for p in of_rows(rows, kind, num_ranks, block)], dim=dim)
+    cuts = cuts_of("rows", {"": tuple(value.shape)}, num_ranks)[""]
+    flat = decoded(value.reshape(-1).numpy(), kind, block, cuts)
+    return torch.from_numpy(np.ascontiguousarray(flat)).view(value.shape)

@@ -38,6 +38,7 @@ FILES = (
     "tests/engine/test_double_backward.py",
     "tests/engine/test_grad_hooks.py",
     "tests/engine/test_parity.py",
+    "tests/engine/test_scenarios.py",
     "tests/engine/test_skipped_layers.py",
     "tests/engine/test_uneven.py",
     "tests/interop/test_fully_shard.py",

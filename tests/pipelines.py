@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 import shardwise
@@ -91,6 +92,16 @@ def by_fully_shard(part: Any, *, mesh: Any, stage: int, precision: str) -> nn.Mo
 
 def by_shard(part: nn.Module, **settings: Any) -> nn.Module:
     return shardwise.shard(part, units=Block, **settings)
+
+
+def by_torch(part: Any, mesh: Any) -> nn.Module:
+    """Shard by torch's own, which loses gradients of zero-bubble schedules if it frees in forward.
+
+    Its modules show DTensors then, and the schedule looks for gradients of what they show.
+    """
+    for block in part.blocks.values():
+        torch_fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return torch_fully_shard(part, mesh=mesh, reshard_after_forward=False)
 
 
 BY = {"shard": by_shard, "fully_shard": by_fully_shard}

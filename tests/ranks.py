@@ -12,7 +12,8 @@ tests: none depends on how fast a machine is, or on what else it does.
 `start_ranks` gives a call its own processes, which a test may stop or kill, and a handle that says
 how each of them ended.
 
-`fn` is found by its module and name, so it must stand at the top level of a test module.
+`fn` is found by its module and name, so it must stand at the top level of a test module. A test
+that does nothing but call one is written as one function, under `on_ranks`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -40,6 +43,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as redistribution
@@ -263,6 +267,51 @@ def run_ranks(
     ranks = pool if pool is not None else _open_ranks(world_size, fresh=fresh)
     ranks.submit(fn, args, kwargs)
     return _results(ranks, timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A function under `on_ranks`, by its name, where the test stands."""
+
+    module: str
+    name: str
+
+    def __call__(self, rank: int, world_size: int, **given: Any) -> None:
+        body = getattr(importlib.import_module(self.module), self.name).body
+        names = inspect.signature(body).parameters.keys()
+        given |= dict.fromkeys(names & {"rank"}, rank)
+        given |= dict.fromkeys(names & _SIZE, world_size)
+        body(**given)
+
+
+_SIZE = {"world_size", "num_ranks", "world"}
+
+
+def on_ranks(*sizes: Any, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function that every rank of each world size calls.
+
+    The function gets `rank` and `world_size` if it has such parameters; its others are those of
+    the test: fixtures, and what `parametrize` gives. Without sizes, that gives the size too.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Any:
+        params = inspect.signature(fn).parameters
+        (size,) = params.keys() & _SIZE or {"world_size"}
+
+        def test(**given: Any) -> None:
+            world_size = given.pop(size)
+            run_ranks(_Body(fn.__module__, fn.__name__), world_size, **given, **options)
+
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(fn, name))
+        names = [size, *(name for name in params if name not in ("rank", size))]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        signature = inspect.Signature([inspect.Parameter(name, keyword) for name in names])
+        test.__signature__ = signature  # type: ignore[attr-defined]
+        test.body = fn  # type: ignore[attr-defined]
+        return pytest.mark.parametrize(size, sizes)(test) if sizes else test
+
+    return decorate
 
 
 def run_sizes(

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import kept_groups
 import ranks as module
 from programs import is_running, run_program
-from ranks import RankError, run_ranks, run_sizes, start_ranks
+from ranks import RankError, on_ranks, run_ranks, run_sizes, start_ranks
 
 
 def rank_times_ten(rank: int, world_size: int, offset: int = 0) -> tuple[int, torch.Tensor]:
@@ -54,6 +54,24 @@ def wait_for_the_others(rank: int, world_size: int, pid_dir: str) -> None:
 def warn_on_one(rank: int, world_size: int) -> None:
     if rank == 1:
         warnings.warn("look here", UserWarning, stacklevel=1)
+
+
+@pytest.mark.parametrize("kind", ["a", "b"])
+@on_ranks(1, 3)
+def test_a_test_on_ranks_gets_what_it_names(kind, rank, world_size, tmp_path):
+    assert kind in "ab" and world_size in (1, 3) and tmp_path.is_dir()
+    assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+
+
+@on_ranks(2)
+def body_that_fails():
+    assert dist.get_rank() == 0, "on the other rank"
+
+
+def test_a_test_on_ranks_fails_if_one_rank_does() -> None:
+    with pytest.raises(RankError, match="on the other rank") as caught:
+        body_that_fails(world_size=2)
+    assert caught.value.rank == 1
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = module.HANG_S) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import handle_torch_function
 
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import ShardTensor, gathered, shard
 from shardwise.debug import stats
@@ -86,21 +86,16 @@ def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=what)
 
 
-def both(rank: int, world_size: int, check: Callable[[str], None]) -> None:
-    for layout in LAYOUTS:
-        check(layout)
-
-
-def both_layouts(check: Callable[[str], None], sizes: Iterable[int] = (1, 3)) -> None:
-    """Run a check for every layout at every world size."""
-    for world_size in sizes:
-        run_ranks(both, world_size, check)
+def in_layouts(*sizes: int) -> Callable[[Callable[[str], None]], Any]:
+    """Make a test of a check that ranks do for every layout, at every world size."""
+    return lambda check: pytest.mark.parametrize("layout", LAYOUTS)(on_ranks(*sizes)(check))
 
 
 # What it is.
 
 
-def check_identity(layout: str) -> None:
+@in_layouts(1, 3)
+def test_a_parameter_is_a_dtensor_with_its_global_shape_and_its_values(layout):
     for stage in STAGES:
         plain, sharded = pair(layout, stage, WithEmpty)
         for name, expected, param in named([plain, sharded]):
@@ -126,11 +121,8 @@ def check_identity(layout: str) -> None:
                 assert not is_whole or len(own) in (0, len(expected))
 
 
-def test_a_parameter_is_a_dtensor_with_its_global_shape_and_its_values() -> None:
-    both_layouts(check_identity)
-
-
-def rows_like_torch(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_rows_shards_are_the_shards_of_torch_uneven_ones_too():
     for stage in (1, 2, 3):
         plain, sharded = pair("rows", stage, WithEmpty)
         for name, expected, param in named([plain, sharded]):
@@ -143,15 +135,11 @@ def rows_like_torch(rank: int, world_size: int) -> None:
             assert param.placements == theirs.placements and param.shape == theirs.shape
 
 
-def test_rows_shards_are_the_shards_of_torch_uneven_ones_too() -> None:
-    for world_size in (1, 2, 3, 4):
-        run_ranks(rows_like_torch, world_size)
-
-
 # Reading and writing.
 
 
-def check_state_access(layout: str) -> None:
+@in_layouts(1, 3)
+def test_gradients_and_optimizer_state_are_read_whole_and_written_whole(layout):
     models = pair(layout)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
     give_grads(models, 0)
@@ -167,11 +155,8 @@ def check_state_access(layout: str) -> None:
             assert_bits(state.full_tensor(), written, f"{name} {key}")
 
 
-def test_gradients_and_optimizer_state_are_read_whole_and_written_whole() -> None:
-    both_layouts(check_state_access)
-
-
-def check_copies(layout: str) -> None:
+@in_layouts(1, 3)
+def test_full_values_are_written_into_parameters_and_gradients_by_their_slices(layout):
     for stage in STAGES:
         models = pair(layout, stage)
         give_grads(models, 6)
@@ -198,11 +183,8 @@ def check_copies(layout: str) -> None:
             assert_bits(param.grad.full_tensor(), value * 3, name)
 
 
-def test_full_values_are_written_into_parameters_and_gradients_by_their_slices() -> None:
-    both_layouts(check_copies)
-
-
-def check_zero_grad(layout: str) -> None:
+@in_layouts(1, 3)
+def test_zero_grad_zeroes_or_drops_the_gradients(layout):
     models = pair(layout)
     optimizer = torch.optim.SGD(models[1].parameters())
     for zero in (optimizer.zero_grad, models[1].zero_grad):
@@ -214,11 +196,8 @@ def check_zero_grad(layout: str) -> None:
         assert all(p.grad is None for p in models[1].parameters())
 
 
-def test_zero_grad_zeroes_or_drops_the_gradients() -> None:
-    both_layouts(check_zero_grad)
-
-
-def check_kept_gradients(layout: str) -> None:
+@in_layouts(1, 3)
+def test_a_gradient_that_is_kept_over_the_next_step_keeps_its_values(layout):
     """Whoever keeps a gradient over the next step finds it unchanged."""
     for stage in STAGES:
         sharded = pair(layout, stage)[1]
@@ -232,10 +211,6 @@ def check_kept_gradients(layout: str) -> None:
             for param, grad, value in zip(sharded.parameters(), kept, values, strict=True):
                 assert_bits(grad.full_tensor(), value, f"stage {stage}, {layout}")  # type: ignore[union-attr]
                 assert not torch.equal(param.grad.full_tensor(), value)  # type: ignore[union-attr]
-
-
-def test_a_gradient_that_is_kept_over_the_next_step_keeps_its_values() -> None:
-    both_layouts(check_kept_gradients, (1, 3))
 
 
 INITS: dict[str, Callable[[Tensor], object]] = {
@@ -255,7 +230,8 @@ INITS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def check_inits(layout: str) -> None:
+@in_layouts(1, 3)
+def test_initialisers_give_the_values_that_they_give_full_tensors(layout):
     for stage in (1, 3):
         models = pair(layout, stage)
         for label, init in INITS.items():
@@ -272,11 +248,8 @@ def check_inits(layout: str) -> None:
                 assert after == [torch.rand(())], f"{label}: the generator went another way"
 
 
-def test_initialisers_give_the_values_that_they_give_full_tensors() -> None:
-    both_layouts(check_inits)
-
-
-def check_inits_that_index(layout: str) -> None:
+@in_layouts(2, 3)
+def test_initialisers_that_index_are_right_or_refused(layout):
     """What cannot be done on slices is refused, and leaves the values alone."""
     models = pair(layout)
     param, plain = models[1].embed.weight, models[0].embed.weight  # type: ignore[union-attr]
@@ -293,11 +266,8 @@ def check_inits_that_index(layout: str) -> None:
         assert_bits(param.full_tensor(), expected, "an initialiser that was not refused")
 
 
-def test_initialisers_that_index_are_right_or_refused() -> None:
-    both_layouts(check_inits_that_index, (2, 3))
-
-
-def check_state_dict(layout: str) -> None:
+@in_layouts(1, 3)
+def test_a_state_dict_has_the_same_keys_and_full_tensors_may_be_loaded(layout):
     for stage in STAGES:
         plain, sharded = pair(layout, stage)
         assert list(sharded.state_dict()) == list(plain.state_dict())
@@ -315,11 +285,8 @@ def check_state_dict(layout: str) -> None:
             sharded.load_state_dict(full | {"scale": torch.ones(3)})
 
 
-def test_a_state_dict_has_the_same_keys_and_full_tensors_may_be_loaded() -> None:
-    both_layouts(check_state_dict)
-
-
-def check_optimizer_state_dict(layout: str) -> None:
+@in_layouts(1, 2)
+def test_an_optimizer_state_dict_is_loaded_by_another_optimizer(layout):
     models = pair(layout)
     first, second = (torch.optim.AdamW(models[1].parameters(), lr=0.01) for _ in range(2))
     give_grads(models, 1)
@@ -332,11 +299,8 @@ def check_optimizer_state_dict(layout: str) -> None:
             assert_bits(second.state[param][key].full_tensor(), expected, key)
 
 
-def test_an_optimizer_state_dict_is_loaded_by_another_optimizer() -> None:
-    both_layouts(check_optimizer_state_dict, (1, 2))
-
-
-def check_copying(layout: str) -> None:
+@in_layouts(1, 2)
+def test_a_parameter_is_copied_and_nothing_is_pickled(layout):
     models = pair(layout)
     give_grads(models, 1)
     for name, plain, param in named(models):
@@ -358,11 +322,8 @@ def check_copying(layout: str) -> None:
     assert all(type(t) is not ShardTensor for t in plain_state.values())
 
 
-def test_a_parameter_is_copied_and_nothing_is_pickled() -> None:
-    both_layouts(check_copying, (1, 2))
-
-
-def check_repr(layout: str) -> None:
+@in_layouts(3)
+def test_printing_a_parameter_sends_nothing(layout):
     models = pair(layout)
     give_grads(models, 1)
     before = stats(models[1])
@@ -370,10 +331,6 @@ def check_repr(layout: str) -> None:
     assert any("'embed.weight'" in text and "shape=(7, 3)" in text for text in texts)
     after = stats(models[1])
     assert (after.sent_bytes, after.num_collectives) == (before.sent_bytes, before.num_collectives)
-
-
-def test_printing_a_parameter_sends_nothing() -> None:
-    both_layouts(check_repr, (3,))
 
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -398,7 +355,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_reductions(layout: str) -> None:
+@in_layouts(1, 3)
+def test_reductions_of_the_whole_tensor_are_over_all_ranks(layout):
     for stage in (0, 3):
         models = pair(layout, stage, WithEmpty)
         give_grads(models, 2)
@@ -417,11 +375,8 @@ def check_reductions(layout: str) -> None:
                 )
 
 
-def test_reductions_of_the_whole_tensor_are_over_all_ranks() -> None:
-    both_layouts(check_reductions)
-
-
-def check_tensors_cut_differently(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_is_refused_is_refused_on_every_rank():
     """Rank 2 has no element of either gradient, and refuses as the others do."""
     model = nn.ParameterDict({n: torch.ones(size) for n, size in (("a", 12), ("b", 12), ("c", 24))})
     sharded = shard(nn.Sequential(model), layout="flat")
@@ -432,10 +387,6 @@ def check_tensors_cut_differently(rank: int, world_size: int) -> None:
         params[0].grad + params[1].grad  # type: ignore[operator]
 
 
-def test_what_is_refused_is_refused_on_every_rank() -> None:
-    run_ranks(check_tensors_cut_differently, 3)
-
-
 def _foreach_unheard_of_(tensors: list[torch.Tensor]) -> Any:
     return handle_torch_function(_foreach_unheard_of_, tensors, tensors)
 
@@ -444,14 +395,11 @@ def _fused_unheard_of_(tensors: list[torch.Tensor]) -> Any:
     return handle_torch_function(_fused_unheard_of_, tensors, tensors)
 
 
-def refuse_unlisted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_function_of_lists_that_is_not_known_to_be_elementwise_is_refused():
     model = shard(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     grads = [param.grad for param in model.parameters()]
     for function in (_foreach_unheard_of_, _fused_unheard_of_):
         with pytest.raises(ShardError, match=function.__name__):
             function(grads)
-
-
-def test_a_function_of_lists_that_is_not_known_to_be_elementwise_is_refused() -> None:
-    run_ranks(refuse_unlisted, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import load, save, shard
 from shardwise.errors import CheckpointError, ShardError
 from test_shard_tensor import LAYOUTS, STAGES
@@ -99,7 +99,8 @@ def test_8_bit_state_comes_back_on_as_many_ranks_and_is_refused_on_others(tmp_pa
         assert "quantised in blocks of the slices that 2 ranks had at stage 3" in message
 
 
-def check_compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_step_over_shards_says_how_to_run_it_uncompiled():
     model = shard(nn.Linear(4, 4), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 4)).sum().backward()
@@ -112,7 +113,3 @@ def check_compiled(rank: int, world_size: int) -> None:
     with torch.compiler.set_stance("force_eager"):
         torch.compile(optimizer.step)()
     assert not torch.equal(model.weight.full_tensor(), before)  # type: ignore[operator, union-attr]
-
-
-def test_a_compiled_step_over_shards_says_how_to_run_it_uncompiled() -> None:
-    run_ranks(check_compiled, 2)

@@ -18,8 +18,8 @@ from test_shard_tensor import (
     Net,
     WithEmpty,
     assert_bits,
-    both_layouts,
     give_grads,
+    in_layouts,
     named,
     pair,
 )
@@ -55,19 +55,12 @@ class Lion(torch.optim.Optimizer):
                 state["m"].lerp_(p.grad, 0.01)
 
 
+# Kinds of arguments; every optimizer of torch is in test_shard_tensor_optimizers.py.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw one by one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, maximize=True),
     "adam, tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, foreach=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adagrad foreach": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
-    "rmsprop foreach": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, foreach=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "nadam foreach": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=True),
     "lion": Lion,
 }
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -114,7 +107,8 @@ def train_both(models: list[nn.Module], make: Callable[[Any], torch.optim.Optimi
                 assert isinstance(ours, ShardTensor) and ours.shape == value.shape, (name, key)
 
 
-def check_optimizers(layout: str) -> None:
+@in_layouts(1, 3)
+def test_elementwise_optimizers_make_the_steps_that_they_make_on_full_tensors(layout):
     for stage in (0, 3) if layout == "rows" else (3,):  # at stage 0 nothing is cut
         for label, make in OPTIMIZERS.items():
             models = pair(layout, stage, WithEmpty)
@@ -124,11 +118,9 @@ def check_optimizers(layout: str) -> None:
                 assert_bits(param.full_tensor(), expected.data, what)
 
 
-def test_elementwise_optimizers_make_the_steps_that_they_make_on_full_tensors() -> None:
-    both_layouts(check_optimizers)
-
-
-def check_fused_optimizers(layout: str) -> None:
+@pytest.mark.kernels
+@in_layouts(1, 3)
+def test_fused_optimizers_make_the_same_steps(layout):
     for label, make in FUSED.items():
         for stage in (0, 3):
             models = pair(layout, stage, Even)
@@ -144,12 +136,8 @@ def check_fused_optimizers(layout: str) -> None:
                 assert_rounded_alike(param.full_tensor(), expected.data, 3 * 12, what)
 
 
-@pytest.mark.kernels
-def test_fused_optimizers_make_the_same_steps() -> None:
-    both_layouts(check_fused_optimizers)
-
-
-def check_scheduler_state(layout: str) -> None:
+@in_layouts(3)
+def test_schedulers_that_change_momentum_too_work_as_before(layout):
     models = pair(layout)
     made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
     cycles = [OneCycleLR(o, max_lr=0.2, total_steps=5) for o in made]
@@ -160,10 +148,6 @@ def check_scheduler_state(layout: str) -> None:
             cycle.step()
     for name, plain, param in named(models):
         assert_bits(param.full_tensor(), plain.data, name)
-
-
-def test_schedulers_that_change_momentum_too_work_as_before() -> None:
-    both_layouts(check_scheduler_state, (3,))
 
 
 # Norms and clipping.
@@ -227,22 +211,8 @@ def test_clipping_is_right_the_same_on_every_rank_and_one_collective() -> None:
         assert all(other == first for other in others)
 
 
-def check_clip_bits_on_one_rank(layout: str) -> None:
-    models = pair(layout)
-    for norm_type in NORM_TYPES:
-        give_grads(models, 5)
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5, norm_type) for m in models]
-        for name, expected, param in named(models):
-            assert_rounded_alike(param.grad.full_tensor(), expected.grad, NUMEL + 4, name)
-        assert_rounded_alike(norms[1].item(), norms[0].item(), NUMEL + 2)
-
-
-@pytest.mark.kernels
-def test_on_one_rank_clipping_differs_by_no_more_than_its_own_rounding() -> None:
-    both_layouts(check_clip_bits_on_one_rank, (1,))
-
-
-def check_clip_value_and_non_finite(layout: str) -> None:
+@in_layouts(1, 3)
+def test_clipping_by_value_is_exact_and_a_nan_of_one_rank_is_seen_by_all(layout):
     models = pair(layout)
     for foreach in (None, True, False):
         give_grads(models, 4)
@@ -258,29 +228,3 @@ def check_clip_value_and_non_finite(layout: str) -> None:
     assert torch.isnan(norm).item()
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(models[1].parameters(), 1.0, error_if_nonfinite=True)
-
-
-def test_clipping_by_value_is_exact_and_a_nan_of_one_rank_is_seen_by_all() -> None:
-    both_layouts(check_clip_value_and_non_finite)
-
-
-def check_freezing(layout: str) -> None:
-    tokens = torch.tensor([[0, 2, 6], [1, 3, 5]])
-    for stage in (0, 1, 2, 3):
-        models = pair(layout, stage)
-        for trains in (False, True):
-            for model in models:
-                model.zero_grad()
-                model.embed.weight.requires_grad_(trains)  # type: ignore[union-attr, operator]
-                model.blocks.requires_grad_(not trains)  # type: ignore[union-attr]
-                model(tokens).square().sum().backward()
-            for name, plain, param in named(models):
-                assert param.requires_grad == plain.requires_grad, name
-                assert (param.grad is None) == (plain.grad is None), f"{name}, stage {stage}"
-                if plain.grad is not None:
-                    # Two ranks with one batch: their mean is exact.
-                    assert_bits(param.grad.full_tensor(), plain.grad, name)
-
-
-def test_parameters_are_frozen_and_thawed_after_sharding() -> None:
-    both_layouts(check_freezing, (1, 2))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import apart
 from shardwise import ShardTensor, shard
 from shardwise.errors import ShardError
@@ -323,7 +323,9 @@ LOCAL: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def refuse(rank: int, world_size: int, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["rows", "flat", "matrices"])
+@on_ranks(2)
+def test_what_needs_the_whole_tensor_is_refused_on_gradients_and_optimizer_state(layout):
     gradient = Sweep(layout, "gradient")
     model, tensor = gradient.model, gradient.fresh()[0]
     optimizer = torch.optim.AdamW(model.parameters())
@@ -332,8 +334,3 @@ def refuse(rank: int, world_size: int, layout: str) -> None:
         for label, use in LOCAL.items():
             with pytest.raises(ShardError, match="full_tensor"):
                 pytest.fail(f"{label} gave {use(t)}")
-
-
-def test_what_needs_the_whole_tensor_is_refused_on_gradients_and_optimizer_state() -> None:
-    for layout in ("rows", "flat", "matrices"):
-        run_ranks(refuse, 2, layout)

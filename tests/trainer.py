@@ -5,7 +5,9 @@ with each of several settings, and checks losses, parameters, gradients (and whi
 optimizer state, bit by bit.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oracle import Grads, assert_same_bits, plain_loop
-from shardwise import accumulate, shard
+from shardwise import accumulate, fully_shard, shard
 from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 
@@ -234,6 +236,13 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
+def sharded_by_block(model: Any, **options: Any) -> Any:
+    """Shard a model by calls of fully_shard: its blocks, and last itself."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
 def reduces_each_micro_batch(options: dict[str, Any]) -> bool:
     default = "micro_batch" if options.get("stage", 3) >= 2 else "step"
     schedule = options.get("schedule") or Schedule()
@@ -251,30 +260,41 @@ def compare(
     num_steps: int = 2,
     num_micro_batches: int = 1,
     num_replicas: int = 1,
+    drawn: Callable[[int, int], Steps] | None = None,
+    without: str | None = None,
 ) -> None:
     """Check that every setting takes the oracle's steps; raise one error with all that do not.
 
-    In the second step units are gathered in the order that the first one showed.
+    In the second step units are gathered in the order that the first one showed. ``without`` names
+    an option that changes no bit: runs are compared with those that leave it out, not the oracle.
     """
-    steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
-    truths: dict[bool, Trained] = {}
+    if drawn is None:
+        steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
+    else:
+        steps = drawn(world_size, num_micro_batches)
+    truths: dict[object, Trained] = {}
     failures = []
     for options in settings:
         each = reduces_each_micro_batch(options) and num_micro_batches > 1
-        if each not in truths:
+        others = {name: value for name, value in options.items() if name != without}
+        key = each if without is None else str(others)
+        if key not in truths:
             torch.manual_seed(0)
-            truths[each] = train_plain(
-                make_model(),
-                steps,
-                loss_fn,
-                optimizer_factory,
-                reduce_each_micro_batch=each,
-                num_replicas=num_replicas,
-            )
+            if without is not None:
+                truths[key] = train(make_model(), steps, loss_fn, optimizer_factory, **others)
+            else:
+                truths[key] = train_plain(
+                    make_model(),
+                    steps,
+                    loss_fn,
+                    optimizer_factory,
+                    reduce_each_micro_batch=each,
+                    num_replicas=num_replicas,
+                )
         torch.manual_seed(0)
         trained = train(make_model(), steps, loss_fn, optimizer_factory, **options)
         try:
-            assert_same_run(trained, truths[each])
+            assert_same_run(trained, truths[key])
         except AssertionError as error:
             failures.append(f"{options}: {error}")
     assert not failures, "\n".join(failures)
@@ -285,3 +305,19 @@ def events_of(model: nn.Module) -> list[tuple[str, str, int]]:
     events: list[tuple[str, str, int]] = []
     engine_of(model).comm.traffic.events = events
     return events
+
+
+@contextmanager
+def logged(name: str = "shardwise", level: int | None = None) -> Iterator[list[str]]:
+    """Collect what a logger is told, at a level of its own or at the one that it has."""
+    texts: list[str] = []
+    log, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(before if level is None else level)
+    try:
+        yield texts
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

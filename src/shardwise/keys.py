@@ -9,7 +9,7 @@ which reads only as much of it as it prints.
 
 import json
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -215,7 +215,7 @@ def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     return data
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> object:
     """Read a JSON file, with Python's infinities. **Raises** ConfigError."""
     data = read_file(path)
     try:
@@ -224,7 +224,7 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: expected JSON: {cut(str(error), 400)}") from None
 
 
-def read_keys(path: Path) -> dict[str, Any]:
+def read_keys(path: Path) -> dict[str, object]:
     """Read the keys of a YAML file, unchecked. **Raises** ConfigError where it is not YAML."""
     data = read_file(path, MAX_YAML_BYTES)
     try:
@@ -238,7 +238,7 @@ def read_keys(path: Path) -> dict[str, Any]:
     return check_object(path, {} if values is None else values, "`key: value` lines")
 
 
-def check_object(path: Path, values: object, expected: str = "an object") -> dict[str, Any]:
+def check_object(path: Path, values: object, expected: str = "an object") -> dict[str, object]:
     """Return what a file of keys holds, its keys as text. **Raises** ConfigError."""
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected {expected}, got a {type(values).__name__} at the top")
@@ -302,7 +302,9 @@ class _Loader(yaml.SafeLoader):
             )
         super().fetch_flow_collection_start(token)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
         seen: set[str] = set()
         for key, _ in node.value if node.id == "mapping" else ():
             if isinstance(key, yaml.ScalarNode) and key.value in seen:

@@ -7,7 +7,7 @@ import json
 import math
 import reprlib
 from collections import Counter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardwise.errors import CheckpointError
 
@@ -25,7 +25,7 @@ def dumps(value: object) -> bytes:
     return text.encode("utf-8")
 
 
-def loads(data: bytes, where: str) -> Any:
+def loads(data: bytes, where: str) -> object:
     """Read a checkpoint's JSON as `parse` does. **Raises** CheckpointError where that refuses."""
     try:
         return parse(data)
@@ -36,7 +36,7 @@ def loads(data: bytes, where: str) -> Any:
         ) from None
 
 
-def parse(data: bytes, *, has_constants: bool = False) -> Any:
+def parse(data: bytes, *, has_constants: bool = False) -> object:
     """Read JSON strictly: refuse text that two readers could understand differently.
 
     With ``has_constants`` NaN and infinities are numbers, as Python writes them.

@@ -12,14 +12,12 @@ FOLDERS = ("checkpoint", "engine", "interop", "parallel", "plan", "train")
 sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in FOLDERS)]
 
 import test_experts as experts  # noqa: E402
-import test_models_calls as calls  # noqa: E402
-import test_models_checkpointing as checkpointing  # noqa: E402
-import test_models_parameters as parameters  # noqa: E402
 import test_offload_files as offload_files  # noqa: E402
 import test_overlap as overlap  # noqa: E402
 import test_stream_order as streams  # noqa: E402
 import test_tied_stages as tied  # noqa: E402
 
+import scenarios  # noqa: E402
 import shardwise.train.loop as gradients  # noqa: E402
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
@@ -33,7 +31,7 @@ from memory_cells import MODELS, cells_of  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from resumes import prepared, write_text  # noqa: E402
 from shardwise.errors import GradientError  # noqa: E402
-from trainer import LAYOUTS, compare  # noqa: E402
+from trainer import LAYOUTS  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -80,15 +78,9 @@ def test_every_scenario_of_the_order_of_streams_has_the_bits_of_a_plain_run(name
         run_ranks(streams.check_scenario, world_size, name, True)
 
 
-FAMILIES = (
-    *(*calls.SEVERAL_TIMES, *calls.IN_PLACE, *checkpointing.CHECKPOINTED),
-    *(*parameters.TIED, *parameters.FROZEN, *parameters.OUTSIDE),
-)
-
-
-@pytest.mark.parametrize("make_model", FAMILIES)
-def test_every_model_of_the_families_at_every_stage_and_layout(make_model: Any) -> None:
-    run_ranks(compare, 3, make_model, LAYOUTS, num_steps=4)
+@pytest.mark.parametrize("name", scenarios.FAMILIES)
+def test_every_model_of_the_families_at_every_stage_and_layout(name: str) -> None:
+    run_ranks(scenarios.check, 3, name, LAYOUTS, steps=4)
 
 
 def test_every_adapter_in_every_setting() -> None:

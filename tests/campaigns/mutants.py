@@ -21,11 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "shardwise"
 TESTS = {  # the tests that should find a defect of a room, the quickest first
-    "layout": ["test_layout.py", "engine/test_parity.py", "test_traffic_memory.py"],
-    "comm": ["engine/test_parity.py", "test_traffic_memory.py", "engine/test_encoded_gathers.py"],
-    "tensor": ["test_shard_tensor.py", "test_shard_tensor_sweep.py", "engine/test_parity.py"],
-    "unit": ["engine/test_parity.py", "test_traffic_memory.py", "engine/test_stream_order.py"],
-    "engine": ["engine/test_parity.py", "engine/test_passes.py", "engine/test_stream_order.py"],
+    "layout": ["test_layout.py", "engine/test_scenarios.py", "test_traffic_memory.py"],
+    "comm": [
+        "engine/test_scenarios.py",
+        "test_traffic_memory.py",
+        "engine/test_encoded_gathers.py",
+    ],
+    "tensor": ["test_shard_tensor.py", "test_shard_tensor_sweep.py", "engine/test_scenarios.py"],
+    "unit": ["engine/test_scenarios.py", "test_traffic_memory.py", "engine/test_stream_order.py"],
+    "engine": ["engine/test_scenarios.py", "engine/test_passes.py", "engine/test_stream_order.py"],
     "offload": ["test_offload_disk.py", "engine/test_offload_files.py"],
     "step": ["engine/test_overlap.py", "engine/test_device_steps.py", "engine/test_matrices.py"],
     "checkpoint": ["checkpoint/test_save_load.py", "checkpoint/test_damage.py"],

@@ -2,9 +2,6 @@
 
 import gc
 import itertools
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,13 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from models import Block
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import Offload, accumulate, describe, shard
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.offload.activations import _Input
+from trainer import logged
 
 AWAY = Offload(activations="cpu")
 NUM_BLOCKS, ROWS, WIDTH = 5, 3, 8
@@ -161,7 +159,8 @@ def slots_of(model: Any) -> tuple[int, int, int]:
     return slots.num_made, len(slots._free), slots.num_bytes
 
 
-def in_every_kind(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_training_has_the_bits_of_training_with_inputs_on_the_device():
     for number, kind in enumerate(KINDS):
         how = HOW[number % len(HOW)]
         state = ("cpu", "device")[number % 2]
@@ -173,12 +172,8 @@ def in_every_kind(rank: int, world_size: int) -> None:
         assert slots_of(model)[:2] == (2 * (NUM_BLOCKS - 1),) * 2  # of two losses that are summed
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_training_has_the_bits_of_training_with_inputs_on_the_device(world_size: int) -> None:
-    run_ranks(in_every_kind, world_size)
-
-
-def count_bytes(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
     """All inputs but the last block's go; no step after the first takes more memory."""
     model: Any = made(Around, AWAY)
     assert "host memory so far" in str(describe(model)) and describe(model).activation_bytes == 0
@@ -205,11 +200,8 @@ def count_bytes(rank: int, world_size: int) -> None:
         gc.enable()
 
 
-def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once() -> None:
-    run_ranks(count_bytes, 1)
-
-
-def count_on_device(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
     """While a block is computed again, its input and that of the block before it are there."""
     model: Any = made(Around, AWAY)
     fetched: list[StorageWeakRef] = []
@@ -235,21 +227,14 @@ def count_on_device(rank: int, world_size: int) -> None:
     assert len(fetched) == NUM_BLOCKS - 1
 
 
-def test_two_inputs_are_on_the_device_while_a_block_is_computed_again() -> None:
-    run_ranks(count_on_device, 1)
-
-
-def change_lengths(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else():
     """Shorter inputs use the slots that there are; longer ones take their place."""
     model: Any = made(Around, AWAY)
     for rows, num_made, most in ((3, 1, 3), (2, 1, 3), (4, 2, 4), (1, 2, 4), (4, 2, 4)):
         loss_of(model, rows=rows).backward()
         num = NUM_BLOCKS - 1
         assert slots_of(model) == (num_made * num, num, most * num * WIDTH * 4)
-
-
-def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else() -> None:
-    run_ranks(change_lengths, 1)
 
 
 class Staying(Around):
@@ -274,7 +259,8 @@ class Staying(Around):
         return self.head(first + self.run(0, held_bits) + self.run(1, x))
 
 
-def look_at_what_stays(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_what_others_hold_too_and_parameters_stay():
     runs = [train(made(Staying, offload)) for offload in (None, AWAY)]
     assert_same(*runs)
     model = made(Staying, AWAY)
@@ -283,11 +269,6 @@ def look_at_what_stays(rank: int, world_size: int) -> None:
     assert slots_of(model)[:2] == (NUM_BLOCKS - 1, 0)
     assert stats(model).bytes_by_place["host"] == (NUM_BLOCKS - 1) * INPUT_BYTES
     loss.backward()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_others_hold_too_and_parameters_stay(world_size: int) -> None:
-    run_ranks(look_at_what_stays, world_size)
 
 
 class Changing(Around):
@@ -306,7 +287,8 @@ class Changing(Around):
         return self.head(x)
 
 
-def change_in_place(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_an_input_that_is_changed_in_place_is_noticed_or_safe():
     kept = made(Around, None)
     loss_of(kept).backward()
     for after in range(3):
@@ -321,11 +303,8 @@ def change_in_place(rank: int, world_size: int) -> None:
             assert_same(*grads)
 
 
-def test_an_input_that_is_changed_in_place_is_noticed_or_safe() -> None:
-    run_ranks(change_in_place, 1)
-
-
-def change_another(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_other_saved_tensors_that_are_changed_in_place_are_noticed():
     """What is no checkpoint's is checked as torch checks it."""
 
     class Changed(Around):
@@ -339,11 +318,12 @@ def change_another(rank: int, world_size: int) -> None:
             loss_of(made(Changed, offload)).backward()
 
 
-def test_other_saved_tensors_that_are_changed_in_place_are_noticed() -> None:
-    run_ranks(change_another, 1)
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
-def leave_alone(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
     """Nothing is moved or hooked without gradients, after errors, or where others' hooks are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
     seen: list[Any] = []
@@ -370,49 +350,27 @@ def leave_alone(rank: int, world_size: int) -> None:
     gc.collect()
     num_made, num_free, _ = slots_of(model)
     assert num_made == num_free  # of graphs that were never run backward
-    with said() as texts, torch.autograd.graph.save_on_cpu():
+    with logged() as texts, torch.autograd.graph.save_on_cpu():
         loss_of(model).backward()
         loss_of(model).backward()
     assert [text for text in texts if "other hooks on saved tensors" in text] == texts
     assert len(texts) == 1 and slots_of(model)[0] == num_made
 
 
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("shardwise").removeHandler(handler)
-
-
-def test_passes_that_do_not_train_or_fail_leave_nothing_behind() -> None:
-    run_ranks(leave_alone, 1)
-
-
-def tell_of_nothing(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_model_without_checkpoints_is_told_so_once():
     class Plain(Inside):
         def make_block(self) -> nn.Module:
             return Block()
 
-    with said() as texts:
+    with logged() as texts:
         loss_of(made(Plain, AWAY)).backward()
     assert [text for text in texts if "turn activation checkpointing on" in text] == texts
     assert len(texts) == 1
 
 
-def test_a_model_without_checkpoints_is_told_so_once() -> None:
-    run_ranks(tell_of_nothing, 1)
-
-
-def backward_twice(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_graphs_that_are_kept_run_again():
     found = []
     for offload in (None, AWAY):
         model = made(Around, offload, stage=2)
@@ -427,11 +385,8 @@ def backward_twice(rank: int, world_size: int) -> None:
     assert_same(*found)
 
 
-def test_graphs_that_are_kept_run_again() -> None:
-    run_ranks(backward_twice, 1)
-
-
-def under_autocast(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_autocast_has_the_same_bits():
     runs = []
     for offload in (None, AWAY):
         with torch.autocast("cpu", torch.bfloat16):
@@ -439,11 +394,8 @@ def under_autocast(rank: int, world_size: int) -> None:
     assert_same(*runs)
 
 
-def test_autocast_has_the_same_bits() -> None:
-    run_ranks(under_autocast, 1)
-
-
-def of_fully_shard(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_fully_shard_takes_them_as_an_offload_policy():
     whole = Offload("cpu", "cpu", "cpu", activations="cpu")
     for kind in (Around, Inside):
         runs = []
@@ -474,12 +426,8 @@ def of_fully_shard(rank: int, world_size: int) -> None:
         fully_shard(Block(), offload_policy=Offload("cpu", "cpu", "cpu", step_on="device"))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_fully_shard_takes_them_as_an_offload_policy(world_size: int) -> None:
-    run_ranks(of_fully_shard, world_size)
-
-
-def in_a_pipeline(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_micro_batches_in_flight_have_a_place_each():
     """GPipe runs all forward passes first; each has its own place on the host."""
     runs = []
     for offload in (None, AWAY):
@@ -495,10 +443,6 @@ def in_a_pipeline(rank: int, world_size: int) -> None:
         runs.append([p.grad.full_tensor() for p in model.parameters()])
     assert_same(*runs)
     assert slots_of(model) == (*[3 * (NUM_BLOCKS - 1)] * 2, 3 * ALL_BUT_THE_LAST)
-
-
-def test_micro_batches_in_flight_have_a_place_each() -> None:
-    run_ranks(in_a_pipeline, 1)
 
 
 def of_transformers(rank: int, world_size: int) -> None:
@@ -536,7 +480,10 @@ def test_layers_of_transformers_with_gradient_checkpointing() -> None:
     run_ranks(of_transformers, 1)
 
 
-def compile_blocks(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
+@on_ranks(1)
+def test_compiled_blocks_are_not_compiled_again():
     runs = []
     for offload in (None, AWAY):
         torch._dynamo.reset()
@@ -550,9 +497,3 @@ def compile_blocks(rank: int, world_size: int) -> None:
         runs.append(found)
     assert_same(*runs)
     assert slots_of(model)[0] == 2 * (NUM_BLOCKS - 1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
-def test_compiled_blocks_are_not_compiled_again() -> None:
-    run_ranks(compile_blocks, 1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Stack
-from ranks import HANG_S, run_ranks, start_ranks
+from ranks import HANG_S, on_ranks, run_ranks, start_ranks
 from shardwise import shard
 from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import SoloControl
@@ -300,16 +300,12 @@ def test_meshes_of_other_shapes_are_told() -> None:
     assert "[mesh of 2 replicas x 1 shards, cpu, " in told[0]
 
 
-def refuse_alike(rank: int, world_size: int) -> str:
+@on_ranks(1, 3)
+def test_ranks_that_all_refuse_alike_say_only_why():
     with pytest.raises(ConfigError) as error:
         shard(PLAIN(), stage=7)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_ranks_that_all_refuse_alike_say_only_why(world_size: int) -> None:
-    for told in run_ranks(refuse_alike, world_size):
-        assert told.startswith("stage=7: expected 0, 1, 2 or 3")
+    told = str(error.value)
+    assert told.startswith("stage=7: expected 0, 1, 2 or 3")
 
 
 def control_of(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:

@@ -1,29 +1,31 @@
 """`layer_by_layer()`: one gather per unit for all micro-batches, and the bits of accumulation."""
 
 import gc
-import itertools
 import signal
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from models import Block, Checkpointed, OddModel, Stack
-from ranks import run_ranks
-from shardwise import Axes, accumulate, fully_shard, shard
+from ranks import on_ranks
+from shardwise import Axes, accumulate, shard
 from shardwise.config import Schedule, Units
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.parallel import clip_grad_norm_
+from trainer import sharded_by_block
 
 layer_by_layer: Any = partial(accumulate, order="breadth_first")
 
@@ -82,74 +84,54 @@ def train(make: Callable[[], Any], passes: Callable[..., Any], rank: int) -> lis
     return [*losses, *(p.detach().full_tensor() for p in model.parameters())]
 
 
-def by_block(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+def kept(model: Any, batches: list[Tensor]) -> Any:
+    """Accumulate as torch's own interface does: gradients stay until the last one."""
+    losses = []
+    for number, x in enumerate(batches):
+        model.set_requires_gradient_sync(number == len(batches) - 1)
+        losses.append(loss_of(model, x))
+        losses[-1].backward()
+    return sum(losses[1:], losses[0]).detach()
 
 
-def ways() -> list[Callable[[], Any]]:
-    """Return ways to shard: every stage and precision, with and without activation checkpoints."""
-    spread = itertools.product((0, 1, 2, 3, 3), ("fp32", "bf16"))
-    return [
-        lambda s=stage, p=precision, n=number: shard(  # type: ignore[misc]
-            (Stack, Checkpointed)[(n // 2 + n) % 2](),
-            stage=s,
-            precision=p,
-            schedule=Schedule(reduce_every="step"),
-            layout=("rows", "flat")[n // 2 % 2],
-        )
-        for number, (stage, precision) in enumerate(spread)
-    ]
+def ways(folder: Path) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], Any]]:
+    """Return ways to shard, each with what to compare with, and how that accumulates."""
+    every_step = partial(shard, schedule=Schedule(reduce_every="step"))
+    for number, (stage, precision) in enumerate(product((0, 1, 2, 3, 3), ("fp32", "bf16"))):
+        kind, layout = (Stack, Checkpointed)[(number // 2 + number) % 2], number // 2 % 2
+        options: Any = {"stage": stage, "layout": ("rows", "flat")[layout], "precision": precision}
+        make = lambda kind=kind, options=options: every_step(kind(), **options)  # noqa: E731
+        yield make, make, one_by_one
+    for offload, precision in product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
+        make = partial(lambda **options: every_step(Stack(), **options), precision=precision)
+        yield partial(make, offload=offload), make, one_by_one
+    inside = lambda: every_step(CheckpointedInside())  # noqa: E731
+    yield inside, inside, one_by_one
+    for policy in ({}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}):
+        make = partial(lambda **options: sharded_by_block(Stack(), **options), **policy)
+        yield make, make, kept
 
 
-def as_accumulated(rank: int, world_size: int) -> None:
-    for number, make in enumerate(ways()):
-        found, expected = train(make, vertically, rank), train(make, one_by_one, rank)
-        assert all(map(torch.equal, found, expected)), number
+class CheckpointedInside(Stack):
+    """The reentrant way, inside a unit's forward, where no hook sees what is computed again."""
+
+    class _Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    block_class = _Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.requires_grad_())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_losses_and_steps_have_the_bits_of_an_accumulation_window(world_size: int) -> None:
-    run_ranks(as_accumulated, world_size)
-
-
-def with_offload(rank: int, world_size: int, folder: Path) -> None:
-    for offload, precision in itertools.product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
-        options: Any = {"precision": precision, "schedule": Schedule(reduce_every="step")}
-        found = train(lambda o=options, p=offload: shard(Stack(), offload=p, **o), vertically, rank)  # type: ignore[misc]
-        expected = train(lambda o=options: shard(Stack(), **o), one_by_one, rank)  # type: ignore[misc]
-        assert all(map(torch.equal, found, expected)), (offload, precision)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_offloaded_parameters_and_state_give_the_same_bits(world_size: int, tmp_path: Path) -> None:
-    run_ranks(with_offload, world_size, tmp_path)
-
-
-def of_fully_shard(rank: int, world_size: int) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    for policy in (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
-        options: Any = {} if policy is None else {"mp_policy": policy}
-
-        def keep(model: Any, batches: list[Tensor]) -> Any:
-            """As torch's own interface accumulates: gradients stay until the last one."""
-            losses = []
-            for number, x in enumerate(batches):
-                model.set_requires_gradient_sync(number == len(batches) - 1)
-                losses.append(loss_of(model, x))
-                losses[-1].backward()
-            return sum(losses[1:], losses[0]).detach()
-
-        make = lambda o=options: by_block(Stack(), **o)  # noqa: E731
-        found, expected = train(make, vertically, rank), train(make, keep, rank)
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_models_of_fully_shard_give_the_same_bits(world_size: int) -> None:
-    run_ranks(of_fully_shard, world_size)
+@on_ranks(1, 3)
+def test_losses_and_steps_have_the_bits_of_an_accumulation_window(rank, tmp_path):
+    for number, (make, plain, accumulated) in enumerate(ways(tmp_path)):
+        found, expected = train(make, vertically, rank), train(plain, accumulated, rank)
+        assert all(
+            torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True)
+        ), number
 
 
 def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
@@ -162,7 +144,10 @@ def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter
     )
 
 
-def count(rank: int, world_size: int, kind: type[nn.Module], precision: str) -> None:
+@pytest.mark.parametrize("kind", [Stack, Checkpointed])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(3)
+def test_all_micro_batches_together_gather_and_reduce_what_one_does(rank, kind, precision):
     """What all micro-batches send together is what one alone sends."""
     for stage in range(4):
         model = shard(kind(), stage=stage, precision=precision, schedule=Schedule(bucket_bytes=0))
@@ -184,15 +169,8 @@ def count(rank: int, world_size: int, kind: type[nn.Module], precision: str) -> 
             assert apart[0]["shard.all_gather"] == NUM * gathers
 
 
-@pytest.mark.parametrize("kind", [Stack, Checkpointed])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_all_micro_batches_together_gather_and_reduce_what_one_does(
-    kind: type[nn.Module], precision: str
-) -> None:
-    run_ranks(count, 3, kind, precision)
-
-
-def fetch(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(rank):
     """Slices on the host are fetched once per unit in forward, once in backward."""
     from shardwise.offload.home import Home
 
@@ -220,11 +198,6 @@ def fetch(rank: int, world_size: int) -> None:
     assert found[3] > found[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(world_size: int) -> None:
-    run_ranks(fetch, world_size)
-
-
 class Watched(Block):
     """Notes each call, and how many of its inner tensors are alive then."""
 
@@ -250,7 +223,8 @@ class WatchedStack(Checkpointed):
             block.number, block.log, block.alive = number, self.log, alive  # type: ignore[assignment]
 
 
-def recompute(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time():
     model = shard(WatchedStack())
     batches = [torch.randn(rows, 8) for rows in (2, 3, 4)]
     for _ in range(2):
@@ -261,14 +235,8 @@ def recompute(rank: int, world_size: int) -> None:
         assert [alive for _, _, alive in model.log] == [0] * 9
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time(
-    world_size: int,
-) -> None:
-    run_ranks(recompute, world_size)
-
-
-def sum_in_another_order(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(rank):
     """Tied weights get gradients at both ends of the model, in float64 all but equal."""
     results = []
     for passes in (vertically, one_by_one):
@@ -296,14 +264,8 @@ def sum_in_another_order(rank: int, world_size: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(
-    world_size: int,
-) -> None:
-    run_ranks(sum_in_another_order, world_size)
-
-
-def window(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_an_accumulation_window_works_around_it(rank):
     results = []
     batches = batches_of(rank, 0) + batches_of(rank, 1)
     for vertical in (True, False):
@@ -319,40 +281,8 @@ def window(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_accumulation_window_works_around_it(world_size: int) -> None:
-    run_ranks(window, world_size)
-
-
-class CheckpointedInside(Stack):
-    """The reentrant way, inside a unit's forward, where no hook sees what is computed again."""
-
-    class _Block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=True)
-
-    block_class = _Block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.requires_grad_())
-
-
-def inside(rank: int, world_size: int) -> None:
-    results = []
-    for passes in (vertically, one_by_one):
-        torch.manual_seed(0)
-        model = shard(CheckpointedInside(), schedule=Schedule(reduce_every="step"))
-        passes(model, [x.clone() for x in batches_of(rank, 0)])
-        results.append([p.grad.full_tensor() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpoints_inside_of_units_give_the_same_bits(world_size: int) -> None:
-    run_ranks(inside, world_size)
-
-
-def draw(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn():
     results, states = [], []
     for kind in (Stack, Checkpointed):
         torch.manual_seed(0)
@@ -384,11 +314,8 @@ def draw(rank: int, world_size: int) -> None:
     assert torch.equal(before, torch.get_rng_state())  # where nobody draws, nothing is drawn
 
 
-def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn() -> None:
-    run_ranks(draw, 1)
-
-
-def surround(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_size):
     model = shard(Stack())
     batches = batches_of(rank, 0)
     packed: list[int] = []
@@ -421,11 +348,6 @@ def surround(rank: int, world_size: int) -> None:
     assert len(packed) > NUM * 3
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(world_size: int) -> None:
-    run_ranks(surround, world_size)
-
-
 class Failing(Block):
     calls_left = -1
 
@@ -436,7 +358,8 @@ class Failing(Block):
         return super().forward(x)
 
 
-def fail(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_size):
     torch.manual_seed(0)
     model: Any = Stack()
     model.blocks[1].__class__ = Failing
@@ -487,16 +410,12 @@ def fail(rank: int, world_size: int) -> None:
             layer_by_layer(stage, partial(loss_of, stage), batches)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(world_size: int) -> None:
-    run_ranks(fail, world_size)
-
-
 class Interrupted(Exception):
     pass
 
 
-def interrupt(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_an_interrupt_ends_all_micro_batches_and_none_is_kept(rank):
     """A signal reaches the thread that waits for the micro-batches; nothing is left of them."""
 
     def raise_it(*_: Any) -> None:
@@ -524,7 +443,3 @@ def interrupt(rank: int, world_size: int) -> None:
         assert not any(ref() is not None for ref in alive)  # nor by a cycle of references
     finally:
         gc.enable()
-
-
-def test_an_interrupt_ends_all_micro_batches_and_none_is_kept() -> None:
-    run_ranks(interrupt, 1)

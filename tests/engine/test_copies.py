@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 import shardwise
 from models import Block, OddModel, Stack
 from oracle import assert_same_bits, average
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import ShardTensor, accumulate, gathered, shard
 from shardwise.debug import stats
@@ -52,7 +51,8 @@ def make_normed() -> nn.Module:
     return Normed()
 
 
-def check_copy(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_a_copy_is_a_sharded_model_of_its_own(rank):
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
     for options in SPREAD:
         model = shard(make_normed(), **options)
@@ -88,12 +88,8 @@ def check_copy(rank: int, world_size: int) -> None:
         mean_square(model, batch).backward()  # what the copies' end takes along is theirs
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_copy_is_a_sharded_model_of_its_own(world_size: int) -> None:
-    run_ranks(check_copy, world_size)
-
-
-def check_copies_train(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_copy_takes_the_steps_of_the_oracle(world_size):
     steps = make_steps(world_size, 3)
     torch.manual_seed(0)
     truth = train_plain(Stack(), steps, mean_square)
@@ -110,11 +106,6 @@ def check_copies_train(rank: int, world_size: int) -> None:
     for name, grad in full_grads(model).items():
         twin = full_grads(copied)[name]
         assert (grad is None and twin is None) or torch.equal(grad, twin), name
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_copy_takes_the_steps_of_the_oracle(world_size: int) -> None:
-    run_ranks(check_copies_train, world_size)
 
 
 def average_alone(world_size: int, **options: Any) -> tuple[nn.Module, AveragedModel]:
@@ -135,7 +126,8 @@ def average_alone(world_size: int, **options: Any) -> tuple[nn.Module, AveragedM
     return model, averaged
 
 
-def check_averages(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_an_averaged_model_is_that_of_one_process(rank, world_size):
     variants: list[dict[str, Any]] = [
         {},
         {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
@@ -166,12 +158,9 @@ def check_averages(rank: int, world_size: int) -> None:
             assert torch.equal(plain(loader[0]), out)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_averaged_model_is_that_of_one_process(world_size: int) -> None:
-    run_ranks(check_averages, world_size)
-
-
-def check_averages_are_saved(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path):
+    folder = str(tmp_path / "averaged")
     model = shard(make_normed(), stage=3, layout="flat")
     averaged = AveragedModel(model)
     with torch.no_grad():
@@ -189,11 +178,9 @@ def check_averages_are_saved(rank: int, world_size: int, folder: str) -> None:
     assert_rounded_alike(full_parameters(other)["head.bias"], mean, 2 + 3)
 
 
-def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path: Path) -> None:
-    run_ranks(check_averages_are_saved, 2, str(tmp_path / "averaged"))
-
-
-def check_plain_copy(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_copy_inside_gathered_is_plain(stage):
     """Inside gathered() a copy is a model that was never sharded."""
     plain = make_normed()
     model = shard(make_normed(), stage=stage)
@@ -211,11 +198,6 @@ def check_plain_copy(rank: int, world_size: int, stage: int) -> None:
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
     resharded = shard(copied, stage=3)  # and may be sharded like any other
     assert_same_bits(full_parameters(resharded), full_parameters(model))
-
-
-def test_a_copy_inside_gathered_is_plain() -> None:
-    for stage in (0, 3):
-        run_ranks(check_plain_copy, 2, stage)
 
 
 class Refusing(nn.Module):
@@ -242,7 +224,8 @@ class Wrapping(nn.Module):
         return self.module(x)
 
 
-def check_names(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_names_that_people_look_for_say_what_to_do():
     model = shard(make_normed(), stage=1)
     assert not hasattr(model, "module") and not hasattr(model, "join_hook")
     assert getattr(model, "module", None) is None
@@ -267,11 +250,8 @@ def check_names(rank: int, world_size: int) -> None:
         inside(torch.ones(1, 2))
 
 
-def test_names_that_people_look_for_say_what_to_do() -> None:
-    run_ranks(check_names, 1)
-
-
-def check_no_sync(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_no_sync_is_a_micro_batch_that_is_not_the_last(rank, world_size):
     """`no_sync` for all but the last micro-batch, as people write it for DDP, is `accumulate`."""
     ((first, second, third),) = make_steps(world_size, 1, 3)
     for options in SPREAD:
@@ -291,8 +271,3 @@ def check_no_sync(rank: int, world_size: int) -> None:
         with pytest.raises(ZeroDivisionError), model.no_sync():
             raise ZeroDivisionError
         assert engine_of(model).is_last_micro_batch
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_no_sync_is_a_micro_batch_that_is_not_the_last(world_size: int) -> None:
-    run_ranks(check_no_sync, world_size)

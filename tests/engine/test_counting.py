@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import pipelines
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise.config import Units
 from shardwise.debug import counting
 from shardwise.errors import ConfigError
@@ -230,8 +230,12 @@ def test_what_tensor_parallelism_sends_is_counted_by_kind(
         assert found["modes"] == 0
 
 
-def models_on_equal_meshes(rank: int, num_ranks: int) -> list[Any]:
-    """Count a gather of a product beside each of several models, whose groups are their own."""
+@on_ranks(4)
+def test_a_model_on_a_mesh_like_an_earlier_one_counts_what_goes_over_the_groups_of_that():
+    """Count a gather of a product beside each of several models, whose groups are their own.
+
+    DTensors keep what they have planned for an equal mesh, its groups too.
+    """
     held, found = [], []
     for _ in range(3):
         axes = shardwise.Axes(tp=2)
@@ -239,26 +243,17 @@ def models_on_equal_meshes(rank: int, num_ranks: int) -> list[Any]:
         with counting(held[-1]) as counted:
             (DTensor.from_local(torch.ones(3, 5), axes["tp"], [Shard(0)]) * 2).full_tensor()
         found.append(of_torch(counted, "tp"))
-    return found
+    assert found == 3 * [{"all_gather": (60, 1)}]
 
 
-def test_a_model_on_a_mesh_like_an_earlier_one_counts_what_goes_over_the_groups_of_that() -> None:
-    """DTensors keep what they have planned for an equal mesh, its groups too."""
-    for found in run_ranks(models_on_equal_meshes, 4):
-        assert found == 3 * [{"all_gather": (60, 1)}]
-
-
-def test_an_axis_of_copies_and_one_of_shards_keep_their_names() -> None:
-    for found in run_ranks(names_of_axes, 4):
-        assert found == {"tp.all_reduce": 2 * 40 // 2}
-
-
-def names_of_axes(rank: int, num_ranks: int) -> dict[str, int]:
+@on_ranks(4)
+def test_an_axis_of_copies_and_one_of_shards_keep_their_names():
     axes = shardwise.Axes(dp_replicate=2, tp=2)
     model = shardwise.shard(nn.Linear(2, 2), mesh=axes)
     with counting(model) as counted:
         dist.all_reduce(torch.zeros(10), group=axes["tp"].get_group())
-    return dict(counted.sent_bytes)
+    found = dict(counted.sent_bytes)
+    assert found == {"tp.all_reduce": 2 * 40 // 2}
 
 
 # -- pipelines
@@ -338,16 +333,13 @@ def test_what_shardwise_sends_is_not_counted_again() -> None:
             assert ("cp.ring" in plain) == (method == "ring")
 
 
-def test_a_block_that_raises_leaves_nothing_behind_and_a_plain_model_is_refused() -> None:
-    for said in run_ranks(blocks_that_raise, 2):
-        assert "is not sharded" in said
-
-
-def blocks_that_raise(rank: int, num_ranks: int) -> str:
+@on_ranks(2)
+def test_a_block_that_raises_leaves_nothing_behind_and_a_plain_model_is_refused():
     with pytest.raises(ConfigError) as refused, counting(nn.Linear(2, 2)):
         pass
     model = shardwise.shard(nn.Linear(2, 2))
     with pytest.raises(ZeroDivisionError), counting(model):
         raise ZeroDivisionError
     assert torch._C._len_torch_dispatch_stack() == 0
-    return str(refused.value)
+    said = str(refused.value)
+    assert "is not sharded" in said

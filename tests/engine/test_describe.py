@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise.config import Units
 from shardwise.interop.fsdp2 import fully_shard
 
@@ -31,7 +31,11 @@ class Net(nn.Module):
         self.parts = make()
 
 
-def elements_are_where_it_says(rank: int, num_ranks: int, degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "degrees"), [(1, {}), (3, {}), (4, {"tp": 2}), (4, {"dp_replicate": 2})]
+)
+@on_ranks()
+def test_each_ranks_elements_are_where_describe_says(rank, num_ranks, degrees):
     axes = shardwise.Axes(**degrees)
 
     def parallel() -> Any:
@@ -73,12 +77,3 @@ def elements_are_where_it_says(rank: int, num_ranks: int, degrees: dict[str, int
         )
         assert said["parts.down.weight"].endswith(f", {rows}:{int(rows) + 12}]")
         assert "dim 1 over dp_shard; here [0:5, " in said["parts.head.weight"]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "degrees"), [(1, {}), (3, {}), (4, {"tp": 2}), (4, {"dp_replicate": 2})]
-)
-def test_each_ranks_elements_are_where_describe_says(
-    num_ranks: int, degrees: dict[str, int]
-) -> None:
-    run_ranks(elements_are_where_it_says, num_ranks, degrees)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Checkpointed, Stack
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import accumulate, fully_shard, gathered, shard
 from shardwise.config import Schedule
@@ -157,7 +157,8 @@ WAYS: list[tuple[Callable[..., None], Loss, tuple[int, ...]]] = [
 ]
 
 
-def compare_penalties(rank: int, world_size: int) -> None:
+@on_ranks(1, pytest.param(3, marks=pytest.mark.kernels))
+def test_gradient_penalties_train_as_in_one_process(rank, world_size):
     truths = {loss_fn: train_alone(loss_fn, world_size) for _, loss_fn, _ in WAYS}
     for way, loss_fn, stages in WAYS:
         truth = truths[loss_fn]
@@ -175,12 +176,8 @@ def compare_penalties(rank: int, world_size: int) -> None:
             assert_close(full_parameters(model), truth[-1], what)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.kernels)])
-def test_gradient_penalties_train_as_in_one_process(world_size: int) -> None:
-    run_ranks(compare_penalties, world_size)
-
-
-def check_windows(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_gradient_penalties_accumulate_over_micro_batches(rank, world_size):
     """Penalties inside gathered() count in an accumulation window as any gradient does."""
     two = batches(world_size)
     alone = make_critic()
@@ -197,12 +194,8 @@ def check_windows(rank: int, world_size: int) -> None:
         assert_close(full_grads(model), truth, f"stage {stage}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradient_penalties_accumulate_over_micro_batches(world_size: int) -> None:
-    run_ranks(check_windows, world_size)
-
-
-def check_replicas_and_checkpoints(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradient_penalties_over_replicas_and_with_activation_checkpoints(rank, world_size):
     """Gradients are means over the replicate axis, too, and blocks may run again in backward."""
     truth = train_alone(wgan_gp, world_size)[0]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -214,10 +207,6 @@ def check_replicas_and_checkpoints(rank: int, world_size: int) -> None:
             model = shard(model, stage=stage, mesh=mesh if make is Stack else None)
             way(model, wgan_gp, batches(world_size)[0][rank])
             assert_close(full_grads(model), truth, f"{way.__name__}, stage {stage}")
-
-
-def test_gradient_penalties_over_replicas_and_with_activation_checkpoints() -> None:
-    run_ranks(check_replicas_and_checkpoints, 2)
 
 
 class Routed(nn.Module):
@@ -232,7 +221,8 @@ class Routed(nn.Module):
         return self.experts[which](x)
 
 
-def check_gradients_of_some_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inside_gathered_a_gradient_of_one_rank_is_reduced_by_all(rank):
     """A gradient that one rank has is reduced by all; one that nobody has stays None."""
     x = torch.arange(4.0)
     alone = Routed()
@@ -249,11 +239,8 @@ def check_gradients_of_some_ranks(rank: int, world_size: int) -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_inside_gathered_a_gradient_of_one_rank_is_reduced_by_all() -> None:
-    run_ranks(check_gradients_of_some_ranks, 2)
-
-
-def check_low_precision(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_penalties_inside_gathered_reach_the_shards_of_a_bf16_run(rank, world_size):
     """Inside, the forward pass has the master dtype; the mean is one of bf16 values at most."""
     (by_rank,) = batches(world_size, 1)
     alone = make_critic()
@@ -271,11 +258,9 @@ def check_low_precision(rank: int, world_size: int) -> None:
             model.zero_grad()
 
 
-def test_penalties_inside_gathered_reach_the_shards_of_a_bf16_run() -> None:
-    run_ranks(check_low_precision, 2)
-
-
-def check_contract_of_gathered(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_gathered_keeps_its_contract(rank, world_size, stage):
     """What gathered() promised before holds where parameters require gradients now."""
     model = shard(make_critic(), stage=stage)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -307,12 +292,9 @@ def check_contract_of_gathered(rank: int, world_size: int, stage: int) -> None:
     assert torch.equal(full(model.head.bias.grad), expected)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gathered_keeps_its_contract(stage: int) -> None:
-    run_ranks(check_contract_of_gathered, 2, stage)
-
-
-def check_traffic(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_a_gradient_penalty_costs_no_further_reduction(rank, world_size, stage):
     """The pass that only makes a graph sends nothing; the second reduces every unit once."""
     model = shard(make_critic(), stage=stage, schedule=Schedule(bucket_bytes=0))
     batch = batches(world_size)[0][rank]
@@ -327,12 +309,8 @@ def check_traffic(rank: int, world_size: int, stage: int) -> None:
     assert reduces and all(twice[kind] == 2 * plain[kind] for kind in reduces), (plain, twice)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_gradient_penalty_costs_no_further_reduction(stage: int) -> None:
-    run_ranks(check_traffic, 2, stage)
-
-
-def check_refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_have_a_second_pass_is_refused_with_advice_that_holds():
     batch = batches(1)[0][0]
     truth = train_alone(wgan_gp, 1)[0]
     model = shard(make_critic(), stage=3)
@@ -358,11 +336,8 @@ def check_refusals(rank: int, world_size: int) -> None:
     assert_close(full_grads(model), {n: p.grad for n, p in alone.named_parameters()}, "of grads")
 
 
-def test_what_cannot_have_a_second_pass_is_refused_with_advice_that_holds() -> None:
-    run_ranks(check_refusals, 2)
-
-
-def check_fully_shard(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_fully_shard_takes_gradient_penalties_where_full_parameters_stay(rank, world_size):
     truth = train_alone(wgan_gp, world_size)
     for frees_after_forward in (True, False):
         model = make_critic()
@@ -385,12 +360,8 @@ def check_fully_shard(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fully_shard_takes_gradient_penalties_where_full_parameters_stay(world_size: int) -> None:
-    run_ranks(check_fully_shard, world_size)
-
-
-def check_inputs(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_backward_into_named_inputs_reaches_the_parameters_among_them(rank, world_size):
     """Named parameters get the mean, others nothing, activations what is this rank's."""
     (by_rank,) = batches(world_size, 1)
     alone = make_critic()
@@ -418,8 +389,3 @@ def check_inputs(rank: int, world_size: int) -> None:
             model.zero_grad()
         with pytest.raises(ShardError, match=r"backward\(inputs=\[...\]\) on a ShardTensor"):
             model(x).sum().backward(inputs=[params["head.bias"].detach().clone()])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_backward_into_named_inputs_reaches_the_parameters_among_them(world_size: int) -> None:
-    run_ranks(check_inputs, world_size)

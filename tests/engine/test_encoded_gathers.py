@@ -65,12 +65,16 @@ CASES = [
     ("num_ranks", "is_nccl"), [(1, False), (2, False), (3, False), (7, False), (3, True)]
 )
 def test_layers_read_what_the_encoding_says_on_every_rank(num_ranks: int, is_nccl: bool) -> None:
-    """To the bit; the shards themselves stay as they are, and so do tensors of one dim."""
+    """To the bit; the shards themselves stay as they are, and so do tensors of one dim.
+
+    pytorch/ao #3982, #3983: a crash where rows do not divide, or a rank has none.
+    """
     torch.manual_seed(3)
     start = {n: p.detach() for n, p in Odd().named_parameters()}
     shapes = {n: tuple(p.shape) for n, p in start.items()}
-    for rank in run_ranks(seen_by_ranks, num_ranks, CASES, is_nccl):
-        for (_, layout, kind, dtype), (exact, seen) in zip(CASES, rank, strict=True):
+    cases = CASES[:: 5 if num_ranks == 7 else 1]  # of each kind and layout, where ranks are many
+    for rank in run_ranks(seen_by_ranks, num_ranks, cases, is_nccl):
+        for (_, layout, kind, dtype), (exact, seen) in zip(cases, rank, strict=True):
             cuts = cuts_of(layout, shapes, num_ranks)
             for name, value in start.items():
                 assert torch.equal(exact[name], value), name

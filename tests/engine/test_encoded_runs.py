@@ -4,17 +4,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwise
-from block_codes import decoded, wire_bytes
-from ranks import run_ranks
-from shardwise import Axes, Offload, Precision, describe, gathered, shard
+from block_codes import of_rows, wire_bytes
+from ranks import on_ranks, run_ranks
+from shardwise import Offload, Precision, describe, gathered, shard
 from shardwise.check import gradients as check_gradients
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
@@ -79,16 +76,6 @@ def exact(model: Any) -> dict[str, Tensor]:
     return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
 
 
-def of_rows(value: Tensor, kind: str, num_ranks: int) -> Tensor:
-    """Return what arrives of a matrix that is cut into rows; of fewer dims it is what was sent."""
-    if value.dim() < 2:
-        return value
-    share = -(-value.shape[0] // num_ranks) * value[0].numel()
-    cuts = [r * share for r in range(1, num_ranks) if r * share < value.numel()]
-    flat = decoded(value.reshape(-1).numpy(), kind, BLOCK, cuts)
-    return torch.from_numpy(np.ascontiguousarray(flat)).view(value.shape)
-
-
 def assert_seen(model: Any, full: dict[str, Tensor], kind: str, num_ranks: int) -> None:
     seen = model.seen
     for name, value in full.items():
@@ -96,7 +83,8 @@ def assert_seen(model: Any, full: dict[str, Tensor], kind: str, num_ranks: int) 
 
 
 # -- what a run learns
-def learns(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_gradients_are_those_of_what_arrives_and_step_what_is_kept(rank, num_ranks):
     for kind, stage in zip(KINDS, (1, 2, 3), strict=True):
         torch.manual_seed(1)
         plain = Net()
@@ -117,11 +105,6 @@ def learns(rank: int, num_ranks: int) -> None:
             steps(speed, optimizer, rank, range(step, step + 1))
             for name, value in exact(speed).items():
                 torch.testing.assert_close(value, kept[name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_gradients_are_those_of_what_arrives_and_step_what_is_kept(num_ranks: int) -> None:
-    run_ranks(learns, num_ranks)
 
 
 # -- restarts, numbers of ranks
@@ -180,7 +163,8 @@ def test_rows_of_whole_blocks_arrive_alike_on_any_number_of_ranks() -> None:
     assert torch.equal(found[0], found[2])
 
 
-def has_odd_numbers(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3, 7)
+def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(num_ranks):
     """One of each kind in a row of its own; the rows between are ordinary, and stay so."""
     odd = [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max, 1e-45, -0.0]
     for kind in KINDS:
@@ -201,14 +185,14 @@ def has_odd_numbers(rank: int, num_ranks: int) -> None:
         assert int(wanted.isnan().sum()) == 3 * BLOCK
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 7])
-def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(num_ranks: int) -> None:
-    run_ranks(has_odd_numbers, num_ranks)
-
-
 # -- where slices rest, and what they are cut over
-def rests_elsewhere(rank: int, num_ranks: int, folder: Path) -> None:
-    homes: list[Any] = ["cpu", f"nvme:{folder}", Offload("cpu", optimizer="cpu", step_on="device")]
+@on_ranks(1, 2)
+def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(rank, tmp_path):
+    homes: list[Any] = [
+        "cpu",
+        f"nvme:{tmp_path}",
+        Offload("cpu", optimizer="cpu", step_on="device"),
+    ]
     homes.append(Offload(optimizer="cpu"))  # at stage 2
     for number, home in enumerate(homes):
         kind, stage = KINDS[number % 3], 2 if number == 3 else 3 - number % 2
@@ -218,62 +202,6 @@ def rests_elsewhere(rank: int, num_ranks: int, folder: Path) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             runs.append([*steps(model, optimizer, rank, range(3)), *exact(model).values()])
         assert all(map(torch.equal, *runs)), home
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(
-    num_ranks: int, tmp_path: Path
-) -> None:
-    run_ranks(rests_elsewhere, num_ranks, tmp_path)
-
-
-def over_replicas(rank: int, num_ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for kind in KINDS:
-        model = make(kind, mesh=mesh)
-        optimizer = sgd(model)
-        steps(model, optimizer, rank, range(2))
-        full = exact(model)
-        model(batch(rank))
-        assert_seen(model, full, kind, 2)
-
-
-def test_replicas_see_the_same() -> None:
-    run_ranks(over_replicas, 4)
-
-
-def over_layers(rank: int, num_ranks: int) -> None:
-    axes = Axes(dp_shard=2, tp=2)
-    for kind in KINDS:
-        torch.manual_seed(1)
-        model = parallelize_module(
-            Net(width=24), axes["tp"], {"up": ColwiseParallel(use_local_output=True)}
-        )
-        model.forward = lambda x, of=model: Net.forward(of, x)  # type: ignore[method-assign]
-        made = make(kind, model=_Up(model.up), mesh=axes)
-        full = made.weight_of().full_tensor().detach()
-        made(batch(rank))
-        mine = full.chunk(2)[axes["tp"].get_local_rank()]
-        assert torch.equal(made.seen, of_rows(mine, kind, 2))
-
-
-class _Up(nn.Module):
-    """A layer over tensor-parallel ranks."""
-
-    def __init__(self, up: nn.Module) -> None:
-        super().__init__()
-        self.up: Any = up
-
-    def weight_of(self) -> Any:
-        return self.up.weight
-
-    def forward(self, x: Tensor) -> Any:
-        self.seen = local_of(self.up.weight).detach().clone()
-        return self.up(x)
-
-
-def test_a_tensor_parallel_layers_own_rows_are_encoded() -> None:
-    run_ranks(over_layers, 4)
 
 
 def gathered_units(config: TrainConfig, num_ranks: int) -> dict[str, tuple[Tensor, int]]:
@@ -290,16 +218,6 @@ def gathered_units(config: TrainConfig, num_ranks: int) -> dict[str, tuple[Tenso
     return found
 
 
-def over_axes(rank: int, num_ranks: int, degrees: dict[str, Any]) -> None:
-    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "vocab": 64}
-    config = TrainConfig(**sizes, **degrees)
-    exact_ones = gathered_units(config, num_ranks)
-    for kind in KINDS:
-        coded = config.model_copy(update={"gather": kind, "gather_block": BLOCK})
-        for name, (seen, over) in gathered_units(coded, num_ranks).items():
-            assert torch.equal(seen, of_rows(exact_ones[name][0], kind, over)), (name, over)
-
-
 @pytest.mark.parametrize(
     "degrees",
     [
@@ -311,12 +229,20 @@ def over_axes(rank: int, num_ranks: int, degrees: dict[str, Any]) -> None:
     ],
     ids=lambda degrees: "+".join(degrees),
 )
-def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(degrees: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_over_any_axes_what_arrives_is_that_of_a_ranks_own_piece(num_ranks, degrees):
     """Of four ranks: experts are cut over others than the rest of a layer."""
-    run_ranks(over_axes, 4, degrees)
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "vocab": 64}
+    config = TrainConfig(**sizes, **degrees)
+    exact_ones = gathered_units(config, num_ranks)
+    for kind in KINDS:
+        coded = config.model_copy(update={"gather": kind, "gather_block": BLOCK})
+        for name, (seen, over) in gathered_units(coded, num_ranks).items():
+            assert torch.equal(seen, of_rows(exact_ones[name][0], kind, over)), (name, over)
 
 
-def frozen_base(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_a_frozen_base_is_encoded_and_stays_as_it_is(rank, num_ranks):
     """As with LoRA: a frozen base beside what is trained."""
     for stage in (2, 3):
         model = make("int4", torch.bfloat16, stage=stage, frozen=True)
@@ -332,10 +258,6 @@ def frozen_base(rank: int, num_ranks: int) -> None:
         assert torch.equal(model.seen["up.weight"], arrived)
         if stage == 2:  # what does not change is gathered once
             assert sent[0] > sent[1] == sent[2] > 0
-
-
-def test_a_frozen_base_is_encoded_and_stays_as_it_is() -> None:
-    run_ranks(frozen_base, 3)
 
 
 # -- bytes
@@ -356,36 +278,42 @@ class Even(nn.Module):
         return self.norm(x)
 
 
-def sends(rank: int, num_ranks: int, layout: Any) -> dict[str, int]:
+def sent_by_gathers(layout: str, param: torch.dtype | None) -> dict[str | None, int]:
     found = {}
     for kind in (None, *KINDS):
-        precision = Precision(torch.bfloat16, torch.float32, gather=kind)
+        precision = Precision(param, torch.float32 if param else None, gather=kind)
         model = shard(Even(), precision=precision, units=["Even"], layout=layout)
         model(torch.ones(1, 256)).sum().backward()
         model.zero_grad()
-        found[str(kind)] = stats(model).sent_bytes["shard.all_gather"]
+        found[kind] = stats(model).sent_bytes["shard.all_gather"]
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_bytes_sent_are_codes_scales_and_what_travels_as_it_is(num_ranks: int) -> None:
-    """Of blocks of 256: 0.508 x bf16 in 8 bits, and 0.258 x in 4."""
-    for sent in run_ranks(sends, num_ranks, "rows"):
-        for kind, (low, high) in RATIOS.items():
-            matrices = 3 * wire_bytes(256 * 256 // num_ranks, kind, 256)
-            norm = 2 * 256 * 2 // num_ranks
-            assert sent[kind] == (matrices + norm) * (num_ranks - 1)
-            assert low < sent[kind] / sent["None"] < high
+@pytest.mark.parametrize("param", [torch.bfloat16, torch.float16, None])
+@on_ranks(2, 4)
+def test_bytes_sent_are_codes_scales_and_what_travels_as_it_is(num_ranks, param):
+    """Of blocks of 256: 0.508 x bf16 in 8 bits, and 0.258 x in 4.
+
+    torchtitan #3123: gathers in fp8 were asked for, and bf16 travelled, without a word.
+    """
+    sent, size = sent_by_gathers("rows", param), 2 if param else 4
+    for kind, (low, high) in RATIOS.items():
+        matrices = 3 * wire_bytes(256 * 256 // num_ranks, kind, 256)
+        norm = 2 * 256 * size // num_ranks
+        assert sent[kind] == (matrices + norm) * (num_ranks - 1)
+        assert param is None or low < sent[kind] / sent[None] < high
 
 
-def test_in_flat_ranges_all_send_as_much_as_the_longest_share() -> None:
+@on_ranks(2)
+def test_in_flat_ranges_all_send_as_much_as_the_longest_share():
     """Of 770 blocks the first rank has 385; the second has the norm, and so more bytes."""
-    for sent in run_ranks(sends, 2, "flat"):
-        for kind in KINDS:
-            assert 0 <= sent[kind] - (383 * wire_bytes(256, kind, 256) + 2 * 512) < 8
+    sent = sent_by_gathers("flat", torch.bfloat16)
+    for kind in KINDS:
+        assert 0 <= sent[kind] - (383 * wire_bytes(256, kind, 256) + 2 * 512) < 8
 
 
-def whole_numbers(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_whole_numbers_travel_as_they_are():
     model = nn.Linear(16, 6)
     table = torch.arange(60).reshape(6, 10)
     model.table = nn.Parameter(table.clone(), requires_grad=False)  # type: ignore[assignment]
@@ -397,12 +325,9 @@ def whole_numbers(rank: int, num_ranks: int) -> None:
     assert torch.equal(seen[0], table)
 
 
-def test_whole_numbers_travel_as_they_are() -> None:
-    run_ranks(whole_numbers, 2)
-
-
 # -- what else reads a model
-def is_read(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format(rank, num_ranks):
     model = make("int4")
     before = exact(model)
     model(batch(rank)).sum().backward()
@@ -414,7 +339,7 @@ def is_read(rank: int, num_ranks: int) -> None:
     other(batch(rank))
     assert all(torch.equal(other.seen[name], value) for name, value in model.seen.items())
     (unit,) = describe(model).units
-    pairs = [storage.memory.gather_bytes for storage in _storages(model)]
+    pairs = [s.memory.gather_bytes for each in engine_of(model).units for s in each.storages]
     sent, whole = (sum(each) for each in zip(*pairs, strict=True))
     assert unit.gather == f"int4, blocks of 16: {sent / whole:.3f} x the bytes"
     assert f"; gathered as {unit.gather}" in str(describe(model))
@@ -424,15 +349,8 @@ def is_read(rank: int, num_ranks: int) -> None:
         make("int8" if rank else "int4")
 
 
-def _storages(model: Any) -> list[Any]:
-    return [storage for unit in engine_of(model).units for storage in unit.storages]
-
-
-def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format() -> None:
-    run_ranks(is_read, 2)
-
-
-def refuses(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_is_refused_before_anything_changes():
     for wrong, match in (
         ({"gather": "int9"}, "int9.*did you mean 'int8'"),
         ({"gather": "int8", "block": 24}, "block=24: expected a multiple of 16"),
@@ -451,68 +369,3 @@ def refuses(rank: int, num_ranks: int) -> None:
         shard(Net(), layout="matrices", precision=Precision(gather="int8"))
     model = Net()
     assert all(type(p) is nn.Parameter for p in model.parameters())
-
-
-def test_what_cannot_be_is_refused_before_anything_changes() -> None:
-    run_ranks(refuses, 1)
-
-
-# -- what happens to users of other systems, by its number there
-def survives(rank: int, num_ranks: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for kind in KINDS:
-        model = make(kind, torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        x = torch.randn(8, 24, generator=generator)
-        losses = []
-        for _ in range(30):
-            loss = (model(x) - x.flip(1)).square().mean()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            assert norm > 0
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        assert losses[-1] < 0.5 * losses[0], (kind, losses)
-
-
-def test_encoded_weights_train_in_bf16_on_three_ranks() -> None:
-    """DeepSpeed #4852 and #4886 (a crash in bf16), #6926 and #5059 (a loss that does not move).
-
-    And #4386: three ranks share what is no multiple of 8.
-    """
-    run_ranks(survives, 3)
-
-
-def uneven(rank: int, num_ranks: int) -> None:
-    for rows in (1, 2, 7):
-        torch.manual_seed(0)
-        layer = nn.Linear(40, rows, bias=False)
-        kept = layer.weight.detach().clone()
-        seen: list[Tensor] = []
-        layer.register_forward_pre_hook(lambda m, _, to=seen: to.append(m.weight.detach().clone()))
-        made = shard(layer, precision=Precision(gather="fp8", block=BLOCK))
-        made(torch.ones(1, 40)).sum().backward()
-        assert torch.equal(seen[0], of_rows(kept, "fp8", num_ranks))
-
-
-def test_fp8_gathers_take_uneven_and_empty_shards() -> None:
-    """pytorch/ao #3982, #3983: a crash where rows do not divide, or a rank has none."""
-    run_ranks(uneven, 3)
-
-
-def is_coded(rank: int, num_ranks: int) -> None:
-    for param in (None, torch.bfloat16, torch.float16):
-        for layout in ("rows", "flat"):
-            sent = {}
-            for kind in (None, "fp8"):
-                model = make(kind, param, layout=layout)
-                model(batch(rank)).sum().backward()
-                sent[kind] = stats(model).sent_bytes["shard.all_gather"]
-            size = 4 if param is None else 2
-            assert sent["fp8"] < sent[None] * (1.45 / size), (param, layout)  # type: ignore[index]
-
-
-def test_what_was_asked_for_is_what_travels() -> None:
-    """torchtitan #3123: gathers in fp8 were asked for, and bf16 travelled, without a word."""
-    run_ranks(is_coded, 2)

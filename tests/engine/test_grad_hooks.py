@@ -9,11 +9,20 @@ from torch import Tensor, nn
 
 from models import Experts, OddModel, Stack, routed_loss
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import ConfigError, ShardError
-from trainer import SPREAD, STAGES, adamw, full, full_parameters, make_steps, mean_square
+from trainer import (
+    SPREAD,
+    STAGES,
+    adamw,
+    full,
+    full_parameters,
+    make_steps,
+    mean_square,
+    sharded_by_block,
+)
 
 
 def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
@@ -32,12 +41,13 @@ def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
     return optimizers
 
 
-def check_optimizer_in_backward(rank: int, world_size: int) -> None:
-    for options in STAGES:
+@on_ranks(1, 3)
+def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(rank, world_size):
+    for shards in (*(partial(shard, **options) for options in STAGES), sharded_by_block):
         found = []
         for in_backward in (True, False):
             torch.manual_seed(0)
-            model = shard(Stack(), **options)
+            model = shards(Stack())
             if in_backward:
                 step_in_backward(model, adamw)
             else:
@@ -53,12 +63,12 @@ def check_optimizer_in_backward(rank: int, world_size: int) -> None:
         assert_same_bits(found[0], found[1])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(world_size: int) -> None:
-    run_ranks(check_optimizer_in_backward, world_size)
+def fail(param: Tensor) -> None:
+    raise ZeroDivisionError
 
 
-def check_calls(rank: int, world_size: int) -> None:
+@on_ranks(1, pytest.param(2, marks=pytest.mark.kernels))
+def test_hooks_are_called_once_for_every_gradient_that_grew(rank, world_size):
     """Once per window, with the mean, in one order on all ranks, whatever a rank has used."""
     for options in SPREAD:
         torch.manual_seed(0)
@@ -100,16 +110,8 @@ def check_calls(rank: int, world_size: int) -> None:
             routed_loss(model, (x, 0)).backward()
 
 
-def fail(param: Tensor) -> None:
-    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.kernels)])
-def test_hooks_are_called_once_for_every_gradient_that_grew(world_size: int) -> None:
-    run_ranks(check_calls, world_size)
-
-
-def check_odd_and_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hooks_on_what_is_no_trained_parameter_are_refused():
     tokens = torch.arange(6).view(2, 3) % 5
     model = shard(OddModel(), stage=3)
     names = {p: name for name, p in model.named_parameters()}
@@ -130,14 +132,11 @@ def check_odd_and_refused(rank: int, world_size: int) -> None:
         weight.register_post_accumulate_grad_hook(print)
 
 
-def test_hooks_on_what_is_no_trained_parameter_are_refused() -> None:
-    run_ranks(check_odd_and_refused, 2)
-
-
 SHARDS = {"shard": shard, "fully_shard": fully_shard}
 
 
-def check_hooks_set_before(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(rank, world_size):
     """Hooks of a plain model are called by the sharded one, until their handles remove them."""
     for shards in SHARDS.values():
         model = Stack()
@@ -175,33 +174,3 @@ def check_hooks_set_before(rank: int, world_size: int) -> None:
             model.head.weight.register_post_accumulate_grad_hook(print)
         with pytest.raises(ConfigError, match=r"rank 1 has .*'head.weight'.*1 hooks"):
             shard(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(world_size: int) -> None:
-    run_ranks(check_hooks_set_before, world_size)
-
-
-def check_fully_shard(rank: int, world_size: int) -> None:
-    found = []
-    for in_backward in (True, False):
-        torch.manual_seed(0)
-        model = Stack()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        if in_backward:
-            step_in_backward(model, adamw)
-        else:
-            optimizer = adamw(list(model.parameters()))
-        for (by_rank,) in make_steps(world_size, 3):
-            mean_square(model, by_rank[rank]).backward()
-            if not in_backward:
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(full_parameters(model))
-    assert_same_bits(found[0], found[1])
-
-
-def test_an_optimizer_in_backward_under_fully_shard() -> None:
-    run_ranks(check_fully_shard, 2)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise.check.one_process import GradientCheck, GradientReport
 from shardwise.errors import ConfigError, GradientError
 from shardwise.interop.fsdp2 import fully_shard
@@ -76,7 +76,8 @@ def odd_on_meta() -> nn.Module:
     return model
 
 
-def right_ones_pass(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_right_gradients_pass_whatever_the_composition(rank, num_ranks):
     torch.manual_seed(rank)  # weights differ from call to call and rank to rank, which is no matter
     batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     report = shardwise.check.gradients(Net, batch)
@@ -97,11 +98,6 @@ def right_ones_pass(rank: int, num_ranks: int) -> None:
         )
     with pytest.raises(ConfigError, match=r"\(1, 12\) has no rows that"):
         shardwise.check.gradients(Net, batch[:1], micro_batches=2)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_right_gradients_pass_whatever_the_composition(num_ranks: int) -> None:
-    run_ranks(right_ones_pass, num_ranks)
 
 
 def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
@@ -183,13 +179,10 @@ def expert_scales_are_explained(rank: int, num_ranks: int) -> None:
     assert "divided by efsdp = 2 where there are 4 data-parallel ranks" in said
 
 
-def all_faults(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_wrong_gradients_are_found_and_their_factors_explained(rank, num_ranks):
     wrong_ones_are_explained(rank, num_ranks)
     expert_scales_are_explained(rank, num_ranks)
-
-
-def test_wrong_gradients_are_found_and_their_factors_explained() -> None:
-    run_ranks(all_faults, 4)
 
 
 def test_powers_products_and_plain_numbers_are_told_apart() -> None:
@@ -223,7 +216,8 @@ def said_of_attention(batch: Tensor, loss: Any) -> str:
     return str(caught.value)
 
 
-def noise_is_no_matter(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together(rank):
     batch = torch.randn(ROWS, 4 * WIDTH, generator=torch.Generator().manual_seed(1))
     report = shardwise.check.gradients(Attention, batch)
     (bias,) = (check for check in report.checks if check.name == "key.bias")
@@ -237,7 +231,3 @@ def noise_is_no_matter(rank: int, num_ranks: int) -> None:
     rows = {"local_batch": lambda whole: whole[: 3 if rank else 4], "micro_batches": 2}
     with pytest.raises(ConfigError, match=r"another rank cannot cut|\(3, 48\) has no rows"):
         shardwise.check.gradients(Attention, batch, **rows)  # type: ignore[arg-type]
-
-
-def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together() -> None:
-    run_ranks(noise_is_no_matter, 3)

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.interop.fsdp2 import fully_shard
 
@@ -24,7 +23,8 @@ def sum_of_losses(model: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
-def means_are_over_all_tokens(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3, 4)
+def test_ranks_with_any_numbers_of_tokens_make_one_mean(rank, num_ranks):
     x = torch.randn(ROWS * num_ranks, WIDTH, generator=torch.Generator().manual_seed(2))
     # Rank 0 has one token, the last one has most of them, and one between has none.
     bounds = [0, 1, 1, *(2 * n for n in range(1, num_ranks)), len(x)][: num_ranks + 1]
@@ -62,8 +62,3 @@ def means_are_over_all_tokens(rank: int, num_ranks: int) -> None:
     assert shardwise.parallel.mean_loss(sharded, torch.zeros(()), 0) == 0
     in_bf16 = shardwise.parallel.mean_loss(sharded, torch.ones((), dtype=torch.bfloat16), 3)
     assert in_bf16.dtype == torch.float32
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_ranks_with_any_numbers_of_tokens_make_one_mean(num_ranks: int) -> None:
-    run_ranks(means_are_over_all_tokens, num_ranks)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from oracle import assert_same_bits, plain_loop
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise.errors import ConfigError
 
 STEPS = 4
@@ -85,7 +85,9 @@ def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks
         run_ranks(check_steps, num_ranks, stage)
 
 
-def check_axes_of_one(rank: int, num_ranks: int) -> None:
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+@on_ranks(2)
+def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
     """Groups of one rank neither average nor add twice (Megatron-LM#6660), nor send."""
     of_step = [[[batch(r, s, m) for r in range(num_ranks)] for m in range(2)] for s in range(STEPS)]
     for sizes in ((1, num_ranks), (num_ranks, 1)):
@@ -100,11 +102,6 @@ def check_axes_of_one(rank: int, num_ranks: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_same_bits(values(model), truth.parameters)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
-def test_axes_of_one_rank_neither_average_nor_add_twice() -> None:
-    run_ranks(check_axes_of_one, 2)
 
 
 class Whitens(torch.optim.Optimizer):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardwise
 from checking_device import CheckingDevice
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise.comm import coalesced, collectives
 from shardwise.config import Schedule
 from shardwise.errors import ConfigError, ReplicaError, ShardError
@@ -90,7 +90,9 @@ def trained(rank: int, clip: float | None = None, **options: Any) -> dict[str, T
     return values(model)
 
 
-def check_settings(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(1, 3)
+def test_muon_and_adamw_have_the_bits_of_stage_0(rank, tmp_path):
+    folder = str(tmp_path)
     host, files = shardwise.Offload("cpu", "cpu", "cpu"), f"nvme:{folder}"
     alike: dict[str, list[dict[str, Any]]] = {
         "fp32": [
@@ -116,12 +118,8 @@ def check_settings(rank: int, num_ranks: int, folder: str) -> None:
     torch.testing.assert_close(clipped, plainly)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_muon_and_adamw_have_the_bits_of_stage_0(num_ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_settings, num_ranks, str(tmp_path))
-
-
-def over_replicas(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_replicas_of_an_owner_step_alike_and_a_difference_is_found(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     truth = trained(rank, stage=0, mesh=mesh)
     for options in ({"stage": 1}, {"stage": 3}):
@@ -138,11 +136,11 @@ def over_replicas(rank: int, num_ranks: int) -> None:
         shardwise.check.replicas(model, optimizer)
 
 
-def test_replicas_of_an_owner_step_alike_and_a_difference_is_found() -> None:
-    run_ranks(over_replicas, 4)
+SETTINGS = [(0, "fp32"), (1, "fp32"), (3, "fp32"), (3, "bf16")]
 
 
-def on_nccls_path(rank: int, num_ranks: int) -> None:
+@on_ranks(2, 3)
+def test_broadcasts_from_owners_and_reductions_to_them_give_the_same(rank, num_ranks):
     made = [{"layout": "matrices", "stage": stage, "precision": p} for stage, p in SETTINGS]
     truth = [trained(rank, **options) for options in made]
     with pytest.MonkeyPatch.context() as patch, CheckingDevice():
@@ -152,14 +150,6 @@ def on_nccls_path(rank: int, num_ranks: int) -> None:
         if num_ranks <= 2:  # a sum of two has one order
             assert_same_bits(ours, theirs)
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
-
-
-SETTINGS = [(0, "fp32"), (1, "fp32"), (3, "fp32"), (3, "bf16")]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_broadcasts_from_owners_and_reductions_to_them_give_the_same(num_ranks: int) -> None:
-    run_ranks(on_nccls_path, num_ranks)
 
 
 def count_bytes(rank: int, num_ranks: int, by: str) -> int:
@@ -216,7 +206,9 @@ def test_owners_send_their_matrices_and_get_their_gradients_to_the_byte(
     assert max(held) - min(held) <= 19 * 6 + 36  # the largest, and the frozen one's rows
 
 
-def of_others(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(1, 2)
+def test_optimizers_built_before_saved_loaded_and_copied_go_on(rank, tmp_path):
+    folder = str(tmp_path / "saved")
     built = net()
     optimizer = mixed(built)
     before = shardwise.shard(built, units=[Block], layout="matrices", optimizer=optimizer)
@@ -244,14 +236,8 @@ def of_others(rank: int, num_ranks: int, folder: str) -> None:
     assert_same_bits(values(before), values(after))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_optimizers_built_before_saved_loaded_and_copied_go_on(
-    num_ranks: int, tmp_path: Path
-) -> None:
-    run_ranks(of_others, num_ranks, str(tmp_path / "saved"))
-
-
-def refusals(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank):
     with pytest.raises(ConfigError, match=r"'matrices' \(each matrix whole on one rank\)"):
         shardwise.shard(net(), layout="columns")
     model = shardwise.shard(net(), units=[Block])
@@ -273,11 +259,8 @@ def refusals(rank: int, num_ranks: int) -> None:
     assert len(chosen.param_groups[0]["params"]) == 3
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(refusals, 2)
-
-
-def by_block(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch(rank):
     found = []
     for how in (fully_shard, torch_fully_shard):
         model: Any = how(net())
@@ -286,12 +269,13 @@ def by_block(rank: int, num_ranks: int) -> None:
     assert_same_bits(*found)
 
 
-def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch() -> None:
-    run_ranks(by_block, 2)
+ADAMWS = ("exp_avg", "exp_avg_sq")
 
 
-def in_files(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(2)
+def test_each_part_of_a_mixed_optimizer_rests_where_it_would_by_itself(rank, tmp_path):
     """AdamW is overlapped and rests in files, Muon steps plainly and rests on the host."""
+    folder = str(tmp_path)
     offload = shardwise.Offload("cpu", "cpu", f"nvme:{folder}")
     model = shardwise.shard(net(), units=[Block], layout="matrices", offload=offload)
     optimizer = mixed(model)
@@ -310,14 +294,8 @@ def in_files(rank: int, num_ranks: int, folder: str) -> None:
     assert places["host"] == held + of_muon + 4 * len(counts)
 
 
-ADAMWS = ("exp_avg", "exp_avg_sq")
-
-
-def test_each_part_of_a_mixed_optimizer_rests_where_it_would_by_itself(tmp_path: Path) -> None:
-    run_ranks(in_files, 2, str(tmp_path))
-
-
-def scaled(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank):
     """A gradient that overflows on one owner alone makes all ranks skip the step."""
     found = []
     for options in ({"stage": 0}, {"layout": "matrices"}):
@@ -337,11 +315,8 @@ def scaled(rank: int, num_ranks: int) -> None:
     assert_same_bits(*found)
 
 
-def test_scaled_losses_and_skipped_steps_are_those_of_stage_0() -> None:
-    run_ranks(scaled, 2)
-
-
-def written(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_a_matrix_is_read_and_written_whole(num_ranks):
     """What writes full values into a matrix writes them on its owner."""
     model = shardwise.shard(net(), units=[Block], layout="matrices")
     weight: Any = model.blocks[0].up.weight
@@ -360,12 +335,8 @@ def written(rank: int, num_ranks: int) -> None:
     assert sent == (value.nbytes * (num_ranks - 1) if weight.to_local().numel() else 0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_matrix_is_read_and_written_whole(num_ranks: int) -> None:
-    run_ranks(written, num_ranks)
-
-
-def as_the_page_says(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_the_loop_of_the_page_learns():
     page = Path(__file__).parents[2] / "docs" / "how-to" / "matrices.md"
     (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"model": net(), "shardwise": shardwise, "torch": torch}
@@ -380,7 +351,3 @@ def as_the_page_says(rank: int, num_ranks: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
-
-
-def test_the_loop_of_the_page_learns() -> None:
-    run_ranks(as_the_page_says, 2)

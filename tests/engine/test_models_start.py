@@ -1,19 +1,17 @@
 """Models built on the meta device get the same values at any number of ranks, stage and layout."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models import Block, Stack, stack_roundings
 from oracle import Grads, assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
-from shardwise import fully_shard, shard
+from shardwise import shard
 from shardwise.config import Units
 from shardwise.errors import ConfigError, ShardwiseError
-from trainer import LAYOUTS, full_grads, full_parameters, mean_square, sgd
+from trainer import LAYOUTS, full_grads, full_parameters, mean_square, sgd, sharded_by_block
 
 
 class Start(Stack):
@@ -100,16 +98,13 @@ class Bare(nn.Module):
         return self.inner(x @ self.weight)
 
 
-def start_with_init(rank: int, world_size: int) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_init_fills_the_modules_instead_of_reset_parameters():
     with torch.device("meta"):
         model = Bare()
     shard(model, stage=3, units=Units(init=fill_by_hand))
-    return full_parameters(model)
-
-
-def test_init_fills_the_modules_instead_of_reset_parameters() -> None:
-    for values in run_ranks(start_with_init, 2):
-        assert all(torch.equal(v, torch.full_like(v, 0.25)) for v in values.values())
+    values = full_parameters(model)
+    assert all(torch.equal(v, torch.full_like(v, 0.25)) for v in values.values())
 
 
 class Scaled(nn.Module):
@@ -156,7 +151,16 @@ def on_meta(leaves: tuple[str, ...]) -> Scales:
 ALL = ("weight", "scale", "mask", "ids", "codes")
 
 
-def refuse_unwritten(rank: int, world_size: int) -> None:
+def emptied(leaves: tuple[str, ...]) -> nn.Module:
+    model = on_meta(leaves)
+    sharded_by_block(model).to_empty(device="cpu")
+    for block in model.blocks:
+        block.reset_parameters()
+    return model
+
+
+@on_ranks(1, 3, fresh=True)
+def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(rank, world_size):
     """Leave elements unwritten on all ranks, and on the last rank alone."""
     names = ", ".join(f"'blocks.1.{name}'" for name in ALL)
     x = torch.ones(2, 7)
@@ -180,21 +184,6 @@ def refuse_unwritten(rank: int, world_size: int) -> None:
         emptied(("ids",) if rank == last else ())(x)
 
 
-def emptied(leaves: tuple[str, ...]) -> nn.Module:
-    model = on_meta(leaves)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model).to_empty(device="cpu")
-    for block in model.blocks:
-        block.reset_parameters()
-    return model
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(world_size: int) -> None:
-    run_ranks(refuse_unwritten, world_size, fresh=True)
-
-
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +191,8 @@ class Mixed(nn.Module):
         self.bare = Bare()
 
 
-def refuse_bare(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_module_that_cannot_be_initialised_is_refused_before_anything_changed():
     """Return the message; the model must be as it was."""
     with torch.device("meta"):
         model = Mixed()
@@ -214,27 +204,20 @@ def refuse_bare(rank: int, world_size: int) -> str:
     assert not model.blocks[0]._forward_pre_hooks
     assert not hasattr(model, "_shardwise_engine")
     assert all(p.is_meta for p in model.parameters())
-    return str(caught.value)
+    message = str(caught.value)
+    assert "'bare' (Bare)" in message
+    assert "reset_parameters" in message
+    assert "init=" in message
 
 
-def test_a_module_that_cannot_be_initialised_is_refused_before_anything_changed() -> None:
-    for message in run_ranks(refuse_bare, 2):
-        assert "'bare' (Bare)" in message
-        assert "reset_parameters" in message
-        assert "init=" in message
-
-
-def start_partly_live(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_modules_that_are_live_already_keep_rank_zeros_values(rank):
     """One module is live, with a value; the others are on meta."""
     with torch.device("meta"):
         model = Stack()
     model.head = nn.Linear(8, 5)
     nn.init.constant_(model.head.weight, float(rank + 1))
     shard(model, stage=3)
-    return full_parameters(model)
-
-
-def test_modules_that_are_live_already_keep_rank_zeros_values() -> None:
-    for values in run_ranks(start_partly_live, 2):
-        assert torch.equal(values["head.weight"], torch.ones(5, 8))
-        assert values["blocks.0.up.weight"].std() > 0
+    values = full_parameters(model)
+    assert torch.equal(values["head.weight"], torch.ones(5, 8))
+    assert values["blocks.0.up.weight"].std() > 0

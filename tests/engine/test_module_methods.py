@@ -4,7 +4,6 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,13 @@ from torch.distributed.fsdp import (
 
 import shardwise
 from models import Block, Experts, Stack
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
 from shardwise.tensor.shard_tensor import ShardTensor
+from trainer import logged
 
 STAGES = range(4)
 
@@ -88,7 +88,8 @@ def sent(model: nn.Module, kind: str) -> int:
 
 
 # -- what they are
-def names(rank: int, world: int) -> None:
+@on_ranks(1, 2)
+def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_were(rank, world):
     for stage in (1, 3):
         model = sharded(stage)
         engine = engine_of(model)
@@ -128,42 +129,17 @@ def names(rank: int, world: int) -> None:
         same_gradients(model, [p.grad for p in reference.parameters()])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_were(
-    world: int,
-) -> None:
-    run_ranks(names, world)
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage().removeprefix("FSDP::"))
-
-
-def logged(rank: int, world: int) -> None:
-    log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
-    level = log.level
+@on_ranks(1)
+def test_passes_of_shard_are_told_in_the_log_of_torchs_own(rank):
     model = sharded(3)
     units = [unit.name for unit in engine_of(model).units]
-    log.addHandler(lines)
-    log.setLevel(logging.DEBUG)
-    try:
+    with logged("torch.distributed.fsdp.fully_shard", logging.DEBUG) as lines:
         loss_of(model, 0, rank).backward()
-    finally:
-        log.removeHandler(lines)
-        log.setLevel(level)
-    assert lines.found[0] == "root_pre_forward" and "root_post_backward" in lines.found
+    found = [line.removeprefix("FSDP::") for line in lines]
+    assert found[0] == "root_pre_forward" and "root_post_backward" in found
     for event in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
-        told = sorted(line for line in lines.found if line.split()[0] == event)
+        told = sorted(line for line in found if line.split()[0] == event)
         assert told == sorted(f"{event} ({name})" if name else event for name in units)
-
-
-def test_passes_of_shard_are_told_in_the_log_of_torchs_own() -> None:
-    run_ranks(logged, 1)
 
 
 # -- full parameters
@@ -177,7 +153,8 @@ class OwnNames(nn.Linear):
         return super().forward(x) * self.reshard(0)
 
 
-def shown(rank: int, world: int) -> None:
+@on_ranks(1, 3)
+def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(rank):
     """Full parameters stand in the modules until a backward pass ends; nothing of them is lost."""
     for stage in STAGES:
         model = sharded(stage)
@@ -207,12 +184,9 @@ def shown(rank: int, world: int) -> None:
     layers(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(world: int) -> None:
-    run_ranks(shown, world)
-
-
-def pinned(rank: int, world: int, folder: str) -> None:
+@on_ranks(1, 2, 3)
+def test_unshard_holds_parameters_in_full_over_passes_until_reshard(rank, world, tmp_path):
+    folder = str(tmp_path)
     for stage in STAGES:
         model, reference = sharded(stage), plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -269,14 +243,8 @@ def pinned(rank: int, world: int, folder: str) -> None:
         assert isinstance(model.blocks[0].up.weight, ShardTensor)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_unshard_holds_parameters_in_full_over_passes_until_reshard(
-    world: int, tmp_path: Path
-) -> None:
-    run_ranks(pinned, world, str(tmp_path))
-
-
-def kept_full(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_full_parameters_are_freed_and_prefetched_as_the_setters_say(rank, world):
     """Gathers of a step of two micro-batches, by what is freed; stage 3."""
     # The root stays for its backward, and so does the last block.
     for settings, gathers in (
@@ -317,12 +285,9 @@ def kept_full(rank: int, world: int) -> None:
         assert sent(model, "all_gather") == before
 
 
-def test_full_parameters_are_freed_and_prefetched_as_the_setters_say() -> None:
-    run_ranks(kept_full, 2)
-
-
 # -- gradients
-def windows(rank: int, world: int) -> None:
+@on_ranks(1, 3)
+def test_gradients_stay_on_their_ranks_until_synced_or_finalized(rank, world):
     for stage in STAGES:
         model = sharded(stage)
         for number in range(3):
@@ -356,11 +321,6 @@ def windows(rank: int, world: int) -> None:
         same_gradients(model, expected(world, (0, 1)))
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_gradients_stay_on_their_ranks_until_synced_or_finalized(world: int) -> None:
-    run_ranks(windows, world)
-
-
 def skipped(rank: int, world: int) -> None:
     """Where ranks run different experts, what is finalized takes part on all of them."""
     for stage in (0, 2):
@@ -382,7 +342,8 @@ def skipped(rank: int, world: int) -> None:
                 assert_rounded_alike(param.grad.full_tensor(), like.grad, wanted)
 
 
-def sums(rank: int, world: int) -> None:
+@on_ranks(1, 2, 3)
+def test_sums_take_a_divisor_and_zeros_for_what_had_no_gradient(rank, world):
     shape = (2, 1) if world == 2 else (1, world)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for stage in STAGES:
@@ -409,11 +370,6 @@ def sums(rank: int, world: int) -> None:
         skipped(rank, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_sums_take_a_divisor_and_zeros_for_what_had_no_gradient(world: int) -> None:
-    run_ranks(sums, world)
-
-
 # -- what is refused, and what means nothing
 class Gather:
     """A user's own all-gather."""
@@ -428,7 +384,8 @@ class Gather:
         dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group)
 
 
-def refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_cannot_hold_says_what_to_use_and_the_rest_is_accepted(rank, world):
     model = sharded(3)
     with pytest.raises(NotImplementedError, match="set_reshard_after_forward"):
         model.set_keep_unsharded_storage(True)
@@ -461,7 +418,3 @@ def refused(rank: int, world: int) -> None:
     loss_of(model, 1, rank).backward()
     same_gradients(model, expected(world, (1,)))
     dist.barrier()
-
-
-def test_what_cannot_hold_says_what_to_use_and_the_rest_is_accepted() -> None:
-    run_ranks(refused, 2)

@@ -7,97 +7,39 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_from_scratch as zero
 from models import OddModel
 from oracle import assert_same_bits
-from ranks import run_ranks
-from roundings import SMOOTH_EPS, assert_all_rounded_alike, assert_rounded_alike, of_gradient
+from ranks import on_ranks, run_ranks
+from roundings import SMOOTH_EPS, assert_all_rounded_alike, of_gradient
 from shardwise import fully_shard, shard
 from shardwise.config import Schedule
 from trainer import (
     HALVES,
-    LAYOUTS,
     SPREAD,
     STAGES,
-    Trained,
     adamw,
     adamw_fused,
-    adamw_loop,
     assert_same_grads,
     assert_same_run,
     backward_all,
-    compare,
     events_of,
-    full_grads,
     full_parameters,
     make_steps,
-    sgd,
     token_batch,
     train,
     train_plain,
 )
 
-compare_odd = partial(
-    compare, make_model=OddModel, loss_fn=zero.next_byte_loss, make_batch=token_batch
-)
-
-
 # The last sum is over 3 ranks of 2 x 8 tokens; the loss is a sum over 256 bytes.
 ODD_ROUNDINGS = of_gradient(*(7, 28) * 3, 7, 256, over=3 * 2 * 8)
-ODD_NUMEL = sum(p.numel() for p in OddModel().parameters())
-
-
-def compare_odd_model(rank: int, world_size: int, **options: Any) -> None:
-    compare_odd(rank, world_size, **options)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_stage_and_layout_has_the_bits_of_the_plain_loop(world_size: int) -> None:
-    run_ranks(compare_odd_model, world_size, settings=LAYOUTS, num_steps=4)
-
-
-@pytest.mark.slow
-def test_four_ranks_have_the_bits_of_the_plain_loop() -> None:
-    run_ranks(compare_odd_model, 4, settings=HALVES[1])
-
-
-def test_an_optimizer_over_a_loop_of_parameters_takes_the_same_steps_on_shards() -> None:
-    """As by default on CPUs; all optimizers of torch are in test_shard_tensor_optimizers.py."""
-    settings = [{"stage": 1, "layout": "flat"}, {"stage": 3}]
-    run_ranks(compare_odd_model, 3, settings=settings, optimizer_factory=adamw_loop)
-
-
-class EvenModel(zero.TinyModel):
-    """Every slice of it is a multiple of 64 elements, at any of the tested world sizes."""
-
-    def __init__(self) -> None:
-        super().__init__(width=128, num_blocks=2)
-
-
-def compare_fused(rank: int, world_size: int) -> None:
-    compare(
-        rank,
-        world_size,
-        EvenModel,
-        HALVES[world_size % 2],
-        zero.next_byte_loss,
-        adamw_fused,
-        token_batch,
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(
-    world_size: int,
-) -> None:
-    run_ranks(compare_fused, world_size)
-
-
-def compare_fused_odd(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd(world_size):
     """The fused kernel's scalar tail rounds differently from its vector body."""
     steps = make_steps(world_size, 3, make_batch=token_batch)
     fused = partial(adamw_fused, eps=SMOOTH_EPS)
@@ -113,11 +55,8 @@ def compare_fused_odd(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.kernels
-def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd() -> None:
-    run_ranks(compare_fused_odd, 3)
-
-
-def compare_with_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_ranks_have_the_bits_of_distributed_data_parallel(rank, world_size):
     steps = make_steps(world_size, 4, make_batch=token_batch)
     torch.manual_seed(0)
     model = OddModel()
@@ -139,11 +78,6 @@ def compare_with_ddp(rank: int, world_size: int) -> None:
         assert_same_bits({n: trained.parameters[n] for n in expected}, expected)
 
 
-@pytest.mark.kernels
-def test_two_ranks_have_the_bits_of_distributed_data_parallel() -> None:
-    run_ranks(compare_with_ddp, 2)
-
-
 def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -156,7 +90,8 @@ def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Te
     return {name.removeprefix("module."): each for name, each in model.named_buffers()}
 
 
-def compare_buffers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(rank):
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
@@ -171,54 +106,6 @@ def compare_buffers(rank: int, world_size: int) -> None:
             assert alike == (sends or rank == 0)
             ours = {name: p.full_tensor() for name, p in model.named_parameters()}
             assert_same_bits(ours, dict(ddp.named_parameters()))
-
-
-def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them() -> None:
-    run_ranks(compare_buffers, 2)
-
-
-def compare_with_the_twin(rank: int, world_size: int, num_micro_batches: int) -> None:
-    steps = make_steps(world_size, 3, num_micro_batches, token_batch)
-    own = [[by_rank[rank] for by_rank in micro_batches] for micro_batches in steps]
-    for options in HALVES[1]:
-        torch.manual_seed(0)
-        model = OddModel()
-        stage = options["stage"]
-        twin = zero.train(model, list(model.blocks), own, zero.next_byte_loss, stage, adamw)
-        torch.manual_seed(0)
-        trained = train(OddModel(), steps, zero.next_byte_loss, **options)
-        assert trained.losses == twin.losses
-        del twin.parameters["never_used"]  # the twin's units always have a gradient
-        assert_same_bits({n: trained.parameters[n] for n in twin.parameters}, twin.parameters)
-
-
-def test_the_engine_has_the_bits_of_the_blocking_twin() -> None:
-    run_ranks(compare_with_the_twin, 3, 2)
-
-
-def train_with_prefetch(rank: int, world_size: int, stage: int) -> None:
-    steps = make_steps(world_size, 3, 2, token_batch)
-    runs: list[Trained] = []
-    for prefetch_bytes in (0, None, 1 << 30):
-        torch.manual_seed(0)
-        model = OddModel()
-        runs.append(
-            train(
-                model,
-                steps,
-                zero.next_byte_loss,
-                stage=stage,
-                schedule=Schedule(prefetch_bytes=prefetch_bytes),
-            )
-        )
-    for run in runs[1:]:
-        assert_same_run(run, runs[0])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_blocking_and_prefetched_gathers_give_the_same_bits(world_size: int) -> None:
-    for stage in (1, 3):
-        run_ranks(train_with_prefetch, world_size, stage)
 
 
 def order_of_gathers(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
@@ -248,53 +135,8 @@ def test_prefetching_gathers_the_same_units_one_call_earlier() -> None:
             assert prefetched.index(gather) < prefetched.index(call)
 
 
-ACCUMULATION = [  # every stage as it does by default, and in the other way
-    {"stage": stage, "layout": ("rows", "flat")[(stage + number) % 2], **override}
-    for stage in range(4)
-    for number, override in enumerate(
-        ({}, {"schedule": Schedule(reduce_every="micro_batch" if stage < 2 else "step")})
-    )
-]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int) -> None:
-    run_ranks(compare_odd_model, world_size, settings=ACCUMULATION, num_micro_batches=3)
-
-
-def compare_clipped(rank: int, world_size: int, max_norm: float) -> list[float]:
-    """Return the norms of the first step; SGD shows by how much its gradients were scaled."""
-    steps = make_steps(world_size, 3, make_batch=token_batch)
-    torch.manual_seed(0)
-    truth = train_plain(OddModel(), steps, zero.next_byte_loss, sgd, clip=max_norm)
-    norms = []
-    for options in LAYOUTS if world_size == 1 else SPREAD:
-        torch.manual_seed(0)
-        model = shard(OddModel(), **options)
-        optimizer = sgd(model.parameters())
-        for number, micro_batches in enumerate(steps):
-            backward_all(model, micro_batches, zero.next_byte_loss, rank)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            if number == 0:
-                norms.append(float(norm))
-            assert_all_rounded_alike(full_grads(model), truth.grads[number], ODD_ROUNDINGS)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_all_rounded_alike(full_parameters(model), truth.parameters, ODD_ROUNDINGS)
-    return norms
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_torchs_own_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
-    by_rank = run_ranks(compare_clipped, world_size, 0.5)
-    for norms in by_rank:
-        assert norms == by_rank[0], "ranks disagree about the norm"
-        for norm in norms:  # a sum over all elements, in another order under each setting
-            assert_rounded_alike(norm, norms[0], ODD_NUMEL)
-
-
-def compare_many_stages(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_stages_agree_when_every_rank_was_seeded_differently(rank, world_size):
     steps = make_steps(world_size, 3, make_batch=token_batch)
     runs = []
     for options in STAGES:
@@ -302,38 +144,3 @@ def compare_many_stages(rank: int, world_size: int) -> None:
         runs.append(train(OddModel(), steps, zero.next_byte_loss, **options))
     for run in runs[1:]:
         assert_same_run(run, runs[0])
-
-
-def test_stages_agree_when_every_rank_was_seeded_differently() -> None:
-    run_ranks(compare_many_stages, 3)
-
-
-def compare_hybrid(rank: int, world_size: int, num_micro_batches: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    settings = [{**options, "mesh": mesh} for options in HALVES[num_micro_batches - 1]]
-    compare_odd(
-        rank,
-        world_size,
-        settings=settings,
-        num_micro_batches=num_micro_batches,
-        num_replicas=2,
-    )
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_hybrid_sharding_sums_inside_the_shard_group_and_then_over_replicas(
-    num_micro_batches: int,
-) -> None:
-    run_ranks(compare_hybrid, 4, num_micro_batches)
-
-
-def compare_hybrid_extremes(rank: int, world_size: int) -> None:
-    """Meshes with one rank along an axis are the pure cases."""
-    for shape, num_replicas in (((1, 3), 1), ((3, 1), 3)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        settings = [{"stage": stage, "mesh": mesh} for stage in (0, 1, 3)]
-        compare_odd(rank, world_size, settings=settings, num_replicas=num_replicas)
-
-
-def test_a_mesh_axis_of_one_rank_changes_nothing() -> None:
-    run_ranks(compare_hybrid_extremes, 3)

@@ -1,7 +1,6 @@
 """Low precision against a plain loop that says by hand what is cast, and what is summed how."""
 
 import copy
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,15 +14,12 @@ from ranks import run_ranks
 from shardwise import Precision, shard
 from trainer import (
     HALVES,
-    SPREAD,
     Steps,
     Trained,
     adamw,
     adamw_fused,
     assert_same_run,
     assert_same_state,
-    backward_all,
-    compare,
     full_parameters,
     full_state,
     make_steps,
@@ -153,26 +149,6 @@ def test_gradients_are_summed_in_bf16_where_the_user_asks_for_it() -> None:
     run_ranks(compare_with_the_hand, 3, precision, torch.bfloat16, torch.bfloat16)
 
 
-def make_bf16_model() -> nn.Module:
-    return OddModel().to(torch.bfloat16)
-
-
-def compare_bf16_model(rank: int, world_size: int) -> None:
-    compare(
-        rank,
-        world_size,
-        make_bf16_model,
-        SPREAD,
-        zero.next_byte_loss,
-        make_batch=token_batch,
-        num_micro_batches=2,
-    )
-
-
-def test_a_model_that_is_bf16_itself_stays_bf16_throughout() -> None:
-    run_ranks(compare_bf16_model, 3)
-
-
 class Poisoned(OddModel):
     """Makes one element of one gradient infinite when told to."""
 
@@ -259,20 +235,3 @@ def scales_under_overflows(rank: int, world_size: int) -> list[float]:
 def test_the_loss_scale_follows_the_same_sequence_on_every_rank() -> None:
     expected = [32.0, 16.0, 16.0, 32.0, 32.0, 16.0, 16.0, 32.0]
     assert run_ranks(scales_under_overflows, 2) == [expected, expected]
-
-
-def loss_goes_down(rank: int, world_size: int) -> list[float]:
-    steps = [make_steps(world_size, 1, make_batch=token_batch)[0]] * 8
-    model = shard(OddModel(), stage=3, precision="bf16")
-    optimizer = adamw(model.parameters())
-    losses = []
-    for micro_batches in steps:
-        losses.append(backward_all(model, micro_batches, zero.next_byte_loss, rank))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def test_bf16_training_learns_a_batch() -> None:
-    for losses in run_ranks(loss_goes_down, 2):
-        assert all(later < earlier for earlier, later in pairwise(losses))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import accumulate, gathered, shard
 from shardwise.config import Schedule
 from shardwise.debug import stats
@@ -56,7 +56,11 @@ def watch(model: nn.Module) -> list[tuple[str, int]]:
     return heard
 
 
-def check_order(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (3, 3)])
+@on_ranks()
+def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_of_one_process(
+    stage,
+):
     plain = whole_numbers()
     model = shard(whole_numbers(), stage=stage, units=[nn.Sequential])
     heard = watch(model)
@@ -75,14 +79,9 @@ def check_order(rank: int, world_size: int, stage: int) -> None:
             assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (3, 3)])
-def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_of_one_process(
-    world_size: int, stage: int
-) -> None:
-    run_ranks(check_order, world_size, stage)
-
-
-def check_sum(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 3)])
+@on_ranks()
+def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(stage):
     plain = whole_numbers()
     model = shard(
         whole_numbers(), stage=stage, units=[nn.Sequential], schedule=Schedule(bucket_bytes=0)
@@ -100,14 +99,8 @@ def check_sum(rank: int, world_size: int, stage: int) -> None:
     assert counts == [NUM_BLOCKS] * 3
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 3)])
-def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(
-    world_size: int, stage: int
-) -> None:
-    run_ranks(check_sum, world_size, stage)
-
-
-def check_one_then_sum(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass():
     """Passes through one graph, of one that is alive, say nothing of passes through two."""
     model = shard(
         whole_numbers(), stage=3, units=[nn.Sequential], schedule=Schedule(bucket_bytes=0)
@@ -120,11 +113,8 @@ def check_one_then_sum(rank: int, world_size: int) -> None:
     assert counts == [NUM_BLOCKS] * 4
 
 
-def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass() -> None:
-    run_ranks(check_one_then_sum, 2)
-
-
-def check_dropped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_graph_that_never_runs_keeps_no_unit_open():
     """A graph that is kept and never run keeps no unit open in the passes of others."""
     model = shard(whole_numbers(), stage=3, units=[nn.Sequential])
     model(inputs(0, 0)).sum().backward()
@@ -135,10 +125,6 @@ def check_dropped(rank: int, world_size: int) -> None:
     assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
     kept.backward()  # and it may still run
     assert heard.count(("on_pass_end", -1)) == 2
-
-
-def test_a_graph_that_never_runs_keeps_no_unit_open() -> None:
-    run_ranks(check_dropped, 2)
 
 
 def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to() -> None:
@@ -154,7 +140,9 @@ def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to() -> None:
                 call.enter(after)
 
 
-def check_one_keeps(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(rank, stage):
     """One rank holds on to what the others drop: what is waited for is the same on all."""
     plain = whole_numbers()
     model = shard(whole_numbers(), stage=stage, units=[nn.Sequential])
@@ -168,11 +156,6 @@ def check_one_keeps(rank: int, world_size: int, stage: int) -> None:
         plain(inputs(step, 1)).sum().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(stage: int) -> None:
-    run_ranks(check_one_keeps, 2, stage)
 
 
 class Breaks(nn.Module):
@@ -191,7 +174,9 @@ class Breaks(nn.Module):
         return x
 
 
-def check_cut(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["0", "2", "3", "fully_shard"])
+@on_ranks(2)
+def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how):
     """A pass that raised leaves nothing in the next one, be that of another graph or of a new."""
     plain, ours = whole_numbers(), whole_numbers()
     breaks = Breaks()
@@ -223,11 +208,6 @@ def check_cut(rank: int, world_size: int, how: str) -> None:
         stats(model[0] if how == "fully_shard" else model)
 
 
-@pytest.mark.parametrize("how", ["0", "2", "3", "fully_shard"])
-def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how: str) -> None:
-    run_ranks(check_cut, 2, how)
-
-
 class Force(nn.Module):
     """Adds to its output the gradient of an energy that inner units have computed."""
 
@@ -243,7 +223,9 @@ class Force(nn.Module):
         return self.inner(x) + force
 
 
-def check_inside(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(stage):
     plain, model = Force(), shard(Force(), stage=stage, units=[nn.Sequential])
     for step in range(2):
         x = inputs(step, 0).requires_grad_()
@@ -253,12 +235,11 @@ def check_inside(rank: int, world_size: int, stage: int) -> None:
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(stage: int) -> None:
-    run_ranks(check_inside, 2, stage)
-
-
-def check_late_grads_in_any_order(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(1, 2)
+def test_gradients_that_come_late_are_whole_in_whatever_order_they_are_read(
+    rank, world_size, stage
+):
     """Let a penalty's gradients come after the layers' own are on their way; read in two orders."""
     found = []
     for step in (1, -1):
@@ -283,11 +264,3 @@ def check_late_grads_in_any_order(rank: int, world_size: int, stage: int) -> Non
         for grads in found:
             for ours, expected in zip(grads[begin : begin + NUM_BLOCKS], truth, strict=True):
                 assert torch.equal(ours, expected), (stage, number)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_that_come_late_are_whole_in_whatever_order_they_are_read(
-    stage: int, num_ranks: int
-) -> None:
-    run_ranks(check_late_grads_in_any_order, num_ranks, stage)

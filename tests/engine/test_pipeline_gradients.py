@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardwise
-from pipelines import BY, THERE, Net, Pipeline, batch_of, loss_of, micro_batches_of, whole_batch
-from ranks import run_ranks
+from pipelines import BY, Net, Pipeline, batch_of, by_torch, loss_of, micro_batches_of, whole_batch
+from ranks import on_ranks
 from shardwise.check.one_process import GradientReport
 from shardwise.errors import ConfigError, GradientError
 
@@ -58,18 +57,14 @@ class Checked:
         )
 
 
-def by_torch(part: Any, mesh: Any) -> nn.Module:
-    for block in part.blocks.values():
-        torch_fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    return torch_fully_shard(part, mesh=mesh, reshard_after_forward=False)
-
-
-def right_ones_pass(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_schedules_are_checked_against_one_process():
+    """Two of them: the steps of all are in test_pipeline_schedules.py."""
     axes = shardwise.Axes(pp=2)
     shards = {by: partial(BY[by], mesh=axes, stage=3, precision="fp32") for by in BY}
-    for number, schedule in enumerate(THERE):
+    for number, schedule in enumerate(("1F1B", "Interleaved1F1B")):
         by = ("shard", "fully_shard")[number % 2]
-        report = Checked(schedule, axes, shards[by], tied=number // 2 % 2 == 0).report()
+        report = Checked(schedule, axes, shards[by], tied=number == 0).report()
         assert not report.wrong
         names = [check.name for check in report.checks]  # of all stages, on every rank
         assert sorted(names) == sorted(n for n, _ in Net().named_parameters())
@@ -77,11 +72,8 @@ def right_ones_pass(rank: int, num_ranks: int) -> None:
     assert not theirs.wrong
 
 
-def test_every_schedule_has_the_gradients_of_one_process() -> None:
-    run_ranks(right_ones_pass, 4)
-
-
-def wrong_ones_are_named(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks():
     axes = shardwise.Axes(pp=2)
     shards = partial(BY["shard"], mesh=axes, stage=3, precision="fp32")
 
@@ -114,11 +106,14 @@ def wrong_ones_are_named(rank: int, num_ranks: int) -> None:
     assert "embed.weight: the gradient is no multiple of the right one" in said
 
 
-def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks() -> None:
-    run_ranks(wrong_ones_are_named, 2)
+class WithMore(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(2))
 
 
-def what_does_not_fit_is_said(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_stages_that_are_not_the_plain_model_are_refused_on_all_ranks():
     axes = shardwise.Axes(pp=2)
     shards = partial(BY["shard"], mesh=axes, stage=3, precision="fp32")
     checked = Checked("Interleaved1F1B", axes, shards)
@@ -132,13 +127,3 @@ def what_does_not_fit_is_said(rank: int, num_ranks: int) -> None:
         shardwise.check.gradients(
             lambda: Net(range(1)), batch_of(0, 0), axes, compose=checked.compose, run=checked.run
         )
-
-
-class WithMore(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Parameter(torch.zeros(2))
-
-
-def test_stages_that_are_not_the_plain_model_are_refused_on_all_ranks() -> None:
-    run_ranks(what_does_not_fit_is_said, 2)

@@ -1,6 +1,5 @@
 """Pipelines with tensor parallelism, and with replicas of shards: the steps of one process."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from pipelines import (
     micro_batches_of,
     whole_batch,
 )
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.config import Units
 from shardwise.parallel.routing import Routing
@@ -62,7 +61,10 @@ def parallel(part: Any, axes: shardwise.Axes) -> Any:
     )
 
 
-def composed(rank: int, num_ranks: int, folder: Path) -> None:
+@on_ranks(4)
+def test_pipelines_beside_tensor_parallelism_and_replicas_take_the_steps_of_one_process(
+    rank, tmp_path
+):
     patch = pytest.MonkeyPatch()
     patch.setattr(pipelines, "WIDTH", WIDTH)
     for number, (degrees, schedule, stage, tied) in enumerate(CASES):
@@ -93,29 +95,23 @@ def composed(rank: int, num_ranks: int, folder: Path) -> None:
         for name, param in made.named().items():
             assert_rounded_alike(full(param), expected[name].detach(), ROUNDINGS, name)
         shardwise.check.replicas(made.parts, optimizers[0])
-        shardwise.save(folder / str(number), made.parts, optimizers[0])
+        shardwise.save(tmp_path / str(number), made.parts, optimizers[0])
 
         # Into stages that are split, cut and sharded otherwise.
         shards = shardwise.Axes(pp=2)
         other = pipelines.pipeline_of("GPipe", shards, 3, by="fully_shard")
         if tied:
             shardwise.parallel.tie(other.parts, {"head.weight": "embed.weight"})
-        shardwise.load(folder / str(number), other.parts)
+        shardwise.load(tmp_path / str(number), other.parts)
         for name, param in other.named().items():
             assert_rounded_alike(full(param), expected[name].detach(), ROUNDINGS, name)
         if rank == 0:
             alone = Net(tied=tied)
-            shardwise.load(folder / str(number), alone)
+            shardwise.load(tmp_path / str(number), alone)
             for mine, theirs in zip(alone.parameters(), whole.parameters(), strict=True):
                 assert_rounded_alike(mine, theirs, ROUNDINGS)
         torch.distributed.barrier()
     patch.undo()
-
-
-def test_pipelines_beside_tensor_parallelism_and_replicas_take_the_steps_of_one_process(
-    tmp_path: Path,
-) -> None:
-    run_ranks(composed, 4, tmp_path)
 
 
 # -- parameters on a mesh of their own
@@ -139,36 +135,6 @@ def sharded_by(by: str, part: Any, axes: shardwise.Axes) -> Any:
     if by == "fully_shard":
         return BY[by](part, **how)
     return shardwise.shard(part, units=Units(ExpertsBlock, experts="*.experts"), **how)
-
-
-def experts_in_stages(rank: int, num_ranks: int) -> None:
-    axes = shardwise.Axes(pp=2, ep=2)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(pipelines, "Block", ExpertsBlock)
-    whole = Net()
-    x, y = whole_batch(0, 2)
-    loss_of(whole(x), y).backward()
-    grads = {name: param.grad for name, param in whole.named_parameters()}
-    norm = nn.utils.get_total_norm([grad for grad in grads.values() if grad is not None])
-    roundings = of_gradient(*(8, 4, 8, 6, 2) * NUM_BLOCKS, 8, over=72)
-    cases = [("shard", "InterleavedZeroBubble"), ("fully_shard", "InterleavedZeroBubble")]
-    cases += [("fully_shard", schedule) for schedule in IN_A_V if schedule in THERE]
-    for by, schedule in cases:
-        made = Pipeline(
-            schedule,
-            axes,
-            micro_batches_of(schedule, 4),
-            lambda part, by=by: sharded_by(by, part, axes),
-        )
-        made.step(*batch_of(0, axes["dp_shard"].get_local_rank()))
-        for name, param in made.named().items():
-            what = f"{name}, {by}, {schedule}"
-            assert_rounded_alike(full(param.grad), grads[name], roundings, what)
-        # The norm is one over all stages, whichever parameter comes first.
-        params = [p for _, p in sorted(made.named().items(), key=lambda e: ".experts." not in e[0])]
-        assert_rounded_alike(shardwise.parallel.clip_grad_norm_(params, 1.0), norm, roundings)
-    patch.undo()
-    counts_gathers_of_other_meshes(axes)
 
 
 def counts_gathers_of_other_meshes(axes: shardwise.Axes) -> None:
@@ -198,5 +164,32 @@ def counts_gathers_of_other_meshes(axes: shardwise.Axes) -> None:
     assert gathers == 2 * sum(len(part.blocks) for part in made.parts) + 1  # and the root's own
 
 
-def test_experts_of_a_stage_have_the_gradients_of_one_process_and_know_of_other_stages() -> None:
-    run_ranks(experts_in_stages, 4)
+@on_ranks(4)
+def test_experts_of_a_stage_have_the_gradients_of_one_process_and_know_of_other_stages():
+    axes = shardwise.Axes(pp=2, ep=2)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(pipelines, "Block", ExpertsBlock)
+    whole = Net()
+    x, y = whole_batch(0, 2)
+    loss_of(whole(x), y).backward()
+    grads = {name: param.grad for name, param in whole.named_parameters()}
+    norm = nn.utils.get_total_norm([grad for grad in grads.values() if grad is not None])
+    roundings = of_gradient(*(8, 4, 8, 6, 2) * NUM_BLOCKS, 8, over=72)
+    cases = [("shard", "InterleavedZeroBubble"), ("fully_shard", "InterleavedZeroBubble")]
+    cases += [("fully_shard", schedule) for schedule in IN_A_V if schedule in THERE]
+    for by, schedule in cases:
+        made = Pipeline(
+            schedule,
+            axes,
+            micro_batches_of(schedule, 4),
+            lambda part, by=by: sharded_by(by, part, axes),
+        )
+        made.step(*batch_of(0, axes["dp_shard"].get_local_rank()))
+        for name, param in made.named().items():
+            what = f"{name}, {by}, {schedule}"
+            assert_rounded_alike(full(param.grad), grads[name], roundings, what)
+        # The norm is one over all stages, whichever parameter comes first.
+        params = [p for _, p in sorted(made.named().items(), key=lambda e: ".experts." not in e[0])]
+        assert_rounded_alike(shardwise.parallel.clip_grad_norm_(params, 1.0), norm, roundings)
+    patch.undo()
+    counts_gathers_of_other_meshes(axes)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.config import Units
 from shardwise.errors import ConfigError
@@ -193,23 +193,6 @@ def clips_as_torch_does(rank: int, world_size: int) -> None:
     assert torch.allclose(plain.grad, torch.full((4,), 0.5))
 
 
-def all_of(rank: int, world_size: int) -> None:
-    if world_size == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-        for stage, layout in ((0, "rows"), (1, "flat"), (2, "rows"), (3, "rows"), (3, "flat")):
-            experts(rank, world_size, mesh, stage, layout)
-        for stage in (1, 3):
-            experts(rank, world_size, mesh, stage, "matrices")
-        refuses(mesh)
-        for order in (2.0, 1.0, float("inf")):
-            clips_over_meshes(mesh, order)
-    elif world_size == 3:
-        experts(rank, 3, init_device_mesh("cpu", (1, 3), mesh_dim_names=("efsdp", "ep")), 3, "rows")
-    clips_as_torch_does(rank, world_size)
-    for stage in (0, 1, 2, 3):
-        columns(rank, world_size, stage, "fp32")
-
-
 def refuses(mesh: DeviceMesh) -> None:
     """What cannot be is refused on all ranks before anything changes, with the parameter's name."""
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -238,8 +221,19 @@ def refuses(mesh: DeviceMesh) -> None:
         assert not any(isinstance(p, shardwise.ShardTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_meshes_and_dims_of_single_parameters_leave_the_steps_of_one_process(
-    world_size: int,
-) -> None:
-    run_ranks(all_of, world_size)
+@on_ranks(1, 3, 4)
+def test_meshes_and_dims_of_single_parameters_leave_the_steps_of_one_process(rank, world_size):
+    if world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+        for stage, layout in ((0, "rows"), (1, "flat"), (2, "rows"), (3, "rows"), (3, "flat")):
+            experts(rank, world_size, mesh, stage, layout)
+        for stage in (1, 3):
+            experts(rank, world_size, mesh, stage, "matrices")
+        refuses(mesh)
+        for order in (2.0, 1.0, float("inf")):
+            clips_over_meshes(mesh, order)
+    elif world_size == 3:
+        experts(rank, 3, init_device_mesh("cpu", (1, 3), mesh_dim_names=("efsdp", "ep")), 3, "rows")
+    clips_as_torch_does(rank, world_size)
+    for stage in (0, 1, 2, 3):
+        columns(rank, world_size, stage, "fp32")

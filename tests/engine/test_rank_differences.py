@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ranks import run_ranks
-from shardwise import fully_shard, gathered, shard
+from ranks import on_ranks, run_ranks
+from shardwise import debug, fully_shard, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
 from trainer import ENDS, compare, sgd
@@ -72,19 +72,18 @@ def draw_batch(random):
     return x, ids, torch.randint(3, (4,), generator=random), which
 
 
-def experts_differ(rank, world_size, kind):
+@pytest.mark.parametrize("kind", [TwoTowers, Checkpointed])
+@on_ranks(1, 2, 3)
+def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_input(
+    rank, world_size, kind
+):
     units = {TwoTowers: [Experts, nn.Embedding], Checkpointed: [Experts]}[kind]
     settings = [dict(end, units=units) for end in ENDS]
     compare(rank, world_size, kind, settings, loss_of, sgd, draw_batch, num_steps=6)
 
 
-@pytest.mark.parametrize("kind", [TwoTowers, Checkpointed])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_input(num_ranks, kind):
-    run_ranks(experts_differ, num_ranks, kind)
-
-
-def write_in_forward(rank, world_size):
+@on_ranks(1, 2)
+def test_a_parameter_that_is_written_in_forward_is_refused_by_name():
     class Clipped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,12 +99,8 @@ def write_in_forward(rank, world_size):
             model(torch.tensor([1, 2]))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_parameter_that_is_written_in_forward_is_refused_by_name(num_ranks):
-    run_ranks(write_in_forward, num_ranks)
-
-
-def step_before_outside_backward(rank, world_size):
+@on_ranks(1, 2)
+def test_a_step_between_an_outside_use_and_its_backward_is_refused():
     for stage in (1, 3):
         model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), stage=stage)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,11 +113,6 @@ def step_before_outside_backward(rank, world_size):
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_between_an_outside_use_and_its_backward_is_refused(num_ranks):
-    run_ranks(step_before_outside_backward, num_ranks)
 
 
 def three_layers(kind, mesh=None):
@@ -285,8 +275,20 @@ def test_other_values_on_one_rank_are_loaded_on_none(stage):
         assert "; rank 2 has [" in text and "Load the same file on every rank" in text
 
 
-def go_on_alone(rank, world_size, kind, what):
-    """Let the last rank do something that the others do not; return what is raised."""
+@pytest.mark.parametrize(
+    ("kind", "what", "odd", "others"),
+    [
+        (3, "freeze", "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
+        (None, "load", "(load_state_dict())", "all_gather of unit"),
+        (1, "gather", "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
+    ],
+)
+@on_ranks(2, fresh=True)
+def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(
+    rank, world_size, kind, what, odd, others
+):
+    """Let the last rank do something that the others do not, in processes that end with it."""
+    debug.watch(4)
     model = three_layers(kind)
     is_odd = rank == world_size - 1
     backward(model)
@@ -299,22 +301,6 @@ def go_on_alone(rank, world_size, kind, what):
             if what == "gather":
                 (model[2] if is_odd else model[0]).weight.full_tensor()
             backward(model)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "what", "odd", "others"),
-    [
-        (3, "freeze", "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
-        (None, "freeze", "('2.weight' is frozen here", "reduce_scatter of unit"),
-        (2, "load", "(load_state_dict())", "reduce_scatter of unit"),
-        (None, "load", "(load_state_dict())", "all_gather of unit"),
-        (1, "gather", "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
-    ],
-)
-def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(
-    kind, what, odd, others
-):
-    for text in run_ranks(go_on_alone, 2, kind, what, fresh=True):
-        first, second = text.split(", and rank 1 waits in ")
-        assert odd in second and others in first.rpartition("rank 0 waits in ")[2], text
+    text = str(error.value)
+    first, second = text.rpartition("Waiting: rank 0 in ")[2].split("; rank 1 in ")
+    assert odd in second and others in first, text

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import shard
 from shardwise.check.compare_ranks import check_replicas
 from shardwise.engine.api import engine_of
@@ -231,11 +231,8 @@ def test_the_error_is_a_state_error() -> None:
     assert issubclass(ReplicaError, StateError)
 
 
-def one_rank(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_one_rank_has_nobody_to_compare_with(rank):
     model, optimizer = build(rank, stage=0)
     flip_bit(model.get_parameter(NAME))
     check_replicas(model, optimizer)
-
-
-def test_one_rank_has_nobody_to_compare_with() -> None:
-    run_ranks(one_rank, 1)

@@ -1,45 +1,4 @@
-"""What users of other ZeRO engines ran into: scenarios of their test suites, and where ours are.
-
-Scenario                                              Test
- 1 the plain loop, stages 0 to 3                      test_parity (the plain loop, DDP, the twin)
- 2 non-scalar outputs, loss outside the engine        test_models_calls: gradients add up over
- 3 two engines, one combined loss                     here
- 4 accumulation equals one sum; backwards vary        test_parity: accumulation
- 5 several backwards before one step                  test_models_calls: gradients add up over
- 6 bounded number of collectives per step             here; exact bytes in test_traffic_memory
- 7 checkpointing, both kinds, nested                  test_models_checkpointing
- 8 checkpointing: frozen, early stop, exceptions      test_models_checkpointing, test_models_errors
- 9 frozen weights train (and save)                    test_models_parameters; later: checkpoint
-10 requires_grad toggled between steps                test_models_parameters: requires_grad
-11 unused parameters, no stale gradient               test_models_parameters: no gradient outlives
-12 a module used several times in one forward         test_models_calls: several times in a step
-13 tied weights (saved and loaded)                    test_models_parameters; later: checkpoint
-14 odd sizes, fewer elements than ranks               test_models_parameters: scalar, empty and tiny
-15 zero-sized parameters, two groups, an empty group  test_models_parameters; an empty group: here
-16 outputs of every shape, None                       test_models_calls: outputs may come in
-17 parameters used outside their module               test_models_parameters: outside its module
-18 modules attached late; attributes named like ours  here
-19 sharded construction                               test_models_start
-20 gather for reading and for modification            here, test_refusals: gathered parameters
-21 train / eval / generate switches                   here, test_transformers: generation
-22 get and set full parameters, gradients, state      test_shard_tensor: read and written whole
-23 clip by editing gradients, then the norm agrees    here
-24 mean reduction                                     here
-25 optimizer step counts                              here, and every comparison with the oracle
-26 bf16 masters and gradients                         test_parity_precision
-27 the last micro-batch is part of the average        here
-28 autocast equals DDP's autocast; mixed dtypes       here, test_models_parameters: several dtypes
-29 overflow: some ranks, some steps, exact scales     test_parity_precision
-30 client optimizers                                  test_parity: elementwise optimizers
-31 schedulers against closed forms                    train/test_schedule
-32-36 save, load, elastic, full state, tags           later: checkpoint
-37 offload                                            later: offload
-38 experts that differ by rank do not hang            here, test_models_parameters: one rank uses
-39 functorch; compile per block                       here, test_models_compile
-40 other engines' configuration files                 later: interop
-41 windows are re-entered; destroy frees everything   here
-42 stream safety under overlap                        needs a GPU
-"""
+"""The table of scenarios (tests/scenarios.py), and what users of other ZeRO engines ran into."""
 
 import gc
 import weakref
@@ -48,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from models import Experts, Stack, routed_loss, stack_roundings
+from models import Stack, stack_roundings
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
+from scenarios import SCENARIOS, check
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardwiseError, StateError
@@ -61,17 +20,26 @@ from trainer import (
     SPREAD,
     STAGES,
     adamw,
-    backward_all,
     events_of,
     full_grads,
     full_parameters,
-    full_state,
-    make_steps,
     mean_square,
 )
 
 BATCH = torch.linspace(-1, 1, 24).view(3, 8)
 ROUNDINGS = stack_roundings(rows=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=row.marks, id=f"{name}, {size} ranks")
+        for name, row in SCENARIOS.items()
+        for size in row.sizes
+    ],
+)
+def test_every_setting_takes_the_steps_of_the_oracle(name: str, world_size: int) -> None:
+    run_ranks(check, world_size, name)
 
 
 def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -> nn.Module:
@@ -81,7 +49,7 @@ def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -
     return shard(model, **options) if options else model
 
 
-# 3: two engines, one combined loss
+# Two engines, one combined loss.
 
 
 def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
@@ -90,7 +58,8 @@ def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
     return second(hidden @ torch.ones(5, 8)).square().mean() + (hidden * second(batch)).mean()
 
 
-def compare_two_engines(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_sharded_models_train_on_one_combined_loss():
     for options in SPREAD:
         runs = []
         for settings in ({}, options):
@@ -106,11 +75,7 @@ def compare_two_engines(rank: int, world_size: int) -> None:
             assert_same_bits(actual, expected)
 
 
-def test_two_sharded_models_train_on_one_combined_loss() -> None:
-    run_ranks(compare_two_engines, 2)
-
-
-# 6: bounded number of collectives per step
+# Bounded number of collectives per step.
 
 
 def count_collectives(rank: int, world_size: int, stage: int) -> dict[str, int]:
@@ -139,21 +104,18 @@ def test_a_step_issues_one_gather_per_unit_and_direction_one_reduction_and_one_n
             assert not kinds
 
 
-# 15: an empty parameter group
+# An empty parameter group.
 
 
-def train_with_an_empty_group(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_empty_parameter_group_is_allowed():
     model = seeded(stage=3)
     optimizer = adamw([{"params": list(model.parameters())}, {"params": []}])
     mean_square(model, BATCH).backward()
     optimizer.step()
 
 
-def test_an_empty_parameter_group_is_allowed() -> None:
-    run_ranks(train_with_an_empty_group, 2)
-
-
-# 18: modules attached late, attributes named like ours
+# Modules attached late, attributes named like ours.
 
 
 def attach_late(rank: int, world_size: int, stage: int) -> str:
@@ -182,27 +144,32 @@ class NamedLikeOurs(Stack):
         return super().forward(self.id(x))
 
 
-def train_named_like_ours(rank: int, world_size: int) -> None:
-    model = seeded(NamedLikeOurs, stage=3)
-    mean_square(model, BATCH).backward()
-    assert model.unit == model.stage == model.engine == "mine"
-    assert_same_bits(full_grads(model), plain_grads(NamedLikeOurs))
-
-
 def plain_grads(make_model: type[nn.Module] = Stack) -> dict[str, Tensor]:
     model = seeded(make_model)
     mean_square(model, BATCH).backward()
     return full_grads(model)
 
 
-def test_attributes_of_the_user_may_have_any_name() -> None:
-    run_ranks(train_named_like_ours, 2)
+@on_ranks(2)
+def test_attributes_of_the_user_may_have_any_name():
+    model = seeded(NamedLikeOurs, stage=3)
+    mean_square(model, BATCH).backward()
+    assert model.unit == model.stage == model.engine == "mine"
+    assert_same_bits(full_grads(model), plain_grads(NamedLikeOurs))
 
 
-# 20: gather for reading and for modification
+# Gather for reading and for modification.
 
 
-def modify_gathered(rank: int, world_size: int) -> None:
+@torch.no_grad()
+def change_on_one_rank(weight: nn.Parameter, rank: int) -> None:
+    with gathered(weight) as (full,):
+        if rank == 1:
+            full.zero_()
+
+
+@on_ranks(3)
+def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(rank):
     expected = full_parameters(seeded())
     for options in SPREAD:
         model = seeded(**options)
@@ -221,52 +188,14 @@ def modify_gathered(rank: int, world_size: int) -> None:
         mean_square(model, BATCH).backward()
 
 
-@torch.no_grad()
-def change_on_one_rank(weight: nn.Parameter, rank: int) -> None:
-    with gathered(weight) as (full,):
-        if rank == 1:
-            full.zero_()
+# Train, evaluate, train.
 
 
-def test_a_change_that_was_not_declared_is_an_error_on_all_ranks() -> None:
-    run_ranks(modify_gathered, 3)
+# Gradients are means, and may be edited.
 
 
-# 21: train, evaluate, train
-
-
-def switch_modes(rank: int, world_size: int) -> None:
-    for options in SPREAD:
-        runs = []
-        for settings in ({}, options):
-            model = seeded(**settings)
-            optimizer = adamw(model.parameters())
-            outputs = []
-            for step in range(4):
-                model.eval()
-                with torch.no_grad():
-                    outputs.append(model(BATCH))
-                if settings and step % 2:
-                    with gathered(model), torch.no_grad():
-                        assert torch.equal(model(BATCH), outputs[-1])
-                model.train()
-                mean_square(model, BATCH).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            runs.append((outputs, full_parameters(model)))
-        for actual, expected in zip(runs[1][0], runs[0][0], strict=True):
-            assert torch.equal(actual, expected)
-        assert_same_bits(runs[1][1], runs[0][1])
-
-
-def test_training_and_evaluation_alternate() -> None:
-    run_ranks(switch_modes, 2)
-
-
-# 23, 24: gradients are means, and may be edited
-
-
-def edit_gradients(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_gradients_are_means_over_ranks_and_norms_see_edits(rank):
     expected = plain_grads()
     total = torch.nn.utils.get_total_norm(list(expected.values()))
     for options in SPREAD:
@@ -287,124 +216,19 @@ def edit_gradients(rank: int, world_size: int) -> None:
         assert_rounded_alike(float(norm), 0.01 * float(total / (total + 2e-6)), ROUNDINGS)
 
 
-def test_gradients_are_means_over_ranks_and_norms_see_edits() -> None:
-    run_ranks(edit_gradients, 3)
+# Optimizer step counts.
 
 
-# 25: optimizer step counts
+# The last micro-batch is part of the average.
 
 
-def count_steps(rank: int, world_size: int) -> None:
-    for options in STAGES:
-        for precision in ("fp32", "bf16"):
-            model = seeded(precision=precision, **options)
-            optimizer = adamw(model.parameters())
-            for micro_batches in make_steps(world_size, 3, 2):
-                backward_all(model, micro_batches, mean_square, rank)
-                optimizer.step()
-                optimizer.zero_grad()
-            steps = {float(s["step"]) for s in full_state(model, optimizer).values()}
-            assert steps == {3.0}
-            assert len(optimizer.state) == len(list(model.parameters()))
+# Autocast.
 
 
-def test_every_parameter_counts_as_many_steps_as_were_taken() -> None:
-    run_ranks(count_steps, 2)
+# Experts.
 
 
-# 27: the last micro-batch is part of the average
-
-
-def accumulate_one_of_three(rank: int, world_size: int) -> None:
-    """Only one micro-batch of the window has a gradient that is not zero."""
-    expected = plain_grads()
-    for options in SPREAD:
-        for precision in ("fp32", "bf16"):
-            found = []
-            for position in range(3):
-                model = seeded(precision=precision, **options)
-                for number in range(3):
-                    with accumulate(model, last=number == 2):
-                        scale = float(number == position)
-                        (mean_square(model, BATCH).float() * scale).backward()
-                found.append(full_grads(model))
-            assert_same_bits(found[2], found[0])
-            assert_same_bits(found[1], found[0])
-            if precision == "fp32":
-                assert_same_bits(found[0], expected)
-
-
-def test_every_micro_batch_of_a_window_counts_alike() -> None:
-    run_ranks(accumulate_one_of_three, 2)
-
-
-# 28: autocast
-
-
-class Cast(Stack):
-    """Has a part that opts out of autocast, and a buffer that keeps its dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x) * self.scale.float()
-        with torch.autocast("cpu", enabled=False):
-            return nn.functional.linear(x.float(), self.head.weight.float().t().contiguous())
-
-
-def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model(batch).float().square().mean() + model(batch * 0.5).float().mean()
-
-
-def compare_autocast(rank: int, world_size: int) -> None:
-    steps = make_steps(world_size, 3)
-    runs = []
-    for options in ({}, *SPREAD):
-        model = seeded(Cast, **options)
-        called = model if options else DistributedDataParallel(model)
-        optimizer = adamw(model.parameters())
-        losses = []
-        for (by_rank,) in steps:
-            loss = autocast_loss(called, by_rank[rank])
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert model.scale.dtype is torch.float64
-        runs.append((losses, full_parameters(model)))
-    for losses, parameters in runs[1:]:
-        assert losses == runs[0][0]
-        assert_same_bits(parameters, runs[0][1])
-
-
-@pytest.mark.filterwarnings("ignore:Detected a change in autograd graph")
-def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast() -> None:
-    run_ranks(compare_autocast, 2)
-
-
-# 38: experts
-
-
-def route_by_rank(rank: int, world_size: int) -> None:
-    for options in SPREAD:
-        model = seeded(Experts, **options)
-        optimizer = adamw(model.parameters())
-        for step in range(3):
-            routed_loss(model, (BATCH, (rank + step) % 3)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        values = full_parameters(model)
-        assert all(v.isfinite().all() for v in values.values())
-
-
-def test_experts_that_differ_by_rank_do_not_hang() -> None:
-    run_ranks(route_by_rank, 3)
-
-
-# 39: functorch and torch.autograd.grad
+# Functorch and torch.autograd.grad.
 
 
 def call_functionally(model: nn.Module, kind: str) -> Tensor:
@@ -462,10 +286,11 @@ def test_functional_transforms_are_right_or_refused(kind: str) -> None:
     assert run_ranks(compare_functional, 2, kind) == [[], []]
 
 
-# 41: windows are re-entered; a model that is dropped leaves nothing
+# Windows are re-entered; a model that is dropped leaves nothing.
 
 
-def reenter_windows(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accumulation_windows_nest_and_survive_exceptions():
     expected = plain_grads()
     for options in STAGES:
         model = seeded(**options)
@@ -479,10 +304,6 @@ def reenter_windows(rank: int, world_size: int) -> None:
             (mean_square(model, BATCH) * 0.5).backward()
         for name, grad in full_grads(model).items():
             assert_rounded_alike(grad, expected[name], ROUNDINGS, name)
-
-
-def test_accumulation_windows_nest_and_survive_exceptions() -> None:
-    run_ranks(reenter_windows, 2)
 
 
 def drop_models(rank: int, world_size: int) -> list[bool]:
@@ -506,14 +327,11 @@ def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory() -> None:
     assert run_ranks(drop_models, 2) == [[True] * 4] * 2
 
 
-def drop_in_flight(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_may_be_dropped_with_reductions_in_flight():
     """Leave reductions, and gathers that were ahead, to the garbage collector."""
     for turn in range(12):
         model = shard(Stack(), stage=turn % 4)
         mean_square(model, BATCH).backward()
         del model
         gc.collect()
-
-
-def test_a_model_may_be_dropped_with_reductions_in_flight() -> None:
-    run_ranks(drop_in_flight, 2)

@@ -1,56 +1,30 @@
 """Ranks that do not run the same layers: layerdrop, stochastic depth, a head per task, experts."""
 
 import itertools
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
+from scenarios import (
+    ON_MESHES,
+    Dropped,
+    Inner,
+    NestedDropped,
+    OnMeshes,
+    dropped_batch,
+    dropped_loss,
+    on_meshes,
+)
 from shardwise import accumulate, shard
 from shardwise.config import Schedule, Units
 from shardwise.engine.api import engine_of
-from trainer import LAYOUTS, adamw, compare, events_of, full_grads, sgd
-
-
-class Dropped(nn.Module):
-    """Blocks of which a batch names those to run, between layers that always run."""
-
-    num_layers = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(self.num_layers))
-        self.norm = nn.LayerNorm(8)
-        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
-
-    def forward(self, x, runs, task):
-        x = self.first(x)
-        for layer, run in zip(self.layers, runs, strict=True):
-            if run:
-                x = x + torch.tanh(layer(x))
-        return self.heads[task](self.norm(x))
-
-
-def loss_of(model, batch):
-    x, runs, task, targets = batch
-    return F.cross_entropy(model(x, runs, task), targets)
-
-
-def draw_batch(random):
-    x = torch.randn(4, 5, generator=random)
-    runs = (torch.rand(Dropped.num_layers, generator=random) > 0.4).tolist()
-    task = int(torch.randint(2, (), generator=random))
-    return x, runs, task, torch.randint(3, (4,), generator=random)
+from trainer import adamw, events_of, full_grads
 
 
 class SummedGradient(torch.autograd.Function):
@@ -79,16 +53,13 @@ class Meeting(nn.Module):
         return x if skips else self.layers[2](x)
 
 
-def train_meeting(rank, world_size):
+@on_ranks(2)
+def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_collectives(rank):
     for stage in (0, 2):
         model = shard(Meeting(), stage=stage, units=[nn.Linear])
         for step in range(4):  # in passes 2 and 4 ranks are compared
             x = torch.ones(2, 4, requires_grad=True)
             model(x, skips=rank == 1 and step > 0).sum().backward()
-
-
-def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_collectives():
-    run_ranks(train_meeting, 2)
 
 
 class Factor(nn.Module):
@@ -113,7 +84,10 @@ class Factors(nn.Module):
         return sum(factor(given).sum() for factor in self.each[: 3 if run else 1])
 
 
-def sums_of_windows(rank, world_size):
+@on_ranks(1, 3)
+def test_a_unit_that_some_ranks_skip_until_the_last_micro_batch_is_summed_in_the_reduce_dtype(
+    rank, world_size
+):
     """Let all ranks but the first run the units in their last micro-batch alone."""
     for stage, layout, shape in itertools.product((0, 1, 2), ("rows", "flat"), ((1, 3), (7,))):
         model = Factors(shape)
@@ -140,111 +114,21 @@ def sums_of_windows(rank, world_size):
             model.zero_grad()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_unit_that_some_ranks_skip_until_the_last_micro_batch_is_summed_in_the_reduce_dtype(
-    num_ranks,
-):
-    run_ranks(sums_of_windows, num_ranks)
-
-
-UNITS = {"units": [nn.Linear]}
-STAYS_FULL = [{**options, **UNITS} for options in LAYOUTS if options["stage"] < 3]
-
-
-def compare_dropped(rank, world_size, settings, optimizer, num_micro_batches):
-    compare(
-        rank,
-        world_size,
-        Dropped,
-        settings,
-        loss_of,
-        optimizer,
-        draw_batch,
-        num_steps=4,
-        num_micro_batches=num_micro_batches,
-    )
-
-
-def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
-    budgets = itertools.cycle((None, 0, 0, None))  # both with each layout
-    settings = [
-        dict(s, schedule=Schedule(prefetch_bytes=b))
-        for s, b in zip(STAYS_FULL, budgets, strict=False)
-    ]
-    if world_size == 1:  # it skips layers too, but never other ones than its peers
-        settings = [settings[n] for n in (0, 3, 4)]
-    made_by = {"adamw": adamw, "sgd": sgd}[optimizer]
-    compare_dropped(rank, world_size, settings, made_by, num_micro_batches)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize(("optimizer", "num_micro_batches"), [("adamw", 1), ("sgd", 2)])
-def test_ranks_may_skip_different_layers_at_stages_0_to_2(num_ranks, optimizer, num_micro_batches):
-    run_ranks(skip_where_parameters_stay, num_ranks, optimizer, num_micro_batches)
-
-
-def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
-    optional = ([nn.Linear], [nn.Linear, nn.LayerNorm])[num_micro_batches - 1]
-    chosen = Units(optional=optional)
-    settings = [
-        {"stage": 3, "layout": layout, "units": chosen, "schedule": Schedule(budget)}
-        for layout, budget in (("rows", None), ("rows", 0), ("flat", 0), ("flat", 1 << 20))
-    ]
-    compare_dropped(rank, world_size, settings, adamw, num_micro_batches)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_ranks_may_skip_different_optional_layers_at_stage_3(num_ranks, num_micro_batches):
-    run_ranks(skip_where_parameters_are_freed, num_ranks, num_micro_batches)
-
-
-class Inner(nn.Module):
-    """A block with two units inside it, which are skipped with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        return self.scale * self.down(torch.tanh(self.up(x)))
-
-
-class Nested(Dropped):
-    """Blocks with units inside, of which some run under a checkpoint."""
-
-    def __init__(self, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Inner() for _ in range(self.num_layers))
-        self.checkpoints = checkpoints
-
-    def forward(self, x, runs, task):
-        x = self.first(x)
-        for layer, run in zip(self.layers, runs, strict=True):
-            if run and self.checkpoints:
-                x = x + checkpoint(layer, x, use_reentrant=False)
-            elif run:
-                x = x + layer(x)
-        return self.heads[task](self.norm(x))
-
-
 def run_steps(model: nn.Module, random: torch.Generator, num: int) -> None:
     """Take steps of two micro-batches, look at the loss after each, and once run no layer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num):
         for last in (False, True):
             with accumulate(model, last=last):
-                loss_of(model, draw_batch(random)).backward()
+                dropped_loss(model, dropped_batch(random)).backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            loss_of(model, draw_batch(random))
+            dropped_loss(model, dropped_batch(random))
         if step == 1:  # nothing but what always runs
-            x, _, task, targets = draw_batch(random)
+            x, _, task, targets = dropped_batch(random)
             skipped = [False] * Dropped.num_layers
-            loss_of(model, (x, skipped, task, targets)).backward()
+            dropped_loss(model, (x, skipped, task, targets)).backward()
 
 
 def events_of_ranks(rank, world_size, checkpoints):
@@ -254,7 +138,7 @@ def events_of_ranks(rank, world_size, checkpoints):
     for stage in range(4):
         torch.manual_seed(0)
         model = shard(
-            Nested(checkpoints),
+            NestedDropped(checkpoints),
             stage=stage,
             units=Units([Inner, nn.Linear], optional=[Inner, nn.Linear]),
         )
@@ -270,64 +154,6 @@ def test_all_ranks_start_the_same_collectives_in_the_same_order_whatever_they_sk
     assert all(len(events) > 20 for events in first)
     for other in others:
         assert other == first
-
-
-def skip_nested(rank, world_size):
-    both = [Inner, nn.Linear]
-    settings = [{"stage": stage, "units": Units(both, optional=both)} for stage in (1, 3)]
-    for checkpoints in (False, True):
-        compare(
-            rank,
-            world_size,
-            partial(Nested, checkpoints),
-            settings,
-            loss_of,
-            adamw,
-            draw_batch,
-            num_steps=4,
-        )
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_what_is_inside_a_skipped_layer_is_skipped_with_it(num_ranks):
-    run_ranks(skip_nested, num_ranks)
-
-
-class TwoScales(Inner):
-    """A block with parameters of its own on two meshes, around units on two meshes each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.full((8,), 0.5))
-
-    def forward(self, x):
-        return self.bias + super().forward(x)
-
-
-class Head(nn.Linear):
-    """A unit by a name of its own."""
-
-
-class OnMeshes(Nested):
-    """Nested, with blocks that end in a unit of theirs, whose output is theirs."""
-
-    def __init__(self, checkpoints: bool = False) -> None:
-        super().__init__(checkpoints)
-        self.heads = nn.ModuleList(Head(8, 3) for _ in range(2))
-        self.layers = nn.ModuleList(
-            TwoScales() if number % 2 else nn.Sequential(nn.GELU(), nn.Linear(8, 8))
-            for number in range(self.num_layers)
-        )
-
-
-# What a checkpoint runs again must be units without others inside.
-ON_MESHES = {False: [nn.Sequential, Inner, nn.Linear], True: [nn.Sequential, Inner, Head]}
-
-
-def on_meshes(world_size):
-    """Put all biases on a mesh of their own: of the same ranks, with groups of its own."""
-    other = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    return lambda name, _: other if name.endswith("bias") else None
 
 
 def events_on_meshes(rank, world_size, checkpoints, waits):
@@ -363,22 +189,6 @@ def test_units_of_one_module_on_several_meshes_are_skipped_in_one_order(checkpoi
     assert len(first) > 100 and {number for number, *_ in first} == {0, 1}
     for other in others:
         assert other == first
-
-
-def skip_on_meshes(rank, world_size):
-    for checkpoints, units in ON_MESHES.items():
-        placed = Units(units, placements=on_meshes(world_size))
-        settings = [
-            {"stage": 3, "units": replace(placed, optional=units)},
-            {"stage": 1, "units": placed},
-        ]
-        made = partial(OnMeshes, checkpoints)
-        compare(rank, world_size, made, settings, loss_of, adamw, draw_batch, num_steps=4)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_skipped_modules_of_several_meshes_take_the_steps_of_one_process(num_ranks):
-    run_ranks(skip_on_meshes, num_ranks)
 
 
 def tiny_wav2vec2():
@@ -444,14 +254,16 @@ class Reentrant(Dropped):
         return self.heads[task](self.norm(x))
 
 
-def grads_of_late_gradients(rank, world_size, skips):
+@pytest.mark.parametrize("skips", [False, True])
+@on_ranks(1, pytest.param(3, marks=pytest.mark.kernels))
+def test_gradients_that_come_late_are_reduced_once_and_right(rank, world_size, skips):
     """Compare with one process where gradients come later than the graph of forward tells."""
-    batches = [draw_batch(torch.Generator().manual_seed(r + 3)) for r in range(world_size)]
+    batches = [dropped_batch(torch.Generator().manual_seed(r + 3)) for r in range(world_size)]
     if not skips:
         batches = [(x, [True] * Dropped.num_layers, 0, targets) for x, _, _, targets in batches]
 
     def run(model, batch, twice):
-        loss = loss_of(model, batch)
+        loss = dropped_loss(model, batch)
         loss.backward(retain_graph=twice)
         if twice:
             (2 * loss).backward()  # over a graph that has been run
@@ -484,12 +296,6 @@ def grads_of_late_gradients(rank, world_size, skips):
                         assert_rounded_alike(grad, mean, roundings, where)
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.kernels)])
-@pytest.mark.parametrize("skips", [False, True])
-def test_gradients_that_come_late_are_reduced_once_and_right(num_ranks, skips):
-    run_ranks(grads_of_late_gradients, num_ranks, skips)
-
-
 class Half(nn.Module):
     """A layer of its own behind one that it shares, which a batch may skip."""
 
@@ -512,7 +318,8 @@ class Shared(nn.Module):
         return self.second(self.first(x, run), True)
 
 
-def skip_a_shared_layer(rank, world_size):
+@on_ranks(1, 2)
+def test_a_layer_that_two_units_share_may_be_skipped_in_one_of_them(rank, world_size):
     torch.manual_seed(0)
     truth = Shared().double()
     xs = [torch.randn(3, 8, dtype=torch.float64) for _ in range(world_size)]
@@ -536,8 +343,3 @@ def skip_a_shared_layer(rank, world_size):
             full_grads(model).items(), truth.parameters(), strict=True
         ):
             assert_rounded_alike(grad, expected.grad, roundings, name)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_layer_that_two_units_share_may_be_skipped_in_one_of_them(num_ranks):
-    run_ranks(skip_a_shared_layer, num_ranks)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise
 from models import NormedBlock as Block
 from models import NormedStack as Net
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.errors import ConfigError, ReplicaError, ShardError
 from shardwise.interop.fsdp2 import fully_shard
@@ -147,22 +146,6 @@ def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
     pickle.loads(pickle.dumps(params[1].detach()))
 
 
-def trains_everywhere(rank: int, world_size: int, cells: list[Any], folder: str) -> None:
-    meshes: dict[Any, DeviceMesh] = {}
-    for dp, tp, stage, layout, in_window in cells:
-        if (dp, tp) not in meshes:
-            meshes[dp, tp] = grid(dp, tp)
-        trains(meshes[dp, tp], stage, layout, in_window)
-    if world_size == 4:
-        refuses(meshes[2, 2])
-        starts_on_meta(meshes[2, 2])
-        unscales(meshes[2, 2])
-        works_on_fully_shard_too(meshes[2, 2])
-        refuses_optimizers_of_matrices(meshes[2, 2])
-        finds_copies_that_differ(meshes[2, 2])
-        saves_over_two_axes(folder)
-
-
 def refuses(mesh: DeviceMesh) -> None:
     """What cannot be cut further is refused before anything changes, with what to do."""
     with pytest.raises(ConfigError, match=r"has ranks .* of it too\. Pass the axes"):
@@ -275,7 +258,19 @@ def unscales(mesh: DeviceMesh) -> None:
         ),
     ],
 )
-def test_a_tensor_parallel_model_trains_as_one_process_does(
-    world_size: int, cells: list[Any], tmp_path: Path
-) -> None:
-    run_ranks(trains_everywhere, world_size, cells, str(tmp_path / "saved"))
+@on_ranks()
+def test_a_tensor_parallel_model_trains_as_one_process_does(world_size, cells, tmp_path):
+    folder = str(tmp_path / "saved")
+    meshes: dict[Any, DeviceMesh] = {}
+    for dp, tp, stage, layout, in_window in cells:
+        if (dp, tp) not in meshes:
+            meshes[dp, tp] = grid(dp, tp)
+        trains(meshes[dp, tp], stage, layout, in_window)
+    if world_size == 4:
+        refuses(meshes[2, 2])
+        starts_on_meta(meshes[2, 2])
+        unscales(meshes[2, 2])
+        works_on_fully_shard_too(meshes[2, 2])
+        refuses_optimizers_of_matrices(meshes[2, 2])
+        finds_copies_that_differ(meshes[2, 2])
+        saves_over_two_axes(folder)

@@ -23,7 +23,7 @@ from pipelines import (
     pipeline_of,
     whole_batch,
 )
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.errors import ConfigError, ReplicaError
 
@@ -119,7 +119,8 @@ class Ends(nn.Module):
         return x
 
 
-def what_cannot_be_tied(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(rank):
     axes = shardwise.Axes(pp=2)
     place = axes["pp"].get_local_rank()
 
@@ -154,11 +155,8 @@ def what_cannot_be_tied(rank: int, num_ranks: int) -> None:
         shardwise.check.replicas(part)
 
 
-def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found() -> None:
-    run_ranks(what_cannot_be_tied, 2)
-
-
-def tied_over_a_window(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_window_over_schedules_sums_tied_gradients_once():
     """Gradients of several schedules are summed over stages once, with the last."""
     axes = shardwise.Axes(pp=2)
     for by in BY:
@@ -180,11 +178,8 @@ def tied_over_a_window(rank: int, num_ranks: int) -> None:
             assert_rounded_alike(full(param), expected[name].detach(), ROUNDINGS, name)
 
 
-def test_a_window_over_schedules_sums_tied_gradients_once() -> None:
-    run_ranks(tied_over_a_window, 2)
-
-
-def frozen_copies_send_nothing(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_frozen_copies_send_nothing_in_a_step():
     def frozen(part: Any) -> nn.Module:
         for name, param in part.named_parameters():
             param.requires_grad_(name not in ("embed.weight", "head.weight"))
@@ -198,7 +193,3 @@ def frozen_copies_send_nothing(rank: int, num_ranks: int) -> None:
     shardwise.parallel.clip_grad_norm_(made.params, 1.0)
     torch.optim.SGD(made.params, lr=0.5).step()
     assert sent_for_tied(made) == before
-
-
-def test_frozen_copies_send_nothing_in_a_step() -> None:
-    run_ranks(frozen_copies_send_nothing, 2)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from models import Stack, stack_roundings
 from oracle import Grads, assert_same_bits, average, copy
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_all_rounded_alike
-from shardwise import accumulate, fully_shard, shard
+from shardwise import accumulate, shard
 from shardwise.errors import ConfigError
 from shardwise.parallel import join
-from trainer import full_parameters, mean_square, sgd
+from trainer import full_parameters, mean_square, sgd, sharded_by_block
 
 LENGTHS = [[3], [4, 1], [2, 5, 1]]  # by the number of ranks
 
@@ -60,7 +60,8 @@ def train_joined(model: nn.Module, rank: int, world_size: int, **options: Any) -
     return weights
 
 
-def compare_uneven(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3)
+def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(rank, world_size):
     lengths = LENGTHS[world_size - 1]
     for by_present in (False, True):
         truth = train_alone(world_size, by_present)
@@ -74,18 +75,13 @@ def compare_uneven(rank: int, world_size: int) -> None:
             assert_same_bits(full_parameters(model), truth)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(world_size: int) -> None:
-    run_ranks(compare_uneven, world_size)
-
-
-def check_fully_shard(rank: int, world_size: int) -> None:
+@pytest.mark.kernels
+@on_ranks(2)
+def test_uneven_data_under_fully_shard(rank, world_size):
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
     torch.manual_seed(0)
     model = Stack().double()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    sharded_by_block(model)
     train_joined(model, rank, world_size)
     truth = train_alone(world_size, False, torch.float64)
     # Of each step the gradient, its mean over ranks, and momentum, rate and sum of the optimizer.
@@ -93,12 +89,8 @@ def check_fully_shard(rank: int, world_size: int) -> None:
     assert_all_rounded_alike(full_parameters(model), truth, roundings)
 
 
-@pytest.mark.kernels
-def test_uneven_data_under_fully_shard() -> None:
-    run_ranks(check_fully_shard, 2)
-
-
-def check_edges(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_through(rank):
     torch.manual_seed(0)
     model = shard(Stack(), stage=2)
 
@@ -118,7 +110,3 @@ def check_edges(rank: int, world_size: int) -> None:
         with accumulate(model, last=number % 2 == 1):
             (weight * model(torch.ones(1, 8)).sum()).backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_through() -> None:
-    run_ranks(check_edges, 2)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Stack
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import shard
 from shardwise.debug import stats
 from shardwise.engine.hooks import wrapped_by
@@ -56,7 +56,8 @@ def trace(
     return sent, found, model
 
 
-def same_trace(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_calls_of_any_wrapped_module_send_hold_and_compute_what_the_model_alone_does(rank):
     for options in STAGES:
         torch.manual_seed(0)
         sent, found, plain = trace(Stack(), lambda m, x: m(x), options, rank)
@@ -79,11 +80,8 @@ def same_trace(rank: int, world_size: int) -> None:
             )
 
 
-def test_calls_of_any_wrapped_module_send_hold_and_compute_what_the_model_alone_does() -> None:
-    run_ranks(same_trace, 2)
-
-
-def checkpointed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_checkpointing_a_wrapped_module_gives_the_same_gradients(rank):
     """Recompute from outside the wrapper, from inside, and on the way past it."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank), requires_grad=True)
     for stage in (1, 3):  # where full parameters stay, and where they are freed
@@ -105,10 +103,6 @@ def checkpointed(rank: int, world_size: int) -> None:
                 assert_same_grads(grads, truth)
 
 
-def test_checkpointing_a_wrapped_module_gives_the_same_gradients() -> None:
-    run_ranks(checkpointed, 2)
-
-
 class Failing(Stack):
     """Raises once, in the middle of a forward pass."""
 
@@ -121,7 +115,8 @@ class Failing(Stack):
         return super().forward(x)
 
 
-def recover(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_call_that_raised_leaves_the_way_in_open():
     torch.manual_seed(0)
     expected = Stack()(torch.ones(3, 8))
     torch.manual_seed(0)
@@ -135,10 +130,6 @@ def recover(rank: int, world_size: int) -> None:
             assert torch.equal(model(torch.ones(3, 8)), expected)
             continue
         raise AssertionError("it was to raise")
-
-
-def test_a_call_that_raised_leaves_the_way_in_open() -> None:
-    run_ranks(recover, 2)
 
 
 def test_only_what_is_merely_wrapped_is_an_entrance() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from models import Stack
 from oracle import assert_same_bits
 from programs import run_example
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.config import Schedule
 from shardwise.errors import CheckpointError, ConfigError, StateError
@@ -115,7 +115,11 @@ class Run:
         return {n: p.clone() for n, p in full_parameters(self.plain).items()}
 
 
-def compare_with_ddp(rank: int, world_size: int, mixed_precision: str) -> None:
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@on_ranks(2)
+def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_metrics(
+    rank, world_size, mixed_precision
+):
     with launched(rank, world_size) as ours:
         options = {"cpu": True, "gradient_accumulation_steps": 2}
         stock = accelerate.Accelerator(mixed_precision=mixed_precision, **options)
@@ -142,14 +146,10 @@ def compare_with_ddp(rank: int, world_size: int, mixed_precision: str) -> None:
         assert torch.equal(by_calls.evaluate(), third.evaluate())
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_metrics(
-    mixed_precision: str,
-) -> None:
-    run_ranks(compare_with_ddp, 2, mixed_precision)
-
-
-def compare_compiled(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.filterwarnings("ignore:::torch")  # of torch's compiler
+@on_ranks(2)
+def test_a_model_that_accelerate_compiles_is_prepared_saved_and_loaded(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     options = {"cpu": True, "gradient_accumulation_steps": 2}
     with launched(rank, world_size) as ours:
         losses = list(Run(ours.Accelerator(**options), {"stage": 1}).steps())
@@ -172,12 +172,8 @@ def compare_compiled(rank: int, world_size: int, folder: str) -> None:
         assert state.keys() == (run.plain.state_dict().keys() if rank == 0 else set())
 
 
-@pytest.mark.filterwarnings("ignore:::torch")  # of torch's compiler
-def test_a_model_that_accelerate_compiles_is_prepared_saved_and_loaded(tmp_path: Path) -> None:
-    run_ranks(compare_compiled, 2, str(tmp_path))
-
-
-def compare_clipped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_by_accelerate_is_clipping_by_torch(rank, world_size):
     """The norm has another order of additions than DDP's, so the oracle is our own plain loop."""
     with launched(rank, world_size) as ours:
         for stage in (0, 3):
@@ -199,10 +195,6 @@ def compare_clipped(rank: int, world_size: int) -> None:
         other = Run(ours.Accelerator(cpu=True), BY_CALLS, clip=0.1)
         assert list(other.steps()) == losses
         assert_same_bits(other.parameters(), run.parameters())
-
-
-def test_clipping_by_accelerate_is_clipping_by_torch() -> None:
-    run_ranks(compare_clipped, 2)
 
 
 def resume(
@@ -301,7 +293,71 @@ def test_save_model_writes_the_whole_model_in_accelerates_files(
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
-def meet_refusals(rank: int, world_size: int, folder: str, how: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_save_that_is_refused_in_a_window_touches_no_file(rank, world_size, tmp_path):
+    """The refused call deletes nothing and leaves nothing in the way of the next ones."""
+    folder = str(tmp_path)
+    with launched(rank, world_size) as ours:
+        project = accelerate.utils.ProjectConfiguration(
+            project_dir=folder, automatic_checkpoint_naming=True, total_limit=1
+        )
+        accelerator = ours.Accelerator(
+            cpu=True, gradient_accumulation_steps=2, project_config=project
+        )
+        run = Run(accelerator, {"stage": 3, "schedule": Schedule(reduce_every="step")})
+        checkpoints = Path(folder, "checkpoints")
+        accelerator.save_state()
+        steps = run.steps()
+        for expected in (["checkpoint_0"], ["checkpoint_1"]):
+            next(steps)
+            with pytest.raises(StateError, match="window"):
+                accelerator.save_state()
+            accelerator.wait_for_everyone()
+            assert [path.name for path in checkpoints.iterdir()] == expected
+            next(steps)
+            accelerator.save_state()
+            accelerator.wait_for_everyone()
+
+
+@on_ranks(2)
+def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(rank, world_size, tmp_path):
+    folder = str(tmp_path)
+    with launched(rank, world_size) as ours:
+        project = accelerate.utils.ProjectConfiguration(
+            project_dir=str(Path(folder, str(rank))), automatic_checkpoint_naming=True
+        )
+        accelerator = ours.Accelerator(cpu=True, project_config=project)
+        run = Run(accelerator, {"stage": 3})
+        if rank == 0:
+            Path(folder, "0", "checkpoints", "checkpoint_0").mkdir(parents=True)
+        for given in (str(Path(folder, "0" if rank == 0 else "absent")), None):
+            with pytest.raises(CheckpointError, match=r"rank 1: load_state: .*no saved state"):
+                accelerator.load_state(given)
+        assert len(set(run.steps())) > 1  # it goes on
+
+
+@on_ranks(2)
+def test_a_model_of_torchs_fully_shard_is_refused_for_training(rank, world_size):
+    with launched(rank, world_size) as ours:
+        accelerator = ours.Accelerator(cpu=True)
+        model = Stack()
+        torchs_fully_shard(model)
+        with pytest.raises(ConfigError, match=r"Stack are DTensors, as torch's own fully_shard"):
+            accelerator.prepare(model)
+        assert accelerator._models == []
+        assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
+def one_model(ours: Any) -> Any:
+    accelerator = ours.Accelerator(cpu=True)
+    accelerator.prepare(shard(Stack(), stage=2))
+    return accelerator
+
+
+@pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_with_the_remedy(rank, world_size, tmp_path, how):
+    folder = str(tmp_path)
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = Stack()
@@ -330,82 +386,8 @@ def meet_refusals(rank: int, world_size: int, folder: str, how: dict[str, Any]) 
             run.accelerator.save_state(folder)
 
 
-def save_in_a_window(rank: int, world_size: int, folder: str) -> None:
-    """The refused call deletes nothing and leaves nothing in the way of the next ones."""
-    with launched(rank, world_size) as ours:
-        project = accelerate.utils.ProjectConfiguration(
-            project_dir=folder, automatic_checkpoint_naming=True, total_limit=1
-        )
-        accelerator = ours.Accelerator(
-            cpu=True, gradient_accumulation_steps=2, project_config=project
-        )
-        run = Run(accelerator, {"stage": 3, "schedule": Schedule(reduce_every="step")})
-        checkpoints = Path(folder, "checkpoints")
-        accelerator.save_state()
-        steps = run.steps()
-        for expected in (["checkpoint_0"], ["checkpoint_1"]):
-            next(steps)
-            with pytest.raises(StateError, match="window"):
-                accelerator.save_state()
-            accelerator.wait_for_everyone()
-            assert [path.name for path in checkpoints.iterdir()] == expected
-            next(steps)
-            accelerator.save_state()
-            accelerator.wait_for_everyone()
-
-
-def test_a_save_that_is_refused_in_a_window_touches_no_file(tmp_path: Path) -> None:
-    run_ranks(save_in_a_window, 2, str(tmp_path))
-
-
-def load_from_nowhere(rank: int, world_size: int, folder: str) -> None:
-    with launched(rank, world_size) as ours:
-        project = accelerate.utils.ProjectConfiguration(
-            project_dir=str(Path(folder, str(rank))), automatic_checkpoint_naming=True
-        )
-        accelerator = ours.Accelerator(cpu=True, project_config=project)
-        run = Run(accelerator, {"stage": 3})
-        if rank == 0:
-            Path(folder, "0", "checkpoints", "checkpoint_0").mkdir(parents=True)
-        for given in (str(Path(folder, "0" if rank == 0 else "absent")), None):
-            with pytest.raises(CheckpointError, match=r"rank 1: load_state: .*no saved state"):
-                accelerator.load_state(given)
-        assert len(set(run.steps())) > 1  # it goes on
-
-
-def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(load_from_nowhere, 2, str(tmp_path))
-
-
-def prepare_torchs_own(rank: int, world_size: int) -> None:
-    with launched(rank, world_size) as ours:
-        accelerator = ours.Accelerator(cpu=True)
-        model = Stack()
-        torchs_fully_shard(model)
-        with pytest.raises(ConfigError, match=r"Stack are DTensors, as torch's own fully_shard"):
-            accelerator.prepare(model)
-        assert accelerator._models == []
-        assert accelerator.prepare_model(model, evaluation_mode=True) is model
-
-
-def test_a_model_of_torchs_fully_shard_is_refused_for_training() -> None:
-    run_ranks(prepare_torchs_own, 2)
-
-
-def one_model(ours: Any) -> Any:
-    accelerator = ours.Accelerator(cpu=True)
-    accelerator.prepare(shard(Stack(), stage=2))
-    return accelerator
-
-
-@pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
-def test_what_cannot_be_right_is_refused_with_the_remedy(
-    tmp_path: Path, how: dict[str, Any]
-) -> None:
-    run_ranks(meet_refusals, 2, str(tmp_path), how)
-
-
-def refuse_other_launches(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(rank, world_size):
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
         accelerator.state.num_processes = 1  # as without cpu=True, where there is no GPU
@@ -415,10 +397,6 @@ def refuse_other_launches(rank: int, world_size: int) -> None:
         accelerator.state.distributed_type = accelerate.DistributedType.FSDP
         with pytest.raises(ConfigError, match=r"FSDP.* take FSDP"):
             accelerator.prepare(shard(Stack()))
-
-
-def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused() -> None:
-    run_ranks(refuse_other_launches, 2)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise.interop.fsdp2 import fully_shard
 
 # Along dims behind the first, 30 can be cut evenly for 1, 2, 3 and 5 ranks; dim 0 need not be even.
@@ -50,7 +49,8 @@ def place(model: nn.Module) -> Any:
     return lambda param: Shard(dims[id(param)])
 
 
-def compare_with_distribute_tensor(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3, 5)
+def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     plain = Held()
     model: Any = Held()
@@ -67,26 +67,11 @@ def compare_with_distribute_tensor(rank: int, world_size: int) -> None:
             assert mine.to_local().is_contiguous(), name
             assert (mine.shape, mine.stride()) == (expected.shape, expected.stride())
             assert torch.equal(mine.full_tensor(), value), name
+            assert torch.equal(mine.redistribute(mesh, [Shard(0)]).full_tensor(), value), name
     model.unshard()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     model.reshard()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(world_size: int) -> None:
-    run_ranks(compare_with_distribute_tensor, world_size)
-
-
-def cut_unevenly(rank: int, world_size: int) -> None:
-    model = nn.Linear(5, 4, bias=False)
-    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*weight"):
-        fully_shard(model, shard_placement_fn=lambda _: Shard(1))
-    assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
-
-
-def test_an_uneven_cut_along_a_later_dim_is_refused_and_leaves_the_module_alone() -> None:
-    run_ranks(cut_unevenly, 2)
 
 
 class Net(nn.Module):
@@ -121,7 +106,8 @@ def train(model: nn.Module, rank: int) -> list[Tensor]:
     ]
 
 
-def train_along_the_last_dim(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_along_another_dim_has_the_bits_of_ddp(rank):
     torch.manual_seed(0)
     plain = Net()
     expected = train(nn.parallel.DistributedDataParallel(copy.deepcopy(plain)), rank)
@@ -142,11 +128,8 @@ def train_along_the_last_dim(rank: int, world_size: int) -> None:
                 assert torch.equal(a, b), (offload, reshard, number)
 
 
-def test_training_along_another_dim_has_the_bits_of_ddp() -> None:
-    run_ranks(train_along_the_last_dim, 2)
-
-
-def train_in_bf16_along_both_dims(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_in_bf16_the_dim_of_the_cut_does_not_change_a_bit(rank, world_size):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results = []
     for dim in (0, 1):
@@ -161,7 +144,3 @@ def train_in_bf16_along_both_dims(rank: int, world_size: int) -> None:
     assert dist.get_world_size() == world_size
     for number, (a, b) in enumerate(zip(*results, strict=True)):
         assert torch.equal(a, b), number
-
-
-def test_in_bf16_the_dim_of_the_cut_does_not_change_a_bit() -> None:
-    run_ranks(train_in_bf16_along_both_dims, 2)

@@ -1,6 +1,5 @@
 """Bits of `fully_shard`: those of torch's own, of DDP and of `shard`; its shards and counts."""
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from models import Block, Stack
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
-from shardwise import Precision, debug, fully_shard, shard
+from shardwise import Precision, ShardTensor, debug, fully_shard, shard
 
 # A mean of as many gradients as two micro-batches of four ranks have, or three of three, summed in
 # another order; twice, since they are of either sign and what is left is smaller than they are.
@@ -57,6 +56,8 @@ def steps(model: nn.Module, rank: int, *, accumulate: int = 1, num: int = 2) -> 
             loss = model(torch.randn(4, 8, generator=generator)).square().mean()
             loss.backward()
             found.append(loss.detach())
+            if number < accumulate - 1 and not isinstance(model.head.weight, ShardTensor):
+                assert all(p.grad is None for p in model.parameters())
         grads = [full(p.grad) for p in model.parameters()]
         optimizer.step()
     return found + grads + [full(p.detach()) for p in model.parameters()]
@@ -73,7 +74,13 @@ def same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(ours, theirs)
 
 
-def against_torch(rank: int, world: int) -> None:
+def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
+    return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else Shard(0)
+
+
+@pytest.mark.kernels
+@on_ranks(1, 2)
+def test_it_takes_the_steps_of_torchs_own_to_the_bit(rank, world):
     cases: list[dict[str, Any]] = [
         {},
         {"reshard_after_forward": False},
@@ -89,17 +96,9 @@ def against_torch(rank: int, world: int) -> None:
             same_bits(ours, steps(theirs, rank, accumulate=accumulate))
 
 
-def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
-    return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else Shard(0)
-
-
 @pytest.mark.kernels
-@pytest.mark.parametrize("world", [1, 2])  # from 3 ranks on, torch's backend sums in another order
-def test_it_takes_the_steps_of_torchs_own_to_the_bit(world: int) -> None:
-    run_ranks(against_torch, world)
-
-
-def against_shard(rank: int, world: int) -> None:
+@on_ranks(1, 3)
+def test_it_takes_the_steps_of_shard_to_the_bit(rank):
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
@@ -112,51 +111,19 @@ def against_shard(rank: int, world: int) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("world", [1, 3])
-def test_it_takes_the_steps_of_shard_to_the_bit(world: int) -> None:
-    run_ranks(against_shard, world)
-
-
-def against_ddp(rank: int, world: int) -> None:
+@on_ranks(1, 2)
+def test_it_takes_the_steps_of_ddp_to_the_bit(rank):
     expected = steps(DistributedDataParallel(stack()), rank)
     for options in ({}, {"reshard_after_forward": False}, {"offload_policy": OFFLOAD}):
         same_bits(steps(apply(fully_shard, stack(), **options), rank), expected)
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("world", [1, 2])
-def test_it_takes_the_steps_of_ddp_to_the_bit(world: int) -> None:
-    run_ranks(against_ddp, world)
+def num_collectives(model: nn.Module) -> Counter[str]:
+    return Counter(debug.stats(model).num_collectives)
 
 
-def shards_are(rank: int, world: int) -> None:
-    mesh = mesh_of(world)
-    for choose in (None, lambda p: Shard(p.ndim - 1) if p.shape[-1] % world == 0 else None):
-        reference, model = stack(), stack()
-        names = [name for name, _ in reference.named_parameters()]
-        apply(fully_shard, model, mesh=mesh, shard_placement_fn=choose)
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-        reference(batch).square().mean().backward()
-        model(batch).square().mean().backward()
-        assert [name for name, _ in model.named_parameters()] == names
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            place = (choose(theirs) if choose else None) or Shard(0)
-            for mine, wanted in ((ours, theirs.detach()), (ours.grad, theirs.grad)):
-                assert isinstance(mine, DTensor) and mine.placements == (place,)
-                expected = distribute_tensor(wanted, mesh, [place]).to_local()
-                assert mine.to_local().is_contiguous()
-                # Gradients are a mean of equal ones: two sums and a quotient for three ranks.
-                assert_rounded_alike(mine.to_local(), expected, 3 if world == 3 else 0)
-                assert torch.equal(mine.redistribute(mesh, [Shard(0)]).full_tensor(), full(mine))
-            assert torch.equal(ours.to_local(), distribute_tensor(theirs, mesh, [place]).to_local())
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_shards_are_those_of_distribute_tensor(world: int) -> None:
-    run_ranks(shards_are, world)
-
-
-def counts_of(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_group_costs_one_gather_and_one_reduction():
     for reshards, in_forward, in_backward in ((None, 4, 3), (True, 4, 4), (False, 4, 0)):
         model = apply(fully_shard, stack(), reshard_after_forward=reshards)
         for _ in range(3):  # what is learnt in the first steps changes no count
@@ -168,40 +135,6 @@ def counts_of(rank: int, world: int) -> None:
             assert counts[1] - counts[0] == Counter({"shard.all_gather": in_forward})
             expected = {"shard.all_gather": in_backward, "shard.reduce_scatter": 4}
             assert counts[2] - counts[1] == +Counter(expected)
-
-
-def num_collectives(model: nn.Module) -> Counter[str]:
-    return Counter(debug.stats(model).num_collectives)
-
-
-def test_a_group_costs_one_gather_and_one_reduction() -> None:
-    run_ranks(counts_of, 2)
-
-
-def hybrid(rank: int, world: int) -> None:
-    mesh = mesh_of(2, 2)
-    expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
-    for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
-        same_bits(steps(apply(fully_shard, stack(), mesh=mesh, **options), rank), expected)
-    model = apply(fully_shard, stack(), mesh=mesh)
-    reference = stack()
-    for number in range(2):  # summed over shards in both, over replicas in the last
-        model.set_requires_all_reduce(number == 1)
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
-        before = num_collectives(model)
-        model(batch).square().mean().backward()
-        counts = num_collectives(model) - before
-        assert counts["shard.reduce_scatter"] == 4, counts
-        assert counts["replicate.all_reduce"] == 8 * number  # of each unit a scatter and a gather
-        reference(batch).square().mean().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        dist.all_reduce(theirs.grad)
-        assert_rounded_alike(full(ours.grad), theirs.grad / world, 2 * TERMS)
-    spread_over_two(rank)
-    tensor_parallel(rank)
-    pipelined(rank)
-    if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
-        named_axes_and_two_meshes(rank)
 
 
 def spread_over_two(rank: int) -> None:
@@ -218,51 +151,6 @@ def spread_over_two(rank: int) -> None:
     sent = debug.stats(model).sent_bytes["shard.all_gather"] - before
     # Half of what four ranks have with their padding, in four bytes an element, to one peer.
     assert sent == sum(-(-len(p) // 4) * 4 * p[0].numel() * 4 // 2 for p in stack().parameters())
-
-
-def tensor_parallel(rank: int) -> None:
-    """A DTensor parameter gets one more axis in front of its own; the numbers stay."""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    reference = Block()
-    reference.up, reference.down = nn.Linear(8, 12), nn.Linear(12, 8)
-    model = copy.deepcopy(reference)
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank // 2))
-    model(batch).square().mean().backward()
-    reference(batch).square().mean().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.device_mesh.mesh_dim_names == ("dp", "tp")
-        dist.all_reduce(theirs.grad, group=mesh["dp"].get_group())
-        assert torch.equal(full(ours.detach()), theirs)
-        assert_rounded_alike(full(ours.grad), theirs.grad / 2, of_gradient(8, 12, over=2 * 4))
-
-
-def pipelined(rank: int) -> None:
-    """A pipeline reduces what its micro-batches left, when all are through."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    place = mesh["pp"].get_local_rank()
-    found = []
-    for shards in (fully_shard, torch_fully_shard):
-        torch.manual_seed(place)
-        part: nn.Module = nn.Linear(8, 8) if place == 0 else Stack()
-        shards(part, mesh=mesh["dp"], reshard_after_forward=False)
-        stage = PipelineStage(part, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
-        generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
-        x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 5, generator=generator)
-        schedule.step(x) if place == 0 else schedule.step(target=y)
-        found.append([full(p.grad) for p in part.parameters()])
-    same_bits(*found)
 
 
 def named_axes_and_two_meshes(rank: int) -> None:
@@ -296,25 +184,26 @@ def placed_by_rank(infos: Any, result: Any, param: nn.Parameter) -> Any:
     return result(Shard(0), infos[param.ndim - 1])
 
 
-def test_replicas_of_shards_ints_and_tensor_parallelism() -> None:
-    run_ranks(hybrid, 4)
-
-
-def windows(rank: int, world: int) -> None:
-    """Kept gradients are reduced once, by what autograd would have summed."""
-    model, reference = apply(fully_shard, stack()), stack()
-    for number in range(3):
-        model.set_requires_gradient_sync(number == 2)
-        model.set_is_last_backward(number == 2)
+@on_ranks(4)
+def test_replicas_of_shards_ints_and_named_axes(rank, world):
+    mesh = mesh_of(2, 2)
+    expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
+    for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
+        same_bits(steps(apply(fully_shard, stack(), mesh=mesh, **options), rank), expected)
+    model = apply(fully_shard, stack(), mesh=mesh)
+    reference = stack()
+    for number in range(2):  # summed over shards in both, over replicas in the last
+        model.set_requires_all_reduce(number == 1)
         batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+        before = num_collectives(model)
         model(batch).square().mean().backward()
+        counts = num_collectives(model) - before
+        assert counts["shard.reduce_scatter"] == 4, counts
+        assert counts["replicate.all_reduce"] == 8 * number  # of each unit a scatter and a gather
         reference(batch).square().mean().backward()
-        assert all((p.grad is None) == (number < 2) for p in model.parameters())
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         dist.all_reduce(theirs.grad)
         assert_rounded_alike(full(ours.grad), theirs.grad / world, 2 * TERMS)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_of_a_window_are_reduced_at_its_end(world: int) -> None:
-    run_ranks(windows, world)
+    spread_over_two(rank)
+    if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
+        named_axes_and_two_meshes(rank)

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import fully_shard
 from trainer import full
@@ -192,11 +192,8 @@ def one_data_parallel_rank_sends_nothing(rank: int) -> None:
         assert torch.equal(full(ours), full(theirs))
 
 
-def everything(rank: int, world_size: int) -> None:
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, about its own
+@on_ranks(4)
+def test_gradients_norms_and_state_beside_tensor_parallelism_are_those_of_torchs_own(rank):
     trains(rank)
     one_data_parallel_rank_sends_nothing(rank)
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, about its own
-def test_gradients_norms_and_state_beside_tensor_parallelism_are_those_of_torchs_own() -> None:
-    run_ranks(everything, 4)

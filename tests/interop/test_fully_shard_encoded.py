@@ -2,19 +2,18 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
-from block_codes import decoded
-from ranks import run_ranks
+from block_codes import of_rows
+from ranks import on_ranks
 from shardwise import Precision, shard
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
+from trainer import sharded_by_block
 
 KINDS = ("int8", "fp8", "int4")
 BLOCK = 16
@@ -49,24 +48,7 @@ def make(kind: str | None, param: torch.dtype | None = None, **options: Any) -> 
     torch.manual_seed(2)
     model = Net()
     policy = Precision(param, gather=kind, block=BLOCK, cast_inputs=True)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy, **options)
-    return fully_shard(model, mp_policy=policy, **options)
-
-
-def arrived(value: Tensor, kind: str, num_ranks: int, dim: int = 0) -> Tensor:
-    """Return what arrives of a parameter cut along a dim; other dims than 0 are cut evenly."""
-    if value.dim() < 2:
-        return value
-    if dim:
-        rows = torch.stack([c.reshape(-1) for c in value.chunk(num_ranks, dim=dim)])
-        parts = arrived(rows, kind, num_ranks)
-        shape = (*value.shape[:dim], -1, *value.shape[dim + 1 :])
-        return torch.cat([part.view(shape) for part in parts], dim=dim)
-    share = -(-value.shape[0] // num_ranks) * value[0].numel()
-    cuts = [r * share for r in range(1, num_ranks) if r * share < value.numel()]
-    flat = decoded(value.reshape(-1).numpy(), kind, BLOCK, cuts)
-    return torch.from_numpy(np.ascontiguousarray(flat)).view(value.shape)
+    return sharded_by_block(model, mp_policy=policy, **options)
 
 
 def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 0) -> None:
@@ -77,13 +59,14 @@ def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 
         for number, block in enumerate(model.blocks):
             for name, seen in block.seen.items():
                 value = full[f"blocks.{number}.{name}"]
-                wanted = arrived(value, kind, num_ranks, dim if value.dim() > 1 else 0)
+                wanted = of_rows(value, kind, num_ranks, BLOCK, dim if value.dim() > 1 else 0)
                 assert torch.equal(seen, wanted.to(param)), (kind, name)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def in_every_way(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_layers_read_what_the_encoding_says(num_ranks):
     for kind in KINDS:
         check(make(kind), kind, num_ranks, torch.float32)
     check(make("int8", torch.bfloat16), "int8", num_ranks, torch.bfloat16)
@@ -92,25 +75,18 @@ def in_every_way(rank: int, num_ranks: int) -> None:
     check(home, "int4", num_ranks, torch.bfloat16)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_layers_read_what_the_encoding_says(num_ranks: int) -> None:
-    run_ranks(in_every_way, num_ranks)
-
-
-def along_other_dims(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_a_matrix_cut_along_another_dim_is_encoded_rank_by_rank(num_ranks):
     model = make("int8", shard_placement_fn=lambda p: Shard(1) if p.shape == (7, 12) else None)
     full = model.blocks[0].weight.full_tensor().detach()
     model(torch.ones(1, 12))
-    assert torch.equal(model.blocks[0].seen["weight"], arrived(full, "int8", num_ranks, 1))
+    assert torch.equal(model.blocks[0].seen["weight"], of_rows(full, "int8", num_ranks, BLOCK, 1))
     back = model.blocks[0].back.full_tensor().detach()
-    assert torch.equal(model.blocks[0].seen["back"], arrived(back, "int8", num_ranks))
+    assert torch.equal(model.blocks[0].seen["back"], of_rows(back, "int8", num_ranks))
 
 
-def test_a_matrix_cut_along_another_dim_is_encoded_rank_by_rank() -> None:
-    run_ranks(along_other_dims, 3)
-
-
-def spread_over_two(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_parts_kept_nearby_are_what_arrived():
     """What stays between forward and backward is what arrived, so both have the same weights."""
     grads = []
     for keeps in (True, 2):
@@ -120,17 +96,8 @@ def spread_over_two(rank: int, num_ranks: int) -> None:
     assert all(map(torch.equal, *grads))
 
 
-def replicas(rank: int, num_ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    check(make("fp8", mesh=mesh), "fp8", 2, torch.float32)
-
-
-def test_parts_kept_nearby_and_replicas() -> None:
-    run_ranks(spread_over_two, 4)
-    run_ranks(replicas, 4)
-
-
-def as_shard_has_them(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_both_ways_in_compute_the_same():
     torch.manual_seed(2)
     ours = shard(Net(), precision=Precision(gather="int4", block=BLOCK), units=["Block"])
     theirs = make("int4")
@@ -138,16 +105,9 @@ def as_shard_has_them(rank: int, num_ranks: int) -> None:
     assert torch.equal(ours(x), theirs(x))
 
 
-def test_both_ways_in_compute_the_same() -> None:
-    run_ranks(as_shard_has_them, 2)
-
-
-def refuses(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="fully_shard keeps the parameters' own dtype"):
         fully_shard(Net(), mp_policy=Precision(master=torch.float32, gather="int8"))
     with pytest.raises(ConfigError, match="gather='int3'"):
         fully_shard(Net(), mp_policy=Precision(gather="int3"))  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(refuses, 1)

@@ -1,17 +1,15 @@
 """`fully_shard` where ranks use different parameters of one module: gradients never mix."""
 
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
-from shardwise import Precision, fully_shard
+from shardwise import Precision, debug, fully_shard
 from shardwise.errors import CollectiveError, ConfigError
+from trainer import sharded_by_block
 
 
 class Experts(nn.Module):
@@ -57,9 +55,7 @@ def train(rank, world_size, has_replicas):
     mesh = None
     if has_replicas:
         mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    sharded_by_block(model, mesh=mesh)
     smooth = {"lr": 0.01, "eps": SMOOTH_EPS}  # Note [Losses after steps of Adam] in roundings.py
     optimizers = [torch.optim.AdamW(m.parameters(), **smooth) for m in (truth, model)]
     nobody: set[str] = set()
@@ -115,8 +111,7 @@ def reduce_different_modules(rank, world_size):
     fully_shard(model, reshard_after_forward=False)
     with torch.no_grad():
         model(torch.ones(1, 4), "ab")  # gathers both
-    for axis in model._get_fsdp_state().units[0].comm.axes.all:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), axis.group)
+    debug.watch(4)  # in a process of its own, which ends with this call
     with pytest.raises(CollectiveError) as caught:
         model(torch.ones(1, 4), "ab"[rank]).backward()
     assert model.a.weight.grad is None and model.b.weight.grad is None

@@ -29,17 +29,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from models import Block, Stack, stack_roundings
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike
 from shardwise import fully_shard
+from trainer import logged, sharded_by_block
 
 
 def sharded(**options: Any) -> Stack:
     torch.manual_seed(0)
     model = Stack()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return sharded_by_block(model, **options)
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -164,9 +163,7 @@ def states(rank: int, world: int) -> None:
     whole = Stack().state_dict()
     with torch.device("meta"):
         model = Stack()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    sharded_by_block(model)
     with pytest.raises(RuntimeError, match="materialized from meta device"):
         model(batch())
     model.to_empty(device="cpu")
@@ -378,25 +375,9 @@ def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
     )
     model.blocks[0].unshard()
     said.append([group.is_unsharded, group.is_sharded])
-    log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
-    log.addHandler(lines)
-    level = log.level
-    log.setLevel(logging.DEBUG)
-    try:
+    with logged("torch.distributed.fsdp.fully_shard", logging.DEBUG) as lines:
         model(batch()).sum().backward()
-    finally:
-        log.removeHandler(lines)
-        log.setLevel(level)
-    return lines.found, said
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+    return lines, said
 
 
 def as_torch_tells(rank: int, world: int) -> None:
@@ -419,7 +400,8 @@ def streams(rank: int, world: int) -> None:
     assert seen == [stream] and torch.cpu.current_stream() is current
 
 
-def everything(rank: int, world: int) -> None:
+@on_ranks(1, pytest.param(2, marks=pytest.mark.kernels), 3)
+def test_methods_state_and_compositions_mean_what_torchs_do(rank, world):
     lifetimes(rank, world)
     settings(rank, world)
     states(rank, world)
@@ -432,12 +414,8 @@ def everything(rank: int, world: int) -> None:
         unused(rank, world)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.kernels), 3])
-def test_methods_state_and_compositions_mean_what_torchs_do(world: int) -> None:
-    run_ranks(everything, world)
-
-
-def refusals(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_torch_refuses_is_refused_with_its_errors():
     model = sharded()
     assert isinstance(model, FSDPModule) and type(model).__name__ == "FSDPStack"
     assert isinstance(model, Stack) and fully_shard.state(model) is not None
@@ -451,8 +429,10 @@ def refusals(rank: int, world: int) -> None:
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Change scale to a 1D tensor"):
         fully_shard(scalar)
-    with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
-        fully_shard(nn.Linear(5, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    uneven = nn.Linear(5, 4)
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*weight"):
+        fully_shard(uneven, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    assert type(uneven) is nn.Linear and type(uneven.weight) is nn.Parameter
     strided = nn.Linear(4, 6)
     strided.weight = nn.Parameter(torch.randn(4, 6).t())
     with pytest.raises(NotImplementedError, match="non-contiguous"):
@@ -478,11 +458,8 @@ def refusals(rank: int, world: int) -> None:
     assert {p.device.type for p in offloaded.parameters()} == {"cpu"}
 
 
-def test_what_torch_refuses_is_refused_with_its_errors() -> None:
-    run_ranks(refusals, 2)
-
-
-def load_over_parts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_is_loaded_counts_where_parts_of_other_values_are_left():
     """Load other parameters while parts of the old ones are left from a forward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -494,7 +471,3 @@ def load_over_parts(rank: int, world_size: int) -> None:
     state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     assert torch.equal(model(x), torch.full((2, 4), 21.0))  # 5 in each of four, and one
-
-
-def test_what_is_loaded_counts_where_parts_of_other_values_are_left() -> None:
-    run_ranks(load_over_parts, 4)

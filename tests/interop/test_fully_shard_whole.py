@@ -1,6 +1,5 @@
 """What works for shard() works for fully_shard: checkpoints, contexts, what is told of a model."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
-from shardwise.errors import ConfigError, ReplicaError, StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
+from trainer import sharded_by_block
 
 WIDTH = 6
 
@@ -44,9 +44,7 @@ def sharded(how: str, mesh: Any = None) -> nn.Module:
     model = Net()
     if how.startswith("stage"):
         return shardwise.shard(model, stage=int(how[-1]), mesh=mesh)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return sharded_by_block(model, mesh=mesh)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -134,7 +132,13 @@ def train_four(rank: int, world_size: int, how: str) -> list[float]:
     return train(model, adam(model), range(4))
 
 
-def what_is_told(rank: int, world_size: int) -> None:
+def train_without_step(model: nn.Module) -> None:
+    tokens = torch.arange(8) % 7
+    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+
+
+@on_ranks(1, 2)
+def test_what_is_told_of_both_surfaces_is_the_same(world_size):
     model, other = sharded("fully_shard"), sharded("stage3")
     optimizers = adam(model), adam(other)
     for each, optimizer in zip((model, other), optimizers, strict=True):
@@ -159,17 +163,8 @@ def what_is_told(rank: int, world_size: int) -> None:
         assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())  # type: ignore[attr-defined]
 
 
-def train_without_step(model: nn.Module) -> None:
-    tokens = torch.arange(8) % 7
-    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_told_of_both_surfaces_is_the_same(world_size: int) -> None:
-    run_ranks(what_is_told, world_size)
-
-
-def changed_inside(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_full_parameters_may_be_read_changed_and_differentiated(rank):
     model = sharded("fully_shard")
     train(model, adam(model), range(1))
     with shardwise.gathered(model, writeback=True):
@@ -196,45 +191,12 @@ def changed_inside(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.full_tensor(), 2 * fulls[name])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_full_parameters_may_be_read_changed_and_differentiated(world_size: int) -> None:
-    run_ranks(changed_inside, world_size)
-
-
-def differ(rank: int, world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = sharded("fully_shard", mesh)
-    shardwise.check.replicas(model)
-    if rank == 1:
-        with torch.no_grad():
-            next(model.parameters()).to_local()[0, 0] += 1  # type: ignore[attr-defined]
-    try:
-        shardwise.check.replicas(model)
-    except ReplicaError as error:
-        return str(error)
-    return ""
-
-
-def test_replicas_that_differ_are_named() -> None:
-    for text in run_ranks(differ, 2):
-        assert "parameter 'embedding.weight', value" in text
-
-
-def refusals(rank: int, world_size: int, folder: str) -> None:
-    def refused(match: str, make: Callable[[], nn.Module]) -> None:
-        with pytest.raises(ConfigError, match=match):
-            shardwise.save(folder, make())
-
-    def blocks_alone() -> nn.Module:
-        model = Net()
-        fully_shard(model.blocks[0])
-        return model
-
-    refused("must be called last on the model itself", blocks_alone)
-
-
-def test_what_cannot_be_saved_says_why_and_what_to_use(tmp_path: Path) -> None:
-    run_ranks(refusals, 2, str(tmp_path))
+@on_ranks(2)
+def test_what_cannot_be_saved_says_why_and_what_to_use(tmp_path):
+    model = Net()
+    fully_shard(model.blocks[0])
+    with pytest.raises(ConfigError, match="must be called last on the model itself"):
+        shardwise.save(tmp_path, model)
 
 
 def step_of(model: nn.Module, number: int) -> None:
@@ -242,26 +204,8 @@ def step_of(model: nn.Module, number: int) -> None:
     nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
 
 
-def windows(rank: int, world_size: int, folder: str) -> None:
-    """A window under torch's own switches, ended by ours; nothing in it can be saved."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-        model, plain = sharded("fully_shard", mesh), sharded("fully_shard", mesh)
-        getattr(model, switch)(False)
-        step_of(model, 0)
-        with pytest.raises(StateError, match="accumulation window"):
-            shardwise.save(folder, model)
-        with shardwise.accumulate(model, last=True):
-            step_of(model, 1)
-        step_of(plain, 0)
-        step_of(plain, 1)
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert mine.grad is not None and theirs.grad is not None
-            grads = [p.grad.full_tensor() for p in (mine, theirs)]  # type: ignore[union-attr]
-            assert_rounded_alike(*grads, 8, switch)  # one reduction of a sum, or a sum of two
-
-
-def moments(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_moments_that_would_be_wrong_are_refused(rank, world_size):
     """A context inside a forward pass is refused; gradients of one rank alone have one dtype."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -289,16 +233,29 @@ def moments(rank: int, world_size: int) -> None:
             assert torch.equal(param.grad.full_tensor(), 2 * full / world_size)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_moments_that_would_be_wrong_are_refused(world_size: int) -> None:
-    run_ranks(moments, world_size)
+@on_ranks(2)
+def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_path):
+    """A window under torch's own switches, ended by ours; nothing in it can be saved."""
+    folder = str(tmp_path)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model, plain = sharded("fully_shard", mesh), sharded("fully_shard", mesh)
+        getattr(model, switch)(False)
+        step_of(model, 0)
+        with pytest.raises(StateError, match="accumulation window"):
+            shardwise.save(folder, model)
+        with shardwise.accumulate(model, last=True):
+            step_of(model, 1)
+        step_of(plain, 0)
+        step_of(plain, 1)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None
+            grads = [p.grad.full_tensor() for p in (mine, theirs)]  # type: ignore[union-attr]
+            assert_rounded_alike(*grads, 8, switch)  # one reduction of a sum, or a sum of two
 
 
-def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_path: Path) -> None:
-    run_ranks(windows, 2, str(tmp_path))
-
-
-def spread(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parts_that_are_kept_from_a_forward_pass_go_stale():
     """What a rank keeps of a forward pass is dropped when the parameters change."""
     torch.manual_seed(3)
     model, plain = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -318,7 +275,3 @@ def spread(rank: int, world_size: int) -> None:
                 each.bias.add_(1)
         model.reshard()
         assert torch.equal(model(x), plain(x))
-
-
-def test_parts_that_are_kept_from_a_forward_pass_go_stale() -> None:
-    run_ranks(spread, 4)

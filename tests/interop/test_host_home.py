@@ -8,13 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import shard
 from shardwise.device import HostTime
-from shardwise.engine.api import engine_of
-from shardwise.interop.fsdp2 import fully_shard
 from shardwise.layout.segments import build_layout
 from shardwise.offload.home import Home
 from shardwise.stages import STAGES
@@ -146,68 +143,15 @@ def test_without_a_home_the_means_stay_where_they_are() -> None:
     assert evicted(storage, means) is means
 
 
-class Net(nn.Module):
-    """Uneven rows, a frozen weight, a scalar parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-        self.frozen = nn.Linear(5, 3).requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.frozen(x).square().mean() * self.scale
-
-
-def train(model: nn.Module, rank: int) -> list[Tensor]:
-    """Take three steps of two micro-batches; return losses, gradients and parameters, in full."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(rank)
-    found: list[Tensor] = []
-    for _ in range(3):
-        for _ in range(2):
-            loss = model(torch.randint(0, 7, (4, 3), generator=generator))
-            loss.backward()
-            found.append(loss.detach())
-        grads: list[Any] = [p.grad for p in model.parameters() if p.requires_grad]
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        found.append(torch.as_tensor(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        found += [g.full_tensor() for g in grads]
-        optimizer.step()
-        optimizer.zero_grad()
-    values: list[Any] = list(model.parameters())
-    return found + [v.full_tensor().detach() for v in values]
-
-
 def assert_same_bits(ours: list[Tensor], theirs: list[Tensor], what: object) -> None:
     assert len(ours) == len(theirs)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(a, b), (what, number)
 
 
-def train_shard_with_and_without_a_home(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
-        for precision in ("fp32", "bf16"):
-            results = []
-            for offload in (None, "cpu"):
-                torch.manual_seed(0)
-                model = shard(Net(), stage=stage, precision=precision, offload=offload)
-                places = {u.home.place if u.home else None for u in engine_of(model).units}
-                assert places == {None if offload is None else CPU}
-                results.append(train(model, rank))
-            assert_same_bits(results[0], results[1], (stage, precision))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(world_size: int) -> None:
-    run_ranks(train_shard_with_and_without_a_home, world_size)
-
-
-def train_on_a_gpu_with_and_without_a_home(rank: int, world_size: int) -> None:
+@pytest.mark.gpu
+@on_ranks(1, fresh=True)
+def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu():
     """Steps of half the gradient: the same bits whichever processor takes them."""
     for precision in ("fp32", "bf16"):
         results = []
@@ -227,26 +171,3 @@ def train_on_a_gpu_with_and_without_a_home(rank: int, world_size: int) -> None:
                         p.mul_(0.5)
             results.append([p.full_tensor().detach().cpu() for p in model.parameters()])
         assert_same_bits(results[0], results[1], precision)
-
-
-@pytest.mark.gpu
-def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu() -> None:
-    run_ranks(train_on_a_gpu_with_and_without_a_home, 1, fresh=True)
-
-
-def train_fully_shard_with_and_without_offload(rank: int, world_size: int) -> None:
-    results = []
-    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
-        torch.manual_seed(0)
-        model = Net()
-        model.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard refuses scalars
-        for block in model.blocks:
-            fully_shard(block, offload_policy=policy)
-        fully_shard(model, offload_policy=policy)
-        results.append(train(model, rank))
-    assert_same_bits(results[0], results[1], "fully_shard")
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_offload_policy_of_torch_gives_the_same_bits(world_size: int) -> None:
-    run_ranks(train_fully_shard_with_and_without_offload, world_size)

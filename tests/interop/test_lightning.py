@@ -23,12 +23,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from models import Block
 from oracle import assert_same_bits
 from programs import ROOT, run_program
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import Precision, fully_shard, gathered, save, shard
 from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.interop.lightning import ShardwiseStrategy
+from trainer import sharded_by_block
 
 # Lightning advises on workers, log intervals, batch sizes; some of its imports are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,9 +124,7 @@ class ByCalls(VectorScale):
 
     def configure_model(self) -> None:
         if not isinstance(self.blocks[0], FSDPModule):
-            for block in self.blocks:
-                fully_shard(block)
-            fully_shard(self)
+            sharded_by_block(self)
 
 
 class InsideByCalls(TwoNetworks):
@@ -215,7 +214,56 @@ def assert_same_fit(ours: tuple[Any, L.Trainer], theirs: tuple[Any, L.Trainer]) 
     assert_same_bits(parameters_of(ours[0]), parameters_of(theirs[0]))
 
 
-def fit_like_ddp(rank: int, world_size: int) -> None:
+def other_settings() -> list[tuple[str, Any, dict[str, Any]]]:
+    """Return what differs from stage 3: the error, the strategy, the Trainer's options."""
+    return [
+        (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
+        ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
+        ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
+        ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
+    ]
+
+
+def refuse_settings(module: Any, world_size: int, cases: list[tuple[str, Any, Any]]) -> None:
+    for wanted, strategy, options in cases:
+        with pytest.raises(ConfigError, match=wanted):
+            trainer(strategy, world_size, **options).fit(module, loader())
+
+
+@on_ranks(2)
+def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_checkpoints(
+    rank, world_size, tmp_path
+):
+    """Calls of fully_shard in configure_model, on the module or on its networks alone."""
+    with launched(rank, world_size):
+        for make, plain_one in ((ByCalls, VectorScale), (InsideByCalls, TwoNetworks)):
+            options: dict[str, Any] = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
+            plain = fit("shardwise", rank, world_size, plain_one, max_epochs=2, **options)
+            whole = fit("shardwise", rank, world_size, make, max_epochs=2, **options)
+            assert whole[0].seen == plain[0].seen
+            assert_same_bits(parameters_of(whole[0]), parameters_of(plain[0]))
+            assert all(isinstance(p, DTensor) for p in whole[0].state_dict().values())
+            both = ((make, plain_one), (plain_one, make)) if make is ByCalls else ((make, make),)
+            for first, second in both:
+                half, ended = fit("shardwise", rank, world_size, first, max_epochs=1, **options)
+                path = tmp_path / f"{first.__name__}.ckpt"
+                ended.save_checkpoint(path)
+                options |= {"max_epochs": 2}
+                rest, _ = fit("shardwise", rank, world_size, second, ckpt_path=path, **options)
+                assert half.seen + rest.seen == plain[0].seen
+                assert_same_bits(parameters_of(rest), parameters_of(plain[0]))
+                options.pop("max_epochs")
+        _, ended = fit("ddp", rank, world_size, VectorScale, max_epochs=1)
+        ended.save_checkpoint(tmp_path / "ddp.ckpt")
+        path = tmp_path / "ddp.ckpt"
+        plain = fit("shardwise", rank, world_size, VectorScale, ckpt_path=path)
+        again = fit("shardwise", rank, world_size, ByCalls, ckpt_path=path)
+        assert again[0].seen == plain[0].seen
+        refuse_settings(again[0], world_size, other_settings())
+
+
+@on_ranks(1, 2)
+def test_every_stage_takes_the_steps_of_ddp(rank, world_size):
     with launched(rank, world_size):
         plain = fit("ddp", rank, world_size)
         assert len(set(plain[0].seen)) > 10
@@ -236,62 +284,6 @@ def fit_like_ddp(rank: int, world_size: int) -> None:
         assert_same_fit(fit("shardwise", rank, world_size, TwoNetworks), manual)
 
 
-def other_settings() -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return what differs from stage 3: the error, the strategy, the Trainer's options."""
-    return [
-        (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
-        ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
-        ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
-        ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
-    ]
-
-
-def refuse_settings(module: Any, world_size: int, cases: list[tuple[str, Any, Any]]) -> None:
-    for wanted, strategy, options in cases:
-        with pytest.raises(ConfigError, match=wanted):
-            trainer(strategy, world_size, **options).fit(module, loader())
-
-
-def fit_by_calls(rank: int, world_size: int, folder: Path) -> None:
-    """Calls of fully_shard in configure_model, on the module or on its networks alone."""
-    with launched(rank, world_size):
-        for make, plain_one in ((ByCalls, VectorScale), (InsideByCalls, TwoNetworks)):
-            options: dict[str, Any] = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
-            plain = fit("shardwise", rank, world_size, plain_one, max_epochs=2, **options)
-            whole = fit("shardwise", rank, world_size, make, max_epochs=2, **options)
-            assert whole[0].seen == plain[0].seen
-            assert_same_bits(parameters_of(whole[0]), parameters_of(plain[0]))
-            assert all(isinstance(p, DTensor) for p in whole[0].state_dict().values())
-            both = ((make, plain_one), (plain_one, make)) if make is ByCalls else ((make, make),)
-            for first, second in both:
-                half, ended = fit("shardwise", rank, world_size, first, max_epochs=1, **options)
-                path = folder / f"{first.__name__}.ckpt"
-                ended.save_checkpoint(path)
-                options |= {"max_epochs": 2}
-                rest, _ = fit("shardwise", rank, world_size, second, ckpt_path=path, **options)
-                assert half.seen + rest.seen == plain[0].seen
-                assert_same_bits(parameters_of(rest), parameters_of(plain[0]))
-                options.pop("max_epochs")
-        _, ended = fit("ddp", rank, world_size, VectorScale, max_epochs=1)
-        ended.save_checkpoint(folder / "ddp.ckpt")
-        path = folder / "ddp.ckpt"
-        plain = fit("shardwise", rank, world_size, VectorScale, ckpt_path=path)
-        again = fit("shardwise", rank, world_size, ByCalls, ckpt_path=path)
-        assert again[0].seen == plain[0].seen
-        refuse_settings(again[0], world_size, other_settings())
-
-
-def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_checkpoints(
-    tmp_path: Path,
-) -> None:
-    run_ranks(fit_by_calls, 2, tmp_path)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_stage_takes_the_steps_of_ddp(world_size: int) -> None:
-    run_ranks(fit_like_ddp, world_size)
-
-
 class WholeMatrices(Regression):
     def configure_optimizers(self) -> Any:
         return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
@@ -308,7 +300,8 @@ class Recording(Regression):
         self.batches.append(batch)
 
 
-def clip_like_a_loop(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_by_norm_is_that_of_the_whole_gradient(rank, world_size):
     """The same steps by hand, on the batches that Lightning's sampler gave this rank."""
     options = {"max_epochs": 1, "gradient_clip_val": 0.1}
     with launched(rank, world_size):
@@ -326,45 +319,6 @@ def clip_like_a_loop(rank: int, world_size: int) -> None:
     assert_same_bits(parameters_of(module), parameters_of(by_hand))
 
 
-def test_clipping_by_norm_is_that_of_the_whole_gradient() -> None:
-    run_ranks(clip_like_a_loop, 2)
-
-
-def resume(rank: int, world_size: int, folder: Path) -> None:
-    with launched(rank, world_size):
-        whole, _ = fit("shardwise", rank, world_size, max_epochs=4)
-        keep = ModelCheckpoint(folder / "kept", monitor="validation", save_last=True, save_top_k=1)
-        options = {"callbacks": [keep], "enable_checkpointing": True}
-        first, _ = fit("shardwise", rank, world_size, max_epochs=2, **options)
-        assert {p.name for p in (folder / "kept").iterdir()} == {
-            Path(keep.best_model_path).name,
-            "last.ckpt",
-        }
-        for strategy in ("shardwise", "shardwise_stage_1"):
-            last = folder / "kept" / "last.ckpt"
-            second, _ = fit(strategy, rank, world_size, max_epochs=4, ckpt_path=last)
-            assert first.seen + second.seen == whole.seen
-            assert_same_bits(parameters_of(second), parameters_of(whole))
-        check_best(rank, world_size, keep)
-
-        plain, ended = fit("ddp", rank, world_size)
-        ended.save_checkpoint(folder / "ddp.ckpt")
-        plain, _ = fit("ddp", rank, world_size, max_epochs=4, ckpt_path=folder / "ddp.ckpt")
-        second, ended = fit(
-            "shardwise", rank, world_size, max_epochs=4, ckpt_path=folder / "ddp.ckpt"
-        )
-        assert second.seen == plain.seen
-        assert_same_bits(parameters_of(second), parameters_of(plain))
-
-        ended.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-        ended.save_checkpoint(folder / "weights.ckpt", weights_only=True)  # over the first
-        again = Regression()
-        trainer("shardwise", world_size).validate(
-            again, loader(), ckpt_path=folder / "weights.ckpt", verbose=False
-        )
-        assert_same_bits(parameters_of(again), parameters_of(second))
-
-
 def check_best(rank: int, world_size: int, keep: ModelCheckpoint) -> None:
     """A Trainer that has not fitted loads the best checkpoint's parameters alone."""
     module = Regression()
@@ -374,26 +328,58 @@ def check_best(rank: int, world_size: int, keep: ModelCheckpoint) -> None:
     assert metrics["validation"] == keep.best_model_score
 
 
-def test_a_resumed_fit_goes_on_to_the_bit(tmp_path: Path) -> None:
-    run_ranks(resume, 2, tmp_path)
+@on_ranks(2)
+def test_a_resumed_fit_goes_on_to_the_bit(rank, world_size, tmp_path):
+    with launched(rank, world_size):
+        whole, _ = fit("shardwise", rank, world_size, max_epochs=4)
+        keep = ModelCheckpoint(
+            tmp_path / "kept", monitor="validation", save_last=True, save_top_k=1
+        )
+        options = {"callbacks": [keep], "enable_checkpointing": True}
+        first, _ = fit("shardwise", rank, world_size, max_epochs=2, **options)
+        assert {p.name for p in (tmp_path / "kept").iterdir()} == {
+            Path(keep.best_model_path).name,
+            "last.ckpt",
+        }
+        for strategy in ("shardwise", "shardwise_stage_1"):
+            last = tmp_path / "kept" / "last.ckpt"
+            second, _ = fit(strategy, rank, world_size, max_epochs=4, ckpt_path=last)
+            assert first.seen + second.seen == whole.seen
+            assert_same_bits(parameters_of(second), parameters_of(whole))
+        check_best(rank, world_size, keep)
+
+        plain, ended = fit("ddp", rank, world_size)
+        ended.save_checkpoint(tmp_path / "ddp.ckpt")
+        plain, _ = fit("ddp", rank, world_size, max_epochs=4, ckpt_path=tmp_path / "ddp.ckpt")
+        second, ended = fit(
+            "shardwise", rank, world_size, max_epochs=4, ckpt_path=tmp_path / "ddp.ckpt"
+        )
+        assert second.seen == plain.seen
+        assert_same_bits(parameters_of(second), parameters_of(plain))
+
+        ended.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+        ended.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)  # over the first
+        again = Regression()
+        trainer("shardwise", world_size).validate(
+            again, loader(), ckpt_path=tmp_path / "weights.ckpt", verbose=False
+        )
+        assert_same_bits(parameters_of(again), parameters_of(second))
 
 
-def resume_manual(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_several_optimizers_are_saved_and_resumed(rank, world_size, tmp_path):
     with launched(rank, world_size):
         whole, _ = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=3)
         first, ended = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=1)
-        ended.save_checkpoint(folder / "two.ckpt")
-        options = {"max_epochs": 3, "ckpt_path": folder / "two.ckpt"}
+        ended.save_checkpoint(tmp_path / "two.ckpt")
+        options = {"max_epochs": 3, "ckpt_path": tmp_path / "two.ckpt"}
         second, _ = fit("shardwise", rank, world_size, TwoNetworks, **options)
         assert first.seen + second.seen == whole.seen
         assert_same_bits(parameters_of(second), parameters_of(whole))
 
 
-def test_several_optimizers_are_saved_and_resumed(tmp_path: Path) -> None:
-    run_ranks(resume_manual, 2, tmp_path)
-
-
-def fit_in_precisions(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_trainers_precision_is_that_of_ddp(rank, world_size):
     with launched(rank, world_size):
         for precision in ("64-true", "bf16-true", "bf16-mixed"):
             plain = fit("ddp", rank, world_size, precision=precision)
@@ -411,11 +397,33 @@ def fit_in_precisions(rank: int, world_size: int) -> None:
         assert {p.dtype for p in sharded[0].parameters()} == {torch.float32}
 
 
-def test_the_trainers_precision_is_that_of_ddp() -> None:
-    run_ranks(fit_in_precisions, 2)
+def refuse_other_settings(module: nn.Module, rank: int, world_size: int) -> None:
+    """A module that was sharded stays so: what is asked for later must be the same."""
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("mesh=", ShardwiseStrategy(mesh=(world_size, 1)), {}),
+        ("units=", ShardwiseStrategy(units=[nn.Linear]), {}),
+        ("precision='bf16'", ShardwiseStrategy(precision="bf16"), {}),
+        ("'bf16-true'.*torch.float32", "shardwise", {"precision": "bf16-true"}),
+    ]
+    refuse_settings(module, world_size, [*other_settings(), *cases])
+    module, _ = fit("shardwise_stage_1", rank, world_size, max_epochs=1)
+    with pytest.raises(ConfigError, match=r"stage=3\): .* before with 1,"):
+        trainer("shardwise", world_size).fit(module, loader())
+
+    normed = Normed()
+    one = trainer("shardwise", world_size)
+    one.validate(normed, loader(), verbose=False)
+    one.test(normed, loader(), verbose=False)  # the same again is no other setting
+    synced = trainer("shardwise", world_size, sync_batchnorm=True)
+    with pytest.raises(ConfigError, match="sync_batchnorm"):
+        synced.validate(normed, loader(), verbose=False)
+    normed = Normed()
+    trainer("shardwise", world_size, sync_batchnorm=True).validate(normed, loader(), verbose=False)
+    assert type(normed.norm) is nn.SyncBatchNorm
 
 
-def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_go_is_said(rank, world_size, tmp_path):
     with launched(rank, world_size):
         plain = fit("ddp", rank, world_size)
         hybrid = fit(ShardwiseStrategy(mesh=(2, 1)), rank, world_size)
@@ -446,52 +454,23 @@ def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
         same = ShardwiseStrategy(stage=3, units=[Block], mesh=None, precision="fp32")
         trainer(same, world_size, 1).fit(module, loader())  # goes on where it is
         module.hparams["places"] = {"data": [Path("here") / "there"]}
-        ended.save_checkpoint(folder / "paths.ckpt")
-        saved = ended.strategy.load_checkpoint(folder / "paths.ckpt")
+        ended.save_checkpoint(tmp_path / "paths.ckpt")
+        saved = ended.strategy.load_checkpoint(tmp_path / "paths.ckpt")
         assert saved["hyper_parameters"] == {"places": {"data": [str(Path("here") / "there")]}}
         module.hparams["activation"] = nn.ReLU()
-        options = {"enable_checkpointing": True, "default_root_dir": folder}
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
         with pytest.raises(ConfigError, match=r"Regression.hparams\['activation'\].*ignore="):
             trainer("shardwise", world_size, 4, **options).fit(module, loader())
         with pytest.raises(CheckpointError, match=r"lightning.*hyper_parameters.*activation"):
-            ended.save_checkpoint(folder / "a.ckpt")
-        assert not (folder / "a.ckpt").exists()
+            ended.save_checkpoint(tmp_path / "a.ckpt")
+        assert not (tmp_path / "a.ckpt").exists()
         with pytest.raises(ConfigError, match="file system"):
             ended.save_checkpoint("s3://bucket/a.ckpt")
-        save(folder / "plain", module)
+        save(tmp_path / "plain", module)
         with pytest.raises(CheckpointError, match="not one that a Lightning Trainer saved"):
-            trainer("shardwise", world_size).test(module, loader(), ckpt_path=folder / "plain")
+            trainer("shardwise", world_size).test(module, loader(), ckpt_path=tmp_path / "plain")
         with gathered(module):
             assert module.blocks[0].up.weight.shape == (11, 8)
-
-
-def refuse_other_settings(module: nn.Module, rank: int, world_size: int) -> None:
-    """A module that was sharded stays so: what is asked for later must be the same."""
-    cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("mesh=", ShardwiseStrategy(mesh=(world_size, 1)), {}),
-        ("units=", ShardwiseStrategy(units=[nn.Linear]), {}),
-        ("precision='bf16'", ShardwiseStrategy(precision="bf16"), {}),
-        ("'bf16-true'.*torch.float32", "shardwise", {"precision": "bf16-true"}),
-    ]
-    refuse_settings(module, world_size, [*other_settings(), *cases])
-    module, _ = fit("shardwise_stage_1", rank, world_size, max_epochs=1)
-    with pytest.raises(ConfigError, match=r"stage=3\): .* before with 1,"):
-        trainer("shardwise", world_size).fit(module, loader())
-
-    normed = Normed()
-    one = trainer("shardwise", world_size)
-    one.validate(normed, loader(), verbose=False)
-    one.test(normed, loader(), verbose=False)  # the same again is no other setting
-    synced = trainer("shardwise", world_size, sync_batchnorm=True)
-    with pytest.raises(ConfigError, match="sync_batchnorm"):
-        synced.validate(normed, loader(), verbose=False)
-    normed = Normed()
-    trainer("shardwise", world_size, sync_batchnorm=True).validate(normed, loader(), verbose=False)
-    assert type(normed.norm) is nn.SyncBatchNorm
-
-
-def test_what_does_not_go_is_said(tmp_path: Path) -> None:
-    run_ranks(fit_hybrid, 2, tmp_path)
 
 
 def test_options_are_checked_before_a_process_starts() -> None:

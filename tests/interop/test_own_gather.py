@@ -17,6 +17,7 @@ from ranks import run_ranks, run_sizes
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.tensor.inner import gather_whole, plain_parts
 from shardwise.tensor.plain_state import owner_of
+from trainer import sharded_by_block
 
 STAGES: tuple[Any, ...] = (1, 2, 3)
 ROWS = {"half": 7, "sum": 6}  # a tensor of several is cut evenly, by FSDP2's contract
@@ -30,9 +31,7 @@ def sharded(kind: str, how: Any, **options: Any) -> Any:
     model = make(kind)
     if how != "calls":
         return shardwise.shard(model, stage=how, units=[nn.Linear], **options)
-    for block in model.blocks:
-        shardwise.fully_shard(block, **options)
-    return shardwise.fully_shard(model, **options)
+    return sharded_by_block(model, **options)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

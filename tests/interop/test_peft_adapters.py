@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oracle import assert_same_bits
 from peft_models import HandLora, Stack, lora_llama, loss_of, make_llama
 from programs import run_example
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from shardwise.interop.peft import load_adapter, save_adapter
@@ -62,7 +62,14 @@ def train(model: nn.Module, num_steps: int = 2) -> list[float]:
     return losses
 
 
-def save_and_load(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(2, {"stage": 3}), (3, {"stage": 2, "layout": "flat"})]
+)
+@on_ranks()
+def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base(
+    world_size, rank, tmp_path, options
+):
+    folder = str(tmp_path)
     names = ("default", "second")
     embedding = {"modules_to_save": ["norm"], "targets": ("q_proj", "embed_tokens")}
     model = shard(lora_llama(BF16, names, **embedding), **options)
@@ -121,22 +128,15 @@ def save_and_load(rank: int, world_size: int, folder: str, options: dict[str, An
     assert_same_bits(values(fresh), expected)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"), [(2, {"stage": 3}), (3, {"stage": 2, "layout": "flat"})]
-)
-def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base(
-    tmp_path: Path, world_size: int, options: dict[str, Any]
-) -> None:
-    run_ranks(save_and_load, world_size, str(tmp_path), options)
-
-
 def by_calls(model: nn.Module) -> nn.Module:
     for layer in model.base_model.model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer)
     return fully_shard(model)
 
 
-def meet_refusals(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_adapters_that_do_not_fit_change_nothing_and_say_why(rank, tmp_path):
+    folder = str(tmp_path)
     model = shard(lora_llama(targets=("q_proj",)), stage=3)
     before = values(model)
     for other, why in (
@@ -171,12 +171,10 @@ def meet_refusals(rank: int, world_size: int, folder: str) -> None:
         model(input_ids=IDS)
 
 
-def test_adapters_that_do_not_fit_change_nothing_and_say_why(tmp_path: Path) -> None:
-    run_ranks(meet_refusals, 2, str(tmp_path))
-
-
-def meet_missing_folders(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_folder_that_one_rank_cannot_read_is_refused_on_all_ranks(rank, tmp_path):
     """A folder that one rank alone does not see is refused on both, and both can go on."""
+    folder = str(tmp_path)
     model = shard(lora_llama(targets=("q_proj",)), stage=3)
     here = Path(folder, f"of rank {rank}")
     if rank == 0:
@@ -201,10 +199,6 @@ def meet_missing_folders(rank: int, world_size: int, folder: str) -> None:
     assert len(set(train(model))) == 2
 
 
-def test_a_folder_that_one_rank_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(meet_missing_folders, 2, str(tmp_path))
-
-
 TIED = {
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
@@ -221,7 +215,9 @@ def tied_llama(seed: int, options: dict[str, Any]) -> nn.Module:
     return peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, **options))
 
 
-def load_tied(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_adapters_of_tied_embeddings_are_loaded_from_what_was_saved(tmp_path):
+    folder = str(tmp_path)
     for name, options in TIED.items():
         model = shard(tied_llama(1, options), stage=3)
         train(model)
@@ -230,10 +226,6 @@ def load_tied(rank: int, world_size: int, folder: str) -> None:
         fresh = shard(tied_llama(2, options), stage=3)
         load_adapter(fresh, Path(folder, name))
         assert_same_bits(values(fresh), values(model))
-
-
-def test_adapters_of_tied_embeddings_are_loaded_from_what_was_saved(tmp_path: Path) -> None:
-    run_ranks(load_tied, 2, str(tmp_path))
 
 
 PROMPTS = {
@@ -280,7 +272,8 @@ def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path: Path) -
     run_ranks(save_prompts, 2, str(tmp_path))
 
 
-def write_inside(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_adapters_of_parameters_are_refused_in_the_first_forward_pass():
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"])
     model = shard(peft.get_peft_model(make_llama(), config), stage=3)
@@ -288,11 +281,8 @@ def write_inside(rank: int, world_size: int) -> None:
         model(input_ids=IDS)
 
 
-def test_adapters_of_parameters_are_refused_in_the_first_forward_pass() -> None:
-    run_ranks(write_inside, 2)
-
-
-def switch(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_switching_and_disabling_adapters_is_that_of_the_plain_model():
     """Train one adapter, then the other; look at the base in between."""
     plain = lora_llama(adapters=("first", "second"))
     base = logits(lora_llama(adapters=("first", "second")).unload())
@@ -313,11 +303,8 @@ def switch(rank: int, world_size: int) -> None:
         assert_same_bits(values(model), dict(plain.named_parameters()))
 
 
-def test_switching_and_disabling_adapters_is_that_of_the_plain_model() -> None:
-    run_ranks(switch, 2)
-
-
-def merge(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_merging_is_that_of_the_plain_model():
     for dtype, options in ((torch.float32, {"stage": 3, "layout": "flat"}), (BF16, {"stage": 1})):
         model, plain = shard(lora_llama(dtype), **options), lora_llama(dtype)
         for work in ("merge_adapter", "unmerge_adapter"):  # each rank merges its own rows
@@ -333,11 +320,8 @@ def merge(rank: int, world_size: int) -> None:
         assert torch.equal(logits(model), logits(plain))
 
 
-def test_merging_is_that_of_the_plain_model() -> None:
-    run_ranks(merge, 2)
-
-
-def merge_without_writeback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_merge_that_would_be_lost_is_refused():
     model = shard(lora_llama(), stage=3)
     with (
         pytest.raises(StateError, match=r"q_proj\.base_layer\.weight.*writeback=True"),
@@ -346,11 +330,9 @@ def merge_without_writeback(rank: int, world_size: int) -> None:
         model.merge_adapter()
 
 
-def test_a_merge_that_would_be_lost_is_refused() -> None:
-    run_ranks(merge_without_writeback, 2)
-
-
-def checkpoint_activations(rank: int, world_size: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reentrant):
     def make() -> nn.Module:
         model = lora_llama(BF16)
         model.enable_input_require_grads()
@@ -360,11 +342,6 @@ def checkpoint_activations(rank: int, world_size: int, reentrant: bool) -> None:
     losses = train(DistributedDataParallel(make()))
     for stage in (1, 3):
         assert train(shard(make(), stage=stage)) == losses
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reentrant: bool) -> None:
-    run_ranks(checkpoint_activations, 2, reentrant)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise
 from pipelines import Net, stage_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise.config import Units
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2 import fully_shard
@@ -72,7 +72,10 @@ def after_a_step(model: nn.Module) -> State:
     return state
 
 
-def small_models(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_that_asks(
+    rank, num_ranks
+):
     torch.manual_seed(0)
     makes: list[Any] = []
     for layout, stage, offload in (
@@ -107,14 +110,8 @@ def small_models(rank: int, num_ranks: int) -> None:
         assert torch.isfinite(model(torch.ones(2, 7)).sum())  # and it goes on
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_that_asks(
-    num_ranks: int,
-) -> None:
-    run_ranks(small_models, num_ranks)
-
-
-def cut_along_columns(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_weight_that_is_cut_along_its_columns_comes_in_full():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2, bias=False))
     want = {name: t.detach().clone() for name, t in model.state_dict().items()}
@@ -122,10 +119,6 @@ def cut_along_columns(rank: int, num_ranks: int) -> None:
     fully_shard(model, shard_placement_fn=place.get)
     assert_streamed(model, want)
     assert_streamed(model, want, [1], None, 0)
-
-
-def test_a_weight_that_is_cut_along_its_columns_comes_in_full() -> None:
-    run_ranks(cut_along_columns, 2)
 
 
 def tensor_parallel(part: Any, axes: shardwise.Axes) -> Any:
@@ -140,7 +133,8 @@ def experts() -> PlainDecoder:
     return PlainDecoder(shape)
 
 
-def composed(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_experts():
     whole = {name: t.detach().clone() for name, t in Net().state_dict().items()}
     asks = (None, [0], [1, 2])
     replicas = shardwise.Axes(dp_replicate=2, dp_shard=2)
@@ -170,29 +164,22 @@ def composed(rank: int, num_ranks: int) -> None:
             assert_streamed(mixture, plain, ranks)
 
 
-def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_experts() -> None:
-    run_ranks(composed, 4)
-
-
-def under_hub_names(rank: int, num_ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(rank, tmp_path):
     for name, make in (
         ("mixtral", make_mixtral),
         ("tied", lambda: make_llama(tie_word_embeddings=True)),
     ):
         torch.manual_seed(0)
         model: Any = shardwise.shard(make())
-        save_pretrained(model, folder / name)
-        want = load_file(folder / name / "model.safetensors")
+        save_pretrained(model, tmp_path / name)
+        want = load_file(tmp_path / name / "model.safetensors")
         got = dict(shardwise.interop.stream(model, ranks=[1]))
         if rank == 1:
             assert got.keys() == want.keys()
             assert all(torch.equal(got[key], want[key]) for key in want)
         else:
             assert not got
-
-
-def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(tmp_path: Path) -> None:
-    run_ranks(under_hub_names, 2, tmp_path)
 
 
 WIDTH, BUCKET = 128, 4 * 128 * 8
@@ -222,7 +209,8 @@ def test_one_weight_and_a_bucket_are_in_memory_on_the_ranks_that_take_them() -> 
     assert to_none <= BUCKET + parameter // 2
 
 
-def refusals(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_would_be_a_mixture_of_steps_or_never_end_is_refused(rank):
     model = shardwise.shard(Small(), units=nn.Linear)
     with pytest.raises(ConfigError, match=r"ranks=\[9\]: expected ranks of the world, 0 to 1"):
         shardwise.interop.stream(model, ranks=[9])
@@ -238,7 +226,3 @@ def refusals(rank: int, num_ranks: int) -> None:
         model.head.weight.mul_(2)
     with pytest.raises(StateError, match=r"'head.weight' was changed after the stream began"):
         list(weights)
-
-
-def test_what_would_be_a_mixture_of_steps_or_never_end_is_refused() -> None:
-    run_ranks(refusals, 2)

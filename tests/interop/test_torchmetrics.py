@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import Stack
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import on_ranks
 from shardwise import gathered, load, save, shard
 from trainer import full_parameters
 
@@ -68,7 +68,9 @@ def measure(rank: int, model: nn.Module, inner: Measured) -> list[Tensor]:
     return said
 
 
-def compare(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_metrics_of_a_sharded_model_are_those_of_the_plain_one(rank, tmp_path):
+    folder = str(tmp_path)
     torch.manual_seed(0)
     plain = Measured()
     # DDP would overwrite the metrics' buffers with rank 0's; then it is no truth.
@@ -95,7 +97,3 @@ def compare(rank: int, world_size: int, folder: str) -> None:
     assert_same_bits(full_parameters(again), dict(plain.named_parameters()))
     assert torch.equal(again.error.total, model.error.total)  # each rank's own
     assert torch.equal(again.error.sum_squared_error, model.error.sum_squared_error)
-
-
-def test_metrics_of_a_sharded_model_are_those_of_the_plain_one(tmp_path: Path) -> None:
-    run_ranks(compare, 2, str(tmp_path))

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from models import Block
 from oracle import assert_same_bits
 from programs import run_example
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.errors import ConfigError
@@ -153,14 +153,21 @@ def train(
     return losses, full_parameters(model)
 
 
+def parallelize(model: nn.Module, **given: Any) -> nn.Module:
+    """Call ours as where torchtitan itself is not there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchtitan, "load_neighbour", lambda *_: None)
+        return torchtitan.parallelize(model, **given)
+
+
 def assert_same_run(ours: Any, plain: Any) -> None:
     assert ours[0] == plain[0], (ours[0], plain[0])
     names = [re.sub(r"(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in ours[1]]
     assert_same_bits(dict(zip(names, ours[1].values(), strict=True)), plain[1])
 
 
-def train_stand_in(rank: int, world_size: int) -> None:
-    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+@on_ranks(1, 2)
+def test_a_decoder_takes_the_steps_of_the_plain_one(rank, world_size):
     steps = batches_of(world_size, VOCAB)
     torch.manual_seed(0)
     start = Decoder()
@@ -178,28 +185,23 @@ def train_stand_in(rank: int, world_size: int) -> None:
     for case in cases:
         given = settings(**{"parallel_dims": Dims(dp_shard=world_size), **case})
         model = copy.deepcopy(start)
-        assert torchtitan.parallelize(model, **given) is model
+        assert parallelize(model, **given) is model
         assert_same_run(train(model, steps, rank, sum_loss), plain)
     bf16 = copy.deepcopy(start)
     given["training"].mixed_precision_param = "bfloat16"
-    torchtitan.parallelize(bf16, **given)
+    parallelize(bf16, **given)
     assert {p.dtype for p in bf16.parameters()} == {torch.float32}
     assert bf16(steps[0][rank][:, :-1]).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_decoder_takes_the_steps_of_the_plain_one(world_size: int) -> None:
-    run_ranks(train_stand_in, world_size, fresh=True)
-
-
-def shard_over_replicas(rank: int, world_size: int) -> None:
-    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+@on_ranks(4)
+def test_replicas_of_shards_are_where_the_degrees_say(rank, world_size):
     torch.manual_seed(0)
     plain = Decoder()
     for backend in ("spmd_types", "partial_dtensor"):
         model = copy.deepcopy(plain)
         dims = Dims(dp_replicate=2, dp_shard=2, spmd_backend=backend)
-        torchtitan.parallelize(model, **settings(parallel_dims=dims))
+        parallelize(model, **settings(parallel_dims=dims))
         for param in model.parameters():
             assert isinstance(param, DTensor)
             assert param.placements == (Replicate(), Shard(0))
@@ -216,10 +218,6 @@ def shard_over_replicas(rank: int, world_size: int) -> None:
         assert_rounded_alike(full(ours.grad), theirs.grad, 2 * 4)
 
 
-def test_replicas_of_shards_are_where_the_degrees_say() -> None:
-    run_ranks(shard_over_replicas, 4, fresh=True)
-
-
 def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
     """Stand in for a model's own function: tensor parallelism, then shards, as torchtitan does."""
     sharding: Any = sys.modules["torchtitan.distributed.fsdp"]
@@ -232,7 +230,8 @@ def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
     return model
 
 
-def train_with_all_degrees(rank: int, world_size: int) -> None:
+@on_ranks(4, fresh=True)
+def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_size):
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
     sys.modules["torchtitan.distributed.fsdp"] = torchs  # type: ignore[assignment]
@@ -258,12 +257,8 @@ def train_with_all_degrees(rank: int, world_size: int) -> None:
         )  # type: ignore[union-attr]
 
 
-def test_a_models_own_function_takes_any_degree_and_shards_by_ours() -> None:
-    run_ranks(train_with_all_degrees, 4, fresh=True)
-
-
-def refuse(rank: int, world_size: int) -> None:
-    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+@on_ranks(1)
+def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
     cases: list[tuple[str, dict[str, Any]]] = [
         ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),
         ("context_parallel_degree=4", {"parallel_dims": Dims(cp=4)}),
@@ -276,17 +271,13 @@ def refuse(rank: int, world_size: int) -> None:
     for wanted, case in cases:
         model = Decoder()
         with pytest.raises(ConfigError, match=wanted):
-            torchtitan.parallelize(model, **settings(**case))
+            parallelize(model, **settings(**case))
         assert type(model) is Decoder
     with pytest.raises(ConfigError, match="no ModuleDict"):
-        torchtitan.parallelize(nn.Linear(2, 2), **settings())
+        parallelize(nn.Linear(2, 2), **settings())
     on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="disable_cuda_graphs"):
-        torchtitan.parallelize(Decoder(), **settings(parallel_dims=on_gpu))
-
-
-def test_what_is_not_data_parallelism_is_refused_before_anything_changes() -> None:
-    run_ranks(refuse, 1, fresh=True)
+        parallelize(Decoder(), **settings(parallel_dims=on_gpu))
 
 
 # -- torchtitan itself

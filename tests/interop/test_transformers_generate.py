@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peft_models import lora_llama, loss_of
 from programs import run_example
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.debug import stats
 from shardwise.errors import ShardError
@@ -36,7 +36,9 @@ def generate(model: Any, rank: int, seed: int, **options: Any) -> torch.Tensor:
     return tokens
 
 
-def compare_generated(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
+@on_ranks(2)
+def test_every_rank_gets_the_plain_models_tokens(rank, name):
     """Greedy, drawn, with beams, without a cache: each rank with its own length."""
     torch.manual_seed(0)
     plain = MODELS[name]().eval()
@@ -52,15 +54,12 @@ def compare_generated(rank: int, world_size: int, name: str) -> None:
         model = prepare(shard(MODELS[name](), stage=stage)).eval()
         for way, tokens in zip(ways, expected, strict=True):
             assert torch.equal(generate(model, rank, rank, **way), tokens), (stage, way)
+        with gathered(model):
+            assert torch.equal(generate(model, rank, rank, **ways[0]), expected[0])
         assert model.to("cpu") is model
         assert type(model).to(model, "cpu:0") is model.to(torch.device("cpu", 0)) is model
         with pytest.raises(ShardError, match="dtype or device of a sharded model"):
             model.to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
-def test_every_rank_gets_the_plain_models_tokens(name: str) -> None:
-    run_ranks(compare_generated, 2, name)
 
 
 def tokens(model: nn.Module, num_tokens: int, rank: int = 0) -> Tensor:

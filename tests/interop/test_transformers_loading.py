@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ranks import RankError, run_ranks
+from ranks import RankError, on_ranks, run_ranks
 from shardwise import describe, fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError
+from trainer import logged
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
 
@@ -112,8 +112,10 @@ def test_weights_are_read_into_models_of_fully_shard_on_meta_and_saved_as_of_sha
     run_ranks(compare_by_calls, world_size, paths)
 
 
-def load_partly_by_calls(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(2)
+def test_what_files_lack_is_drawn_alike_in_models_of_fully_shard(rank, tmp_path):
     """What the files lack is drawn by the model's rule; other classes say what no file holds."""
+    path = save_plain("llama", tmp_path)
     torch.manual_seed(7)
     with torch.device("meta"):
         model = by_calls(transformers.LlamaForSequenceClassification(make_llama().config))
@@ -132,10 +134,6 @@ def load_partly_by_calls(rank: int, world_size: int, path: Path) -> None:
     load_weights(model, path)  # once more, into memory that it has
     with pytest.raises(ConfigError, match="is not sharded"):
         load_weights(make_llama(), path)
-
-
-def test_what_files_lack_is_drawn_alike_in_models_of_fully_shard(tmp_path: Path) -> None:
-    run_ranks(load_partly_by_calls, 2, save_plain("llama", tmp_path))
 
 
 def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:
@@ -275,22 +273,14 @@ def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 def tie_and_report(rank: int, world_size: int, equal: Path, different: Path) -> list[list[str]]:
     """Load weights that are tied by the config and stored twice; return what was logged."""
-    records: list[logging.LogRecord] = []
-    logger = logging.getLogger("transformers.modeling_utils")
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logged = []
-    try:
-        for path, is_tied in ((equal, True), (different, False)):
-            records.clear()
+    told = []
+    for path, is_tied in ((equal, True), (different, False)):
+        with logged("transformers.modeling_utils") as texts:
             model = from_pretrained(path)
-            logged.append([r.getMessage() for r in records])
-            assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
-            assert_same_model(model, type(model).from_pretrained(path))
-    finally:
-        logger.removeHandler(handler)
-    return logged
+        told.append(texts)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+        assert_same_model(model, type(model).from_pretrained(path))
+    return told
 
 
 def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path: Path) -> None:

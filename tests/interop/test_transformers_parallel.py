@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.config import Units
 from shardwise.errors import ConfigError
@@ -138,9 +138,17 @@ def test_models_over_any_axes_train_as_one_process_does(num_ranks: int, tmp_path
     run_ranks(trains_as_one_process_does, num_ranks, CELLS[num_ranks], tmp_path)
 
 
-def cut_sequences_train_as_whole_ones(
-    rank: int, num_ranks: int, cells: list[tuple[str, dict[str, int], tuple[int, ...]]]
-) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "cells"),
+    [
+        (2, [("gather", {"cp": 2}, (8,)), ("heads", {"cp": 2}, (3, 7))]),
+        (3, [("heads", {"cp": 3}, (9,))]),
+        # Tensor parallelism leaves a rank some of the heads (torchtitan#2446).
+        (4, [("gather", {"cp": 2, "tp": 2}, (8,)), ("gather", {"cp": 2, "tp": 2}, (5, 6))]),
+    ],
+)
+@on_ranks()
+def test_cut_sequences_have_the_gradients_of_whole_ones(num_ranks, cells):
     for number, (method, degrees, documents) in enumerate(cells):
         axes, whole = shardwise.Axes(**degrees), sum(documents)
         generator = torch.Generator().manual_seed(number)
@@ -176,22 +184,8 @@ def cut_sequences_train_as_whole_ones(
             model(input_ids=part, attention_mask=torch.zeros_like(mask))
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "cells"),
-    [
-        (2, [("gather", {"cp": 2}, (8,)), ("heads", {"cp": 2}, (3, 7))]),
-        (3, [("heads", {"cp": 3}, (9,))]),
-        # Tensor parallelism leaves a rank some of the heads (torchtitan#2446).
-        (4, [("gather", {"cp": 2, "tp": 2}, (8,)), ("gather", {"cp": 2, "tp": 2}, (5, 6))]),
-    ],
-)
-def test_cut_sequences_have_the_gradients_of_whole_ones(
-    num_ranks: int, cells: list[tuple[str, dict[str, int], tuple[int, ...]]]
-) -> None:
-    run_ranks(cut_sequences_train_as_whole_ones, num_ranks, cells)
-
-
-def tied_weights_stay_tied(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice():
     axes = shardwise.Axes(tp=2)
 
     def tied() -> Any:
@@ -211,10 +205,6 @@ def tied_weights_stay_tied(rank: int, num_ranks: int) -> None:
         axes,
         compose=lambda model: shardwise.shard(parallelize(model, axes), mesh=axes),
     )
-
-
-def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice() -> None:
-    run_ranks(tied_weights_stay_tied, 2)
 
 
 def test_what_has_no_plan_is_refused() -> None:

@@ -37,9 +37,9 @@ def make_gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def make_mixtral() -> nn.Module:
+def make_mixtral(**options: Any) -> nn.Module:
     config = transformers.MixtralConfig(
-        **TINY, **NO_MARKS, num_key_value_heads=1, num_local_experts=5
+        **TINY, **NO_MARKS, num_key_value_heads=1, num_local_experts=5, **options
     )
     return transformers.MixtralForCausalLM(config)
 

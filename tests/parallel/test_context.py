@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike, of_gradient
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
@@ -72,14 +72,6 @@ def test_documents_that_are_not_the_sequence_are_refused() -> None:
 # -- attention
 
 
-def attention_is_that_of_the_whole_sequence(rank: int, num_ranks: int) -> None:
-    context = shardwise.parallel.ContextParallel(nn.Linear(1, 1), shardwise.Axes(cp=num_ranks))
-    for length, documents in ((24, None), (25, None), (24, (3, 1, 12, 8)), (2, None)):
-        for causal in (True, False):
-            for masked in (False, True) if documents is None else (False,):
-                check_attention(context, rank, length, documents, causal and not masked, masked)
-
-
 def check_attention(
     context: shardwise.parallel.ContextParallel,
     rank: int,
@@ -123,9 +115,13 @@ def check_attention(
             assert_rounded_alike(part.grad, wanted, roundings, method, scale=scale)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_attention_over_parts_is_that_of_the_whole_sequence(num_ranks: int) -> None:
-    run_ranks(attention_is_that_of_the_whole_sequence, num_ranks)
+@on_ranks(1, 2, 3, 4)
+def test_attention_over_parts_is_that_of_the_whole_sequence(rank, num_ranks):
+    context = shardwise.parallel.ContextParallel(nn.Linear(1, 1), shardwise.Axes(cp=num_ranks))
+    for length, documents in ((24, None), (25, None), (24, (3, 1, 12, 8)), (2, None)):
+        for causal in (True, False):
+            for masked in (False, True) if documents is None else (False,):
+                check_attention(context, rank, length, documents, causal and not masked, masked)
 
 
 # -- models
@@ -260,7 +256,8 @@ def test_a_cut_step_has_the_gradients_of_one_process(num_ranks: int) -> None:
     run_ranks(a_cut_step_is_that_of_one_process, num_ranks, CASES[num_ranks])
 
 
-def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
     ids = torch.zeros(1, 12, dtype=torch.int64)
     axes = shardwise.Axes(cp=num_ranks)
     with pytest.raises(
@@ -353,11 +350,8 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
     assert F.scaled_dot_product_attention(part, part, part).shape == part.shape
 
 
-def test_what_would_train_on_a_part_without_a_word_is_refused() -> None:
-    run_ranks(what_would_be_wrong_is_refused, 2)
-
-
-def contexts_of_one_model_are_over_their_own_ranks(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_contexts_of_one_model_are_over_their_own_ranks(num_ranks):
     """A run that takes longer sequences from some step on makes another context."""
     model = shardwise.shard(nn.Linear(1, 1))
     sent = 0
@@ -371,10 +365,6 @@ def contexts_of_one_model_are_over_their_own_ranks(rank: int, num_ranks: int) ->
         assert_rounded_alike(found, mine, 8, scale=1)
         sent += 2 * (8 // cp) * (4 + 4) * (cp - 1) * 4
         assert shardwise.debug.stats(model).sent_bytes["cp.all_gather"] == sent
-
-
-def test_contexts_of_one_model_are_over_their_own_ranks() -> None:
-    run_ranks(contexts_of_one_model_are_over_their_own_ranks, 4)
 
 
 def test_what_others_put_in_the_place_of_torchs_attention_is_no_cut(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.comm.exchange import Exchange
 from shardwise.config import Units
@@ -247,6 +247,8 @@ def all_cells(rank: int, num_ranks: int, cells: list[Cell]) -> None:
         trains_as_one_process_does(cell)
 
 
+# Gradients and norms that are ep or tp times too large elsewhere (Megatron-LM#5956, #5916, #6660,
+# pytorch#160285), and last micro-batches that are lost (Fast-LLM#550), are among these.
 CELLS: dict[int, list[Cell]] = {
     1: [
         Cell(balance=0.1, biased=True, sigmoid=True, micro_batches=3),
@@ -306,7 +308,9 @@ class Layer(nn.Module):
         return self.after(x + y), balance
 
 
-def some_have_nothing(rank: int, num_ranks: int, by: Any) -> None:
+@pytest.mark.parametrize("by", [3, 1, "fully_shard"])
+@on_ranks(1, 3, 4)
+def test_ranks_without_tokens_and_experts_without_tokens_take_part(rank, num_ranks, by):
     """Rank 0 has no token, the last one most; experts from the third on are never chosen."""
     torch.manual_seed(3)
     routing = Routing(12, 2, "sigmoid", scale=2.5, balanced=True, biased=True)
@@ -345,12 +349,6 @@ def some_have_nothing(rank: int, num_ranks: int, by: Any) -> None:
         (found.sum() + balance).backward()
         sent = shardwise.debug.stats(model).num_collectives
         assert sent["loss.all_reduce"] == 5
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_ranks_without_tokens_and_experts_without_tokens_take_part(num_ranks: int) -> None:
-    for by in (3, 1, "fully_shard"):
-        run_ranks(some_have_nothing, num_ranks, by)
 
 
 # -- checkpoints
@@ -422,7 +420,8 @@ def test_checkpoints_of_any_degree_of_ep_load_into_any_other(tmp_path: Path) -> 
         holds(plain, optimizer, tmp_path, name)
 
 
-def meta_is_the_same(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep(rank, num_ranks):
     """Experts that are drawn after they were spread are those of one process."""
     found = []
     for ep in (1, num_ranks):
@@ -437,69 +436,12 @@ def meta_is_the_same(rank: int, num_ranks: int) -> None:
         assert torch.equal(a, b) and not a.is_meta
 
 
-def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep() -> None:
-    run_ranks(meta_is_the_same, 3)
+@on_ranks(4)
+def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same(rank, num_ranks):
+    """Also with other seeds on other ranks: what copies there are have the first one's bits.
 
-
-# -- what goes wrong elsewhere, by name
-def checked(cell: Cell, micro_batches: int = 1) -> None:
-    """Compare all gradients with one process, and say of a wrong scale which one it is."""
-    axes = shardwise.Axes(**cell.degrees)
-    ids, targets = batch_of(0, 0, 12)
-    shardwise.check.gradients(
-        cell.make,
-        (ids, targets),
-        axes,
-        compose=lambda model: cell.compose(model, axes),
-        loss=lambda model, batch: model(*batch),
-        micro_batches=micro_batches,
-    )
-
-
-def scales_are_right(rank: int, num_ranks: int) -> None:
-    checked(Cell({"ep": 4}, by=0))
-    checked(Cell({"ep": 2, "tp": 2}, by=3))
-    checked(Cell({"ep": 4, "tp": 4}, by="fully_shard"))
-    checked(Cell({"ep": 2, "dp_replicate": 2}, by="fully_shard"))
-
-
-def test_gradients_of_experts_are_not_ep_or_tp_times_too_large() -> None:
-    """Megatron-LM#5956, pytorch#160285."""
-    run_ranks(scales_are_right, 4)
-
-
-def groups_of_one_rank(rank: int, num_ranks: int) -> None:
-    for by in (0, 3, "fully_shard"):
-        checked(Cell({"ep": num_ranks}, by=by), micro_batches=3)  # efsdp is one rank
-
-
-def test_a_group_of_one_rank_doubles_nothing_and_no_micro_batch_is_lost() -> None:
-    """Megatron-LM#6660 (doubled by each micro-batch), Fast-LLM#550 (the last one is kept)."""
-    run_ranks(groups_of_one_rank, 2)
-
-
-def norm_of_all(rank: int, num_ranks: int) -> None:
-    for by in (0, 3, "fully_shard"):
-        cell = Cell({"ep": 2, "tp": 2}, by=by)
-        axes = shardwise.Axes(**cell.degrees)
-        model = cell.compose(cell.make(), axes)
-        batch = [t.chunk(2)[axes["loss"].get_local_rank()] for t in batch_of(0, 0, 4)]
-        model(*batch).backward()
-        grads = [whole(p.grad).double() for p in model.parameters()]
-        truth = torch.cat([g.flatten() for g in grads]).norm()
-        norm = shardwise.parallel.clip_grad_norm_(model.parameters(), 1e9)
-        assert_rounded_alike(float(norm), float(truth), sum(g.numel() for g in grads), f"{by}")
-        alone = [whole(p.grad) for name, p in model.named_parameters() if "experts" in name]
-        assert torch.cat([g.flatten() for g in alone]).norm() > 0.1 * truth
-
-
-def test_the_norm_has_the_experts_of_all_ranks_where_tp_is_there_too() -> None:
-    """Megatron-LM#5916."""
-    run_ranks(norm_of_all, 4)
-
-
-def experts_keep_their_values(rank: int, num_ranks: int) -> None:
-    """Also with other seeds on other ranks: what copies there are have the first one's bits."""
+    transformers#45662 (overwritten by rank 0), Automodel#3135 (replicas drift apart).
+    """
     cell = Cell({"ep": 2, "dp_replicate": 2})
     for by in (3, "fully_shard"):
         cell = replace(cell, by=by)
@@ -522,13 +464,9 @@ def experts_keep_their_values(rank: int, num_ranks: int) -> None:
         assert all(torch.equal(mine, each) for each in copies), name
 
 
-def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same() -> None:
-    """transformers#45662 (overwritten by rank 0), Automodel#3135 (replicas drift apart)."""
-    run_ranks(experts_keep_their_values, 4)
-
-
 # -- axes of one rank
-def costs_nothing(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 2)
+def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank, num_ranks):
     """`spread_experts` over axes of one rank changes no bit and sends nothing."""
     found, sent = [], []
     for spreads in (False, True):
@@ -550,11 +488,6 @@ def costs_nothing(rank: int, num_ranks: int) -> None:
     loads = sent[1].pop("loss.all_reduce", 0)
     assert sent[0] == sent[1]
     assert loads == (LAYERS if num_ranks > 1 else 0)  # of the auxiliary loss, which is asked for
-
-
-def test_axes_of_one_rank_cost_no_collective_and_no_bit() -> None:
-    for num_ranks in (1, 2):
-        run_ranks(costs_nothing, num_ranks)
 
 
 # -- a layer of one's own
@@ -588,7 +521,8 @@ class OwnNet(nn.Module):
         return self.last(x + self.experts(self.first(x)))  # type: ignore[no-any-return]
 
 
-def own_layers(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3)
+def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism(num_ranks):
     def make() -> nn.Module:
         torch.manual_seed(5)
         return OwnNet()
@@ -602,13 +536,9 @@ def own_layers(rank: int, num_ranks: int) -> None:
         shardwise.check.gradients(make, batch, axes, compose=compose)
 
 
-def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism() -> None:
-    for num_ranks in (1, 3):
-        run_ranks(own_layers, num_ranks)
-
-
 # -- the decoder over tensor parallelism, whose ranks have parts of the tokens between layers
-def whole_decoders(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep():
     experts = Experts(12, 2, EXPERT, shared=1, dense_layers=1)
     shape = DecoderShape(2, DIM, 2, 2, HEAD, FFN, 14, experts=experts)
     tokens = torch.randint(14, (2, 8, 6), generator=torch.Generator().manual_seed(0))
@@ -635,12 +565,9 @@ def whole_decoders(rank: int, num_ranks: int) -> None:
         )
 
 
-def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep() -> None:
-    run_ranks(whole_decoders, 4)
-
-
 # -- stages of a pipeline, of which some have no experts
-def stages(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_a_stage_of_a_pipeline_may_have_no_experts(rank):
     """Each pair of ranks trains another model, with names that fit only one of them."""
     axes = shardwise.Axes(pp=2, ep=2)
     plain = Cell(dense=LAYERS if rank < 2 else 0, biased=True).make()
@@ -656,12 +583,9 @@ def stages(rank: int, num_ranks: int) -> None:
         plain.zero_grad()
 
 
-def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
-    run_ranks(stages, 4)
-
-
 # -- what is refused
-def refusals(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_with_what_to_do():
     axes = shardwise.Axes(ep=2)
     model = Cell(experts=3).make()
     before = list(model.parameters())
@@ -684,7 +608,3 @@ def refusals(rank: int, num_ranks: int) -> None:
     shardwise.shard(model, mesh=axes)
     with pytest.raises(ConfigError, match="the routers know of none: call spread_experts"):
         balance_experts(model)
-
-
-def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
-    run_ranks(refusals, 2)

@@ -22,7 +22,7 @@ from shardwise.plan.planning import asked_of, plan
 from shardwise.plan.request import PlanRequest, SimulateRequest
 from shardwise.plan.searching import search
 from shardwise.quantities import parse_size
-from shardwise.train.config import TrainConfig
+from shardwise.train.config import TrainConfig, dump_config, load_config
 from shardwise.train.decoder import Decoder
 
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nvocab: 64\n"
@@ -377,6 +377,34 @@ def test_an_unknown_key_in_a_file_is_told_with_the_nearest(
 def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tiny.yaml: unknown key 'dimm'; did you mean 'dim'"):
         set_up_tiny(tmp_path, "dimm: 3\n")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "stage: 2\nlayout: flat\nbucket_bytes: 0\nreduce_every: step\n",
+        "precision: bf16\ngather: int8\ngather_block: 32\nreduce: fp8-a2a\n",
+        "offload: cpu\n",
+        "offload: {optimizer: cpu, fraction: 0.5, step_on: device}\n",
+        "offload: nvme:/ssd\nactivation_checkpointing: true\n",
+        "optimizer_options: {moments: 8bit}\n",
+        "optimizer: sgd\noptimizer_options: {momentum: 0.9}\n",
+        "accumulation: 3\naccumulation_order: breadth_first\nmicro_batch: 2\n",
+        "pp: 2\npp_schedule: gpipe\naccumulation: 4\n",
+        "tp: 2\ncp: 2\n",
+        "cp: 2\ncp_method: heads\n",
+        "dp_replicate: 2\nunits: Block\nprefetch_bytes: 0\n",
+        "experts: 4\nep: 2\nglobal_batch: 64\n",
+    ],
+)
+def test_a_plan_that_becomes_a_run_is_planned_as_the_same_again(more: str, tmp_path: Path) -> None:
+    first = set_up_tiny(tmp_path, f"{more}ranks: 4\n")
+    assert first.config is not None
+    path = tmp_path / "again.yaml"
+    path.write_text(dump_config(run_of(first.candidate, first.config)))
+    again = set_up(str(path), ask())
+    assert again.candidate == first.candidate
+    assert run_of(again.candidate, load_config(path, {})) == load_config(path, {})
 
 
 # -- presets that `shardwise train` can train

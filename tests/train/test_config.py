@@ -15,17 +15,27 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, "dim: 64\nlr: 1.0e-2\n"), {"lr": 0.5})
-    assert (config.dim, config.lr) == (64, 0.5)
-
-
-def test_a_float_without_a_dot_is_a_float(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, "lr: 3e-4\n"), {}).lr == 3e-4
-
-
-def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, "# nothing\n"), {}) == TrainConfig()
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ("dim: 64\nlr: 1.0e-2\n", {"lr": 0.5}, {"dim": 64, "lr": 0.5}),
+        ("lr: 3e-4\n", {}, {"lr": 3e-4}),  # a float without a dot
+        ("# nothing\n", {}, {}),
+        ("", {"resume": "40"}, {"resume": 40}),
+        ("", {"resume": 40}, {"resume": 40}),
+        ("", {"gather": "fp8", "gather_block": "64"}, {"gather": "fp8", "gather_block": 64}),
+        ("", {"reduce": "int8-a2a", "stage": 0}, {"reduce": "int8-a2a", "stage": 0}),
+        (
+            "",
+            {"optimizer": "sgd", "optimizer_options": "{momentum: 0.9, dampening: 1e-3}"},
+            {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9, "dampening": 1e-3}},
+        ),
+    ],
+)
+def test_keys_are_those_of_the_file_and_flags_win(
+    tmp_path: Path, text: str, flags: dict[str, object], expected: dict[str, object]
+) -> None:
+    assert load_config(write(tmp_path, text), flags) == TrainConfig.model_validate(expected)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +71,46 @@ def test_an_error_names_the_file_the_key_and_what_was_expected(
         assert part in str(caught.value)
 
 
-def test_an_error_in_a_flag_names_the_flag() -> None:
-    with pytest.raises(ConfigError, match="flag --micro-batch: micro_batch: expected greater"):
-        load_config(None, {"micro_batch": 0})
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"micro_batch": 0}, "flag --micro-batch: micro_batch: expected greater"),
+        ({"gather": "int8", "stage": 0}, "nothing is gathered at stage 0"),
+        ({"gather": "int9"}, "int9"),
+        ({"reduce": "int8"}, "int8-a2a"),
+        ({"gather": "int8", "gather_block": 24}, "multiple of 16"),
+        ({"schedule": "OneCycle"}, "OneCycle needs cycle_min_lr"),
+        ({"schedule": "WarmupLR", "warmup_steps": 3}, "leave warmup_steps and min_lr out"),
+        ({"schedule_options": {"warmup_num_steps": 3}}, "expected one of WarmupLR"),
+        (
+            {"schedule": "WarmupLR", "schedule_options": {"warmup_steps": 3}},
+            "did you mean 'warmup_num_steps'",
+        ),
+        (
+            {"schedule": "LRRangeTest", "schedule_options": {"lr_range_test_min_lr": [1, 2]}},
+            "one value each",
+        ),
+        (
+            {"schedule": "LRRangeTest", "schedule_options": {"lr_range_test_min_lr": 10**400}},
+            "lr_range_test_min_lr: expected a number, got",
+        ),
+        ({"optimizer_options": {"epsilon": 1}}, "unknown argument 'epsilon' of AdamW"),
+        ({"optimizer_options": {"lr": 1}}, "lr has keys of its own"),
+        ({"optimizer_options": {"moments": "int8"}}, "moments='int8': expected one of 'fp32'"),
+        (
+            {"optimizer_options": {"moments": "bf16", "amsgrad": True}},
+            "unknown argument 'amsgrad' of shardwise.optim.AdamW",
+        ),
+        ({"optimizer_options": "[1]"}, "expected `{name: value"),
+        (
+            {"pp": 2, "accumulation_order": "breadth_first"},
+            "accumulation_order: expected depth_first with pp",
+        ),
+    ],
+)
+def test_an_error_in_a_flag_names_what_was_expected(flags: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(None, flags)
 
 
 def test_every_bad_key_is_named_at_once(tmp_path: Path) -> None:
@@ -81,41 +128,23 @@ def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, dump_config(config)), {}) == config
 
 
-def test_a_format_of_gathers_is_known_and_needs_gathers() -> None:
-    assert load_config(None, {"gather": "fp8", "gather_block": "64"}).gather_block == 64
-    assert load_config(None, {"reduce": "int8-a2a", "stage": 0}).reduce == "int8-a2a"
-    for flags, told in (
-        ({"gather": "int8", "stage": 0}, "nothing is gathered at stage 0"),
-        ({"gather": "int9"}, "int9"),
-        ({"reduce": "int8"}, "int8-a2a"),
-        ({"gather": "int8", "gather_block": 24}, "multiple of 16"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            load_config(None, flags)
-
-
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 12), (2, 6), (3, 4), (4, 3)])
-def test_a_global_batch_decides_accumulation(world_size: int, accumulation: int) -> None:
-    config = resolve_batch(TrainConfig(micro_batch=2, global_batch=24), world_size)
-    assert (config.accumulation, config.global_batch) == (accumulation, 24)
-    assert resolve_batch(config, world_size) == config
-
-
-@pytest.mark.parametrize("flag", ["40", 40])
-def test_a_step_to_resume_from_is_a_number(flag: object) -> None:
-    assert load_config(None, {"resume": flag}).resume == 40
-
-
-def test_a_global_batch_that_does_not_divide_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"multiple of 6 \(micro_batch 2 x 3 ranks\), got 16"):
-        resolve_batch(TrainConfig(micro_batch=2, global_batch=16), 3)
-
-
-def test_an_accumulation_that_contradicts_the_global_batch_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="needs 4, got 3"):
-        resolve_batch(TrainConfig(micro_batch=2, global_batch=16, accumulation=3), 2)
-
-
-def test_without_a_global_batch_it_is_the_product() -> None:
-    config = resolve_batch(TrainConfig(micro_batch=2, accumulation=3), 4)
-    assert config.global_batch == 24
+@pytest.mark.parametrize(
+    ("keys", "num_ranks", "found"),
+    [
+        *(({"global_batch": 24}, ranks, (24, 12 // ranks)) for ranks in (1, 2, 3, 4)),
+        ({"accumulation": 3}, 4, (24, 3)),
+        ({"global_batch": 16}, 3, r"multiple of 6 \(micro_batch 2 x 3 ranks\), got 16"),
+        ({"global_batch": 16, "accumulation": 3}, 2, "needs 4, got 3"),
+    ],
+)
+def test_a_global_batch_is_micro_batches_by_accumulation_by_ranks(
+    keys: dict[str, int], num_ranks: int, found: tuple[int, int] | str
+) -> None:
+    config = TrainConfig.model_validate({"micro_batch": 2, **keys})
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=found):
+            resolve_batch(config, num_ranks)
+        return
+    config = resolve_batch(config, num_ranks)
+    assert (config.global_batch, config.accumulation) == found
+    assert resolve_batch(config, num_ranks) == config

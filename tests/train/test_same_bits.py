@@ -99,11 +99,6 @@ def test_a_run_has_the_same_bits_in_every_way(
             assert sent[0] == sent[1]
 
 
-def test_a_pipeline_has_an_order_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="accumulation_order: expected depth_first with pp"):
-        load_config(None, {"pp": 2, "accumulation_order": "breadth_first"})
-
-
 class WritesLate(System):
     """A disk that takes its time, so that whoever does not wait for a write reads old bytes."""
 

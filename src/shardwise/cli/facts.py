@@ -72,7 +72,7 @@ def is_gone(files: Files, path: Path) -> bool:
 class Saved:
     """A checkpoint as the quick check finds it; ``damage`` is "" without damage.
 
-    ``manifest``, and the bytes of all files, are None if the manifest cannot be read.
+    If the manifest cannot be read, it and the bytes of all files are left at None.
     """
 
     path: Path

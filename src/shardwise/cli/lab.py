@@ -55,7 +55,7 @@ def read(
 
 @lab.command()
 def run(number: _Number, file: _File = None) -> None:
-    """Run your file on ranks, and show what was measured."""
+    """Run your file on ranks, and show the measured values."""
     with _desk() as desk:
         terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
 

@@ -73,7 +73,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
 
 
 def accounting_view(chosen: Accounting) -> RenderableType:
-    """Show an accounting of all stages, the chosen one marked, and what it leaves out."""
+    """Show an accounting of all stages, the chosen one marked, and its omissions."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text

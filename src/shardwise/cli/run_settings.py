@@ -167,7 +167,7 @@ def trainable_degrees(
 
     ``has_accumulation``: the candidate's is what the user asked for.
 
-    **Raises** ConfigError, with a reason, if a run can have none of them.
+    **Raises** ConfigError, with a reason, if a run refuses all of them.
     """
     kept, refused = [], []
     for tp, pp, cp in degrees:

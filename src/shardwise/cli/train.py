@@ -66,7 +66,7 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
 def told_by_one_rank(place: RankPlace | None) -> Iterator[None]:
     """Report an error that all ranks raise on the first rank only, others with their rank.
 
-    Without a launcher (``place`` is None) every error is raised.
+    Without a launcher there is no ``place``, and every error is raised.
     """
     try:
         yield

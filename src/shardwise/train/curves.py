@@ -170,7 +170,7 @@ class Curve:
         return first, first if second is None else float(second)
 
     def _decay(self, name: str, done: int) -> float | None:
-        """Return the factor of the decay after the cycle; None if there is none."""
+        """Return the factor of the decay after the cycle; None without a decay."""
         rate, steps = self.options[name], self.options["decay_step_size"]
         if math.isclose(steps, 0) or math.isclose(rate, 0):
             return None

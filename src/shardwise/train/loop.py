@@ -203,7 +203,7 @@ def _take_step(
     result: RunResult,
     observation: Observation | None,
 ) -> None:
-    """Take one step, and what is due after it: figures, checks, an evaluation, a checkpoint."""
+    """Take one step; then write its figures and, if due, check, evaluate and save."""
     config, tokens = run.config, run.global_batch * run.config.seq
     sent_before, started_s = _sent_bytes(run), time.perf_counter()
     report = train_step(run, step, stop, saves.failed, observation)

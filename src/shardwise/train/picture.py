@@ -33,7 +33,7 @@ def write_picture(metrics: Path, target: Path) -> bool:
 
 
 def loss_svg(lines: Iterable[str], title: str) -> str:
-    """Draw the losses in JSON lines of a metrics file as an SVG document; "" if there are none."""
+    """Draw the losses in JSON lines of a metrics file as an SVG document; "" without losses."""
     points: dict[str, list[svg.Point]] = {name: [] for name in (*_LOOKS, "lr")}
     bad: list[int] = []
     resumed: list[int] = []

@@ -1,21 +1,40 @@
-"""`from_deepspeed`: the fate of each key, and the errors for wrong ones."""
+"""DeepSpeed's configs: the fate of each key, what a loop gets of them, and the errors."""
 
+import copy
 import inspect
 import json
+import pickle
+import re
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import Precision, shard
+from programs import run_example
+from ranks import on_ranks
+from shardwise import Offload, Precision, shard
 from shardwise.config import PRECISIONS, Schedule
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.settings import from_deepspeed
-from shardwise.interop.foreign_keys import KEYS, RATES, REFUSED_OPTIMIZERS, TORCH_SCHEDULERS
+from shardwise.homes import resolve_offload
+from shardwise.interop.deepspeed.settings import DeepSpeedSettings, from_deepspeed
+from shardwise.interop.foreign_keys import (
+    KEYS,
+    NOT_WRITTEN,
+    RATES,
+    REFUSED_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+)
+from shardwise.interop.foreign_settings import read_train_keys
+from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
+# `from_deepspeed`: the fate of each key, and the errors for wrong ones.
 WHOLE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
@@ -370,3 +389,316 @@ def test_every_key_of_the_tables_has_a_reason_or_a_reader() -> None:
 def nested(path: str, value: Any) -> dict[str, Any]:
     head, _, rest = path.partition(".")
     return {head: nested(rest, value) if rest else value}
+
+
+# Settings of a DeepSpeed config as values: copied, checked again, and refused in our words.
+AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(2))]
+
+
+def test_a_scaler_waits_until_the_precision_is_decided() -> None:
+    undecided = from_deepspeed(AUTO)
+    with pytest.raises(ConfigError, match=r'auto=\{"fp16.enabled": True\}'):
+        undecided.scaler("cpu")
+    assert '{"fp16.enabled": True}' in undecided.report.auto["fp16.enabled"]
+    decided = from_deepspeed(AUTO, auto={"fp16.enabled": True})
+    assert decided.shard["precision"] == "fp16"
+    assert decided.scaler("cpu").get_scale() == 256.0
+    assert not from_deepspeed(AUTO, auto={"bf16.enabled": True}).scaler("cpu").is_enabled()
+
+
+def test_a_scaler_is_on_without_being_told_the_device() -> None:
+    scaler = from_deepspeed({"fp16": {"enabled": True, "initial_scale_power": 5}}).scaler()
+    assert scaler.is_enabled() and scaler.get_scale() == 32.0
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_the_settings_still_misses_what_is_auto(
+    again: Callable[[DeepSpeedSettings], DeepSpeedSettings],
+) -> None:
+    params = {"total_num_steps": "auto", "warmup_num_steps": 2}
+    settings = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    copied = again(settings)
+    assert copied == settings
+    optimizer = torch.optim.SGD(parameters(), lr=0.5)
+    with pytest.raises(ConfigError, match="total_num_steps is not given"):
+        copied.scheduler(optimizer)
+    copied.scheduler(optimizer, total_num_steps=10)
+
+
+def test_the_options_of_torchs_schedulers_are_those_of_their_signatures() -> None:
+    for name, options in TORCH_SCHEDULERS.items():
+        made = inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters
+        # a file cannot hold a function
+        assert set(options) == set(made) - {"optimizer", "scale_fn"}, name
+
+
+def scheduler_of(params: dict[str, Any], **overrides: Any) -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.5)
+    block = {"type": "StepLR", "params": params}
+    from_deepspeed({"scheduler": block}).scheduler(optimizer, **overrides)
+
+
+def optimizer_of(params: dict[str, Any], **overrides: Any) -> None:
+    from_deepspeed({"optimizer": {"type": "AdamW", "params": params}}).optimizer(
+        parameters(), **overrides
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: scheduler_of({"step_sze": 3}), "unknown option 'step_sze' .* mean 'step_size'"),
+        (lambda: scheduler_of({"step_size": 3}, gama=0.1), "'gama' of StepLR; .* mean 'gamma'"),
+        (lambda: scheduler_of({}), "StepLR refuses its arguments: .*step_size"),
+        (lambda: optimizer_of({"lr": -1}), "AdamW refuses its arguments: Invalid learning rate"),
+        (lambda: optimizer_of({"lr": 0.1}, wieght_decay=1), "did you mean 'weight_decay'"),
+        (lambda: from_deepspeed({}, world_size=0), "world_size: expected a whole number, 1 or"),
+        (lambda: from_deepspeed({}, world_size=-2), "world_size: expected .* got -2"),
+        (lambda: from_deepspeed({}, world_size="2"), "world_size: expected .* got '2'"),  # type: ignore[arg-type]
+        (lambda: from_deepspeed(None), "expected a dict, or the path .* got None"),  # type: ignore[arg-type]
+        (lambda: from_deepspeed([1]), r"expected a dict, or the path .* got \[1\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_value_is_told_as_ours(build: Callable[[], object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"zero_optimization": {"overlap_comm": True}, "gradient_clipping": "auto"}, set()),
+        ({"zero_optimization": True}, {"stage"}),
+        ({"zero_optimization": {"stage": 0}}, {"stage"}),
+        ({"fp16": {"loss_scale": 0}, "bf16": {}, "scheduler": {}}, set()),
+        ({"fp16": {"loss_scale": 64}}, {"loss_scale", "loss_scale_window"}),
+        ({"fp16": {"enabled": True, "loss_scale_window": 9}}, {"precision", "loss_scale_window"}),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {"lr", "optimizer"}),
+    ],
+)
+def test_a_file_wins_over_another_where_its_own_key_has_a_value(
+    tmp_path: Path, content: dict[str, Any], said: set[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    known = dict.fromkeys(TrainConfig.model_fields, "of the other file") | {"precision": "fp16"}
+    keys, _ = read_train_keys(tmp_path / "ds.json", known, {}, None)
+    assert keys.keys() & known.keys() == said
+
+
+def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates() -> None:
+    kinds = {"any", "flag", "integer", "count", "number", "word", "block"} | {
+        "stage",
+        "names",
+        "switch",
+    }
+    for section, rows in KEYS.items():
+        for name, row in rows.items():
+            where = f"{section}: {name}"
+            assert row.kind in kinds, where
+            assert {fate for fate, _ in row.answers.values()} <= {"mapped", "ignored", "refused"}
+            assert set(row.ours) <= {*TrainConfig.model_fields, "dp_shard"}, where
+    for library, reasons in NOT_WRITTEN.items():
+        assert reasons.keys() <= TrainConfig.model_fields.keys(), library
+
+
+# DeepSpeed's offload blocks: where a run of the same file keeps state, and the report.
+def on(device: str, **others: Any) -> dict[str, Any]:
+    return {"device": device, **({"nvme_path": "/fast"} if device == "nvme" else {}), **others}
+
+
+CPU, FILES = on("cpu"), on("nvme", pin_memory=True)
+OFFLOADS: list[tuple[dict[str, Any], str | Offload | None]] = [
+    ({"offload_optimizer": CPU, "offload_param": CPU}, "cpu"),
+    ({"offload_optimizer": CPU, "offload_param": CPU, "stage": 1}, "cpu"),
+    ({"offload_optimizer": CPU, "stage": 2}, "cpu"),
+    ({"offload_optimizer": CPU}, Offload(optimizer="cpu")),
+    ({"offload_optimizer": CPU, "stage": "auto"}, Offload(optimizer="cpu")),
+    ({"offload_optimizer": FILES}, Offload(optimizer="nvme:/fast")),
+    ({"offload_optimizer": FILES, "stage": 1}, "nvme:/fast"),
+    ({"offload_optimizer": FILES, "offload_param": CPU}, "nvme:/fast"),
+    ({"offload_optimizer": CPU, "offload_param": FILES}, Offload("nvme:/fast", None, "cpu")),
+    (
+        {"offload_optimizer": FILES, "offload_param": on("nvme", nvme_path="/a")},
+        Offload("nvme:/a", None, "nvme:/fast"),
+    ),
+    ({"offload_param": CPU}, "cpu"),
+    ({"offload_param": FILES}, Offload("nvme:/fast", None, "cpu")),
+    ({"offload_param": FILES, "stage": 2}, None),
+    ({"offload_param": {"device": "nvme"}, "stage": 2}, None),
+    ({"offload_optimizer": on("cpu", ratio=0.3)}, Offload(optimizer="cpu", fraction=0.3)),
+    (
+        {"offload_optimizer": on("cpu", ratio=0.3), "offload_param": CPU},
+        Offload("cpu", None, "cpu", 0.3),
+    ),
+    ({"offload_optimizer": on("none", ratio=0.3, nvme_path="/fast"), "offload_param": CPU}, "cpu"),
+    ({"offload_optimizer": on("none"), "offload_param": on("none")}, None),
+    ({"cpu_offload": True, "stage": 2}, "cpu"),
+    ({"cpu_offload": True, "cpu_offload_param": True}, "cpu"),
+    ({"cpu_offload": False}, None),
+]
+
+
+@pytest.mark.parametrize(("block", "expected"), OFFLOADS)
+def test_homes_of_state_become_an_offload_of_shard_and_every_key_is_told(
+    block: dict[str, Any], expected: str | Offload | None
+) -> None:
+    for ordered in (
+        zero(**block),
+        {"zero_optimization": {**block, "stage": block.get("stage", 3)}},
+    ):
+        settings = from_deepspeed(ordered)
+        assert settings.shard.get("offload") == expected
+        told = [line.key for line in settings.report.lines if line.fate != "default"]
+        assert sorted(told) == sorted(leaves(ordered))
+    resolve_offload(settings.shard.get("offload"))
+
+
+def test_the_report_says_where_state_rests_that_the_file_would_have_elsewhere() -> None:
+    report = from_deepspeed(zero(offload_param=on("nvme"), offload_optimizer=on("none"))).report
+    name = "zero_optimization.offload_param.device"
+    assert report.mapped[name].startswith(
+        "shard(offload=Offload(params='nvme:/fast', optimizer='cpu')); the optimizer is in host"
+    )
+    other = "zero_optimization.offload_optimizer.device"
+    assert "steps where its parameters rest" in report.ignored[other]
+    report = from_deepspeed(zero(offload_param=on("cpu"), stage=2)).report
+    assert "stay on the device at stage 2" in report.ignored[name]
+    report = from_deepspeed(zero(offload_optimizer=on("none", ratio=0.3, nvme_path="/x"))).report
+    assert report.ignored.keys() == {
+        "zero_optimization.offload_optimizer.ratio",
+        "zero_optimization.offload_optimizer.nvme_path",
+    }
+    block = on("nvme", ratio=0.5)
+    report = from_deepspeed(zero(offload_optimizer=block)).report
+    assert "fraction=0.5" in report.mapped["zero_optimization.offload_optimizer.ratio"]
+    assert "Offload(optimizer='nvme:/fast', fraction=0.5)" in report.mapped[other]
+
+
+@on_ranks(1)
+def test_a_run_whose_file_says_nvme_has_the_bits_of_one_whose_state_stays(tmp_path):
+    """Two steps of a model whose state lies in files are those of one on the device."""
+    folder = str(tmp_path)
+    files = {"device": "nvme", "nvme_path": folder}
+    content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True}}
+    found = []
+    for block in ({}, {"offload_optimizer": {**files, "ratio": 0.5}, "offload_param": files}):
+        settings = from_deepspeed({**content, **zero(**block)})
+        torch.manual_seed(0)
+        model = shard(
+            torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), **settings.shard
+        )
+        optimizer = settings.optimizer(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 4)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model(torch.ones(2, 4)))
+    assert torch.equal(*found)
+
+
+def test_two_files_that_offload_differently_are_told(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("offload: {optimizer: cpu}\n")
+    found = {"offload": {"optimizer": "cpu", "params": "nvme:/x"}}
+    with pytest.raises(ConfigError, match=r"offload: .*run\.yaml says .*ds\.json says"):
+        load_config(run, {}, (tmp_path / "ds.json", found))
+
+
+# A loop from a DeepSpeed config beside the same loop with plain DDP: the same bits in fp32.
+NUM_STEPS = 5
+
+
+def config_of(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_min_ratio": 0.5},
+        },
+        "zero_optimization": {"stage": stage, "prefetch_bucket_size": 64},
+    }
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)
+    )
+
+
+def losses_of(rank: int, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> list[float]:
+    draw = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(NUM_STEPS):
+        x = torch.randn(4, 5, generator=draw)
+        loss = functional.mse_loss(model(x), x[:, :3].sin())
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(2)
+def test_every_stage_of_a_config_has_the_bits_of_ddp_on_two_ranks(rank, world_size):
+    """Return the losses of DDP, and of every stage."""
+    plain = DistributedDataParallel(make_model())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1)
+    scheduler = from_deepspeed(config_of(0)).scheduler(optimizer)
+    expected = losses_of(rank, plain, optimizer, scheduler)
+    found = []
+    for stage in range(4):
+        settings = from_deepspeed(config_of(stage))
+        assert settings.global_batch == 4 * world_size
+        model = shard(make_model(), **settings.shard)
+        optimizer = settings.optimizer(model.parameters())
+        found.append(losses_of(rank, model, optimizer, settings.scheduler(optimizer)))
+    expected, found = expected, found
+    assert found == [expected] * 4
+    assert len(set(expected)) == NUM_STEPS
+
+
+# The page about DeepSpeed configs: its tables are those of the code; its example runs.
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "how-to" / "deepspeed.md").read_text()
+TABLES = {
+    f"`{section.rpartition('.')[2]}`": KEYS[section]
+    for section in KEYS
+    if not section.startswith(("top", "accelerate", "optimizer", "scheduler"))
+} | {"Top level": KEYS["top"]}
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_a_table_of_the_page_has_every_key_and_the_reason_of_the_code(title: str) -> None:
+    table = TABLES[title]
+    section = PAGE.split(f"### {title}\n")[1].split("\n### ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (.*) \|$", section, re.MULTILINE)
+    told = {name: text for names, text in rows for name in re.findall(r"`(\w+)`", names)}
+    second_names = {
+        n for n in table if n.startswith("stage3_") and n.removeprefix("stage3_") in table
+    }
+    assert set(told) == set(table) - second_names
+    assert {n: t for n, t in told.items() if table[n].run} == {
+        n: key.run for n, key in table.items() if key.run and n not in second_names
+    }
+
+
+def test_the_page_names_every_curve_and_optimizer() -> None:
+    assert all(name in PAGE for name in CURVES)
+    assert all(title in PAGE for title, _ in OPTIMIZERS.values())
+    assert {"muon", "lamb", "lion", "muadam", "onebitadam"} <= REFUSED_OPTIMIZERS.keys()
+
+
+@pytest.mark.slow
+def test_the_example_learns_on_two_ranks() -> None:
+    out = run_example("deepspeed_loop.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
+    assert losses[-1] < losses[0] / 2
+    assert out.count("zero_optimization.stage = 3") == 1
