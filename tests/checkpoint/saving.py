@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from ranks import run_ranks
 from roundings import SMOOTH_EPS, of_gradient
-from shardwise.engine.api import engine_of
 from trainer import full_all
 
 Body = Callable[[int, int, Path], None]
@@ -251,4 +250,4 @@ def state_folder(root: Path, setting: Setting) -> Path:
 
 def local_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's slices of the parameters."""
-    return sum(s.memory.shard_bytes for u in engine_of(model).units for s in u.storages)
+    return shardwise.debug.stats(model).param_shard_bytes

@@ -324,7 +324,7 @@ def test_a_lock_has_one_holder_whichever_process_asks(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from inner import Files
+from shardwise.checkpoint.files import Files
 print(Files().lock(Path({str(path)!r})) is not None)
 """
 

@@ -189,7 +189,7 @@ def commands(folder: Path) -> str:
     for name in ("inspect", "verify"):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = _commands().main(["ckpt", name, str(folder)], standalone_mode=False)
+            code = _commands().main([name, str(folder)], standalone_mode=False)
         if code:
             raise CheckpointError(said.getvalue())
     return "shown"
@@ -200,9 +200,9 @@ def _commands() -> Any:
     """Build the commands; typer evaluates the annotations of its functions for that."""
     import typer
 
-    from shardwise.cli.main import app
+    from shardwise.cli.ckpt import ckpt
 
-    return typer.main.get_command(app)
+    return typer.main.get_command(ckpt)
 
 
 def misbehaves(folder: Path) -> None:

@@ -340,16 +340,16 @@ def set_in(*path: Any, to: Any) -> Callable[[Any], None]:
 
 
 def many_meshes(value: Any) -> None:
-    value["meshes"] += [{"ranks": [[n % 4]]} for n in range(100_000)]
+    value["meshes"] += [{"ranks": [[n % 4]]} for n in range(20_000)]
 
 
 def many_pieces(value: Any) -> None:
-    """A hundred thousand pieces of which two are one."""
+    """Twenty thousand pieces of which two are one."""
     first, _ = rows_of(value)
     value["tensors"] = [
         {k: v for k, v in first.items() if k not in ("layout", "index")}
-        | {"shape": [1], "at": [n], "of": [100_000]}
-        for n in (*range(99_999), 5)
+        | {"shape": [1], "at": [n], "of": [20_000]}
+        for n in (*range(19_999), 5)
     ]
 
 
@@ -403,12 +403,12 @@ def test_a_forged_manifest_of_pieces_is_damage_with_its_place(example: Any, what
 def test_many_meshes_and_pieces_are_read_in_their_numbers(example: Any) -> None:
     value = deepcopy(example)
     many_meshes(value)
-    row = {"kind": "buffer", "name": "many", "dtype": "I8", "shape": [1], "of": [50_000]}
-    value["tensors"] += [row | {"at": [n]} for n in range(50_000)]
-    value["ranks"][0]["file_bytes"] += 50_000
+    row = {"kind": "buffer", "name": "many", "dtype": "I8", "shape": [1], "of": [10_000]}
+    value["tensors"] += [row | {"at": [n]} for n in range(10_000)]
+    value["ranks"][0]["file_bytes"] += 10_000
     manifest = parse_manifest(sealed(json.dumps(value)), "x")
-    assert len(manifest.meshes) > 100_000 and manifest.num_ranks == 4
-    assert max(map(len, manifest.rows_of.values())) == 50_000
+    assert len(manifest.meshes) > 20_000 and manifest.num_ranks == 4
+    assert max(map(len, manifest.rows_of.values())) == 10_000
 
 
 @settings(max_examples=100)

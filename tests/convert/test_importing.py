@@ -138,6 +138,16 @@ def test_all_of_a_source_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert sum(told) == sum(t.nbytes for t in whole_tensors(source).values())
 
 
+def test_tensors_of_groups_and_of_state_never_share_a_place(tmp_path: Path) -> None:
+    group = {"params": ["0"], "lr": torch.tensor(0.5)}
+    state = {"0": {"lr": torch.tensor(2.0)}}
+    source = MemorySource({"0": torch.ones(3)}, optimizer=OptimizerInfo("Own", (group,), state))
+    written = import_source(source, tmp_path / "ours", files=FILES)
+    with closing(Checkpoint(FILES, written.path)) as ours:
+        assert ours.optimizer is not None
+        assert (ours.optimizer.groups[0]["lr"], ours.optimizer.state["0"]["lr"]) == (0.5, 2.0)
+
+
 def test_a_given_step_wins_and_names_the_folder(tmp_path: Path) -> None:
     source = MemorySource({"w": torch.ones(3)})
     source.step = 5

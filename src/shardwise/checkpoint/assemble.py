@@ -26,7 +26,7 @@ import torch
 
 from shardwise import __version__
 from shardwise.checkpoint.all_ranks import rows_of_all_ranks
-from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, digest_of, memory_of
+from shardwise.checkpoint.container import CHUNK_BYTES, DIGEST_BYTES, bytes_of, digest_of
 from shardwise.checkpoint.manifest import (
     FORMAT,
     PIECES_FORMAT,
@@ -93,16 +93,17 @@ class _Group:
 class Merged:
     """The tensors of all ranks.
 
-    ``cut`` has each layout and index at which a tensor is cut. ``uncut`` has the groups that hold a
-    whole tensor, and its digests; if they are several, each rank saves its own.
+    ``cut`` has a row for each layout and index at which a tensor is cut. ``uncut`` has the row of a
+    whole tensor, the groups that hold it, and its digests; if they are several, each rank saves its
+    own.
     """
 
     optimizer: OptimizerRow | None
     is_alike: bool
     meshes: dict[Ranks, int] = field(default_factory=dict)
     layouts: list[LayoutRow] = field(default_factory=list)
-    cut: dict[Key, dict[tuple[int, int], None]] = field(default_factory=dict)
-    uncut: dict[Key, tuple[list[_Group], set[bytes]]] = field(default_factory=dict)
+    cut: dict[Key, dict[tuple[int, int], TensorRow]] = field(default_factory=dict)
+    uncut: dict[Key, tuple[TensorRow, list[_Group], set[bytes]]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
 
@@ -118,9 +119,9 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
     _check_tied_copies(control, table, merged)
     mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
     rows, owned = list[TensorRow](), list(table.own)
-    for number, (key, places) in enumerate(merged.cut.items()):
-        rows.append(row_of(key, *tuple(places)[number % len(places)]))
-    for number, (key, (groups, found)) in enumerate(merged.uncut.items()):
+    for number, places in enumerate(merged.cut.values()):
+        rows.append(list(places.values())[number % len(places)])
+    for number, (key, (row, groups, found)) in enumerate(merged.uncut.items()):
         writer = groups[0].ranks[0]
         if len(found) > 1 and key in mine and writer != control.rank:
             owned.append(mine[key])
@@ -128,7 +129,7 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
         if len(found) == 1 and key.info.num_bytes >= CHUNK_BYTES:
             ranks = [rank for group in groups for rank in group.ranks]
             writer = ranks[number % len(ranks)]
-        rows.append(row_of(key, rank=writer))
+        rows.append(row.model_copy(update={"rank": writer}) if writer else row)
     meshes = tuple(merged.meshes)
     manifest = Manifest(
         format=FORMAT if merged.is_alike else PIECES_FORMAT,
@@ -151,27 +152,27 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
 
     def read(number: int, box: Box) -> memoryview:
         item = mine[keys[number]]
-        return _bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
+        return bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
 
-    own = [(row_of(key_of(item)), partial(_bytes_of, item.data)) for item in owned]
+    own = [(row_of(key_of(item)), partial(bytes_of, item.data)) for item in owned]
     return manifest, Part(control.rank, read, own, table.values)
 
 
-def written_items(table: Table, members: Sequence[int], rank: int) -> tuple[Item, ...]:
-    """Return the cut tensors that this rank writes; its replicas write the others.
+def items_to_write(table: Table, control: Control) -> list[Item]:
+    """List the tensors that this rank writes, or may write; of cut ones, its replicas write others.
 
     If groups of ranks hold one piece, it includes every piece that this rank may have to write.
     """
-    if table.is_alike:
-        num_replicas, num_shards = len(table.meshes[0]), len(table.meshes[0][0])
-        mine = rank // num_shards
-        return tuple(item for n, item in enumerate(table.sharded) if n % num_replicas == mine)
     found = []
-    for item in table.sharded:
+    for number, item in enumerate(table.sharded):
         mesh = table.meshes[table.layouts[item.layout or 0].mesh]
-        if members[rank] in mesh[turn_of_key(item.info.key, len(mesh))]:
-            found.append(item)
-    return tuple(found)
+        if table.is_alike:
+            is_mine = number % len(mesh) == control.rank // len(mesh[0])
+        else:
+            turn = turn_of_key(item.info.key, len(mesh))
+            is_mine = control.members[control.rank] in mesh[turn]
+        found += [item] if is_mine else []
+    return [*found, *table.uncut, *table.own]
 
 
 def key_of(item: Item | TensorRow) -> Key:
@@ -181,9 +182,7 @@ def key_of(item: Item | TensorRow) -> Key:
     return Key(item.info, item.piece or full_region(item.info.shape))
 
 
-def row_of(
-    key: Key, layout: int | None = None, index: int | None = None, rank: int = 0
-) -> TensorRow:
+def row_of(key: Key, layout: int | None = None, index: int | None = None) -> TensorRow:
     """Return the manifest's row of a tensor or a piece."""
     info, region = key
     is_piece = region.shape != info.shape
@@ -195,14 +194,9 @@ def row_of(
         shape=region.shape,
         layout=layout,
         index=index,
-        rank=rank,
         at=region.at if is_piece else (),
         of=info.shape if is_piece else (),
     )
-
-
-def _bytes_of(data: torch.Tensor) -> memoryview:
-    return memory_of(data.detach().cpu().contiguous())
 
 
 # -- descriptions of ranks
@@ -210,7 +204,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 def _groups_of(control: Control, table: Table, run: str, step: int | None) -> list[_Group]:
     """Return what all ranks have, the group of rank 0 first. See Note [Descriptions of ranks]."""
-    digests = [bytes.fromhex(digest_of(_bytes_of(item.data))) for item in table.uncut]
+    digests = [bytes.fromhex(digest_of(bytes_of(item.data))) for item in table.uncut]
     mine: list[Described] = []
 
     def describe() -> bytes:
@@ -249,7 +243,7 @@ def _describe(control: Control, table: Table, run: str, step: int | None) -> Des
             f"{name_ranks(list(control.members))}"
         )
     meshes = [tuple(tuple(numbers[rank] for rank in row) for row in m) for m in table.meshes]
-    return Described(
+    return Described.model_construct(  # its rows are valid already
         run=run,
         step=step,
         stage=table.stage,
@@ -297,10 +291,11 @@ def merge(groups: Sequence[_Group]) -> Merged:
         for row in said.cut:
             assert row.layout is not None and row.index is not None
             key, place = key_of(row), (layouts[row.layout], row.index)
-            merged.cut.setdefault(key, {})[place] = None
+            moved_row = row if is_alike else row.model_copy(update={"layout": place[0]})
+            merged.cut.setdefault(key, {}).setdefault(place, moved_row)
             on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
         for row, digests in zip(said.uncut, group.digests, strict=True):
-            holders, found = merged.uncut.setdefault(key_of(row), ([], set()))
+            _, holders, found = merged.uncut.setdefault(key_of(row), (row, [], set()))
             holders.append(group)
             found |= digests
         for name, holder in said.tied.items():
@@ -311,13 +306,14 @@ def merge(groups: Sequence[_Group]) -> Merged:
     _check_meshes(groups, merged, on_mesh)
     if is_alike and len(groups) > 1:
         lacking = [
-            key.info.key for key, (held, _) in merged.uncut.items() if len(held) < len(groups)
+            key.info.key for key, (_, held, _) in merged.uncut.items() if len(held) < len(groups)
         ]
         raise CheckpointError(
             f"rank {groups[1].ranks[0]} has other buffers or optimizer state to save than rank 0"
             f"{f': {lacking[0]!r} is not on both' if lacking else ''}. {_HINT}"
         )
-    _check_tensors(groups, merged)
+    if not is_alike:  # else each tensor is the same on all ranks, and none is in pieces
+        _check_tensors(groups, merged)
     return merged
 
 

@@ -22,7 +22,7 @@ from typing import Self
 import torch
 
 from shardwise.checkpoint.all_ranks import explain, on_all_ranks
-from shardwise.checkpoint.assemble import assemble, written_items
+from shardwise.checkpoint.assemble import items_to_write
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
 from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
@@ -33,11 +33,11 @@ from shardwise.checkpoint.save_load import (
     holds_checkpoint,
     new_run,
     tell_other_files,
-    tell_saved,
+    write_table,
 )
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.trash import Leftovers, clean_up
-from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
+from shardwise.checkpoint.write import Progress, Written
 from shardwise.comm.control import naming
 from shardwise.device import host_buffer, wait_for_copies
 from shardwise.engine.conditions import Origin
@@ -131,7 +131,7 @@ class Checkpoints:
         self.finish()
 
         def hold(table: Table) -> Table:
-            self._staging.reserve(self._to_stage(table))
+            self._staging.reserve(items_to_write(table, self._control))
             return table
 
         collect_on_all_ranks(self._model, self._optimizer, extra, hold)
@@ -157,33 +157,28 @@ class Checkpoints:
         step, which the next load would take in the place of this one; StateError inside an
         accumulation window, after a load that failed, and once closed.
         """
-        with self._engine.comm.tracer.span("save"):
-            return self._save(step, extra, wait, progress)
-
-    def _save(
-        self, step: int, extra: Mapping[str, object], wait: bool, progress: Progress | None
-    ) -> Saving:
-        self._check_open()
-        target = self.folder / step_name(checked_step(step))
-        started_s = time.perf_counter()
-        self.finish()
-        waited_s = time.perf_counter() - started_s
-        started_s = time.perf_counter()
 
         def staged(table: Table) -> Table:
             self._continue_run()
             self._refuse_older(step)
             return self._staged(table)
 
-        with self._tracer.span("save", ""), naming(f"the save of {target}"):
-            table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
-        stall_s = time.perf_counter() - started_s
-        saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
-        saving.start(lambda: self._write(table, step, target, progress))
-        self._saving = saving
-        if wait:
+        with self._tracer.span("save"):
+            self._check_open()
+            target = self.folder / step_name(checked_step(step))
+            began_s = time.perf_counter()
             self.finish()
-        return saving
+            waited_s = time.perf_counter() - began_s
+            began_s = time.perf_counter()
+            with self._tracer.span("save", ""), naming(f"the save of {target}"):
+                table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
+            stall_s = time.perf_counter() - began_s
+            saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
+            saving.start(lambda: self._write(table, step, target, progress))
+            self._saving = saving
+            if wait:
+                self.finish()
+            return saving
 
     def load(
         self,
@@ -280,18 +275,8 @@ class Checkpoints:
         """Write and commit; for the thread."""
         span = self._tracer.span("save", line="checkpoint")
         with span, naming(f"the save of {target}"):
-            manifest, part = assemble(self._control, table, self.run, step)
-            written = write_checkpoint(
-                self._files,
-                self._control,
-                target,
-                os.urandom(NONCE_BYTES),
-                manifest,
-                part,
-                replace=step in self._skipped,
-                progress=progress,
-            )
-        tell_saved(self._tracer, self._to_stage(table), target)
+            how = step in self._skipped, progress, self._tracer
+            written = write_table(self._files, self._control, target, table, self.run, step, *how)
         self._skipped.discard(step)
         if self._control.rank == 0:
             other_files = [written.other_files] if written.other_files else []
@@ -305,13 +290,9 @@ class Checkpoints:
             self._news += [tell_other_files(path) for path in other_files]
         return written
 
-    def _to_stage(self, table: Table) -> list[Item]:
-        written = written_items(table, self._control.members, self._control.rank)
-        return [*written, *table.uncut, *table.own]
-
     def _staged(self, table: Table) -> Table:
         """Return the table, with copies of the tensors that this rank writes."""
-        items = self._to_stage(table)
+        items = items_to_write(table, self._control)
         copies = dict(zip(map(id, items), self._staging.copy(items), strict=True))
 
         def of(listed: tuple[Item, ...]) -> tuple[Item, ...]:

@@ -97,6 +97,11 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return found
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of any tensor, which is copied to the CPU if it is elsewhere."""
+    return memory_of(tensor.cpu().contiguous())
+
+
 class Stored(NamedTuple):
     """One tensor of a file: bytes [begin, end) after the header, its box in the whole tensor."""
 

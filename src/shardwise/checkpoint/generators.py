@@ -61,7 +61,7 @@ def set_generators(value: object, device: torch.device) -> None:
 
     **Raises** CheckpointError for other values than `read_generators` returns.
     """
-    setters, digest = _check(value, device)
+    setters, digest = check_generators(value, device)
     for set_state in setters:
         set_state()
     if len(setters) < len(_NAMES) and accelerator_generator(device) is not None:
@@ -77,7 +77,7 @@ def derive_generators(value: object, rank: int, device: torch.device) -> None:
 
     **Raises** CheckpointError for other values than `read_generators` returns.
     """
-    _, saved = _check(value, device)
+    _, saved = check_generators(value, device)
     mine = hashlib.blake2b(saved + struct.pack("<Q", rank), digest_size=32).digest()
     # torch's CPU generator uses 32 bits of a seed: adding the rank makes all ranks differ.
     torch.manual_seed((_seed(saved) + rank) % 2**63)
@@ -85,13 +85,11 @@ def derive_generators(value: object, rank: int, device: torch.device) -> None:
     random.seed(mine)
 
 
-def check_generators(value: object, device: torch.device) -> None:
-    """Check states for `set_generators`; nothing is changed. **Raises** as it."""
-    _check(value, device)
+def check_generators(value: object, device: torch.device) -> tuple[list[Callable[[], None]], bytes]:
+    """Try every state on a new generator; return what sets each, and the digest of all.
 
-
-def _check(value: object, device: torch.device) -> tuple[list[Callable[[], None]], bytes]:
-    """Try every state on a new generator; return what sets each, and the digest of all."""
+    Nothing is changed. **Raises** as `set_generators`.
+    """
     if not isinstance(value, Mapping) or set(value) != set(_NAMES):
         raise CheckpointError(
             f"generators: expected the states {', '.join(_NAMES)}, got "
@@ -106,7 +104,7 @@ def _check(value: object, device: torch.device) -> tuple[list[Callable[[], None]
                 raise TypeError(f"expected base64, got a {type(value[part]).__name__}")
             data = base64.b64decode(value[part], validate=True)
             if part != "accelerator" or accelerator_generator(device) is not None:
-                setters.append(_TRIED[part](data, device))
+                setters.append(_tried(part, data, device))
     except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
@@ -118,48 +116,25 @@ def _check(value: object, device: torch.device) -> tuple[list[Callable[[], None]
     return setters, hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
-# Each tries a state on a new generator, and returns the call that sets it.
-
-
-def _try_torch(data: bytes, device: torch.device) -> Callable[[], None]:
-    state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    torch.Generator().set_state(state)
-    return lambda: torch.set_rng_state(state)
-
-
-def _try_accelerator(data: bytes, device: torch.device) -> Callable[[], None]:
-    state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    torch.Generator(device).set_state(state)
-    return lambda: set_accelerator_generator(device, state)
-
-
-def _try_numpy(data: bytes, device: torch.device) -> Callable[[], None]:
-    *keys, position, has_gauss, gauss = _NUMPY.unpack(data)
-    _check_numbers(position, has_gauss, gauss)
-    state = ("MT19937", np.array(keys, np.uint32), position, has_gauss, gauss)
-    np.random.RandomState(0).set_state(state)
-    return lambda: np.random.set_state(state)
-
-
-def _try_python(data: bytes, device: torch.device) -> Callable[[], None]:
-    *words, has_gauss, gauss = _PYTHON.unpack(data)
-    _check_numbers(words[-1], has_gauss, gauss)
-    state = (_PYTHON_VERSION, tuple(words), gauss if has_gauss else None)
-    random.Random(0).setstate(state)
-    return lambda: random.setstate(state)
-
-
-_TRIED = {
-    "torch": _try_torch,
-    "accelerator": _try_accelerator,
-    "numpy": _try_numpy,
-    "python": _try_python,
-}
-
-
-def _check_numbers(position: int, has_gauss: int, gauss: float) -> None:
-    if position > _NUM_WORDS or has_gauss > 1 or not math.isfinite(gauss):
-        raise ValueError(f"position {position}, has_gauss {has_gauss}, gauss {gauss}")
+def _tried(part: str, data: bytes, device: torch.device) -> Callable[[], None]:
+    """Try a state on a new generator; return the call that sets it."""
+    if part in ("torch", "accelerator"):
+        state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if part == "torch":
+            torch.Generator().set_state(state)
+            return lambda: torch.set_rng_state(state)
+        torch.Generator(device).set_state(state)
+        return lambda: set_accelerator_generator(device, state)
+    *words, has_gauss, gauss = (_NUMPY if part == "numpy" else _PYTHON).unpack(data)
+    if words[-1] > _NUM_WORDS or has_gauss > 1 or not math.isfinite(gauss):
+        raise ValueError(f"position {words[-1]}, has_gauss {has_gauss}, gauss {gauss}")
+    if part == "numpy":
+        of_numpy = ("MT19937", np.array(words[:-1], np.uint32), words[-1], has_gauss, gauss)
+        np.random.RandomState(0).set_state(of_numpy)
+        return lambda: np.random.set_state(of_numpy)
+    of_python = (_PYTHON_VERSION, tuple(words), gauss if has_gauss else None)
+    random.Random(0).setstate(of_python)
+    return lambda: random.setstate(of_python)
 
 
 def _seed(digest: bytes) -> int:

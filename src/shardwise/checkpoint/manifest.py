@@ -167,12 +167,12 @@ class TensorRow(SealedPart):
     at: _Shape = ()
     of: _Shape = ()
 
-    @property
+    @cached_property
     def info(self) -> TensorInfo:
         """The whole tensor's description."""
         return TensorInfo(self.kind, self.name, self.dtype, self.of or self.shape, self.state)
 
-    @property
+    @cached_property
     def region(self) -> Region:
         """The row's box in the whole tensor."""
         return Region(self.at, self.shape) if self.of else full_region(self.shape)
@@ -267,9 +267,16 @@ class Manifest(SealedPart):
         return max((1 + max(mesh.places) for mesh in self.meshes), default=found)
 
     @cached_property
+    def tables(self) -> tuple[MeshRow, ...]:
+        """The meshes; in format 1, the one mesh of all ranks."""
+        size = self.num_shards
+        rows = (tuple(range(r * size, (r + 1) * size)) for r in range(self.num_replicas))
+        return self.meshes or (MeshRow(ranks=tuple(rows)),)
+
+    @cached_property
     def built_layouts(self) -> tuple[Layout, ...]:
         """The layouts, as the ranks that saved had them."""
-        sizes = [len(mesh.ranks[0]) for mesh in self.meshes] or [self.num_shards]
+        sizes = [len(table.ranks[0]) for table in self.tables]
         return tuple(build_layout(row.kind, row.shapes, sizes[row.mesh]) for row in self.layouts)
 
     @cached_property
@@ -286,16 +293,12 @@ class Manifest(SealedPart):
         Replicas take turns, so each part is written once and all ranks write.
         """
         row = self.tensors[number]
-        if not self.meshes:
-            return number % self.num_replicas
-        return turn_of_key(row.info.key, len(self._mesh_of(row).ranks))
+        num_replicas = len(self._mesh_of(row).ranks)
+        return turn_of_key(row.info.key, num_replicas) if self.meshes else number % num_replicas
 
     def writer_of(self, number: int, shard_rank: int) -> int:
         """Return which rank wrote the part of tensor ``number`` that belongs to ``shard_rank``."""
-        turn = self.turn_of(number)
-        if not self.meshes:
-            return turn * self.num_shards + shard_rank
-        return self._mesh_of(self.tensors[number]).ranks[turn][shard_rank]
+        return self._mesh_of(self.tensors[number]).ranks[self.turn_of(number)][shard_rank]
 
     def boxes_of(self, number: int, rank: int) -> tuple[Box, ...]:
         """Return the boxes of tensor ``number`` in the files of ``rank``.
@@ -306,10 +309,8 @@ class Manifest(SealedPart):
         if row.layout is None:
             lo, hi = 0, prod(row.shape) if row.rank == rank else 0
         else:
-            replica, shard = divmod(rank, self.num_shards)
-            if self.meshes:
-                replica, shard = self._mesh_of(row).places.get(rank, (-1, 0))
-            if replica < 0 or self.turn_of(number) != replica:
+            replica, shard = self._mesh_of(row).places.get(rank, (-1, 0))
+            if replica != self.turn_of(number):
                 return ()
             held = self.built_layouts[row.layout].piece(row.index or 0, shard)
             lo, hi = held.lo, held.hi
@@ -332,7 +333,7 @@ class Manifest(SealedPart):
                 yield number, place, box
 
     def _mesh_of(self, row: TensorRow) -> MeshRow:
-        return self.meshes[self.layouts[row.layout or 0].mesh]
+        return self.tables[self.layouts[row.layout or 0].mesh]
 
     @model_validator(mode="after")
     def _check(self) -> Self:

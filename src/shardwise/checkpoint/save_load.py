@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.all_ranks import ask_first_rank, collector_paused, on_all_ranks
-from shardwise.checkpoint.assemble import assemble, drop_copies, written_items
+from shardwise.checkpoint.assemble import assemble, drop_copies, items_to_write
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
 from shardwise.checkpoint.generators import read_generators
 from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.state import Item, Table, collect
+from shardwise.checkpoint.state import Table, collect
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, naming
 from shardwise.engine.conditions import Origin
@@ -60,27 +60,38 @@ def save(
     parts = Parts(model)
     control = parts.everyone
     with naming(f"the save of {target}"), parts.comm.tracer.span("save"):
-        table = collect_on_all_ranks(model, optimizer, extra)
-        run, nonce = new_run(control), os.urandom(NONCE_BYTES)
-        manifest, part = assemble(control, table, run, step)
-        written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
-        own = written_items(table, control.members, control.rank)
-        tell_saved(parts.comm.tracer, [*own, *table.uncut, *table.own], target)
+        table, run = collect_on_all_ranks(model, optimizer, extra), new_run(control)
+        how = replace, progress, parts.comm.tracer
+        written = write_table(files, control, target, table, run, step, *how)
     parts.origin = Origin(target, step, run, is_saved=True)
     if control.rank == 0:
         _warn(files, written, step)
     return written
 
 
-def tell_saved(tracer: Tracer, items: Iterable[Item], target: Path) -> None:
-    """Record a checkpoint that is on disk, and whether its numbers are finite.
+def write_table(
+    files: Files,
+    control: Control,
+    target: Path,
+    table: Table,
+    run: str,
+    step: int | None,
+    replace: bool,
+    progress: Progress | None,
+    tracer: Tracer,
+) -> Written:
+    """Write the state of all ranks as a checkpoint; tell a recorder whether it is finite.
 
-    ``items`` are those that this rank wrote. **Cost** reads them, if the tracer has a recorder.
+    **Cost** as `write_checkpoint`; the recorder reads what this rank wrote once more.
     """
-    recorder = tracer.recorder
-    if recorder is not None:
+    manifest, part = assemble(control, table, run, step)
+    nonce = os.urandom(NONCE_BYTES)
+    written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
+    if tracer.recorder is not None:
+        items = items_to_write(table, control)
         numbers = (item.data for item in items if item.info.kind in ("param", "optimizer"))
-        recorder.saved(str(target), all(map(_is_finite, numbers)))
+        tracer.recorder.saved(str(target), all(map(_is_finite, numbers)))
+    return written
 
 
 def _is_finite(data: torch.Tensor) -> bool:

@@ -141,32 +141,29 @@ def clean_up(
     A save in progress is left alone and not listed. See Note [What may be removed] and Note
     [Who writes there].
     """
-    going, kept = [], []
+    going: list[tuple[str, Path]] = []
+    removed, kept = [], []
     for entry in files.list(folder):
-        target = _target_of(entry.name.removesuffix(_LOCKED))
+        path = folder / entry.name.removesuffix(_LOCKED)
+        target = _target_of(path.name)
         if not target or not of(target):
             continue
-        if entry.name.endswith(_LOCKED):
-            path = folder / entry.name.removesuffix(_LOCKED)
-            if entry.kind == "file" and not entry.size:  # ours are empty
-                with suppress(OSError, CheckpointError):
-                    if (lock := files.lock(folder / entry.name)) is not None:
-                        _give_back(files, path, lock)
-            continue
         try:
-            away = _claim(files, folder, entry)
+            if not entry.name.endswith(_LOCKED):
+                away = _claim(files, path, entry)
+                going += [(entry.name, away)] if away is not None else []
+            elif entry.kind == "file" and not entry.size:  # ours are empty
+                lock = files.lock(folder / entry.name)
+                if lock is not None:
+                    _give_back(files, path, lock)
         except FileNotFoundError:  # the save was committed, or another process removed it
             continue
         except (OSError, CheckpointError):
-            kept.append(entry.name)
-            continue
-        if away is not None:
-            going.append((entry.name, away))
+            kept += [] if entry.name.endswith(_LOCKED) else [entry.name]
     if going:
         # A killed run may have renamed folders without syncing that. If a power cut brought the
         # old names back, they would name the folders that are emptied here.
         files.sync_folder(folder)
-    removed = []
     for name, away in going:
         left: Path | None = folder / name
         with suppress(OSError):
@@ -198,12 +195,11 @@ def _target_of(name: str) -> str:
     return match["target"] if match is not None else ""
 
 
-def _claim(files: Files, folder: Path, entry: Entry) -> Path | None:
+def _claim(files: Files, path: Path, entry: Entry) -> Path | None:
     """Rename a leftover away; return its new path, or None if its writer is alive.
 
     **Raises** OSError or CheckpointError if it is not provably ours.
     """
-    path = folder / entry.name
     if entry.kind != "folder":
         raise CheckpointError(f"{path} is no folder")
     if not entry.name.startswith(_TEMPORARY):

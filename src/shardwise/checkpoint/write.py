@@ -123,21 +123,18 @@ def write_checkpoint(
     """
     assert len(nonce) == NONCE_BYTES
     made: list[Path] = []  # by rank 0: the temporary folder
-    left: list[Path | None] = []
 
     def begin() -> bytes:
         if control.rank == 0:
             made.append(_prepare(files, target, nonce, replace, held))
         return nonce
 
-    def write_manifest() -> None:
-        whole = manifest.model_copy(update={"ranks": tuple(ranks)})
-        _write_small(files, folder / MANIFEST, seal(whole))
-
-    def give_name() -> None:
-        if control.rank == 0:
-            with held:
-                left.append(_commit(files, folder, target, ranks, write_manifest, replace))
+    def give_name() -> Path | None:
+        if control.rank != 0:
+            return None
+        with held:
+            whole = manifest.model_copy(update={"ranks": tuple(ranks)})
+            return _commit(files, folder, target, whole, replace)
 
     with ExitStack() as held:  # of rank 0: the lock of the temporary folder
         try:
@@ -152,61 +149,50 @@ def write_checkpoint(
                 _discard(files, each)
             raise
         ranks = [index_row(row) for row in rows]
-        on_all_ranks(control, give_name)
-    mine = ranks[control.rank]
-    return Written(
-        target,
-        sum(row.index_bytes + row.file_bytes for row in ranks),
-        mine.index_bytes + mine.file_bytes,
-        left[0] if left else None,
-    )
+        left = on_all_ranks(control, give_name)
+    sizes = [row.index_bytes + row.file_bytes for row in ranks]
+    return Written(target, sum(sizes), sizes[control.rank], left)
 
 
-class _Stored(NamedTuple):
-    """A tensor for a file of a rank: its row, its box, its key in the file, and its bytes."""
+class _Entry(NamedTuple):
+    """A tensor for a file of a rank: its key, dtype and box there, its bytes, its row of the index.
 
-    row: TensorRow
-    lengths: tuple[int, ...]
-    offsets: tuple[int, ...]
-    key: str
+    ``row`` is called with the begin and the digests of the bytes.
+    """
+
+    box: tuple[str, str, tuple[int, ...], tuple[int, ...]]
     read: Callable[[], memoryview]
+    row: Callable[[int, str], BoxRow | OwnRow]
 
 
 def write_rank(
     files: Files, folder: Path, manifest: Manifest, part: Part, progress: Progress | None = None
 ) -> bytes:
     """Write the files and the index of one rank, synced; return the row for the manifest."""
-    numbers: dict[int, list[int]] = {}  # of the tensors in each file
-    contents: dict[int, list[_Stored]] = {}
+    contents: dict[int, list[_Entry]] = {}
     for number, file, box in manifest.all_boxes(part.rank):
-        row, key = manifest.tensors[number], manifest.tensors[number].info.key
-        stored = _Stored(row, box.lengths, box.offsets, key, partial(part.read, number, box))
-        numbers.setdefault(file, []).append(number)
-        contents.setdefault(file, []).append(stored)
+        row = manifest.tensors[number]
+        described = row.info.key, row.dtype, box.lengths, box.offsets
+        entry = _Entry(described, partial(part.read, number, box), partial(BoxRow, number, file))
+        contents.setdefault(file, []).append(entry)
     for row, read in part.own:
-        key = f"rank{part.rank:05d}.{row.info.key}"
-        contents.setdefault(0, []).append(_Stored(row, row.shape, row.region.at, key, read))
-    file_rows, box_rows, own_rows = [], [], []
-    for file, listed in sorted(contents.items()):
-        assert len({each.key for each in listed}) == len(listed), "one key twice in a file"
-        placed = place([(e.key, e.row.dtype, e.lengths, e.offsets) for e in listed])
+        described = f"rank{part.rank:05d}.{row.info.key}", row.dtype, row.shape, row.region.at
+        contents.setdefault(0, []).append(_Entry(described, read, partial(_own_row, row)))
+    file_rows: list[FileRow] = []
+    rows: list[BoxRow | OwnRow] = []
+    for file, entries in sorted(contents.items()):
+        assert len({entry.box[0] for entry in entries}) == len(entries), "one key twice in a file"
+        placed = place([entry.box for entry in entries])
         header = build_header(placed)
         num_bytes = len(header) + placed[-1].end
-        digests = []
         with _new_file(files, folder / file_name(part.rank, file), num_bytes) as writer:
             batch = _Batch(writer, progress)
             batch.add(memoryview(header))
-            for s, each in zip(placed, listed, strict=True):
-                digests.append(_add_tensor(batch, each.read(), s))
+            for stored, entry in zip(placed, entries, strict=True):
+                digests = _add_tensor(batch, entry.read(), stored)
+                rows.append(entry.row(len(header) + stored.begin, digests))
             batch.flush()
         file_rows.append(FileRow(num_bytes=num_bytes, header=digest_of(header)))
-        of_tensors = numbers.get(file, [])
-        for at, (s, each, digest) in enumerate(zip(placed, listed, digests, strict=True)):
-            begin = len(header) + s.begin
-            if at < len(of_tensors):
-                box_rows.append(BoxRow(of_tensors[at], file, begin, digest))
-            else:
-                own_rows.append(OwnRow(**each.row.model_dump(), begin=begin, digests=digest))
     index = seal(
         RankIndex(
             format=manifest.format,
@@ -214,14 +200,18 @@ def write_rank(
             step=manifest.step,
             rank=part.rank,
             files=tuple(file_rows),
-            boxes=tuple(box_rows),
-            own=tuple(own_rows),
+            boxes=tuple(row for row in rows if isinstance(row, BoxRow)),
+            own=tuple(row for row in rows if isinstance(row, OwnRow)),
             values=dict(part.values),
         )
     )
     _write_small(files, folder / index_name(part.rank), index)
     total = sum(row.num_bytes for row in file_rows)
     return _ROW.pack(len(index), len(file_rows), total, bytes.fromhex(digest_of(index)))
+
+
+def _own_row(row: TensorRow, begin: int, digests: str) -> OwnRow:
+    return OwnRow(**row.model_dump(), begin=begin, digests=digests)
 
 
 def index_row(row: bytes) -> IndexRow:
@@ -328,24 +318,19 @@ def _check_replaceable(files: Files, target: Path, there: Entry) -> None:
 
 
 def _commit(
-    files: Files,
-    folder: Path,
-    target: Path,
-    ranks: Sequence[IndexRow],
-    write_manifest: Callable[[], None],
-    replace: bool,
+    files: Files, folder: Path, target: Path, manifest: Manifest, replace: bool
 ) -> Path | None:
     """Check that all files are there, seal them, and rename the folder; see Note [Commit].
 
     Returns the folder of a replaced checkpoint's files that are not ours, if there are any.
     """
     try:
-        if difference := find_difference(folder, files.list(folder), ranks):
+        if difference := find_difference(folder, files.list(folder), manifest.ranks):
             raise CheckpointError(
                 f"what the ranks wrote is not all there ({difference[1]}). Does every machine see "
                 "the same folder? A checkpoint goes to a file system that all ranks share"
             )
-        write_manifest()
+        _write_small(files, folder / MANIFEST, seal(manifest))
         files.sync_folder(folder)
         replaces = replace and any(e.name == target.name for e in files.list(target.parent))
         _give_name(files, folder, target, replaces)

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from shardwise import __version__
-from shardwise.checkpoint.container import dtype_name, memory_of
+from shardwise.checkpoint.container import bytes_of, dtype_name, memory_of
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name, take_lock
 from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow
@@ -56,7 +56,15 @@ def import_source(
     infos = [info for info in source.tensors if info.kind != "extra"]
     if not infos:
         raise CheckpointError(f"{source.where} holds no tensors: there is nothing to import")
-    optimizer, loose = _optimizer(source)
+    optimizer: OptimizerRow | None = None
+    loose: Mapping[str, torch.Tensor] = {}  # tensors of the optimizer that no parameter has
+    if source.optimizer is not None:
+        of = source.optimizer
+        groups, loose = encode([dict(group) for group in of.groups], "groups")
+        state, loose = encode(
+            {name: dict(values) for name, values in of.state.items()}, "state", loose
+        )
+        optimizer = OptimizerRow(class_name=of.class_name, groups=groups, state=state)
     extra, own = encode(dict(source.extra), "extra")
     rows = [_row(info) for info in infos]
     rows += [_tensor_row("optimizer", "", tensor, place) for place, tensor in loose.items()]
@@ -64,7 +72,7 @@ def import_source(
 
     def read(number: int, box: Box) -> memoryview:
         if number >= len(infos):
-            return _bytes_of(tensors[number - len(infos)])
+            return bytes_of(tensors[number - len(infos)])
         data = memory_of(source.read(infos[number], box.lo, box.hi))
         if progress is not None:
             progress(len(data))
@@ -75,7 +83,7 @@ def import_source(
         rank=0,
         read=read,
         own=[
-            (_tensor_row("extra", place, tensor), lambda tensor=tensor: _bytes_of(tensor))  # type: ignore[misc]
+            (_tensor_row("extra", place, tensor), lambda tensor=tensor: bytes_of(tensor))  # type: ignore[misc]
             for place, tensor in own.items()
         ],
         values={"extra": extra, "modules": {}, "generators": {}},
@@ -149,17 +157,6 @@ def _shortened(source: Source, prefix: str) -> dict[str, str]:
     return {name: new for new, name in originals.items()}
 
 
-def _optimizer(source: Source) -> tuple[OptimizerRow | None, Mapping[str, torch.Tensor]]:
-    """Return the optimizer's groups and values, and the tensors that these hold, by place."""
-    info = source.optimizer
-    if info is None:
-        return None, {}
-    groups, tensors = encode([dict(group) for group in info.groups], "groups")
-    state, more = encode({name: dict(of) for name, of in info.state.items()}, "state")
-    row = OptimizerRow(class_name=info.class_name, groups=groups, state=state)
-    return row, {**tensors, **more}
-
-
 def _manifest(
     source: Source, step: int | None, rows: list[TensorRow], optimizer: OptimizerRow | None
 ) -> Manifest:
@@ -200,7 +197,3 @@ def _refusal(where: str, error: ValidationError) -> CheckpointError:
 def _tensor_row(kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> TensorRow:
     dtype = dtype_name(tensor.dtype, f"{name}{state}")
     return _row(TensorInfo(kind, name, dtype, tuple(tensor.shape), state))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memory_of(tensor.detach().cpu().contiguous())
