@@ -3,20 +3,21 @@
 Note [Steps as plain tensors]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An elementwise optimizer of torch's computes the same from this rank's elements as from sharded
-tensors, and each operation on sharded tensors costs the host more. So a global torch hook takes the
-step with plain tensors, and the optimizer's code receives a copy without parameters. The step stays
-as it is with a closure, or if a hook of the user's runs before it: both may change gradients later.
+tensors, and each operation on sharded tensors costs the host more. So the last hook before the step
+takes it with plain tensors, and the optimizer's code receives a copy without parameters. The hooks
+before it sum gradients of tied copies, and note when the step begins. The step stays as it is with
+a closure, which computes gradients later, and if a hook of the user's runs before it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from operator import is_
-from typing import Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -33,6 +34,7 @@ Key = tuple[int, str]  # a parameter's id, and the name of a part of its state
 State = Mapping[Key, torch.Tensor]  # this rank's elements of each
 MakeHostMemory = Callable[[int, torch.dtype], torch.Tensor]
 Mirror = Callable[[torch.Tensor], torch.Tensor | None]
+_HOOK = "_shardwise_plain_step"  # on an optimizer: the number of its hook
 OVERLAP = "_shardwise_overlap"  # on an optimizer whose steps run in the background
 V = TypeVar("V")
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - a type
@@ -296,7 +298,16 @@ def _kinds() -> frozenset[type[Optimizer]]:
 @cache
 def step_as_plain_tensors() -> None:
     """Let elementwise optimizers step plain tensors; see Note [Steps as plain tensors]."""
-    torch_optimizer.register_optimizer_step_pre_hook(_step_plainly)
+    torch_optimizer.register_optimizer_step_pre_hook(_put_last)
+
+
+def _put_last(optimizer: Optimizer, *_: object) -> None:
+    """Let `_step_plainly` run after all other hooks of an optimizer: it takes the step."""
+    if not torch.compiler.is_compiling() and type(optimizer) in _kinds():
+        hooks = cast(OrderedDict[int, object], optimizer._optimizer_step_pre_hooks)
+        if vars(optimizer).get(_HOOK) not in hooks:
+            vars(optimizer)[_HOOK] = optimizer.register_step_pre_hook(_step_plainly).id
+        hooks.move_to_end(vars(optimizer)[_HOOK])
 
 
 def _step_plainly(
