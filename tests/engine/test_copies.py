@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import tempfile
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from models import Block, OddModel, Stack
 from oracle import assert_same_bits, average
 from ranks import on_ranks
 from roundings import assert_rounded_alike
-from shardwise import ShardTensor, accumulate, gathered, shard
+from shardwise import Offload, ShardTensor, accumulate, gathered, shard
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
@@ -93,10 +94,13 @@ def test_a_copy_takes_the_steps_of_the_oracle(world_size):
     steps = make_steps(world_size, 3)
     torch.manual_seed(0)
     truth = train_plain(Stack(), steps, mean_square)
-    for options in SPREAD:
-        torch.manual_seed(0)
-        copied = copy.deepcopy(shard(Stack(), **options))
-        assert_same_run(train_sharded(copied, steps, mean_square), truth)
+    with tempfile.TemporaryDirectory() as folder:
+        files = dict.fromkeys(("params", "grads", "optimizer"), f"nvme:{folder}")
+        for options in (*SPREAD, {"stage": 3, "offload": Offload(**files)}):
+            torch.manual_seed(0)
+            copied = copy.deepcopy(shard(Stack(), **options))
+            assert_same_run(train_sharded(copied, steps, mean_square), truth)
+        del copied
     tokens = torch.arange(6).view(2, 3) % 5
     model = shard(OddModel(), stage=3)
     copied = copy.deepcopy(model)

@@ -107,7 +107,7 @@ class Home:
     unit: str = ""
     slab: Slab | None = None
     tracer: Tracer = field(default_factory=Tracer)  # receives copies
-    slices_in_files: list[FileSlices] = field(default_factory=list)  # reserved for its storages
+    reserved: list[FileSlices] = field(default_factory=list)  # for the slices of its storages
 
     def __str__(self) -> str:
         params = "device and host" if self.leaves_copy else "host"
@@ -174,13 +174,16 @@ class Home:
             brought.copy_(values.to(dtype), non_blocking=True)
             return brought, Pending.of_copies(stream.record(), keep=values)
 
-    def take_slices_in_file(self) -> FileSlices:
-        """Return the file slices reserved for the unit's next storage."""
-        return self.slices_in_files.pop(0)
+    def slices_in_file(self, numel: int, dtype: torch.dtype) -> FileSlices:
+        """Return the file reserved for the unit's next storage; for a copy a new one."""
+        if self.reserved:
+            return self.reserved.pop(0)
+        assert self.files.params is not None
+        return FileSlices(self.files.params, self.unit, numel, dtype)
 
     def over(self, time: DeviceTime) -> "Home":
         """Return the home of a copy of the unit, with separate memory."""
-        return replace(self, time=time, slab=None)
+        return replace(self, time=time, slab=None, reserved=[])
 
     def after_fetch(self) -> AbstractContextManager[None]:
         """Return a context in which enqueued work follows fetches in flight."""
@@ -235,5 +238,5 @@ class OffloadHomes:
             unit=unit,
             slab=self._slab,
             tracer=tracer,
-            slices_in_files=self._in_files.get(unit, []),
+            reserved=self._in_files.get(unit, []),
         )

@@ -92,8 +92,8 @@ class Home(Protocol):
     def files(self) -> KindsInFiles:
         """The files of the unit's state."""
 
-    def take_slices_in_file(self) -> SlicesInFile:
-        """Return the file reserved for the slices of the unit's next storage."""
+    def slices_in_file(self, numel: int, dtype: torch.dtype) -> SlicesInFile:
+        """Return the file reserved for the slices of the unit's next storage, or a new one."""
 
     def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeroed memory at home that lasts as long as the model."""

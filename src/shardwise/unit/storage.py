@@ -67,7 +67,7 @@ class Storage:
         elif home is None:
             self.master = torch.zeros(numel, dtype=master_dtype, device=device)
         elif home.files.params is not None:
-            file = home.take_slices_in_file()
+            file = home.slices_in_file(numel, master_dtype)
             self.master = file.mapped
         else:
             self.master = home.lasting(numel, master_dtype)
