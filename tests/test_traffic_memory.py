@@ -483,7 +483,7 @@ def _live_bytes() -> int:
 
 def num_calls_alive(model: nn.Module) -> int:
     """Count the forward calls whose graphs are alive."""
-    return sum(len(progress.calls) for progress in engine_of(model)._passes._progress)
+    return sum(len(progress.calls) for progress in engine_of(model).passes._progress)
 
 
 def check_growth(rank: int, world_size: int, stage: int) -> None:
