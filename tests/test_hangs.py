@@ -106,11 +106,16 @@ def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(
 
 
 # -- whether a process lives
+def process_of(pid: int, mine: Process) -> Process:
+    """Describe a process of this machine, as it would itself."""
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Process(pid, mine.host, mine.machine, stat[19])
+
+
 def test_a_process_is_alive_stopped_or_dead_of_a_signal() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
     mine = own_process()
-    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-    process = Process(child.pid, mine.host, mine.machine, stat[19])
+    process = process_of(child.pid, mine)
     assert fate(process, mine) == ("alive", "")
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
@@ -187,6 +192,30 @@ def test_who_follows_another_ones_failure_passes_its_verdict_on() -> None:
     assert table(_1=waits(), _2=follows).describe() == "rank 7 has died"
     silent = table(_1=waits(), _2=beats(left="RuntimeError in a sum of 7", follows=True))
     assert silent.gone == [] and silent.followers == [2]  # it is about to find its cause out
+
+
+def test_where_the_store_is_silent_a_stopped_rank_is_named_before_those_that_it_has_ended() -> None:
+    mine = own_process()
+    children = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"]) for _ in range(2)
+    ]
+    stopped, ended = (process_of(child.pid, mine) for child in children)
+    try:
+        os.kill(children[0].pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, children[0].pid, os.WSTOPPED | os.WNOWAIT)
+        children[1].kill()
+        children[1].wait()
+        heard = Heartbeats()
+        heard.is_current = True
+        heard.add(1, beats(process=stopped))
+        heard.add(2, beats(process=ended))
+        assert "is stopped" not in Table(heard, 0, record()).describe()  # rank 2 could have told
+        heard.is_current = False
+        told = Table(heard, 0, record()).describe()
+        assert told.index("rank 1 (process") < told.index("is stopped") < told.index("has died")
+    finally:
+        children[0].kill()
+        children[0].wait()
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,9 @@ class Table:
         if self.gone and not causes and told:
             return told.removeprefix(FAILED)
         shown = causes or self.gone or self.missing
+        if not self._heard.is_current:  # ranks that are gone could not tell why: a stopped one is
+            stopped = [rank for rank in self.missing if self._lives[rank][0] == "stopped"]
+            shown = list(dict.fromkeys([*stopped, *shown]))
         sentences = [self._describe_rank(rank) for rank in shown[:_MAX_SHOWN]]
         if len(shown) > _MAX_SHOWN:
             sentences.append(f"and {len(shown) - _MAX_SHOWN} more")
