@@ -34,8 +34,10 @@ Key = tuple[int, str]  # a parameter's id, and the name of a part of its state
 State = Mapping[Key, torch.Tensor]  # this rank's elements of each
 MakeHostMemory = Callable[[int, torch.dtype], torch.Tensor]
 Mirror = Callable[[torch.Tensor], torch.Tensor | None]
-_HOOK = "_shardwise_plain_step"  # on an optimizer: the number of its hook
 OVERLAP = "_shardwise_overlap"  # on an optimizer whose steps run in the background
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+BeforeStep = Callable[[Optimizer, Args, Kwargs], tuple[Args, Kwargs] | None]
 V = TypeVar("V")
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - a type
 
@@ -298,21 +300,24 @@ def _kinds() -> frozenset[type[Optimizer]]:
 @cache
 def step_as_plain_tensors() -> None:
     """Let elementwise optimizers step plain tensors; see Note [Steps as plain tensors]."""
-    torch_optimizer.register_optimizer_step_pre_hook(_put_last)
+    torch_optimizer.register_optimizer_step_pre_hook(_prepare)
 
 
-def _put_last(optimizer: Optimizer, *_: object) -> None:
-    """Let `_step_plainly` run after all other hooks of an optimizer: it takes the step."""
-    if not torch.compiler.is_compiling() and type(optimizer) in _kinds():
-        hooks = cast(OrderedDict[int, object], optimizer._optimizer_step_pre_hooks)
-        if vars(optimizer).get(_HOOK) not in hooks:
-            vars(optimizer)[_HOOK] = optimizer.register_step_pre_hook(_step_plainly).id
-        hooks.move_to_end(vars(optimizer)[_HOOK])
+def _prepare(optimizer: Optimizer, *_: object) -> None:
+    """Make the last hook before a step take it."""
+    if type(optimizer) in _kinds() and not torch.compiler.is_compiling():
+        run_last(optimizer, step_plainly)
 
 
-def _step_plainly(
-    optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]] | None:
+def run_last(optimizer: Optimizer, hook: BeforeStep) -> None:
+    """Let a hook run last before an optimizer's next step; register it once."""
+    # torch types its ordered dict of hooks as a dict.
+    hooks = cast(OrderedDict[int, object], optimizer._optimizer_step_pre_hooks)
+    number = next((number for number, each in hooks.items() if each is hook), None)
+    hooks.move_to_end(optimizer.register_step_pre_hook(hook).id if number is None else number)
+
+
+def step_plainly(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Take the step, if all parameters are sharded tensors or plain; return an empty one's."""
     if torch.compiler.is_compiling() or type(optimizer) not in _kinds():
         return None

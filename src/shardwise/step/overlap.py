@@ -54,6 +54,7 @@ from shardwise.step.local_step import (
     is_elementwise,
     optimizer_like,
     part_of_step,
+    step_plainly,
     step_without_hooks,
 )
 from shardwise.step.state_files import StateFiles, held_of
@@ -264,8 +265,8 @@ class Overlap:
         if closure is not None:  # these optimizers call it once, before anything else
             with torch.enable_grad():
                 loss = closure()
-        if found is None or before:  # hooks may have changed gradients
-            found = self._look(optimizer)
+        if found is None or any(hook is not step_plainly for hook in before.values()):
+            found = self._look(optimizer)  # hooks may have changed gradients
         self._take(optimizer, found)
         for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
             post(optimizer, (optimizer,), {})

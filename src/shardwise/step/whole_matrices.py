@@ -27,15 +27,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.layout.placements import local_of
-from shardwise.step.local_step import is_elementwise, optimizer_like
+from shardwise.step.local_step import Args, Kwargs, is_elementwise, optimizer_like, run_last
 from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
 from shardwise.unit.partial import PartialGrad
 
-_HOOKS = "_shardwise_whole_hooks"  # on an optimizer: ids of the hooks before and after its step
+_HOOK = "_shardwise_whole_hook"  # on an optimizer: id of the hook after its step
 _STEP = "_shardwise_whole_step"  # on the copy that steps
-Hooks = OrderedDict[int, object]
-Args = tuple[object, ...]
-Kwargs = dict[str, object]
 
 
 @cache
@@ -56,14 +53,11 @@ def _prepare(optimizer: Optimizer, *_: object) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     if all(owning_rank(param) is None for param in params):
         return
-    if _HOOKS not in vars(optimizer):
-        before = optimizer.register_step_pre_hook(_take_apart)
-        after = optimizer.register_step_post_hook(_hand_on)
-        vars(optimizer)[_HOOKS] = before.id, after.id
-    first, last = vars(optimizer)[_HOOKS]
-    # torch types its ordered dicts of hooks as dicts.
-    cast(Hooks, optimizer._optimizer_step_pre_hooks).move_to_end(first)
-    cast(Hooks, optimizer._optimizer_step_post_hooks).move_to_end(last, last=False)
+    run_last(optimizer, _take_apart)
+    if _HOOK not in vars(optimizer):
+        vars(optimizer)[_HOOK] = optimizer.register_step_post_hook(_hand_on).id
+    after = cast(OrderedDict[int, object], optimizer._optimizer_step_post_hooks)
+    after.move_to_end(vars(optimizer)[_HOOK], last=False)
 
 
 def _take_apart(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
