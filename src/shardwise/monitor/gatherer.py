@@ -16,7 +16,6 @@ import time
 from dataclasses import replace
 from typing import TypedDict
 
-import torch
 import torch.distributed as dist
 
 from shardwise.comm.collective_key import reason_of
@@ -28,7 +27,7 @@ from shardwise.hangs.heartbeat import save_under_way
 from shardwise.monitor.memory import is_out_of_memory
 from shardwise.monitor.outputs import Outputs
 from shardwise.monitor.rank_lines import End
-from shardwise.monitor.record import RunFacts, StepLine
+from shardwise.monitor.record import StepLine
 from shardwise.monitor.step_lines import FIRST_STEPS, LineMaker, ObservedStep
 
 _LONG_S = 1.0  # seconds after which a step is handed over, even if its line is not due
@@ -39,24 +38,19 @@ _MAX_MESSAGE = 1000  # characters of an error
 class Gatherer:
     """Takes over steps from the training thread, and hands them to a thread that makes lines.
 
-    ``rank`` is among those that are observed, ``every`` is as in `Sampler`. Made on the training
-    thread.
+    ``lines`` makes them; ``rank`` is among those that are observed, ``every`` is as in `Sampler`.
+    Made on the training thread.
     """
 
     def __init__(
-        self,
-        control: Control,
-        facts: RunFacts,
-        outputs: Outputs,
-        every: int | None,
-        device: torch.device,
+        self, control: Control, lines: LineMaker, outputs: Outputs, every: int | None
     ) -> None:
         self.outputs, self.rank = outputs, control.rank
         self._control, self._every = control, every
         self._taken: list[ObservedStep] = []  # and not yet handed over
         self._num_taken, self._handed_over_s = 0, 0.0
         self._batches: queue.SimpleQueue[list[ObservedStep] | None] = queue.SimpleQueue()
-        self._lines = LineMaker(control, facts, outputs, every, device)
+        self._lines = lines
         self._error: BaseException | None = None
         self._trained_by = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)

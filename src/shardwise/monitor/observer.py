@@ -35,7 +35,7 @@ from shardwise.monitor.rank_lines import Begin, RankLine, Save, keys_of
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
 from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
-from shardwise.monitor.step_lines import ObservedStep
+from shardwise.monitor.step_lines import LineMaker, ObservedStep
 from shardwise.names import MAIN
 from shardwise.processes import own_process
 
@@ -98,7 +98,8 @@ def observe(
     folder = None if output is None else Path(output) / FOLDER
     done = first_step - 1
     outputs = _open(control, facts, folder, done, sinks)
-    gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
+    lines = LineMaker(control, facts, outputs, every, parts.comm.device)
+    gatherer = Gatherer(control, lines, outputs, every)
     return Observation(parts, optimizers, facts, gatherer, done, detail_every)
 
 
