@@ -37,8 +37,6 @@ from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
 _RANKS = CollectiveId("gather", "(ranks)", 0)
-
-
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: args, kwargs
 
 
@@ -81,7 +79,6 @@ class Engine:
         self._schedule.take_units(units, order)
         self.order = self._schedule.order
         self.backward.take_units(units, self._schedule, self.reductions, self.rank_checks)
-        self._optional = self.backward.optional
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Raise StateError: a copy would share process groups and hooks with the original."""
@@ -192,7 +189,7 @@ class Engine:
             self._check_call(unit, records)
             self.comm.tracer.see_inputs(args, kwargs)
         log_event("pre_forward", unit)
-        self._optional.visit_forward(unit)
+        self.backward.optional.visit_forward(unit)
         call = self.passes.enter(unit)
         call.backward_is_next = self.conditions.rounds.gather(self._schedule, call)
         unit.comm.tracer.mark_begin("recompute" if call.in_backward else "forward", unit.name)
@@ -201,7 +198,7 @@ class Engine:
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
         if records and not call.recomputes:
-            self._optional.record(call)
+            self.backward.optional.record(call)
             self.passes.watch_inputs(call, (args, kwargs))
         return args, kwargs
 
@@ -240,7 +237,7 @@ class Engine:
             return
         log_event("post_forward", unit)
         if output is not None:
-            self._optional.visit_forward(None)
+            self.backward.optional.visit_forward(None)
         call = self.passes.leave()
         unit.comm.tracer.mark_end("recompute" if in_backward() else "forward", unit.name)
         written = unit.slots.unbind()
