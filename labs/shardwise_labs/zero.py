@@ -67,7 +67,7 @@ def train(
     with meter if is_measured else nullcontext(), Traffic(folder) as traffic:
         trainer = build(model)
         found = Trained(model, trainer, calls_of_setup=list(traffic.calls))
-        _record_gradients(trainer, found.grads)
+        record_gradients(trainer, found.grads)
         for step in range(steps):
             traffic.clear()
             if is_measured:
@@ -91,7 +91,8 @@ def train(
     return found
 
 
-def _record_gradients(trainer: Trainer, grads: list[Tensor]) -> None:
+def record_gradients(trainer: object, grads: list[Tensor]) -> None:
+    """Keep what the trainer's optimizer is given in each step, flat."""
     optimizer = getattr(trainer, "optimizer", None)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise WrongAnswer("`self.optimizer` is no optimizer of torch")
