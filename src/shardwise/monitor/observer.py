@@ -24,18 +24,16 @@ from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.gatherer import Gatherer
+from shardwise.monitor.gatherer import Gatherer, LineMaker, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
-from shardwise.monitor.outputs import Outputs, Sink
 from shardwise.monitor.rank_lines import Begin, RankLine, Save, keys_of
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
 from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
-from shardwise.monitor.step_lines import LineMaker, ObservedStep
 from shardwise.names import MAIN
 from shardwise.processes import own_process
 
@@ -99,7 +97,7 @@ def observe(
     done = first_step - 1
     outputs = _open(control, facts, folder, done, sinks)
     lines = LineMaker(control, facts, outputs, every, parts.comm.device)
-    gatherer = Gatherer(control, lines, outputs, every)
+    gatherer = Gatherer(control, lines, outputs)
     return Observation(parts, optimizers, facts, gatherer, done, detail_every)
 
 

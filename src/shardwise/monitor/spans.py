@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from shardwise.monitor.rank_lines import SpanRow
 from shardwise.names import MAIN
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ class Span(NamedTuple):
     def earlier(self, seconds: float) -> Span:
         """Return it with its times counted from another moment."""
         return self._replace(begin_s=self.begin_s - seconds, end_s=self.end_s - seconds)
+
+    def to_row(self) -> SpanRow:
+        """Return it as a timeline has it."""
+        times = round(1e3 * self.begin_s, 4), round(1e3 * self.seconds, 4)
+        return self.line, self.phase, self.unit, *times, self.num_bytes
 
 
 # A phase of a unit is entered or left: time, whether it is entered, line, phase, unit, and the
