@@ -4,10 +4,10 @@ Note [What the training waits for]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Nothing. The training appends events to a list and hands over the list of each step. A thread looks
 for steps ten times a second: to wake it after each step, but for the first ones, would take
-Python's lock from the training more often. It turns them into spans and figures, exchanges figures with the other ranks on
-a separate group (a training collective is never behind one), and writes lines. If that fails, the
-next step or the end of the run raises. If a line cannot be written (a full disk, an unreachable
-tracker), a warning is logged once and the training continues.
+Python's lock from the training more often. It turns them into spans and figures, exchanges figures
+with the other ranks on a separate group (a training collective is never behind one), and writes
+lines. If that fails, the next step or the end of the run raises. If a line cannot be written (a
+full disk, an unreachable tracker), a warning is logged once and the training continues.
 
 Note [Steps that are short]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
