@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from lab_answers import ANSWERS as FIRST
@@ -174,6 +175,10 @@ def test_a_reader_goes_through_a_lab(
         and broken.output.split("rank 0:\n\n")[1] != shown
     )
     assert call(app, ["lab", "check", n]).exit_code == 0
+    if number == 7:
+        drawn = ElementTree.parse(tmp_path / "lab07_timeline.svg").iter()
+        # In both steps 12 computes and 12 gathers; 6 reductions, and 3 of buckets.
+        assert sum(element.tag.endswith("rect") for element in drawn) == 4 * 12 + 6 + 3
     total = len(lab.targets) + 4
     assert f"{total} of {total} targets met" in call(app, ["lab", "list"]).output
     assert len(json.loads((tmp_path / desk.SCORE).read_text())[n]["met"]) == total
