@@ -169,12 +169,12 @@ def show_report(report: Report, to_stderr: bool = False) -> None:
     """Print the report on each key of a file, as tables."""
     from rich.text import Text
 
-    from shardwise.cli.tables import make_table, printable
+    from shardwise.cli.tables import make_table
 
     console = terminal.open_console(sys.stderr if to_stderr else None)
-    console.print(Text(printable(report.source), "bold"))
+    console.print(Text(terminal.printable(report.source), "bold"))
     for title, rows in report.sections():
         table = make_table("~key", "~value", "~what it is here", title=title)
         for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+            table.add_row(*(Text(terminal.printable(cell)) for cell in row))
         console.print(table)

@@ -27,26 +27,7 @@ from shardwise.comm.collective_key import ranks_of
 from shardwise.comm.control import Control, exchange_any
 from shardwise.device import memory_figures
 from shardwise.host import core_wait_s
-from shardwise.monitor.metrics import (
-    BAD_GRADIENTS,
-    BAD_VALUES,
-    CORE_WAIT_S,
-    GIB,
-    MAX_ACTIVE_GIB,
-    MAX_ACTIVE_SHARE,
-    MAX_RESERVED_GIB,
-    MFU_SHARE,
-    OOMS,
-    PADDING_SHARE,
-    RETRIES,
-    STEP_S,
-    TOKENS_PER_S,
-    mean_of,
-    over_ranks,
-    step_metrics,
-    summarize_steps,
-    tokens_over_ranks,
-)
+from shardwise.monitor import metrics as m
 from shardwise.monitor.outputs import Outputs
 from shardwise.monitor.rank_lines import NonFinite, OtherSave, RankLine, SpanRow, Timeline
 from shardwise.monitor.record import RunFacts, StepLine
@@ -137,26 +118,26 @@ class LineMaker:
         for call, seconds in self.saves.items():
             self._outputs.write_own(OtherSave(number, call, seconds))
         self.saves.clear()
-        told = {STEP_S: recorded.seconds}
+        told = {m.STEP_S: recorded.seconds}
         if recorded.num_tokens:
-            told[TOKENS_PER_S] = recorded.num_tokens / recorded.seconds
+            told[m.TOKENS_PER_S] = recorded.num_tokens / recorded.seconds
             if self._facts.peak_flops:
-                flops = told[TOKENS_PER_S] * self._facts.flops_per_token
-                told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
+                flops = told[m.TOKENS_PER_S] * self._facts.flops_per_token
+                told[m.MFU_SHARE] = 100 * flops / self._facts.peak_flops
         line.told.append((number, told))
         line.values.append((number, values))
         line.tokens.append(recorded.num_tokens)
         bad = sum(not math.isfinite(value) for value in values.values())
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
-        known = {**told, **step.figures, BAD_VALUES: bad}
+        known = {**told, **step.figures, m.BAD_VALUES: bad}
         self._sampler.take(known, lambda: self._look_at(step), is_rare or bool(self._left_open))
         for (group, peer), seconds in recorded.waited_for.items():
             with suppress(KeyError, ValueError):  # a group that is gone
                 line.waited_for[ranks_of(group)[peer]] += seconds
         self._values.update(values)
-        num_bad, looked_at = step.figures.get(BAD_GRADIENTS), dict(values)
+        num_bad, looked_at = step.figures.get(m.BAD_GRADIENTS), dict(values)
         if num_bad is not None:
-            looked_at[BAD_GRADIENTS] = math.inf if num_bad else 0
+            looked_at[m.BAD_GRADIENTS] = math.inf if num_bad else 0
         for name, value in looked_at.items():
             if not line.bad_since.get(name):
                 line.bad_since[name] = 0 if math.isfinite(value) else number
@@ -181,7 +162,7 @@ class LineMaker:
             self._outputs.write_own(Timeline(step.step, recorded.seconds, rows))
         if on_device:
             by_host = [span for span in by_host if span.line != MAIN and "." not in span.line]
-        return step_metrics([*on_device, *by_host], recorded.seconds)
+        return m.step_metrics([*on_device, *by_host], recorded.seconds)
 
     def _write_line(self, step: int) -> None:
         """Exchange the figures of the line with all ranks; write it, on rank 0."""
@@ -198,9 +179,9 @@ class LineMaker:
             "tokens": tokens,
         }
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(mine).encode())]
-        for row, found in zip(rows, tokens_over_ranks([r["tokens"] for r in rows]), strict=False):
+        for row, found in zip(rows, m.tokens_over_ranks([r["tokens"] for r in rows]), strict=False):
             row["metrics"] |= found
-        metrics = over_ranks([row["metrics"] for row in rows])
+        metrics = m.over_ranks([row["metrics"] for row in rows])
         waited_for = {
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
             for rank, row in enumerate(rows)
@@ -219,10 +200,10 @@ class LineMaker:
             dict(self._values),
             waited_for,
             bad_since,
-            values_over_steps=summarize_steps(line.values),
-            metrics_over_steps=summarize_steps(line.told),
+            values_over_steps=m.summarize_steps(line.values),
+            metrics_over_steps=m.summarize_steps(line.told),
         )
-        self._sampler.begin_line(metrics[STEP_S].max)
+        self._sampler.begin_line(metrics[m.STEP_S].max)
         if self._control.rank == 0:
             self._outputs.write(self.latest)
 
@@ -261,7 +242,7 @@ class Sampler:
         """Take a step with its known figures; ``look`` returns those of its spans."""
         self._num_seen += 1
         self._known.append(known)
-        if is_rare or known[STEP_S] > _LONG * self._usual_s:
+        if is_rare or known[m.STEP_S] > _LONG * self._usual_s:
             self._rare.append(look())
         elif self._num_seen % self._one_in == 0:
             self._usual.append(look())
@@ -274,11 +255,11 @@ class Sampler:
             self._usual.append(self._skipped())
         each = (self.num_steps - len(self._rare)) / max(len(self._usual), 1)
         weighed = [(each, step) for step in self._usual] + [(1.0, step) for step in self._rare]
-        return {**mean_of(weighed), **mean_of([(1.0, step) for step in self._known])}
+        return {**m.mean_of(weighed), **m.mean_of([(1.0, step) for step in self._known])}
 
     def begin_line(self, slowest_s: float) -> None:
         """Begin a line; ``slowest_s`` is the mean step of the slowest rank in the last one."""
-        self._usual_s = statistics.fmean(known[STEP_S] for known in self._known)
+        self._usual_s = statistics.fmean(known[m.STEP_S] for known in self._known)
         self._clear()
         if self._num_seen < FIRST_STEPS:
             return
@@ -304,13 +285,13 @@ class _Gauges:
         waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._native_id)
         memory = memory_figures(self._device)
         return {
-            CORE_WAIT_S: (self._core_wait_s - waited_s) / num_steps,
-            PADDING_SHARE: 100 * self._facts.padding_share,
-            MAX_ACTIVE_GIB: memory.peak_bytes / GIB,
-            MAX_RESERVED_GIB: memory.reserved_bytes / GIB,
-            MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
-            RETRIES: memory.num_retries,
-            OOMS: memory.num_ooms,
+            m.CORE_WAIT_S: (self._core_wait_s - waited_s) / num_steps,
+            m.PADDING_SHARE: 100 * self._facts.padding_share,
+            m.MAX_ACTIVE_GIB: memory.peak_bytes / m.GIB,
+            m.MAX_RESERVED_GIB: memory.reserved_bytes / m.GIB,
+            m.MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
+            m.RETRIES: memory.num_retries,
+            m.OOMS: memory.num_ooms,
         }
 
 
