@@ -2,6 +2,83 @@
 
 from wrong_answers import Answers, Wrong
 
+MOST0 = "    return (device_bytes - activation_bytes) // 16"
+EACH0 = """            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+"""
+ONE0 = "    dist.all_reduce(flat)\n"
+MEAN0 = "    flat /= dist.get_world_size()\n"
+BACK0 = "        grad.copy_(mean.view_as(grad))\n"
+FLAT0 = "torch.cat([grad.flatten() for grad in grads])"
+GRADS0 = "    grads = [p.grad for p in parameters if p.grad is not None]\n"
+SEND0 = "            dist.broadcast(p.data, src=0)\n"
+ADAM0 = "torch.optim.Adam(self.parameters, lr=lr, foreach=False)"
+LAB0 = Answers(
+    {
+        '"line": None': '"line": 14',
+        '"finding": None': '"finding": "SW010"',
+        '"stage": None': '"stage": "replicated"',
+        'train faster": None': 'train faster": False',
+        'half of the model": None': 'half of the model": False',
+        'data parallelism": None': 'data parallelism": False',
+    },
+    [
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "12"), "gradients are missing"),
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "8"), "Adam's two moments are missing"),
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "4"), "only parameters are counted"),
+        Wrong(1, "fits", MOST0, "    return device_bytes // 16", "activations need memory"),
+        Wrong(1, "fits", MOST0, MOST0.replace(" // 16", ""), "these are bytes"),
+        Wrong(1, "fits", MOST0, MOST0.replace(" - ", " + "), "activations are added"),
+        Wrong(2, "each", EACH0, EACH0.split("\n")[0] + "\n", "is the sum, the mean was asked for"),
+        Wrong(2, "each", EACH0, EACH0.replace("size()", "size() ** 2"), "is divided twice"),
+        Wrong(2, "each", EACH0, "            p.grad /= dist.get_world_size()\n", "alone, divided"),
+        Wrong(2, "each", EACH0, "            dist.all_reduce(p.grad.clone())\n", "is as it was"),
+        Wrong(
+            2,
+            "each",
+            "        if p.grad is not None:\n" + EACH0,
+            "        if p.grad is None:\n            p.grad = torch.zeros_like(p)\n"
+            + EACH0.replace("            ", "        "),
+            "None stays None",
+        ),
+        Wrong(3, "flat", ONE0, "", "alone, divided"),
+        Wrong(3, "flat", MEAN0, "", "is the sum, the mean was asked for"),
+        Wrong(3, "flat", BACK0, "        pass\n", "is as it was, this rank's alone"),
+        Wrong(
+            3,
+            "flat",
+            FLAT0,
+            FLAT0.replace("in grads", "in grads[::-1]"),
+            "has its parts in other places",
+        ),
+        Wrong(
+            3,
+            "flat",
+            ONE0,
+            "    for part in flat.split(1):\n        dist.all_reduce(part)\n",
+            "37 messages, 1 expected",
+        ),
+        Wrong(3, "flat", GRADS0, "    grads = [p.grad for p in parameters]\n", "'NoneType'"),
+        Wrong(4, "start", SEND0, "            pass\n", "ranks begin apart and stay apart"),
+        Wrong(4, "start", SEND0, SEND0.replace("src=0", "src=1"), "is rank 1's"),
+        Wrong(4, "start", SEND0, "            dist.all_reduce(p.data)\n", "is the sum of all"),
+        Wrong(
+            4,
+            "start",
+            SEND0,
+            "            dist.all_reduce(p.data)\n            p.data /= dist.get_world_size()\n",
+            "is the mean of all ranks' values",
+        ),
+        Wrong(4, "start", SEND0, SEND0.replace("p.data", "p.data.clone()"), "begin apart"),
+        Wrong(4, "start", ADAM0, ADAM0.replace("parameters", "parameters[:2]"), "lacks 2 of 4"),
+        Wrong(5, "passes", '"replicated": 2', '"replicated": 1', "is 1, 2 expected"),
+        Wrong(5, "passes", '"zero1": 2', '"zero1": micro_batches + 1', "is 3, 2 expected"),
+        Wrong(5, "passes", '"zero2": micro_batches + 1', '"zero2": 2', "is 2, 3 expected"),
+        Wrong(5, "passes", "3 * micro_batches", "micro_batches + 2", "is 4, 6 expected"),
+        Wrong(5, "passes", "3 * micro_batches", "2 * micro_batches", "is 2, 3 expected"),
+    ],
+    rough_rows=(),
+)
 ULP = "    return torch.ldexp(torch.ones_like(weights), exponent - 9)"
 MASTER = "nn.Parameter(values.chunk(num_ranks)[rank].clone())"
 ADAM9 = "torch.optim.Adam([self.master], lr=lr, foreach=False)"
@@ -209,4 +286,4 @@ LAB7 = Answers(
     ],
     rough_rows=("peak",),
 )
-ANSWERS = {7: LAB7, 9: LAB9}
+ANSWERS = {0: LAB0, 7: LAB7, 9: LAB9}

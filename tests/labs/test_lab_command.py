@@ -228,6 +228,8 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         tenth.predict["minutes between saves that lose least"].value, rel=0.01
     )
     assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
+    small = account(1_500_000_000, 8, stage=0, precision="fp32").device_bytes / 1e9
+    assert small + 8 <= 40 and labs()[0].decision.answer == "replicated"
     assert gigabytes(1) <= 70 and fourth.decision.answer == "zero1"
     assert gigabytes(1, precision="zero_paper") <= 40 < gigabytes(1)
     assert labs()[9].decision.answer == "masters"
