@@ -2,6 +2,83 @@
 
 from wrong_answers import Answers, Wrong
 
+MOST0 = "    return (device_bytes - activation_bytes) // 16"
+EACH0 = """            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+"""
+ONE0 = "    dist.all_reduce(flat)\n"
+MEAN0 = "    flat /= dist.get_world_size()\n"
+BACK0 = "        grad.copy_(mean.view_as(grad))\n"
+FLAT0 = "torch.cat([grad.flatten() for grad in grads])"
+GRADS0 = "    grads = [p.grad for p in parameters if p.grad is not None]\n"
+SEND0 = "            dist.broadcast(p.data, src=0)\n"
+ADAM0 = "torch.optim.Adam(self.parameters, lr=lr, foreach=False)"
+LAB0 = Answers(
+    {
+        '"line": None': '"line": 14',
+        '"finding": None': '"finding": "SW010"',
+        '"stage": None': '"stage": "replicated"',
+        'train faster": None': 'train faster": False',
+        'half of the model": None': 'half of the model": False',
+        'data parallelism": None': 'data parallelism": False',
+    },
+    [
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "12"), "gradients are missing"),
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "8"), "Adam's two moments are missing"),
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "4"), "only parameters are counted"),
+        Wrong(1, "fits", MOST0, "    return device_bytes // 16", "activations need memory"),
+        Wrong(1, "fits", MOST0, MOST0.replace(" // 16", ""), "these are bytes"),
+        Wrong(1, "fits", MOST0, MOST0.replace(" - ", " + "), "activations are added"),
+        Wrong(2, "each", EACH0, EACH0.split("\n")[0] + "\n", "is the sum, the mean was asked for"),
+        Wrong(2, "each", EACH0, EACH0.replace("size()", "size() ** 2"), "is divided twice"),
+        Wrong(2, "each", EACH0, "            p.grad /= dist.get_world_size()\n", "alone, divided"),
+        Wrong(2, "each", EACH0, "            dist.all_reduce(p.grad.clone())\n", "is as it was"),
+        Wrong(
+            2,
+            "each",
+            "        if p.grad is not None:\n" + EACH0,
+            "        if p.grad is None:\n            p.grad = torch.zeros_like(p)\n"
+            + EACH0.replace("            ", "        "),
+            "None stays None",
+        ),
+        Wrong(3, "flat", ONE0, "", "alone, divided"),
+        Wrong(3, "flat", MEAN0, "", "is the sum, the mean was asked for"),
+        Wrong(3, "flat", BACK0, "        pass\n", "is as it was, this rank's alone"),
+        Wrong(
+            3,
+            "flat",
+            FLAT0,
+            FLAT0.replace("in grads", "in grads[::-1]"),
+            "has its parts in other places",
+        ),
+        Wrong(
+            3,
+            "flat",
+            ONE0,
+            "    for part in flat.split(1):\n        dist.all_reduce(part)\n",
+            "37 messages, 1 expected",
+        ),
+        Wrong(3, "flat", GRADS0, "    grads = [p.grad for p in parameters]\n", "'NoneType'"),
+        Wrong(4, "start", SEND0, "            pass\n", "ranks begin apart and stay apart"),
+        Wrong(4, "start", SEND0, SEND0.replace("src=0", "src=1"), "is rank 1's"),
+        Wrong(4, "start", SEND0, "            dist.all_reduce(p.data)\n", "is the sum of all"),
+        Wrong(
+            4,
+            "start",
+            SEND0,
+            "            dist.all_reduce(p.data)\n            p.data /= dist.get_world_size()\n",
+            "is the mean of all ranks' values",
+        ),
+        Wrong(4, "start", SEND0, SEND0.replace("p.data", "p.data.clone()"), "begin apart"),
+        Wrong(4, "start", ADAM0, ADAM0.replace("parameters", "parameters[:2]"), "lacks 2 of 4"),
+        Wrong(5, "passes", '"replicated": 2', '"replicated": 1', "is 1, 2 expected"),
+        Wrong(5, "passes", '"zero1": 2', '"zero1": micro_batches + 1', "is 3, 2 expected"),
+        Wrong(5, "passes", '"zero2": micro_batches + 1', '"zero2": 2', "is 2, 3 expected"),
+        Wrong(5, "passes", "3 * micro_batches", "micro_batches + 2", "is 4, 6 expected"),
+        Wrong(5, "passes", "3 * micro_batches", "2 * micro_batches", "is 2, 3 expected"),
+    ],
+    rough_rows=(),
+)
 ULP = "    return torch.ldexp(torch.ones_like(weights), exponent - 9)"
 MASTER = "nn.Parameter(values.chunk(num_ranks)[rank].clone())"
 ADAM9 = "torch.optim.Adam([self.master], lr=lr, foreach=False)"
@@ -104,4 +181,109 @@ LAB9 = Answers(
     ],
     rough_rows=("moved", "lost", "fp16 gradients"),
 )
-ANSWERS = {9: LAB9}
+GUARD7 = "        if self.is_full or self.work is not None:\n            return\n"
+ROOM7 = "        self.values.untyped_storage().resize_(self.values.numel() * 4)\n"
+START7 = "        self.work = dist.all_gather(slices, self.shard.data, async_op=True)\n"
+WAIT7 = "            self.work.wait()\n"
+DONE7 = "            self.work, self.is_full = None, True\n"
+NEXT7 = "        self.trainer.prefetch(self.index)\n"
+AHEAD7 = "        for distance in range(1, self.ahead + 1):\n"
+INDEX7 = "            following = index + self.direction * distance\n"
+BOUND7 = "            if 0 <= following < len(self.units):\n"
+INPUTS7 = "[torch.cat([full.chunk(num_ranks)[r] for full in fulls]) for r in range(num_ranks)]"
+REDUCE7 = "        return dist.reduce_scatter(mine, inputs, async_op=True), mine\n"
+OLDEST7 = "            work, mine, units = self.in_flight.pop(0)\n"
+PARTS7 = "            parts = mine.split([unit.shard.numel() for unit in units])\n"
+GRAD7 = "part if unit.shard.grad is None else unit.shard.grad + part"
+LAB7 = Answers(
+    {
+        '"line": None': '"line": 15',
+        '"finding": None': '"finding": "SW011"',
+        '"ahead": None': '"ahead": 1',
+        'fewer bytes": None': 'fewer bytes": False',
+        'no memory": None': 'no memory": False',
+        'waited for": None': 'waited for": False',
+    },
+    [
+        Wrong(
+            1, "start", GUARD7, "        if self.is_full:\n            return\n", "a second gather"
+        ),
+        Wrong(
+            1,
+            "start",
+            GUARD7,
+            "        if self.work is not None:\n            return\n",
+            "gathers a unit that is full",
+        ),
+        Wrong(1, "start", START7, START7.replace(", async_op=True", ""), "does not wait"),
+        Wrong(1, "start", START7, START7.replace("self.work = ", ""), "`work` is None after"),
+        Wrong(1, "start", START7, START7 + "        self.is_full = True\n", "calls itself full"),
+        Wrong(1, "start", ROOM7, "", "out of bounds for storage"),
+        Wrong(1, "start", START7, START7 + "        self.work.wait()\n", "does not wait"),
+        Wrong(2, "gather", WAIT7, "", "returns before its message has come"),
+        Wrong(2, "gather", DONE7, "            self.is_full = True\n", "`work` is still set"),
+        Wrong(
+            2, "gather", DONE7, "            self.work = None\n", "does not know that it is full"
+        ),
+        Wrong(2, "gather", NEXT7, "", "calls trainer.prefetch with nothing"),
+        Wrong(
+            2,
+            "gather",
+            WAIT7 + DONE7 + NEXT7,
+            WAIT7 + DONE7 + "    " + NEXT7,
+            "prefetch on every call",
+        ),
+        Wrong(2, "gather", NEXT7, NEXT7.replace("index", "index + 1"), "with [1], [0] expected"),
+        Wrong(3, "order", INDEX7, INDEX7.replace("self.direction * ", ""), "unit 1 is full"),
+        Wrong(
+            3, "order", BOUND7, "            if following < len(self.units):\n", "unit 5 is full"
+        ),
+        Wrong(3, "order", BOUND7, "            if True:\n", "list index out of range"),
+        Wrong(3, "order", INDEX7, "            following = index\n", "0 of 12 gathers run beside"),
+        Wrong(
+            3, "order", AHEAD7, "        for distance in (1,):\n", "with ahead=0 10 gathers begin"
+        ),
+        Wrong(3, "full", AHEAD7, AHEAD7.replace("+ 1", "+ 2 * (self.ahead > 0)"), "units full"),
+        Wrong(
+            4,
+            "bucket",
+            INPUTS7,
+            "list(torch.cat(fulls).chunk(num_ranks))",
+            "is cut without regard to units",
+        ),
+        Wrong(4, "bucket", REDUCE7, REDUCE7.replace(", async_op=True", ""), "has ended when"),
+        Wrong(4, "bucket", REDUCE7, REDUCE7.replace(", mine\n", "\n"), "return (work, output)"),
+        Wrong(4, "bucket", INPUTS7, INPUTS7 + "[::-1]", "is another rank's"),
+        Wrong(4, "bucket", INPUTS7, INPUTS7.replace("in fulls", "in fulls[::-1]"), "another order"),
+        Wrong(
+            4,
+            "bucket",
+            INPUTS7,
+            INPUTS7.replace("[r] for", "[r] / num_ranks for"),
+            "is the mean already",
+        ),
+        Wrong(
+            4,
+            "bucket",
+            REDUCE7,
+            "        for full in fulls:\n"
+            "            work = dist.all_reduce(full, async_op=True)\n"
+            "        return work, mine\n",
+            "3 collectives for one bucket",
+        ),
+        Wrong(5, "finish", OLDEST7, OLDEST7.replace("(0)", "()"), "oldest first"),
+        Wrong(5, "finish", "            work.wait()\n", "", "waited for are []"),
+        Wrong(5, "finish", "            mine /= dist.get_world_size()\n", "", "is the sum, the"),
+        Wrong(5, "finish", GRAD7, "part", "is that of the last reduction alone"),
+        Wrong(5, "finish", " > allowed:", " > 0:", "nothing overlaps"),
+        Wrong(
+            5,
+            "finish",
+            PARTS7,
+            "            parts = mine.split(units[0].shard.numel())\n",
+            "The size of tensor a (1040)",
+        ),
+    ],
+    rough_rows=("peak",),
+)
+ANSWERS = {0: LAB0, 7: LAB7, 9: LAB9}
