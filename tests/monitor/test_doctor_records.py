@@ -14,7 +14,7 @@ import pytest
 
 from records import write_record
 from shardwise.errors import ConfigError
-from shardwise.monitor.doctor import diagnose
+from shardwise.monitor.doctor import LiveDoctor, diagnose
 from shardwise.monitor.findings import (
     Change,
     Finding,
@@ -24,12 +24,12 @@ from shardwise.monitor.findings import (
     read_docs,
 )
 from shardwise.monitor.lines import JsonLines, read_lines
-from shardwise.monitor.live_run import LiveDoctor, LiveRun
 from shardwise.monitor.metrics import GIB, OverRanks
-from shardwise.monitor.rank_lines import (
+from shardwise.monitor.record import (
     Begin,
     End,
     Fix,
+    LiveRun,
     LostUpdates,
     Memory,
     Moment,
@@ -37,12 +37,15 @@ from shardwise.monitor.rank_lines import (
     OtherSave,
     OutOfMemory,
     RankLine,
+    RunFacts,
+    RunRecord,
     Save,
+    StepLine,
     Timeline,
     keys_of,
     read_line,
+    read_run,
 )
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, read_run
 from shardwise.processes import own_process
 from shardwise.unit_facts import UnitFacts
 

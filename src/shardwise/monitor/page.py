@@ -9,8 +9,7 @@ from shardwise import charts, svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
-from shardwise.monitor.rank_lines import Timeline
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.record import RunRecord, Timeline
 from shardwise.monitor.summary import (
     figures_of,
     kinds_shown,

@@ -15,8 +15,7 @@ from typing import Literal
 
 from shardwise.monitor import metrics as m
 from shardwise.monitor.metrics import OverRanks
-from shardwise.monitor.rank_lines import Memory, Moment
-from shardwise.monitor.record import RunRecord, StepLine, over_steps
+from shardwise.monitor.record import Memory, Moment, RunRecord, StepLine, over_steps
 
 WARM_UP_LINES, _MIN_LINES, _MAX_LINES = 3, 5, 20
 _SAME_RANK_SHARE = 0.8

@@ -17,8 +17,15 @@ from shardwise.monitor.doctor.evidence import (
     total,
 )
 from shardwise.monitor.findings import Change, Finding, make_finding
-from shardwise.monitor.rank_lines import LostUpdates, Memory, NonFinite, OtherSave, Save
-from shardwise.monitor.record import RunRecord, StepLine
+from shardwise.monitor.record import (
+    LostUpdates,
+    Memory,
+    NonFinite,
+    OtherSave,
+    RunRecord,
+    Save,
+    StepLine,
+)
 from shardwise.quantities import format_duration
 
 _NEARLY_FULL, _FULL = 85.0, 92.0  # percent of the device
