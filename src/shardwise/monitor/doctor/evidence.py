@@ -66,6 +66,11 @@ class Evidence:
             raise NotEnough(f"lines of steps: {have}, and {need} are needed")
         return lines
 
+    @property
+    def warm_lines(self) -> Lines:
+        """All lines after the first steps, if some are steady."""
+        return self.run.steps[WARM_UP_LINES:] if self.lines else ()
+
     def lines_with(self, name: str) -> Lines:
         """Return the steady lines that have a figure, at least one."""
         if not (lines := [line for line in self.lines if name in line.metrics]):
