@@ -55,7 +55,6 @@ def bars_chart(
     rows: Sequence[Bar],
     write: Callable[[float], str],
     *,
-    shown_title: str = "",
     described: str = "",
     limit: tuple[str, float] | None = None,
     interval: tuple[str, float, float] | None = None,
@@ -70,7 +69,7 @@ def bars_chart(
     most = max(extent, *(sum(row.parts.values()) for row in rows))
     across = Axis(0.0, most or 1.0, _EDGE, svg.WIDTH - _EDGE)
     kinds = dict.fromkeys(kind for row in rows for kind, value in row.parts.items() if value)
-    parts, top = [heading(_EDGE, 20, shown_title or title, 13)], 58.0
+    parts, top = [heading(_EDGE, 20, title, 13)], 58.0
     for row in rows:
         whole, at = sum(row.parts.values()), 0.0
         parts.append(text(_EDGE, top - 6, f"{row.name}: {write(whole)}", 'class="strong"'))
@@ -114,7 +113,6 @@ def areas_chart(
     moments: Sequence[Bar],
     most: int,
     *,
-    shown_title: str = "",
     described: str = "",
     beside: Bar | None = None,
 ) -> str:
@@ -137,7 +135,7 @@ def areas_chart(
     peak = across.at(totals.index(max(totals)) + 0.5)
     ends = {"x1": peak, "x2": peak, "y1": up.end, "y2": up.begin, "stroke_dasharray": "3 3"}
     parts = [
-        heading(_EDGE, 20, f"{shown_title or title}, {unit}", 13),
+        heading(_EDGE, 20, f"{title}, {unit}", 13),
         *svg.draw_levels(up, [tick * power for tick in ticks], across, svg.labels(ticks)),
         *_draw_areas(kinds, columns, across, up),
         *_draw_phases(moments, across, up.begin + 4),
@@ -221,7 +219,6 @@ def timeline_chart(
     groups: Sequence[tuple[str, Mapping[str, Sequence[Span]]]],
     length_ms: float,
     *,
-    shown_title: str = "",
     described: str = "",
     most: int = 1200,
     has_style: bool = False,
@@ -231,7 +228,7 @@ def timeline_chart(
     A group has a heading and its rows by name.
     """
     across = Axis(0.0, length_ms or 1e-9, _NAMES, svg.WIDTH - 12)
-    parts, top = [heading(_EDGE, 20, shown_title or title, 13)], 32.0
+    parts, top = [heading(_EDGE, 20, title, 13)], 32.0
     num_rows = sum(len(rows) for _, rows in groups)
     for group, rows in groups:
         top += 6

@@ -172,7 +172,6 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
             f"{run.name}: memory of step {line.step:,} on rank {rank}",
             moments,
             _MOMENTS // divisor,
-            shown_title=f"{run.name}: memory",
             described=f"The peak is in {peak.phase} of {name_of_unit(peak.unit)}, {whole}.",
             beside=charts.Bar("plan", planned) if planned else None,
         ),
