@@ -181,6 +181,139 @@ LAB9 = Answers(
     ],
     rough_rows=("moved", "lost", "fp16 gradients"),
 )
+SHARE6 = "    share = -(-num_rows // num_ranks)\n"
+ROWS6 = "    return min(rank * share, num_rows), min((rank + 1) * share, num_rows)\n"
+OURS6 = '        if event == "call" and name in STATIONS and is_ours:\n'
+ANY6 = "any(id(value) in own for value in frame.f_locals.values())"
+END6 = "    sys.setprofile(None)\n"
+FORWARD6 = '    forward += ["Engine.after_forward", "Storage.free"]\n'
+BACKWARD6 = '    backward += ["Backward.on_unit_over", "Reductions.add", "Storage.free"]\n'
+BEGIN6 = (
+    '    forward = ["Storage.prepare_gather", "Engine.before_forward", "Unit.finish_unshard"]\n'
+)
+HOOK6 = (
+    "    hook = module.register_forward_hook(lambda m, *_: found.update(forward=held(m.weight)))\n"
+)
+SENT6 = "    return 2 * sum(own) - own[-1], sum(others) + 4 * num_tensors\n"
+LAB6 = Answers(
+    {
+        '"line": None': '"line": 22',
+        '"finding": None': '"finding": "SW002"',
+        '"message": None': '"message": "none"',
+        'the optimizer": None': 'the optimizer": False',
+        'forward begins": None': 'forward begins": False',
+        'are freed": None': 'are freed": False',
+    },
+    [
+        Wrong(1, "rows", SHARE6, "    share = num_rows // num_ranks\n", "rounded down"),
+        Wrong(
+            1,
+            "rows",
+            ROWS6,
+            "    return rank * share, (rank + 1) * share\n",
+            "there are 7 rows only",
+        ),
+        Wrong(
+            1, "rows", ROWS6, ROWS6.replace("(rank + 1) * share", "(rank + 1) * share - 1"), "aft"
+        ),
+        Wrong(1, "rows", ROWS6, "    return rank * share, share\n", "is a row, and not how many"),
+        Wrong(1, "rows", ROWS6, "    print(share)\n", "rank 0 has None"),
+        Wrong(2, "record", OURS6, OURS6.replace('event == "call" and ', ""), "recorded too?"),
+        Wrong(2, "record", OURS6, OURS6.replace(" and is_ours", ""), "those of other units"),
+        Wrong(2, "record", ANY6, 'id(frame.f_locals.get("self")) in own', "but not `self`"),
+        Wrong(2, "record", END6, "", "the profile goes on after the step"),
+        Wrong(
+            2,
+            "record",
+            "    step()\n" + END6 + "    return found\n",
+            END6 + "    step()\n    return found\n",
+            "nothing was recorded",
+        ),
+        Wrong(
+            2,
+            "record",
+            END6 + "    return found\n",
+            END6 + "    return sorted(set(found))\n",
+            "they are wanted as they came",
+        ),
+        Wrong(
+            3,
+            "path",
+            BEGIN6,
+            BEGIN6.replace(
+                '"Storage.prepare_gather", "Engine.before_forward"',
+                '"Engine.before_forward", "Storage.prepare_gather"',
+            ),
+            "memory comes first, while another unit computes",
+        ),
+        Wrong(
+            3,
+            "path",
+            FORWARD6,
+            '    forward += ["Storage.free", "Engine.after_forward"]\n',
+            "they are still needed",
+        ),
+        Wrong(3, "path", FORWARD6, FORWARD6.replace(', "Storage.free"', ""), "nothing reads the"),
+        Wrong(
+            3,
+            "path",
+            BEGIN6,
+            BEGIN6.replace(
+                '"Engine.before_forward", "Unit.finish_unshard"',
+                '"Unit.finish_unshard", "Engine.before_forward"',
+            ),
+            "the wait is inside of what needs the values",
+        ),
+        Wrong(
+            3, "path", "    return forward + backward\n", "    return forward\n", "5 stations, 11"
+        ),
+        Wrong(
+            3,
+            "path",
+            BACKWARD6,
+            '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
+            "station 10 is Reductions.add, and not Storage.free: they are still needed",
+        ),
+        Wrong(4, "forms", HOOK6, HOOK6.replace("forward=", "before="), '"forward" is missing'),
+        Wrong(
+            4,
+            "forms",
+            "    hook.remove()\n",
+            "    hook.remove()\n    found.update(forward=held(module.weight))\n",
+            "look while the unit is full",
+        ),
+        Wrong(4, "forms", "    hook.remove()\n", "", "the hook is still there after the step"),
+        Wrong(4, "forms", 'found["grad"] = held(module.weight.grad)', "pass", '"grad" is missing'),
+        Wrong(
+            4,
+            "forms",
+            '    found["grad"] = held(module.weight.grad)\n',
+            '    found["grad"] = found["forward"]\n',
+            "that is the full parameter in forward",
+        ),
+        Wrong(5, "sent", SENT6, SENT6.replace(" - own[-1]", ""), "the last unit stays full"),
+        Wrong(5, "sent", SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
+        Wrong(
+            5, "sent", SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"
+        ),
+        Wrong(5, "sent", SENT6, SENT6.replace(" + 4 * num_tensors", ""), "who had a gradient"),
+        Wrong(
+            5,
+            "sent",
+            SENT6,
+            SENT6.replace("4 * num_tensors", "num_tensors"),
+            "136,232 bytes in reductions, 136,3",
+        ),
+        Wrong(
+            5,
+            "sent",
+            SENT6,
+            "    return 2 * sum(others) - others[-1], sum(own) + 4 * num_tensors\n",
+            "bytes in",
+        ),
+    ],
+    rough_rows=(),
+)
 GUARD7 = "        if self.is_full or self.work is not None:\n            return\n"
 ROOM7 = "        self.values.untyped_storage().resize_(self.values.numel() * 4)\n"
 START7 = "        self.work = dist.all_gather(slices, self.shard.data, async_op=True)\n"
@@ -286,4 +419,4 @@ LAB7 = Answers(
     ],
     rough_rows=("peak",),
 )
-ANSWERS = {0: LAB0, 7: LAB7, 9: LAB9}
+ANSWERS = {0: LAB0, 6: LAB6, 7: LAB7, 9: LAB9}
