@@ -12,7 +12,7 @@ from models import Checkpointed
 from ranks import run_ranks
 from shardwise import fully_shard, shard
 from shardwise.engine.parts import Parts
-from shardwise.monitor.ledger import owned_bytes
+from shardwise.monitor.memory import owned_bytes
 from shardwise.monitor.spans import length
 from shardwise.svg import order_of_kinds
 

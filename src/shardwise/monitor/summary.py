@@ -20,12 +20,9 @@ def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Po
     """
     found = []
     for line in lines:
-        value = line.metrics.get(name)
-        if value is not None:
-            low, high = value.min, value.max
-            over = line.metrics_over_steps.get(name)
-            if over is not None:
-                low, high = min(low, over.min), max(high, over.max)
+        if (value := line.metrics.get(name)) is not None:
+            over = line.metrics_over_steps.get(name, value)
+            low, high = min(value.min, over.min), max(value.max, over.max)
             found.append(svg.Point(line.step, low, value.median, high, line.num_steps))
     return svg.thin(found, most)
 
@@ -38,10 +35,9 @@ def value_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Poi
     found = []
     for line in lines:
         over, value = line.values_over_steps.get(name), line.values.get(name)
-        if over is not None:
-            found.append(svg.Point(line.step, over.min, over.mean, over.max, line.num_steps))
-        elif value is not None:
-            found.append(svg.Point(line.step, value, value, value, line.num_steps))
+        if over is not None or value is not None:
+            three = (over.min, over.mean, over.max) if over is not None else (value or 0.0,) * 3
+            found.append(svg.Point(line.step, *three, line.num_steps))
     return svg.thin(found, most)
 
 
