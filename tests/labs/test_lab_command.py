@@ -229,9 +229,9 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
     )
     assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
     eighth = labs()[8]
-    offloaded = account(7_000_000_000, 8, stage=1, precision="fp32", offload="optimizer")
+    offloaded = account(7_000_000_000, 8, stage=1, precision="fp32", offload="nvme:/tmp")
     stays = offloaded.device_bytes / 1e9
-    assert stays == pytest.approx(eighth.predict["7B zero1 with offload, GB"].value, rel=0.02)
+    assert stays == pytest.approx(eighth.predict["7B zero1 with offload, GB"].value)
     assert gigabytes(1) + 10 <= 80 and eighth.decision.answer == "keep"
     small = account(1_500_000_000, 8, stage=0, precision="fp32").device_bytes / 1e9
     assert small + 8 <= 40 and labs()[0].decision.answer == "replicated"
