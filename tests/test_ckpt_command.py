@@ -155,7 +155,7 @@ def test_a_narrow_terminal_cuts_no_value(run: Path, width: int) -> None:
     files, text = Files(), io.StringIO()
     console = Console(file=text, width=width)
     show_run(console, run_facts(files, run))
-    show_checkpoint(console, checkpoint_facts(files, run / NEWEST, with_tensors=True))
+    show_checkpoint(console, checkpoint_facts(files, run / NEWEST), lists_tensors=True)
     shown = text.getvalue()
     assert "…" not in shown
     words = ("newest", "UTC", "up  exp_avg", "30 x 70", "own, 1 ranks", "indexes and values")

@@ -10,6 +10,7 @@ storages of 8 bytes or less (Adam's counter of steps, a loss) do not count.
 import functools
 import gc
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,6 +250,14 @@ class Meter(TorchDispatchMode):
         """Return the bytes that are alive after a collection of garbage."""
         gc.collect()
         return self.held()
+
+    def rested(self) -> int:
+        """Return the bytes that are alive once the transport has let go of its last message."""
+        found = self.settled()
+        for _ in range(5):
+            time.sleep(0.004)
+            found = min(found, self.held())
+        return found
 
     def restart(self) -> None:
         """Begin to look for the peak anew."""

@@ -96,7 +96,7 @@ def run(number: int, path: Path) -> str:
     first = outcomes[0]
     width = max(len(label) for label, _ in first.rows)
     rows = [f"{label:<{width}} {value}" for label, value in first.rows]
-    return "\n".join([f"On {first.num_ranks} ranks, rank 0, bytes:", "", *rows])
+    return "\n".join([f"On {first.num_ranks} ranks, rank 0:", "", *rows])
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from shardwise_labs.course import FOLDER, TRAINERS, without_marks
+from shardwise_labs.course import FOLDER, TRAINERS, labs, without_marks
 
 HANG_S = 20.0
 GRACE_S = 2.0  # for the other ranks once one has failed
@@ -128,6 +128,7 @@ def _do_job(folder: Path) -> None:
     facts = json.loads((folder / "job.json").read_text())
     job = Job(**{**facts, "files": tuple(facts["files"]), "num_ranks": tuple(facts["num_ranks"])})
     write_solutions(folder / "solutions")
+    importlib.import_module(f"shardwise_labs.lab{job.lab:02d}.check")  # once, not on each rank
     found: list[Outcome] = []
     for num_ranks in job.num_ranks:
         found += _run_group(job, num_ranks, folder)
@@ -230,7 +231,7 @@ def _judge(job: Job, path: Path, rank: int, num_ranks: int, folder: Path) -> Out
     outcome = Outcome(rank, num_ranks, str(path))
     module = importlib.import_module(f"shardwise_labs.lab{job.lab:02d}.check")
     try:
-        if said := forbidden_imports(path):
+        if said := forbidden_imports(path, labs()[job.lab].uses_engine):
             raise WrongAnswer(said)
         judge.theirs = load(path)
         (module.check if job.is_check else module.run)(judge)

@@ -14,11 +14,16 @@ from rich.text import Text
 _PIPE_WIDTH = 160
 
 
-def escaped(text: str) -> str:
-    """Return a text with all control characters but new lines and tabs escaped."""
+def escaped(text: str, kept: str = "\n\t") -> str:
+    """Return a text with all control characters but those ``kept`` escaped."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+
+
+def printable(value: object) -> str:
+    """Return a value of a file as text in one line, without control characters."""
+    return escaped(str(value), "")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

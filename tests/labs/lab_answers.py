@@ -1,27 +1,6 @@
-"""Right and typical wrong answers of the labs, by the line of the solution that they replace."""
+"""Right and typical wrong answers of labs 1 to 5 and 10."""
 
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A wrong line, its gap, the target that is missed, and words of the verdict."""
-
-    gap: int
-    target: str
-    old: str
-    new: str
-    words: str
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What a reader writes into a lab's file beside the gaps, and wrong lines."""
-
-    right: dict[str, str]
-    wrong: list[Wrong] = field(default_factory=list)
-    rough_columns: tuple[int, ...] = ()  # of the run's table, compared roughly, as peaks are
-
+from wrong_answers import Answers, Wrong
 
 HEART = "    zero1 = numel * (param + grad + adam / dp)"
 ZERO2 = "    zero2 = numel * (param + (grad + adam) / dp)"

@@ -18,12 +18,11 @@ from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
 from shardwise.monitor.lines import read_lines, read_newest
-from shardwise.monitor.metrics import STEP_S, OverRanks, OverSteps, summarize_steps
+from shardwise.monitor.metrics import ENGINE, STEP_S, OverRanks, OverSteps, summarize_steps
 from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
 from shardwise.monitor.rank_lines import Memory
 from shardwise.monitor.record import DETAILS, FOLDER, StepLine, read_run, read_step
 from shardwise.monitor.summary import (
-    ENGINE,
     figures_of,
     kinds_shown,
     metric_curve,

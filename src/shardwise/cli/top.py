@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise import terminal
-from shardwise.cli.tables import make_table, printable
+from shardwise.cli.tables import make_table
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.live_run import LiveRun, gap_of, is_late, snapshot_of
 from shardwise.monitor.metrics import FIGURES, STEP_S
@@ -31,6 +31,7 @@ from shardwise.monitor.summary import (
 )
 from shardwise.quantities import format_bytes, format_duration
 from shardwise.svg import name_of_kind
+from shardwise.terminal import printable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 32, 30  # characters

@@ -103,7 +103,7 @@ class LiveRun:
         """Return the lines at the end of a file."""
         stat = path.stat() if path.exists() else None
         version = stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if self._seen.get(path, (None,))[0] != version or version is None:
+        if path not in self._seen or self._seen[path][0] != version:
             self._seen[path] = version, tuple(read_lines(path, _TAIL_BYTES))
         return self._seen[path][1]
 
@@ -141,10 +141,8 @@ class LiveDoctor:
             if is_due and key not in self._logged:
                 self._logged.add(key)
                 self.found.append(finding)
-                explain = f"`shardwise explain {finding.code}`"
-                _LOG.warning(
-                    "step %d: %s %s (%s)", line.step, finding.code, finding.verdict, explain
-                )
+                said = f"{finding.code} {finding.verdict}"
+                _LOG.warning("step %d: %s (`shardwise explain %s`)", line.step, said, finding.code)
                 self._file.write(**finding.to_json() | {"step": line.step})
 
     def close(self) -> None:

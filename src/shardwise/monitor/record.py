@@ -240,9 +240,6 @@ def read_step(line: JsonLine, path: object = "steps.jsonl") -> StepLine:
     **Raises** ConfigError for wrong types.
     """
     found: StepLine = checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")
-    finite = {
-        name: value
-        for name, value in found.metrics.items()
-        if None not in (value.min, value.median, value.max)
-    }
+    metrics = found.metrics.items()
+    finite = {name: v for name, v in metrics if None not in (v.min, v.median, v.max)}
     return replace(found, metrics=finite)
