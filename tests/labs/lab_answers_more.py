@@ -79,6 +79,159 @@ LAB0 = Answers(
     ],
     rough_rows=(),
 )
+BLOCKS8 = "    return [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]"
+LOOP8 = "    for begin, end in blocks(len(values), size):\n"
+READ8 = "        moments = store.read(begin, end)\n"
+FIRST8 = "        coming = pool.submit(store.read, *cuts[0])\n"
+LOOP_AHEAD8 = "        for number, (begin, end) in enumerate(cuts):\n"
+TAKE8 = "            moments = coming.result()\n"
+MORE8 = """            if number + 1 < len(cuts):
+                coming = pool.submit(store.read, *cuts[number + 1])
+"""
+ADAM8 = "adam(values[begin:end], grad[begin:end], moments, step, lr)\n"
+WRITE8 = "store.write(begin, moments)\n"
+PLAIN8 = READ8 + "        " + ADAM8 + "        " + WRITE8
+AHEAD8 = MORE8 + "            " + ADAM8 + "            " + WRITE8
+COUNT8 = "        self.num_steps += 1\n"
+MEAN8 = "        grad = mean_slice(self.flat.grads)\n"
+STEP8 = (
+    "        step_ahead(self.shard.data, grad, self.store, self.num_steps, self.lr, self.size)\n"
+)
+BACK8 = "        gather_slices(self.flat.values, self.shard.data)\n"
+TOKENS8 = "    return 16 / num_ranks / bytes_per_second * flops / 6"
+LAB8 = Answers(
+    {
+        '"line": None': '"line": 20',
+        '"finding": None': '"finding": "SW033"',
+        '"moments": None': '"moments": "keep"',
+        'number of ranks": None': 'number of ranks": False',
+        'fewer bytes": None': 'fewer bytes": False',
+        'more expensive": None': 'more expensive": False',
+    },
+    [
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "begin + size"),
+            "ends at 12, and there are 10 elements",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("range(0, numel, size)", "range(0, numel // size * size, size)"),
+            "the last elements are in no block",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("range(0, numel,", "range(0, numel + 1,"),
+            "the last block is empty",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "min(size, numel - begin)"),
+            "and not how long it is",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "min(begin + size, numel) - 1"),
+            "an end is the element after the last one",
+        ),
+        Wrong(2, "step", PLAIN8, READ8 + "        " + ADAM8, "at 0 is written nowhere"),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            READ8 + "        " + WRITE8 + "        " + ADAM8,
+            "is written before its step",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("values[begin:end]", "values[begin:end].clone()"),
+            "is stepped nowhere",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            READ8 + "        moments = [m.clone() for m in moments]\n" + PLAIN8,
+            "a block is read twice",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("moments, step, lr)", "moments, 1, lr)"),
+            "after step 2 the values",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("grad[begin:end]", "grad[: end - begin]"),
+            "after step 1 the values",
+        ),
+        Wrong(
+            3,
+            "ahead",
+            AHEAD8,
+            "            " + ADAM8 + "            " + WRITE8 + MORE8,
+            "the read of the next one has not begun",
+        ),
+        Wrong(
+            3,
+            "ahead",
+            FIRST8 + LOOP_AHEAD8 + TAKE8 + MORE8,
+            LOOP_AHEAD8 + "            moments = store.read(begin, end)\n",
+            "the read of the next one has not begun",
+        ),
+        Wrong(3, "ahead", MORE8, MORE8.replace("number + 1]", "number]"), "tensor a (1000)"),
+        Wrong(
+            3,
+            "ahead",
+            MORE8,
+            MORE8.split("\n")[1].replace("    ", "", 1) + "\n",
+            "list index out of range",
+        ),
+        Wrong(3, "ahead", AHEAD8, MORE8 + "            " + ADAM8, "is written nowhere"),
+        Wrong(
+            3,
+            "ahead",
+            FIRST8,
+            "        everything = [store.read(*cut) for cut in cuts]\n" + FIRST8,
+            "a block is read twice",
+        ),
+        Wrong(4, "bits", COUNT8, "", "your code raised"),
+        Wrong(4, "bits", BACK8, "", "is as before"),
+        Wrong(4, "bits", STEP8 + BACK8, BACK8 + STEP8, "is as before"),
+        Wrong(4, "held", MEAN8, MEAN8 + "        self.shard.grad = grad\n", "of the slice is kept"),
+        Wrong(4, "moved", STEP8, STEP8 + "        self.store.read(0, 17382)\n", "bytes read and"),
+        Wrong(
+            4,
+            "held",
+            STEP8,
+            "        self.shard.grad = grad\n        self.optimizer.step()\n"
+            "        self.shard.grad = None\n",
+            "the moments are in memory, too",
+        ),
+        Wrong(4, "bits", "        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("16", "8"), "moments are read AND written"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / num_ranks", ""), "its slice only"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / 6", ""), "6 operations per parameter"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ 6", "/ 2"), "forward is 2 of them"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ num", "* num"), "so they divide the tokens"),
+    ],
+    rough_rows=(),
+)
 ULP = "    return torch.ldexp(torch.ones_like(weights), exponent - 9)"
 MASTER = "nn.Parameter(values.chunk(num_ranks)[rank].clone())"
 ADAM9 = "torch.optim.Adam([self.master], lr=lr, foreach=False)"
@@ -180,6 +333,139 @@ LAB9 = Answers(
         Wrong(5, "scale", GROW, "            self.good_steps = 0\n", "4, 8 expected"),
     ],
     rough_rows=("moved", "lost", "fp16 gradients"),
+)
+SHARE6 = "    share = -(-num_rows // num_ranks)\n"
+ROWS6 = "    return min(rank * share, num_rows), min((rank + 1) * share, num_rows)\n"
+OURS6 = '        if event == "call" and name in STATIONS and is_ours:\n'
+ANY6 = "any(id(value) in own for value in frame.f_locals.values())"
+END6 = "    sys.setprofile(None)\n"
+FORWARD6 = '    forward += ["Engine.after_forward", "Storage.free"]\n'
+BACKWARD6 = '    backward += ["Backward.on_unit_over", "Reductions.add", "Storage.free"]\n'
+BEGIN6 = (
+    '    forward = ["Storage.prepare_gather", "Engine.before_forward", "Unit.finish_unshard"]\n'
+)
+HOOK6 = (
+    "    hook = module.register_forward_hook(lambda m, *_: found.update(forward=held(m.weight)))\n"
+)
+SENT6 = "    return 2 * sum(own) - own[-1], sum(others) + 4 * num_tensors\n"
+LAB6 = Answers(
+    {
+        '"line": None': '"line": 22',
+        '"finding": None': '"finding": "SW002"',
+        '"message": None': '"message": "none"',
+        'the optimizer": None': 'the optimizer": False',
+        'forward begins": None': 'forward begins": False',
+        'are freed": None': 'are freed": False',
+    },
+    [
+        Wrong(1, "rows", SHARE6, "    share = num_rows // num_ranks\n", "rounded down"),
+        Wrong(
+            1,
+            "rows",
+            ROWS6,
+            "    return rank * share, (rank + 1) * share\n",
+            "there are 7 rows only",
+        ),
+        Wrong(
+            1, "rows", ROWS6, ROWS6.replace("(rank + 1) * share", "(rank + 1) * share - 1"), "aft"
+        ),
+        Wrong(1, "rows", ROWS6, "    return rank * share, share\n", "is a row, and not how many"),
+        Wrong(1, "rows", ROWS6, "    print(share)\n", "rank 0 has None"),
+        Wrong(2, "record", OURS6, OURS6.replace('event == "call" and ', ""), "recorded too?"),
+        Wrong(2, "record", OURS6, OURS6.replace(" and is_ours", ""), "those of other units"),
+        Wrong(2, "record", ANY6, 'id(frame.f_locals.get("self")) in own', "but not `self`"),
+        Wrong(2, "record", END6, "", "the profile goes on after the step"),
+        Wrong(
+            2,
+            "record",
+            "    step()\n" + END6 + "    return found\n",
+            END6 + "    step()\n    return found\n",
+            "nothing was recorded",
+        ),
+        Wrong(
+            2,
+            "record",
+            END6 + "    return found\n",
+            END6 + "    return sorted(set(found))\n",
+            "they are wanted as they came",
+        ),
+        Wrong(
+            3,
+            "path",
+            BEGIN6,
+            BEGIN6.replace(
+                '"Storage.prepare_gather", "Engine.before_forward"',
+                '"Engine.before_forward", "Storage.prepare_gather"',
+            ),
+            "memory comes first, while another unit computes",
+        ),
+        Wrong(
+            3,
+            "path",
+            FORWARD6,
+            '    forward += ["Storage.free", "Engine.after_forward"]\n',
+            "they are still needed",
+        ),
+        Wrong(3, "path", FORWARD6, FORWARD6.replace(', "Storage.free"', ""), "nothing reads the"),
+        Wrong(
+            3,
+            "path",
+            BEGIN6,
+            BEGIN6.replace(
+                '"Engine.before_forward", "Unit.finish_unshard"',
+                '"Unit.finish_unshard", "Engine.before_forward"',
+            ),
+            "the wait is inside of what needs the values",
+        ),
+        Wrong(
+            3, "path", "    return forward + backward\n", "    return forward\n", "5 stations, 11"
+        ),
+        Wrong(
+            3,
+            "path",
+            BACKWARD6,
+            '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
+            "station 10 is Reductions.add, and not Storage.free: they are still needed",
+        ),
+        Wrong(4, "forms", HOOK6, HOOK6.replace("forward=", "before="), '"forward" is missing'),
+        Wrong(
+            4,
+            "forms",
+            "    hook.remove()\n",
+            "    hook.remove()\n    found.update(forward=held(module.weight))\n",
+            "look while the unit is full",
+        ),
+        Wrong(4, "forms", "    hook.remove()\n", "", "the hook is still there after the step"),
+        Wrong(4, "forms", 'found["grad"] = held(module.weight.grad)', "pass", '"grad" is missing'),
+        Wrong(
+            4,
+            "forms",
+            '    found["grad"] = held(module.weight.grad)\n',
+            '    found["grad"] = found["forward"]\n',
+            "that is the full parameter in forward",
+        ),
+        Wrong(5, "sent", SENT6, SENT6.replace(" - own[-1]", ""), "the last unit stays full"),
+        Wrong(5, "sent", SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
+        Wrong(
+            5, "sent", SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"
+        ),
+        Wrong(5, "sent", SENT6, SENT6.replace(" + 4 * num_tensors", ""), "who had a gradient"),
+        Wrong(
+            5,
+            "sent",
+            SENT6,
+            SENT6.replace("4 * num_tensors", "num_tensors"),
+            "136,232 bytes in reductions, 136,3",
+        ),
+        Wrong(
+            5,
+            "sent",
+            SENT6,
+            "    return 2 * sum(others) - others[-1], sum(own) + 4 * num_tensors\n",
+            "bytes in",
+        ),
+    ],
+    rough_rows=(),
 )
 GUARD7 = "        if self.is_full or self.work is not None:\n            return\n"
 ROOM7 = "        self.values.untyped_storage().resize_(self.values.numel() * 4)\n"
@@ -286,4 +572,4 @@ LAB7 = Answers(
     ],
     rough_rows=("peak",),
 )
-ANSWERS = {0: LAB0, 7: LAB7, 9: LAB9}
+ANSWERS = {0: LAB0, 6: LAB6, 7: LAB7, 8: LAB8, 9: LAB9}

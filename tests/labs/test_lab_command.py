@@ -228,6 +228,11 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         tenth.predict["minutes between saves that lose least"].value, rel=0.01
     )
     assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
+    eighth = labs()[8]
+    offloaded = account(7_000_000_000, 8, stage=1, precision="fp32", offload="nvme:/tmp")
+    stays = offloaded.device_bytes / 1e9
+    assert stays == pytest.approx(eighth.predict["7B zero1 with offload, GB"].value)
+    assert gigabytes(1) + 10 <= 80 and eighth.decision.answer == "keep"
     small = account(1_500_000_000, 8, stage=0, precision="fp32").device_bytes / 1e9
     assert small + 8 <= 40 and labs()[0].decision.answer == "replicated"
     assert gigabytes(1) <= 70 and fourth.decision.answer == "zero1"
