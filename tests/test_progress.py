@@ -12,7 +12,7 @@ import torch
 import shardwise
 from shardwise import progress as progress_lines
 from shardwise.cli.main import app
-from shardwise.progress import ProgressLines, byte_bar, run_bar, share_bar, step_bar
+from shardwise.progress import byte_bar, run_bar, share_bar, step_bar
 from shardwise.quantities import format_duration
 
 
@@ -125,11 +125,10 @@ def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(
 
     monkeypatch.setattr(sys, "stderr", None if end is None else Closed())
     clock = Clock()
-    lines = ProgressLines(lambda done, total, elapsed_s: "line", clock=clock, ends_always=True)
-    for _ in range(3):
-        clock.now_s += 60
-        lines.add(1, 3)
-    lines.end()
+    with run_bar(3, shown=True, clock=clock) as advance:
+        for _ in range(3):
+            clock.now_s += 60
+            advance("loss 1.000")
 
 
 def test_durations_have_their_two_largest_units() -> None:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from shardwise_labs.course import FOLDER, TRAINERS, without_marks
+from shardwise_labs.course import FOLDER, TRAINERS, labs, without_marks
 
 HANG_S = 20.0
 GRACE_S = 2.0  # for the other ranks once one has failed
@@ -231,7 +231,7 @@ def _judge(job: Job, path: Path, rank: int, num_ranks: int, folder: Path) -> Out
     outcome = Outcome(rank, num_ranks, str(path))
     module = importlib.import_module(f"shardwise_labs.lab{job.lab:02d}.check")
     try:
-        if said := forbidden_imports(path):
+        if said := forbidden_imports(path, labs()[job.lab].uses_engine):
             raise WrongAnswer(said)
         judge.theirs = load(path)
         (module.check if job.is_check else module.run)(judge)

@@ -13,7 +13,7 @@ from shardwise_labs.words import WrongAnswer
 BUILT_HERE = ("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.optim")
 
 
-def forbidden_imports(path: Path) -> str | None:
+def forbidden_imports(path: Path, uses_engine: bool) -> str | None:
     """Return in words which imports a reader's file must not have; None if it has none."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -22,7 +22,8 @@ def forbidden_imports(path: Path) -> str | None:
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            if name.split(".")[0] in ("shardwise", "shardwise_labs"):
+            room = name.split(".")[0]
+            if room == "shardwise_labs" or (room == "shardwise" and not uses_engine):
                 return f"line {node.lineno} imports {name}: a lab uses torch and earlier labs only"
             if name.startswith(BUILT_HERE):
                 return f"line {node.lineno} imports {name}, which is what this lab builds"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise_labs.counting import Call, Meter, Traffic
-from shardwise_labs.given import OneProcess, batch, loss_of, make_model, one_process
+from shardwise_labs.given import LR, OneProcess, batch, loss_of, make_model, one_process, units_of
 from shardwise_labs.judge import Judge
+from shardwise_labs.reader import load
 from shardwise_labs.words import WrongAnswer, difference, tensor_of, times
+
+STAGES = ("replicated", "zero1", "zero2", "zero3")
 
 
 class Trainer(Protocol):
@@ -89,6 +92,44 @@ def train(
             trainer.full_parameters()
     found.values = {name: p.detach().clone() for name, p in model.named_parameters()}
     return found
+
+
+class Replicated:
+    """Plain data parallelism, beside the stages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=LR, foreach=False)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward, and average the gradients."""
+        loss.backward()
+        for p in self.model.parameters():
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= torch.distributed.get_world_size()  # type: ignore[operator]
+
+    def step(self) -> None:
+        """Update the parameters."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@cache
+def measured_stages(rank: int, folder: Path, micro_batches: int = 1) -> dict[str, Trained]:
+    """Return the plain model, trained at each stage by the solutions; a process does it once."""
+    zero1 = load(folder / "lab03_zero1.py").Zero1
+    zero2 = load(folder / "lab04_zero2.py").Zero2
+    zero3 = load(folder / "lab05_zero3.py").Zero3
+    builders = (
+        Replicated,
+        lambda model: zero1(model, LR),
+        lambda model: zero2(units_of(model), LR),
+        lambda model: zero3(units_of(model), LR),
+    )
+    return {
+        stage: train(build, rank, folder, 2, micro_batches, is_plain=True)
+        for stage, build in zip(STAGES, builders, strict=True)
+    }
 
 
 def record_gradients(trainer: object, grads: list[Tensor]) -> None:

@@ -5,32 +5,10 @@ from itertools import groupby
 from math import log2
 from typing import NamedTuple
 
+from shardwise import svg
 from shardwise.names import name_of_unit
 from shardwise.quantities import format_bytes, format_count
-from shardwise.svg import (
-    WIDTH,
-    Axis,
-    Curve,
-    colour_of,
-    document,
-    draw_bar,
-    draw_curves,
-    draw_levels,
-    draw_steps,
-    element,
-    heading,
-    highest_shown,
-    is_light,
-    labels,
-    name_of_kind,
-    order_of_kinds,
-    padded_ticks,
-    places,
-    round_ticks,
-    squares,
-    text,
-    tick,
-)
+from shardwise.svg import Axis, Curve, colour_of, document, draw_bar, element, heading, text
 
 _LARGE = 1e5  # numbers above it are abbreviated beside the axis
 _EDGE, _NAMES = 8, 172  # the left end of bars, and of the rows of spans
@@ -45,15 +23,15 @@ def lines_chart(title: str, curves: Sequence[Curve], from_zero: bool = False) ->
         return ""
     steps = [point.step for point in points]
     across = Axis(min(steps), max(steps), 52, 370)
-    high = highest_shown([point.high for point in points])
-    ticks = padded_ticks([*[0.0] * from_zero, *(min(p.low, high) for p in points), high], 6)
+    high = svg.highest_shown([point.high for point in points])
+    ticks = svg.padded_ticks([*[0.0] * from_zero, *(min(p.low, high) for p in points), high], 6)
     up = Axis(ticks[0], ticks[-1], 168, 34)
     is_large = max(abs(tick) for tick in ticks) >= _LARGE
     parts = [
         heading(8, 18, title, 13),
-        *draw_levels(up, ticks, across, [format_count(t) for t in ticks] if is_large else None),
-        *draw_steps(across, up.begin, 5),
-        *draw_curves(curves, across, up),
+        *svg.draw_levels(up, ticks, across, [format_count(t) for t in ticks] if is_large else None),
+        *svg.draw_steps(across, up.begin, 5),
+        *svg.draw_curves(curves, across, up),
     ]
     ends = ((curve.name, curve.points[0], curve.points[-1]) for curve in curves if curve.points)
     described = "; ".join(
@@ -77,7 +55,6 @@ def bars_chart(
     rows: Sequence[Bar],
     write: Callable[[float], str],
     *,
-    shown_title: str = "",
     described: str = "",
     limit: tuple[str, float] | None = None,
     interval: tuple[str, float, float] | None = None,
@@ -90,42 +67,44 @@ def bars_chart(
     and two values, drawn as a bar below.
     """
     most = max(extent, *(sum(row.parts.values()) for row in rows))
-    across = Axis(0.0, most or 1.0, _EDGE, WIDTH - _EDGE)
+    across = Axis(0.0, most or 1.0, _EDGE, svg.WIDTH - _EDGE)
     kinds = dict.fromkeys(kind for row in rows for kind, value in row.parts.items() if value)
-    parts, top = [heading(_EDGE, 20, shown_title or title, 13)], 58.0
+    parts, top = [heading(_EDGE, 20, title, 13)], 58.0
     for row in rows:
         whole, at = sum(row.parts.values()), 0.0
         parts.append(text(_EDGE, top - 6, f"{row.name}: {write(whole)}", 'class="strong"'))
         for kind, value in row.parts.items():
             x, width, share = across.at(at), across.at(value) - across.begin, value / (whole or 1)
             at += value
-            said = f"{row.name}: {name_of_kind(kind)} {write(value)}, {share:.1%}"
+            said = f"{row.name}: {svg.name_of_kind(kind)} {write(value)}, {share:.1%}"
             if value:
                 parts.append(draw_bar(x, top, width, _BAR, colour_of(kind), said))
             if width > 40:
-                look = "on-light" if is_light(colour_of(kind)) else "on-dark"
+                look = "on-light" if svg.is_light(colour_of(kind)) else "on-dark"
                 look = f'text-anchor="middle" class="{look}"'
                 parts.append(text(x + width / 2, top + 15, f"{share:.0%}", look))
         top += _BAR + 30
     if limit is not None and limit[1] <= across.high:
         x = across.at(limit[1])
         parts.append(element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=36, y2=top - 24))
-        anchor = "end" if x > WIDTH / 2 else "start"
+        anchor = "end" if x > svg.WIDTH / 2 else "start"
         parts.append(
             text(x + (-5 if anchor == "end" else 5), 40, limit[0], f'text-anchor="{anchor}"')
         )
     if interval is not None:
         words, low, high = interval
-        x = min(across.at(low), WIDTH - _EDGE - 2)
+        x = min(across.at(low), svg.WIDTH - _EDGE - 2)
         parts.append(draw_bar(x, top - 22, max(across.at(high) - x, 2), 6, "#7a828c", words))
         parts.append(text(_EDGE, top, words))
         top += 22
-    legend, bottom = squares({kind: name_of_kind(kind) for kind in kinds}, _EDGE, top)
+    legend, bottom = svg.squares({kind: svg.name_of_kind(kind) for kind in kinds}, _EDGE, top)
     described = described or "; ".join(
-        f"{name}: {', '.join(f'{name_of_kind(k)} {write(v)}' for k, v in held.items())}"
+        f"{name}: {', '.join(f'{svg.name_of_kind(k)} {write(v)}' for k, v in held.items())}"
         for name, held in rows
     )
-    return document((WIDTH, bottom), title, f"{described}.", parts + legend, has_style=has_style)
+    return document(
+        (svg.WIDTH, bottom), title, f"{described}.", parts + legend, has_style=has_style
+    )
 
 
 # -- stacked areas
@@ -134,7 +113,6 @@ def areas_chart(
     moments: Sequence[Bar],
     most: int,
     *,
-    shown_title: str = "",
     described: str = "",
     beside: Bar | None = None,
 ) -> str:
@@ -149,16 +127,16 @@ def areas_chart(
     totals = [_sum_of(moment.parts) for moment in moments]
     others = {} if beside is None else beside.parts
     power = 1024 ** min(int(log2(max(*totals, _sum_of(others), 1.0))) // 10, 4)
-    ticks = round_ticks(0.0, max(*totals, _sum_of(others)) / power or 1.0, 6)
-    across = Axis(0, len(moments), 64, WIDTH - (16 if beside is None else 100))
+    ticks = svg.round_ticks(0.0, max(*totals, _sum_of(others)) / power or 1.0, 6)
+    across = Axis(0, len(moments), 64, svg.WIDTH - (16 if beside is None else 100))
     up = Axis(0.0, ticks[-1] * power, 250, 48)
     unit = format_bytes(power).split()[1]
-    kinds = sorted({k for parts in (*columns, others) for k in parts}, key=order_of_kinds)
+    kinds = sorted({k for parts in (*columns, others) for k in parts}, key=svg.order_of_kinds)
     peak = across.at(totals.index(max(totals)) + 0.5)
     ends = {"x1": peak, "x2": peak, "y1": up.end, "y2": up.begin, "stroke_dasharray": "3 3"}
     parts = [
-        heading(_EDGE, 20, f"{shown_title or title}, {unit}", 13),
-        *draw_levels(up, [tick * power for tick in ticks], across, labels(ticks)),
+        heading(_EDGE, 20, f"{title}, {unit}", 13),
+        *svg.draw_levels(up, [tick * power for tick in ticks], across, svg.labels(ticks)),
         *_draw_areas(kinds, columns, across, up),
         *_draw_phases(moments, across, up.begin + 4),
         element("line", "limit", "", stroke_width=1.2, **ends),
@@ -170,11 +148,13 @@ def areas_chart(
         for kind in (kind for kind in kinds if beside.parts.get(kind)):
             value, low = beside.parts[kind], up.at(at)
             at += value
-            said = f"{beside.name}: {name_of_kind(kind)} {format_bytes(value)}"
+            said = f"{beside.name}: {svg.name_of_kind(kind)} {format_bytes(value)}"
             x, top = across.end + 30, up.at(at)
             parts.append(draw_bar(x, top, 36, low - top, colour_of(kind), said))
-    legend, bottom = squares({k: name_of_kind(k) for k in kinds}, across.begin, up.begin + 48)
-    return document((WIDTH, bottom), title, described, parts + legend, has_style=False)
+    legend, bottom = svg.squares(
+        {k: svg.name_of_kind(k) for k in kinds}, across.begin, up.begin + 48
+    )
+    return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=False)
 
 
 def _sum_of(parts: Mapping[str, float]) -> float:
@@ -200,9 +180,9 @@ def _draw_areas(
     for kind in kinds:
         top = [low + column.get(kind, 0) for low, column in zip(below, columns, strict=True)]
         if top != below:
-            corners = places([*edge(top), *reversed(edge(below))])
+            corners = svg.places([*edge(top), *reversed(edge(below))])
             most = max(column.get(kind, 0) for column in columns)
-            said = f"{name_of_kind(kind)}: up to {format_bytes(most)}"
+            said = f"{svg.name_of_kind(kind)}: up to {format_bytes(most)}"
             parts.append(element("polygon", "", said, points=corners, fill=colour_of(kind)))
         below = top
     return parts
@@ -239,7 +219,6 @@ def timeline_chart(
     groups: Sequence[tuple[str, Mapping[str, Sequence[Span]]]],
     length_ms: float,
     *,
-    shown_title: str = "",
     described: str = "",
     most: int = 1200,
     has_style: bool = False,
@@ -248,60 +227,48 @@ def timeline_chart(
 
     A group has a heading and its rows by name.
     """
-    across = Axis(0.0, length_ms or 1e-9, _NAMES, WIDTH - 12)
-    parts, top = [heading(_EDGE, 20, shown_title or title, 13)], 32.0
+    across = Axis(0.0, length_ms or 1e-9, _NAMES, svg.WIDTH - 12)
+    parts, top = [heading(_EDGE, 20, title, 13)], 32.0
     num_rows = sum(len(rows) for _, rows in groups)
     for group, rows in groups:
         top += 6
         parts.append(text(_EDGE, top + 12, group, 'class="strong"'))
         for name, spans in rows.items():
             parts.append(text(_NAMES - 8, top + 12, name, 'text-anchor="end"'))
-            parts += _draw_row(_join(spans, length_ms * num_rows / most), across, top)
+            parts += _draw_row(spans, across, top, length_ms * num_rows / most)
             top += _ROW + 4
     parts.append(element("line", "axis", x1=across.begin, x2=across.end, y1=top, y2=top))
-    for at in round_ticks(0.0, across.high, 7):
-        if at <= across.high:
-            x = across.at(at)
-            anchor = "end" if x > across.end - 16 else "middle"
-            parts += [tick(x, top), text(x, top + 18, f"{at:,g}", f'text-anchor="{anchor}"')]
+    parts += svg.draw_ticks(
+        across, top, [at for at in svg.round_ticks(0.0, across.high, 7) if at <= across.high]
+    )
     kinds = dict.fromkeys(s.kind for _, rows in groups for spans in rows.values() for s in spans)
-    legend, bottom = squares({kind: kind for kind in kinds}, _EDGE, top + 42)
-    return document((WIDTH, bottom), title, described, parts + legend, has_style=has_style)
+    legend, bottom = svg.squares({kind: kind for kind in kinds}, _EDGE, top + 42)
+    return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=has_style)
 
 
-class _Joined(NamedTuple):
-    """A span, or several short ones with the length of each kind."""
-
-    first: Span
-    end: float
-    kinds: dict[str, float]
-
-
-def _join(spans: Sequence[Span], shortest: float) -> list[_Joined]:
-    """Join spans shorter than ``shortest`` with their neighbours."""
-    bars: list[_Joined] = []
+def _draw_row(spans: Sequence[Span], across: Axis, top: float, shortest: float) -> list[str]:
+    """Draw a row of spans; short neighbours are drawn as one, with as much of each kind."""
+    groups: list[list[Span]] = []
+    end = length = 0.0  # of the last group
     for span in spans:
-        end, last = span.begin + span.length, bars[-1] if bars else None
-        length = 0.0 if last is None else last.end - last.first.begin
-        is_near = last is not None and span.begin - last.end < shortest / 4 and length < shortest
-        if last is not None and is_near and min(length, span.length) < shortest / 2:
-            last.kinds[span.kind] = last.kinds.get(span.kind, 0.0) + span.length
-            bars[-1] = last._replace(end=end)
+        is_near = span.begin - end < shortest / 4 and length < shortest
+        if groups and is_near and min(length, span.length) < shortest / 2:
+            groups[-1].append(span)
         else:
-            bars.append(_Joined(span, end, {span.kind: span.length}))
-    return bars
-
-
-def _draw_row(bars: Sequence[_Joined], across: Axis, top: float) -> list[str]:
+            groups.append([span])
+        end = span.begin + span.length
+        length = end - groups[-1][0].begin
     untitled: dict[str, list[str]] = {}
     titled = []
-    for bar in bars:
-        at = bar.first.begin
-        for kind, length in bar.kinds.items():
+    for first, *others in groups:
+        at, kinds = first.begin, dict[str, float]()
+        for span in (first, *others):
+            kinds[span.kind] = kinds.get(span.kind, 0.0) + span.length
+        for kind, length in kinds.items():
             x, width = across.at(at), max(across.at(at + length) - across.at(at), 0.3)
             width, at = min(width, across.end - x), at + length
             if width >= _POINTED:
-                of = f" of {name_of_unit(bar.first.of)}" if kind != "outside" else ""
+                of = f" of {name_of_unit(first.of)}" if kind != "outside" else ""
                 said = f"{kind}{of}: {length:.3g} ms"
                 titled.append(draw_bar(x, top, width, _ROW, colour_of(kind), said))
             else:

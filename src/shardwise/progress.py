@@ -11,7 +11,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -23,90 +22,56 @@ from shardwise.quantities import format_bytes, format_duration
 
 INTERVAL_S = 30.0
 Clock = Callable[[], float]
-Said = Callable[[float, float | None, float], str]  # of (done, total, seconds so far)
-
-
-class ProgressLines:
-    """Write the progress of a long job: a line every 30 s, and one at the end.
-
-    A line is written by the first advance after its time. The last one is written if there was a
-    line before, or with ``ends_always``. ``text`` takes (done, total, seconds so far) and returns
-    the line up to the time left. If not ``shown``, nothing is written: on every rank but 0, and if
-    a terminal shows a bar. ``first`` was done before this process began and does not count in the
-    rate; ``clock`` gives seconds from any origin.
-    """
-
-    def __init__(
-        self,
-        text: Said,
-        *,
-        shown: bool = True,
-        first: float = 0.0,
-        ends_always: bool = False,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._text, self._shown, self._clock = text, shown, clock
-        self._first, self._done = first, first
-        self._total: float | None = None
-        self._ends = ends_always
-        self._started_s = self._told_s = clock() if shown else 0.0
-
-    def advance(self, done: float, total: float | None) -> None:
-        """Note the amount done, and the total if it is known; write a line if one is due."""
-        self._done, self._total = done, total
-        if self._shown and (now_s := self._clock()) - self._told_s >= INTERVAL_S:
-            self._told_s, self._ends = now_s, True
-            self._write(self._time_left(now_s - self._started_s))
-
-    def add(self, amount: float, total: float | None) -> None:
-        """Add to the amount done; see `advance`."""
-        self.advance(self._done + amount, total)
-
-    def end(self) -> None:
-        """Write the amount done and the time it took."""
-        if self._shown and self._ends and self._done > self._first:
-            self._write(f", took {format_duration(self._clock() - self._started_s)}")
-
-    def _time_left(self, elapsed_s: float) -> str:
-        done, total = self._done - self._first, self._total
-        if total is None or done <= 0:
-            return ""
-        left_s = elapsed_s * max(0.0, total - self._done) / done
-        return f", {format_duration(left_s)} left"
-
-    def _write(self, ending: str) -> None:
-        line = self._text(self._done, self._total, self._clock() - self._started_s)
-        try:
-            terminal.complain(f"{line}{ending}\n")
-        except (OSError, ValueError, AttributeError):  # stderr is closed or missing
-            self._shown = False
 
 
 @contextmanager
-def _bar(
-    text: Said,
-    clock: Clock,
+def _work(
+    line: Callable[[float, float | None, float], str],
     *columns: ProgressColumn,
+    total: float | None,
+    clock: Clock,
     shown: bool = True,
     first: int = 0,
     ends_always: bool = False,
-    description: str,
-    total: float | None,
-    status: str = "",
-) -> Iterator[tuple[Progress, TaskID, ProgressLines]]:
-    """Show a bar if stderr is a terminal, else `ProgressLines`; yield bar, task and lines."""
+) -> Iterator[Callable[..., None]]:
+    """Show a long job: a bar if stderr is a terminal, else a line every 30 s and one at the end.
+
+    Yield a function of the amount done, the total if it has changed, and a label of the bar. A line
+    is written by the first call after its time; the last one if there was a line before, or with
+    ``ends_always``. ``line`` takes (done, total, seconds so far) and returns the line up to the
+    time left. If not ``shown``, as on every rank but 0, there is neither. ``first`` was done before
+    this process began and does not count in the rate.
+    """
     console = terminal.EscapingConsole(stderr=True)
-    shows_lines = shown and not console.is_terminal
-    lines = ProgressLines(
-        text, shown=shows_lines, first=first, ends_always=ends_always, clock=clock
-    )
+    writes, done = shown and not console.is_terminal, float(first)
+    started_s = told_s = clock()
+
+    def write(ending: str) -> None:
+        nonlocal writes
+        try:
+            terminal.complain(f"{line(done, total, clock() - started_s)}{ending}\n")
+        except (OSError, ValueError, AttributeError):  # stderr is closed or missing
+            writes = False
+
+    def update(now: float, of: float | None = None, label: str = "") -> None:
+        nonlocal done, total, told_s, ends_always
+        done, total = now, total if of is None else of
+        bar.update(task, completed=done, total=total, description=label)
+        if writes and (at_s := clock()) - told_s >= INTERVAL_S:
+            told_s, ends_always, left = at_s, True, ""
+            if total is not None and done > first:
+                left_s = (at_s - started_s) * max(0.0, total - done) / (done - first)
+                left = f", {format_duration(left_s)} left"
+            write(left)
+
     hidden = not (shown and console.is_terminal)
     try:
-        with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-            task = progress.add_task(description, total=total, completed=first, status=status)
-            yield progress, task, lines
+        with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+            task = bar.add_task("", total=total, completed=first)
+            yield update
     finally:
-        lines.end()
+        if writes and ends_always and done > first:
+            write(f", took {format_duration(clock() - started_s)}")
 
 
 class _Bytes(ProgressColumn):
@@ -114,50 +79,45 @@ class _Bytes(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """Return the column's text."""
-        total = f" of {format_bytes(task.total)}" if task.total is not None else ""
-        speed = f", {format_bytes(task.speed)}/s" if task.speed else ""
-        return Text(f"{format_bytes(task.completed)}{total}{speed}")
+        return Text(_describe_bytes(task.completed, task.total, task.speed))
+
+
+def _describe_bytes(done: float, total: float | None, rate: float | None) -> str:
+    whole = f" of {format_bytes(total)}" if total is not None else ""
+    return f"{format_bytes(done)}{whole}" + (f", {format_bytes(rate)}/s" if rate else "")
 
 
 @contextmanager
 def byte_bar(
-    label: str,
-    total_bytes: int | None,
-    clock: Clock = time.monotonic,
-    shown: bool = True,
+    label: str, total_bytes: int | None, clock: Clock = time.monotonic, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
     """Show bytes, bytes per second and the time left; yield a function that adds bytes."""
-
-    def text(done: float, total: float | None, elapsed_s: float) -> str:
-        whole = f" of {format_bytes(total)}" if total is not None else ""
-        speed = f", {format_bytes(done / elapsed_s)}/s" if elapsed_s > 0 else ""
-        return f"{label}: {format_bytes(done)}{whole}{speed}"
+    done = 0
 
     def advance(num_bytes: int) -> None:
-        progress.advance(task, num_bytes)
-        lines.add(num_bytes, total_bytes)
+        nonlocal done
+        done += num_bytes
+        update(done)
 
     columns = TextColumn(label, markup=False), BarColumn(None), _Bytes(), TimeRemainingColumn()
-    with _bar(text, clock, *columns, shown=shown, description=label, total=total_bytes) as told:
-        progress, task, lines = told
+    with _work(
+        lambda done, total, s: f"{label}: {_describe_bytes(done, total, done / s if s else None)}",
+        *columns,
+        total=total_bytes,
+        clock=clock,
+        shown=shown,
+    ) as update:
         yield advance
 
 
 @contextmanager
 def step_bar(label: str, clock: Clock = time.monotonic) -> Iterator[Callable[[int, int], None]]:
     """Show the steps done of a long job; yield a function of (done, total)."""
-
-    def text(done: float, total: float | None, elapsed_s: float) -> str:
-        return f"{label}: {done:,.0f} of {total:,.0f}"
-
-    def advance(done: int, total: int) -> None:
-        progress.update(task, completed=done, total=total)
-        lines.advance(done, total)
-
     steps = TextColumn("{task.completed:.0f} of {task.total:.0f}")
     columns = TextColumn(label, markup=False), BarColumn(None), steps, TimeRemainingColumn()
-    with _bar(text, clock, *columns, description=label, total=1) as (progress, task, lines):
-        yield advance
+    text = f"{label}: {{:,.0f}} of {{:,.0f}}".format
+    with _work(text, *columns, total=1, clock=clock) as update:
+        yield update
 
 
 class Advance(Protocol):
@@ -176,47 +136,37 @@ def run_bar(
     Lines have the step, the first two texts and the time left; one ends the run, also after an
     error.
     """
-    now = ""
+    done, told = num_done, ""
 
     def advance(*status: str) -> None:
-        nonlocal now
-        now = ", ".join(status[:2])
-        progress.update(task, advance=1, status="  ".join(status))
-        lines.add(1, num_steps)
+        nonlocal done, told
+        done, told = done + 1, ", ".join(status[:2])
+        update(done, label="  ".join(status))
 
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(None)
-    with _bar(
-        lambda done, total, elapsed_s: f"step {done:,.0f} of {total:,.0f}: {now}",
-        clock,
-        *(*columns, TextColumn("{task.fields[status]}"), TimeRemainingColumn()),
+    with _work(
+        lambda done, total, _: f"step {done:,.0f} of {total:,.0f}: {told}",
+        *(TextColumn("step"), MofNCompleteColumn(), BarColumn(None)),
+        *(TextColumn("{task.description}"), TimeRemainingColumn()),
+        total=num_steps,
+        clock=clock,
         shown=shown,
         first=num_done,
         ends_always=True,
-        description="step",
-        total=num_steps,
-    ) as (progress, task, lines):
+    ) as update:
         yield advance
 
 
 @contextmanager
 def share_bar(shown: bool, clock: Clock = time.monotonic) -> Iterator[Callable[[str, float], None]]:
     """Show the present part of a job and the share done; yield a function of (label, share)."""
-    now = "measure"
+    part = "measure"
 
     def advance(label: str, share: float) -> None:
-        nonlocal now
-        now = label
-        progress.update(task, description=label, completed=share)
-        lines.advance(share, 1.0)
+        nonlocal part
+        part = label
+        update(share, label=label)
 
-    title = TextColumn("{task.description}", markup=False)
-    columns = title, BarColumn(None), TimeElapsedColumn()
-    with _bar(
-        lambda done, total, elapsed_s: f"{now}: {done:.0%}",
-        clock,
-        *columns,
-        shown=shown,
-        description=now,
-        total=1.0,
-    ) as (progress, task, lines):
+    columns = TextColumn("{task.description}", markup=False), BarColumn(None), TimeElapsedColumn()
+    text = lambda done, *_: f"{part}: {done:.0%}"  # noqa: E731
+    with _work(text, *columns, total=1.0, clock=clock, shown=shown) as update:
         yield advance

@@ -12,10 +12,13 @@ spans that a pointer can hit have titles; the shapes of all others of one kind i
 path.
 """
 
+import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
+from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
 from typing import NamedTuple
@@ -23,76 +26,24 @@ from typing import NamedTuple
 _ENOUGH, _FAR = 20, 10  # values of which some can be called far away; by how many of their range
 _DOT_GAP = 11  # pixels between points that are dotted
 WIDTH = 760  # of charts that are as wide as a page
-_COLOURS = {  # selector: the property that has the colour; on light, on dark
-    "text": ("fill", "#4a5058", "#b3bac3"),
-    ".strong": ("fill", "#1c2024", "#f0f3f6"),
-    ".paper": ("fill", "#fff", "#16191d"),
-    ".grid": ("stroke", "#dfe3e8", "#3a4149"),
-    ".axis": ("stroke", "#c6ccd3", "#4a5158"),
-    ".ideal,.resumed": ("stroke", "#7a828c", "#8d96a0"),
-    ".line,.train": ("stroke", "#1f6fd1", "#6cabf5"),
-    ".line-fill,.train-fill": ("fill", "#1f6fd1", "#6cabf5"),
-    ".held": ("stroke", "#b3560b", "#f0a35a"),
-    ".held-fill": ("fill", "#b3560b", "#f0a35a"),
-    ".rate": ("stroke", "#27864b", "#6dc48c"),
-    ".rate-fill": ("fill", "#27864b", "#6dc48c"),
-    ".bad,.limit": ("stroke", "#c0392b", "#ff8a7a"),
-    ".on-dark": ("fill", "#fff", "#fff"),
-    ".on-light": ("fill", "#1c2024", "#1c2024"),
-}
 OTHER = "other"  # bytes of the device that are not the engine's
-KIND_COLOURS = {  # kinds of memory, in the order in which they are stacked and listed
-    "param_shards": "#1f6fd1",
-    "param_full": "#6cabf5",
-    "grad_full": "#e08a1e",
-    "grad_shards": "#b3560b",
-    "optimizer_state": "#27864b",
-    "optimizer_temporary": "#6dc48c",
-    "state_staging": "#a5dcb8",
-    "gather_staging": "#8f6bd6",
-    "reduce_staging": "#c0a6f0",
-    "activations": "#d1487a",
-    "temporary": "#eb97b7",
-    "logits": "#8a6d3b",
-    "inputs": "#7a828c",
-    "buffers": "#a9b1ba",
-    "activations_on_host": "#7a828c",
-    OTHER: "#d1487a",
-}
-PHASE_COLOURS = {  # phases of a plan, then those that only a run has
-    "forward": "#1f6fd1",
-    "loss": "#8a6d3b",
-    "recompute": "#6cabf5",
-    "backward": "#b3560b",
-    "unshard": "#8f6bd6",
-    "reduce": "#d1487a",
-    "clip": "#7a828c",
-    "optimizer": "#27864b",
-    "offload": "#a9b1ba",
-    **dict.fromkeys(("to_device", "to_host", "disk_read", "disk_write"), "#0f7f86"),
-    **dict.fromkeys(("all_gather", "engine"), "#8f6bd6"),
-    **dict.fromkeys(("waiting for others", "wait_unshard"), "#c0392b"),
-    "step": "#27864b",
-    "reduce_scatter": "#d1487a",
-    "wait_reduce": "#e0796d",
-    "exchange": "#8f2a1f",
-    "data": "#e08a1e",
-    "save": "#8a6d3b",
-    "load": "#b89a63",
-    "outside": "#a9b1ba",
-}
-_REST = ("#5a7d9a", "#9a7d5a", "#7d5a9a", "#5a9a7d")
+
+
+@cache
+def _colours() -> Mapping[str, Mapping[str, str]]:
+    return tomllib.loads(files(__package__).joinpath("svg.toml").read_text(encoding="utf-8"))
 
 
 def colour_of(name: str) -> str:
     """Return the colour of a phase or a kind of memory; an unknown one has the same everywhere."""
-    known = PHASE_COLOURS.get(name) or KIND_COLOURS.get(name)
-    return known or _REST[sum(map(ord, name)) % len(_REST)]
+    tables = _colours()
+    known, rest = {**tables["kinds"], **tables["phases"]}, [*tables["rest"].values()]
+    return known.get(name) or rest[sum(map(ord, name)) % len(rest)]
 
 
 def order_of_kinds(kind: str) -> tuple[bool, int]:
     """Return the place of a kind of memory in pictures and tables; `OTHER` is last."""
-    known = list(KIND_COLOURS)
+    known = list(_colours()["kinds"])
     return kind == OTHER, known.index(kind) if kind in known else len(known)
 
 
@@ -176,21 +127,25 @@ def draw_levels(
     return parts
 
 
-def whole_ticks(across: Axis, most: int) -> list[float]:
-    """Return round whole numbers on an axis, or its two ends if fewer than two lie on it."""
-    ticks = [t for t in round_ticks(across.low, across.high, most) if t == int(t)]
-    ticks = [t for t in ticks if across.low <= t <= across.high]
-    return ticks if len(ticks) > 1 else list(dict.fromkeys((across.low, across.high)))
+def draw_ticks(across: Axis, bottom: float, ticks: Sequence[float]) -> list[str]:
+    """Draw ticks with their numbers below an axis."""
+    parts = []
+    for value in ticks:
+        x = across.at(value)
+        anchor = "end" if x > across.end - 16 else "middle"
+        parts += [
+            tick(x, bottom),
+            text(x, bottom + 20, f"{value:,.12g}", f'text-anchor="{anchor}"'),
+        ]
+    return parts
 
 
 def draw_steps(across: Axis, bottom: float, most: int) -> list[str]:
-    """Draw `whole_ticks` below an axis."""
-    parts = []
-    for value in whole_ticks(across, most):
-        x = across.at(value)
-        anchor = "end" if x > across.end - 16 else "middle"
-        parts += [tick(x, bottom), text(x, bottom + 20, f"{value:,.0f}", f'text-anchor="{anchor}"')]
-    return parts
+    """Draw round whole numbers below an axis, or its two ends if fewer than two lie on it."""
+    ticks = [t for t in round_ticks(across.low, across.high, most) if t == int(t)]
+    ticks = [t for t in ticks if across.low <= t <= across.high]
+    ends = list(dict.fromkeys((across.low, across.high)))
+    return draw_ticks(across, bottom, ticks if len(ticks) > 1 else ends)
 
 
 # -- values over steps
@@ -284,23 +239,17 @@ def document(
     title: str,
     description: str,
     parts: Iterable[str],
-    ids: str = "",
     has_style: bool = True,
 ) -> str:
     """Return a whole SVG document, which may be put into an HTML page.
 
-    With ``ids`` title and description have ids, by which the picture is labelled. On a page that
-    contains `style` pictures need no style.
+    On a page that contains `style` pictures need no style.
     """
-    label = f'aria-label="{escape(title, quote=True)}"'
-    if ids:
-        label = f'aria-labelledby="{ids}-title {ids}-desc"'
-    named = [f' id="{ids}-{name}"' if ids else "" for name in ("title", "desc")]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}" '
-        f'role="img" class="shardwise-picture" {label}>',
-        f"<title{named[0]}>{escape(title)}</title>",
-        f"<desc{named[1]}>{escape(description)}</desc>",
+        f'role="img" class="shardwise-picture" aria-label="{escape(title, quote=True)}">',
+        f"<title>{escape(title)}</title>",
+        f"<desc>{escape(description)}</desc>",
         *([f"<style>{style()}</style>"] if has_style else []),
         *parts,
         "</svg>",
@@ -308,17 +257,10 @@ def document(
     return "\n".join(lines) + "\n"
 
 
+@cache
 def style() -> str:
     """Return the CSS of the classes of elements."""
-    light, dark = (
-        "\n".join(
-            f"{','.join(f'.shardwise-picture {one}' for one in of.split(','))}{{{row[0]}:{row[i]}}}"
-            for of, row in _COLOURS.items()
-        )
-        for i in (1, 2)
-    )
-    font = ".shardwise-picture{font-family:system-ui,sans-serif;font-size:12px}"
-    return f"\n{font}\n{light}\n@media (prefers-color-scheme:dark){{\n{dark}\n}}\n"
+    return files(__package__).joinpath("svg.css").read_text(encoding="utf-8")
 
 
 def element(tag: str, name: str, said: str = "", **attributes: object) -> str:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -82,13 +81,10 @@ class Tracer:
 
     def span(self, phase: str, *units: str, line: str = MAIN) -> AbstractContextManager[object]:
         """Label the work inside as ``shardwise.<phase>(<units>)``."""
-        labels = torch.autograd._profiler_enabled()
-        if not labels and self.recorder is None:
-            return _NO_SPAN
-        label = _label(phase, units) if labels else None
+        label = _label(phase, units) if torch.autograd._profiler_enabled() else _NO_SPAN
         if self.recorder is None:
-            return label or _NO_SPAN
-        return _Told(self.recorder, line, phase, units, label)
+            return label
+        return _told(self.recorder, line, phase, join_units(units), label)
 
     def copies(self, line: str, unit: str, num_bytes: int) -> AbstractContextManager[object]:
         """Send the work that is enqueued on the current stream inside to the recorder."""
@@ -97,51 +93,27 @@ class Tracer:
 
     def mark_begin(self, phase: str, unit: str) -> None:
         """Begin a phase that another call ends; see Note [Marks]."""
-        if torch.autograd._profiler_enabled():
-            with _label(phase, (unit,)):
-                pass
+        _mark(phase, unit)
         if self.recorder is not None:
             self.recorder.enter(MAIN, phase, unit)
 
     def mark_end(self, phase: str, unit: str) -> None:
         """End the phase, with the label ``<phase>_end``."""
-        if torch.autograd._profiler_enabled():
-            with _label(f"{phase}_end", (unit,)):
-                pass
+        _mark(f"{phase}_end", unit)
         if self.recorder is not None:
             self.recorder.leave(MAIN, phase, unit)
 
 
-class _Told:
-    """A span that is sent to a recorder."""
-
-    __slots__ = ("_label", "_line", "_phase", "_recorder", "_unit")
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        line: str,
-        phase: str,
-        units: tuple[str, ...],
-        label: AbstractContextManager[object] | None,
-    ) -> None:
-        self._recorder, self._line, self._phase, self._label = recorder, line, phase, label
-        self._unit = join_units(units)
-
-    def __enter__(self) -> None:
-        if self._label is not None:
-            self._label.__enter__()
-        self._recorder.enter(self._line, self._phase, self._unit)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._recorder.leave(self._line, self._phase, self._unit)
-        if self._label is not None:
-            self._label.__exit__(kind, error, where)
+@contextmanager
+def _told(
+    recorder: Recorder, line: str, phase: str, unit: str, label: AbstractContextManager[object]
+) -> Iterator[None]:
+    with label:
+        recorder.enter(line, phase, unit)
+        try:
+            yield
+        finally:
+            recorder.leave(line, phase, unit)
 
 
 @contextmanager
@@ -149,6 +121,12 @@ def _copies(recorder: Recorder, line: str, unit: str, num_bytes: int) -> Iterato
     over = recorder.begin(line, unit, num_bytes, ())
     yield
     over()
+
+
+def _mark(phase: str, unit: str) -> None:
+    if torch.autograd._profiler_enabled():
+        with _label(phase, (unit,)):
+            pass
 
 
 def _label(phase: str, units: tuple[str, ...]) -> AbstractContextManager[object]:

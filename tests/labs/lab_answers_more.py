@@ -2,6 +2,236 @@
 
 from wrong_answers import Answers, Wrong
 
+MOST0 = "    return (device_bytes - activation_bytes) // 16"
+EACH0 = """            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+"""
+ONE0 = "    dist.all_reduce(flat)\n"
+MEAN0 = "    flat /= dist.get_world_size()\n"
+BACK0 = "        grad.copy_(mean.view_as(grad))\n"
+FLAT0 = "torch.cat([grad.flatten() for grad in grads])"
+GRADS0 = "    grads = [p.grad for p in parameters if p.grad is not None]\n"
+SEND0 = "            dist.broadcast(p.data, src=0)\n"
+ADAM0 = "torch.optim.Adam(self.parameters, lr=lr, foreach=False)"
+LAB0 = Answers(
+    {
+        '"line": None': '"line": 14',
+        '"finding": None': '"finding": "SW010"',
+        '"stage": None': '"stage": "replicated"',
+        'train faster": None': 'train faster": False',
+        'half of the model": None': 'half of the model": False',
+        'data parallelism": None': 'data parallelism": False',
+    },
+    [
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "12"), "gradients are missing"),
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "8"), "Adam's two moments are missing"),
+        Wrong(1, "fits", MOST0, MOST0.replace("16", "4"), "only parameters are counted"),
+        Wrong(1, "fits", MOST0, "    return device_bytes // 16", "activations need memory"),
+        Wrong(1, "fits", MOST0, MOST0.replace(" // 16", ""), "these are bytes"),
+        Wrong(1, "fits", MOST0, MOST0.replace(" - ", " + "), "activations are added"),
+        Wrong(2, "each", EACH0, EACH0.split("\n")[0] + "\n", "is the sum, the mean was asked for"),
+        Wrong(2, "each", EACH0, EACH0.replace("size()", "size() ** 2"), "is divided twice"),
+        Wrong(2, "each", EACH0, "            p.grad /= dist.get_world_size()\n", "alone, divided"),
+        Wrong(2, "each", EACH0, "            dist.all_reduce(p.grad.clone())\n", "is as it was"),
+        Wrong(
+            2,
+            "each",
+            "        if p.grad is not None:\n" + EACH0,
+            "        if p.grad is None:\n            p.grad = torch.zeros_like(p)\n"
+            + EACH0.replace("            ", "        "),
+            "None stays None",
+        ),
+        Wrong(3, "flat", ONE0, "", "alone, divided"),
+        Wrong(3, "flat", MEAN0, "", "is the sum, the mean was asked for"),
+        Wrong(3, "flat", BACK0, "        pass\n", "is as it was, this rank's alone"),
+        Wrong(
+            3,
+            "flat",
+            FLAT0,
+            FLAT0.replace("in grads", "in grads[::-1]"),
+            "has its parts in other places",
+        ),
+        Wrong(
+            3,
+            "flat",
+            ONE0,
+            "    for part in flat.split(1):\n        dist.all_reduce(part)\n",
+            "37 messages, 1 expected",
+        ),
+        Wrong(3, "flat", GRADS0, "    grads = [p.grad for p in parameters]\n", "'NoneType'"),
+        Wrong(4, "start", SEND0, "            pass\n", "ranks begin apart and stay apart"),
+        Wrong(4, "start", SEND0, SEND0.replace("src=0", "src=1"), "is rank 1's"),
+        Wrong(4, "start", SEND0, "            dist.all_reduce(p.data)\n", "is the sum of all"),
+        Wrong(
+            4,
+            "start",
+            SEND0,
+            "            dist.all_reduce(p.data)\n            p.data /= dist.get_world_size()\n",
+            "is the mean of all ranks' values",
+        ),
+        Wrong(4, "start", SEND0, SEND0.replace("p.data", "p.data.clone()"), "begin apart"),
+        Wrong(4, "start", ADAM0, ADAM0.replace("parameters", "parameters[:2]"), "lacks 2 of 4"),
+        Wrong(5, "passes", '"replicated": 2', '"replicated": 1', "is 1, 2 expected"),
+        Wrong(5, "passes", '"zero1": 2', '"zero1": micro_batches + 1', "is 3, 2 expected"),
+        Wrong(5, "passes", '"zero2": micro_batches + 1', '"zero2": 2', "is 2, 3 expected"),
+        Wrong(5, "passes", "3 * micro_batches", "micro_batches + 2", "is 4, 6 expected"),
+        Wrong(5, "passes", "3 * micro_batches", "2 * micro_batches", "is 2, 3 expected"),
+    ],
+    rough_rows=(),
+)
+BLOCKS8 = "    return [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]"
+LOOP8 = "    for begin, end in blocks(len(values), size):\n"
+READ8 = "        moments = store.read(begin, end)\n"
+FIRST8 = "        coming = pool.submit(store.read, *cuts[0])\n"
+LOOP_AHEAD8 = "        for number, (begin, end) in enumerate(cuts):\n"
+TAKE8 = "            moments = coming.result()\n"
+MORE8 = """            if number + 1 < len(cuts):
+                coming = pool.submit(store.read, *cuts[number + 1])
+"""
+ADAM8 = "adam(values[begin:end], grad[begin:end], moments, step, lr)\n"
+WRITE8 = "store.write(begin, moments)\n"
+PLAIN8 = READ8 + "        " + ADAM8 + "        " + WRITE8
+AHEAD8 = MORE8 + "            " + ADAM8 + "            " + WRITE8
+COUNT8 = "        self.num_steps += 1\n"
+MEAN8 = "        grad = mean_slice(self.flat.grads)\n"
+STEP8 = (
+    "        step_ahead(self.shard.data, grad, self.store, self.num_steps, self.lr, self.size)\n"
+)
+BACK8 = "        gather_slices(self.flat.values, self.shard.data)\n"
+TOKENS8 = "    return 16 / num_ranks / bytes_per_second * flops / 6"
+LAB8 = Answers(
+    {
+        '"line": None': '"line": 20',
+        '"finding": None': '"finding": "SW033"',
+        '"moments": None': '"moments": "keep"',
+        'number of ranks": None': 'number of ranks": False',
+        'fewer bytes": None': 'fewer bytes": False',
+        'more expensive": None': 'more expensive": False',
+    },
+    [
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "begin + size"),
+            "ends at 12, and there are 10 elements",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("range(0, numel, size)", "range(0, numel // size * size, size)"),
+            "the last elements are in no block",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("range(0, numel,", "range(0, numel + 1,"),
+            "the last block is empty",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "min(size, numel - begin)"),
+            "and not how long it is",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "min(begin + size, numel) - 1"),
+            "an end is the element after the last one",
+        ),
+        Wrong(2, "step", PLAIN8, READ8 + "        " + ADAM8, "at 0 is written nowhere"),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            READ8 + "        " + WRITE8 + "        " + ADAM8,
+            "is written before its step",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("values[begin:end]", "values[begin:end].clone()"),
+            "is stepped nowhere",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            READ8 + "        moments = [m.clone() for m in moments]\n" + PLAIN8,
+            "a block is read twice",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("moments, step, lr)", "moments, 1, lr)"),
+            "after step 2 the values",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("grad[begin:end]", "grad[: end - begin]"),
+            "after step 1 the values",
+        ),
+        Wrong(
+            3,
+            "ahead",
+            AHEAD8,
+            "            " + ADAM8 + "            " + WRITE8 + MORE8,
+            "the read of the next one has not begun",
+        ),
+        Wrong(
+            3,
+            "ahead",
+            FIRST8 + LOOP_AHEAD8 + TAKE8 + MORE8,
+            LOOP_AHEAD8 + "            moments = store.read(begin, end)\n",
+            "the read of the next one has not begun",
+        ),
+        Wrong(3, "ahead", MORE8, MORE8.replace("number + 1]", "number]"), "tensor a (1000)"),
+        Wrong(
+            3,
+            "ahead",
+            MORE8,
+            MORE8.split("\n")[1].replace("    ", "", 1) + "\n",
+            "list index out of range",
+        ),
+        Wrong(3, "ahead", AHEAD8, MORE8 + "            " + ADAM8, "is written nowhere"),
+        Wrong(
+            3,
+            "ahead",
+            FIRST8,
+            "        everything = [store.read(*cut) for cut in cuts]\n" + FIRST8,
+            "a block is read twice",
+        ),
+        Wrong(4, "bits", COUNT8, "", "your code raised"),
+        Wrong(4, "bits", BACK8, "", "is as before"),
+        Wrong(4, "bits", STEP8 + BACK8, BACK8 + STEP8, "is as before"),
+        Wrong(4, "held", MEAN8, MEAN8 + "        self.shard.grad = grad\n", "of the slice is kept"),
+        Wrong(4, "moved", STEP8, STEP8 + "        self.store.read(0, 17382)\n", "bytes read and"),
+        Wrong(
+            4,
+            "held",
+            STEP8,
+            "        self.shard.grad = grad\n        self.optimizer.step()\n"
+            "        self.shard.grad = None\n",
+            "the moments are in memory, too",
+        ),
+        Wrong(4, "bits", "        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("16", "8"), "moments are read AND written"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / num_ranks", ""), "its slice only"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / 6", ""), "6 operations per parameter"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ 6", "/ 2"), "forward is 2 of them"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ num", "* num"), "so they divide the tokens"),
+    ],
+    rough_rows=(),
+)
 ULP = "    return torch.ldexp(torch.ones_like(weights), exponent - 9)"
 MASTER = "nn.Parameter(values.chunk(num_ranks)[rank].clone())"
 ADAM9 = "torch.optim.Adam([self.master], lr=lr, foreach=False)"
@@ -104,4 +334,242 @@ LAB9 = Answers(
     ],
     rough_rows=("moved", "lost", "fp16 gradients"),
 )
-ANSWERS = {9: LAB9}
+SHARE6 = "    share = -(-num_rows // num_ranks)\n"
+ROWS6 = "    return min(rank * share, num_rows), min((rank + 1) * share, num_rows)\n"
+OURS6 = '        if event == "call" and name in STATIONS and is_ours:\n'
+ANY6 = "any(id(value) in own for value in frame.f_locals.values())"
+END6 = "    sys.setprofile(None)\n"
+FORWARD6 = '    forward += ["Engine.after_forward", "Storage.free"]\n'
+BACKWARD6 = '    backward += ["Backward.on_unit_over", "Reductions.add", "Storage.free"]\n'
+BEGIN6 = (
+    '    forward = ["Storage.prepare_gather", "Engine.before_forward", "Unit.finish_unshard"]\n'
+)
+HOOK6 = (
+    "    hook = module.register_forward_hook(lambda m, *_: found.update(forward=held(m.weight)))\n"
+)
+SENT6 = "    return 2 * sum(own) - own[-1], sum(others) + 4 * num_tensors\n"
+LAB6 = Answers(
+    {
+        '"line": None': '"line": 22',
+        '"finding": None': '"finding": "SW002"',
+        '"message": None': '"message": "none"',
+        'the optimizer": None': 'the optimizer": False',
+        'forward begins": None': 'forward begins": False',
+        'are freed": None': 'are freed": False',
+    },
+    [
+        Wrong(1, "rows", SHARE6, "    share = num_rows // num_ranks\n", "rounded down"),
+        Wrong(
+            1,
+            "rows",
+            ROWS6,
+            "    return rank * share, (rank + 1) * share\n",
+            "there are 7 rows only",
+        ),
+        Wrong(
+            1, "rows", ROWS6, ROWS6.replace("(rank + 1) * share", "(rank + 1) * share - 1"), "aft"
+        ),
+        Wrong(1, "rows", ROWS6, "    return rank * share, share\n", "is a row, and not how many"),
+        Wrong(1, "rows", ROWS6, "    print(share)\n", "rank 0 has None"),
+        Wrong(2, "record", OURS6, OURS6.replace('event == "call" and ', ""), "recorded too?"),
+        Wrong(2, "record", OURS6, OURS6.replace(" and is_ours", ""), "those of other units"),
+        Wrong(2, "record", ANY6, 'id(frame.f_locals.get("self")) in own', "but not `self`"),
+        Wrong(2, "record", END6, "", "the profile goes on after the step"),
+        Wrong(
+            2,
+            "record",
+            "    step()\n" + END6 + "    return found\n",
+            END6 + "    step()\n    return found\n",
+            "nothing was recorded",
+        ),
+        Wrong(
+            2,
+            "record",
+            END6 + "    return found\n",
+            END6 + "    return sorted(set(found))\n",
+            "they are wanted as they came",
+        ),
+        Wrong(
+            3,
+            "path",
+            BEGIN6,
+            BEGIN6.replace(
+                '"Storage.prepare_gather", "Engine.before_forward"',
+                '"Engine.before_forward", "Storage.prepare_gather"',
+            ),
+            "memory comes first, while another unit computes",
+        ),
+        Wrong(
+            3,
+            "path",
+            FORWARD6,
+            '    forward += ["Storage.free", "Engine.after_forward"]\n',
+            "they are still needed",
+        ),
+        Wrong(3, "path", FORWARD6, FORWARD6.replace(', "Storage.free"', ""), "nothing reads the"),
+        Wrong(
+            3,
+            "path",
+            BEGIN6,
+            BEGIN6.replace(
+                '"Engine.before_forward", "Unit.finish_unshard"',
+                '"Unit.finish_unshard", "Engine.before_forward"',
+            ),
+            "the wait is inside of what needs the values",
+        ),
+        Wrong(
+            3, "path", "    return forward + backward\n", "    return forward\n", "5 stations, 11"
+        ),
+        Wrong(
+            3,
+            "path",
+            BACKWARD6,
+            '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
+            "station 10 is Reductions.add, and not Storage.free: they are still needed",
+        ),
+        Wrong(4, "forms", HOOK6, HOOK6.replace("forward=", "before="), '"forward" is missing'),
+        Wrong(
+            4,
+            "forms",
+            "    hook.remove()\n",
+            "    hook.remove()\n    found.update(forward=held(module.weight))\n",
+            "look while the unit is full",
+        ),
+        Wrong(4, "forms", "    hook.remove()\n", "", "the hook is still there after the step"),
+        Wrong(4, "forms", 'found["grad"] = held(module.weight.grad)', "pass", '"grad" is missing'),
+        Wrong(
+            4,
+            "forms",
+            '    found["grad"] = held(module.weight.grad)\n',
+            '    found["grad"] = found["forward"]\n',
+            "that is the full parameter in forward",
+        ),
+        Wrong(5, "sent", SENT6, SENT6.replace(" - own[-1]", ""), "the last unit stays full"),
+        Wrong(5, "sent", SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
+        Wrong(
+            5, "sent", SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"
+        ),
+        Wrong(5, "sent", SENT6, SENT6.replace(" + 4 * num_tensors", ""), "who had a gradient"),
+        Wrong(
+            5,
+            "sent",
+            SENT6,
+            SENT6.replace("4 * num_tensors", "num_tensors"),
+            "136,232 bytes in reductions, 136,3",
+        ),
+        Wrong(
+            5,
+            "sent",
+            SENT6,
+            "    return 2 * sum(others) - others[-1], sum(own) + 4 * num_tensors\n",
+            "bytes in",
+        ),
+    ],
+    rough_rows=(),
+)
+GUARD7 = "        if self.is_full or self.work is not None:\n            return\n"
+ROOM7 = "        self.values.untyped_storage().resize_(self.values.numel() * 4)\n"
+START7 = "        self.work = dist.all_gather(slices, self.shard.data, async_op=True)\n"
+WAIT7 = "            self.work.wait()\n"
+DONE7 = "            self.work, self.is_full = None, True\n"
+NEXT7 = "        self.trainer.prefetch(self.index)\n"
+AHEAD7 = "        for distance in range(1, self.ahead + 1):\n"
+INDEX7 = "            following = index + self.direction * distance\n"
+BOUND7 = "            if 0 <= following < len(self.units):\n"
+INPUTS7 = "[torch.cat([full.chunk(num_ranks)[r] for full in fulls]) for r in range(num_ranks)]"
+REDUCE7 = "        return dist.reduce_scatter(mine, inputs, async_op=True), mine\n"
+OLDEST7 = "            work, mine, units = self.in_flight.pop(0)\n"
+PARTS7 = "            parts = mine.split([unit.shard.numel() for unit in units])\n"
+GRAD7 = "part if unit.shard.grad is None else unit.shard.grad + part"
+LAB7 = Answers(
+    {
+        '"line": None': '"line": 15',
+        '"finding": None': '"finding": "SW011"',
+        '"ahead": None': '"ahead": 1',
+        'fewer bytes": None': 'fewer bytes": False',
+        'no memory": None': 'no memory": False',
+        'waited for": None': 'waited for": False',
+    },
+    [
+        Wrong(
+            1, "start", GUARD7, "        if self.is_full:\n            return\n", "a second gather"
+        ),
+        Wrong(
+            1,
+            "start",
+            GUARD7,
+            "        if self.work is not None:\n            return\n",
+            "gathers a unit that is full",
+        ),
+        Wrong(1, "start", START7, START7.replace(", async_op=True", ""), "does not wait"),
+        Wrong(1, "start", START7, START7.replace("self.work = ", ""), "`work` is None after"),
+        Wrong(1, "start", START7, START7 + "        self.is_full = True\n", "calls itself full"),
+        Wrong(1, "start", ROOM7, "", "out of bounds for storage"),
+        Wrong(1, "start", START7, START7 + "        self.work.wait()\n", "does not wait"),
+        Wrong(2, "gather", WAIT7, "", "returns before its message has come"),
+        Wrong(2, "gather", DONE7, "            self.is_full = True\n", "`work` is still set"),
+        Wrong(
+            2, "gather", DONE7, "            self.work = None\n", "does not know that it is full"
+        ),
+        Wrong(2, "gather", NEXT7, "", "calls trainer.prefetch with nothing"),
+        Wrong(
+            2,
+            "gather",
+            WAIT7 + DONE7 + NEXT7,
+            WAIT7 + DONE7 + "    " + NEXT7,
+            "prefetch on every call",
+        ),
+        Wrong(2, "gather", NEXT7, NEXT7.replace("index", "index + 1"), "with [1], [0] expected"),
+        Wrong(3, "order", INDEX7, INDEX7.replace("self.direction * ", ""), "unit 1 is full"),
+        Wrong(
+            3, "order", BOUND7, "            if following < len(self.units):\n", "unit 5 is full"
+        ),
+        Wrong(3, "order", BOUND7, "            if True:\n", "list index out of range"),
+        Wrong(3, "order", INDEX7, "            following = index\n", "0 of 12 gathers run beside"),
+        Wrong(
+            3, "order", AHEAD7, "        for distance in (1,):\n", "with ahead=0 10 gathers begin"
+        ),
+        Wrong(3, "full", AHEAD7, AHEAD7.replace("+ 1", "+ 2 * (self.ahead > 0)"), "units full"),
+        Wrong(
+            4,
+            "bucket",
+            INPUTS7,
+            "list(torch.cat(fulls).chunk(num_ranks))",
+            "is cut without regard to units",
+        ),
+        Wrong(4, "bucket", REDUCE7, REDUCE7.replace(", async_op=True", ""), "has ended when"),
+        Wrong(4, "bucket", REDUCE7, REDUCE7.replace(", mine\n", "\n"), "return (work, output)"),
+        Wrong(4, "bucket", INPUTS7, INPUTS7 + "[::-1]", "is another rank's"),
+        Wrong(4, "bucket", INPUTS7, INPUTS7.replace("in fulls", "in fulls[::-1]"), "another order"),
+        Wrong(
+            4,
+            "bucket",
+            INPUTS7,
+            INPUTS7.replace("[r] for", "[r] / num_ranks for"),
+            "is the mean already",
+        ),
+        Wrong(
+            4,
+            "bucket",
+            REDUCE7,
+            "        for full in fulls:\n"
+            "            work = dist.all_reduce(full, async_op=True)\n"
+            "        return work, mine\n",
+            "3 collectives for one bucket",
+        ),
+        Wrong(5, "finish", OLDEST7, OLDEST7.replace("(0)", "()"), "oldest first"),
+        Wrong(5, "finish", "            work.wait()\n", "", "waited for are []"),
+        Wrong(5, "finish", "            mine /= dist.get_world_size()\n", "", "is the sum, the"),
+        Wrong(5, "finish", GRAD7, "part", "is that of the last reduction alone"),
+        Wrong(5, "finish", " > allowed:", " > 0:", "nothing overlaps"),
+        Wrong(
+            5,
+            "finish",
+            PARTS7,
+            "            parts = mine.split(units[0].shard.numel())\n",
+            "The size of tensor a (1040)",
+        ),
+    ],
+    rough_rows=("peak",),
+)
+ANSWERS = {0: LAB0, 6: LAB6, 7: LAB7, 8: LAB8, 9: LAB9}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from lab_answers import ANSWERS as FIRST
@@ -174,6 +175,10 @@ def test_a_reader_goes_through_a_lab(
         and broken.output.split("rank 0:\n\n")[1] != shown
     )
     assert call(app, ["lab", "check", n]).exit_code == 0
+    if number == 7:
+        drawn = ElementTree.parse(tmp_path / "lab07_timeline.svg").iter()
+        # In both steps 12 computes and 12 gathers; 6 reductions, and 3 of buckets.
+        assert sum(element.tag.endswith("rect") for element in drawn) == 4 * 12 + 6 + 3
     total = len(lab.targets) + 4
     assert f"{total} of {total} targets met" in call(app, ["lab", "list"]).output
     assert len(json.loads((tmp_path / desk.SCORE).read_text())[n]["met"]) == total
@@ -223,6 +228,13 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         tenth.predict["minutes between saves that lose least"].value, rel=0.01
     )
     assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
+    eighth = labs()[8]
+    offloaded = account(7_000_000_000, 8, stage=1, precision="fp32", offload="nvme:/tmp")
+    stays = offloaded.device_bytes / 1e9
+    assert stays == pytest.approx(eighth.predict["7B zero1 with offload, GB"].value)
+    assert gigabytes(1) + 10 <= 80 and eighth.decision.answer == "keep"
+    small = account(1_500_000_000, 8, stage=0, precision="fp32").device_bytes / 1e9
+    assert small + 8 <= 40 and labs()[0].decision.answer == "replicated"
     assert gigabytes(1) <= 70 and fourth.decision.answer == "zero1"
     assert gigabytes(1, precision="zero_paper") <= 40 < gigabytes(1)
     assert labs()[9].decision.answer == "masters"

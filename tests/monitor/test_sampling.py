@@ -6,8 +6,8 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.monitor.gatherer import Sampler
 from shardwise.monitor.metrics import STEP_S
-from shardwise.monitor.step_lines import Sampler
 
 FIRST = 10  # steps, of which each is a line
 

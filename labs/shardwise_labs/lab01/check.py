@@ -1,57 +1,13 @@
 """The check of lab 1: formulas, and a small model at each stage on two ranks."""
 
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
-from shardwise_labs.given import LR, numel_of, units_of
+from shardwise_labs.given import numel_of, units_of
 from shardwise_labs.judge import Judge
-from shardwise_labs.reader import load
 from shardwise_labs.words import WrongAnswer, count_difference, number_of
-from shardwise_labs.zero import Trained, train
-
-STAGES = ("replicated", "zero1", "zero2", "zero3")
-
-
-class Replicated:
-    """Plain data parallelism, for the first row of the table."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=LR, foreach=False)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run backward, and average the gradients."""
-        loss.backward()
-        for p in self.model.parameters():
-            torch.distributed.all_reduce(p.grad)
-            p.grad /= torch.distributed.get_world_size()  # type: ignore[operator]
-
-    def step(self) -> None:
-        """Update the parameters."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-@cache
-def _measured(rank: int, folder: Path) -> dict[str, Trained]:
-    """Return the small model, trained at each stage; a process measures it once."""
-    zero1 = load(folder / "lab03_zero1.py").Zero1
-    zero2 = load(folder / "lab04_zero2.py").Zero2
-    zero3 = load(folder / "lab05_zero3.py").Zero3
-    builders = (
-        Replicated,
-        lambda model: zero1(model, LR),
-        lambda model: zero2(units_of(model), LR),
-        lambda model: zero3(units_of(model), LR),
-    )
-    return {
-        stage: train(build, rank, folder, steps=2, is_plain=True)
-        for stage, build in zip(STAGES, builders, strict=True)
-    }
+from shardwise_labs.zero import STAGES, Trained, measured_stages
 
 
 def _formula(judge: Judge, numel: int, dp: int, **sizes: float) -> Mapping[str, float]:
@@ -63,7 +19,7 @@ def _formula(judge: Judge, numel: int, dp: int, **sizes: float) -> Mapping[str, 
 
 def run(judge: Judge) -> None:
     """Measure a model of 68,167 parameters on two ranks, beside the reader's formulas."""
-    for stage, trained in _measured(judge.rank, judge.solutions).items():
+    for stage, trained in measured_stages(judge.rank, judge.solutions).items():
         numel, units = numel_of_plain(trained)
         formula = _formula(judge, numel, judge.num_ranks)[stage]
         judge.row(
@@ -166,7 +122,7 @@ def _judge_held(judge: Judge) -> None:
 
 
 def _judge_peak(judge: Judge) -> None:
-    measured = _measured(judge.rank, judge.solutions)
+    measured = measured_stages(judge.rank, judge.solutions)
     numel, units = numel_of_plain(measured["zero3"])
     formula = 16 * numel / judge.num_ranks
     judge.facts = {

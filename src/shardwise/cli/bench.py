@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shardwise import terminal
+from shardwise.cli.tables import make_table
 from shardwise.cli.train import read_place, told_by_one_rank
 from shardwise.errors import ConfigError
+from shardwise.plan.machine.calibration import Calibration, to_json, write_calibration
+from shardwise.progress import share_bar
+from shardwise.quantities import format_bytes
+from shardwise.terminal import open_console
 from shardwise.train.launch import RankPlace, launch_local_ranks
-
-if TYPE_CHECKING:
-    from shardwise.plan.machine.calibration import Calibration
 
 _DEFAULT = Path("shardwise-calibration.json")
 
@@ -50,21 +52,25 @@ def bench(
     """
     place = read_place(os.environ)
     with told_by_one_rank(place):
-        _check_folder(output.parent)
+        if not (folder := output.parent).is_dir():
+            raise ConfigError(f"--output: there is no folder {folder}")
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"--output: the folder {folder} is not writable")
         num_ranks = ranks or _num_devices() if place is None else 1
         if num_ranks > 1:
             return launch_local_ranks(["bench", *context.meta["arguments"]], num_ranks)
-        found = _measured(place or RankPlace(0, 1, 0, 1), threads, output.parent, quick)
-        if found is not None:
-            _report(found, output if calibrate else None, as_json)
+        found = _measured(place or RankPlace(0, 1, 0, 1), threads, folder, quick)
+        if found is None:
+            return 0
+        if as_json:
+            terminal.say(json.dumps(to_json(found), indent=1) + "\n")
+        else:
+            _show(found)
+        if calibrate:
+            write_calibration(found, output)
+            if not as_json:
+                terminal.say(f"wrote {output}: `shardwise plan --calibration {output}`\n")
     return 0
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigError(f"--output: there is no folder {folder}")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--output: the folder {folder} is not writable")
 
 
 def _num_devices() -> int:
@@ -78,7 +84,6 @@ def _measured(
 ) -> Calibration | None:
     """Measure together with the other ranks; None on all but the first."""
     from shardwise.bench.calibrate import calibrate
-    from shardwise.progress import share_bar
     from shardwise.train.setup import join_ranks
 
     with join_ranks(place, threads) as device, share_bar(place.rank == 0) as progress:
@@ -86,25 +91,7 @@ def _measured(
     return None if place.rank else found
 
 
-def _report(found: Calibration, output: Path | None, as_json: bool) -> None:
-    """Print the figures, and write them to a file if one is given."""
-    from shardwise.plan.machine.calibration import to_json, write_calibration
-
-    if as_json:
-        terminal.say(json.dumps(to_json(found), indent=1) + "\n")
-    else:
-        _show(found)
-    if output is not None:
-        write_calibration(found, output)
-        if not as_json:
-            terminal.say(f"wrote {output}: `shardwise plan --calibration {output}`\n")
-
-
 def _show(found: Calibration) -> None:
-    from shardwise.cli.tables import make_table
-    from shardwise.quantities import format_bytes
-    from shardwise.terminal import open_console
-
     def size(value: float, unit: str) -> str:
         return format_bytes(value) if unit == "bytes" else f"{value:.3g} FLOP"
 

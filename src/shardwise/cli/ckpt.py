@@ -6,19 +6,33 @@ Exit codes: 0 success; 1 damage was found, or an error; 2 wrong arguments.
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from time import perf_counter
+from typing import Annotated
 
 import typer
 
 from shardwise import terminal
+from shardwise.checkpoint import files as disk
+from shardwise.checkpoint.folder import check_quickly, choose, step_name
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.verify import Verified
+from shardwise.checkpoint.verify import verify as verify_one
+from shardwise.cli.facts import (
+    checkpoint_facts,
+    checkpoints_at,
+    is_gone,
+    kind_of,
+    look_at,
+    run_facts,
+)
 from shardwise.cli.flags import Command, print_json
+from shardwise.cli.tables import show_checkpoint, show_run, show_verified
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
-
-if TYPE_CHECKING:
-    from shardwise.checkpoint.read import Checkpoint
-    from shardwise.checkpoint.verify import Verified
+from shardwise.progress import byte_bar
+from shardwise.quantities import format_bytes, parse_size
 
 _DAMAGED = 1
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -63,18 +77,13 @@ def inspect(
     ] = False,
 ) -> None:
     """Show what a checkpoint holds, or all checkpoints of a run. Reads no tensors."""
-    from shardwise.checkpoint.files import Files
-    from shardwise.cli.facts import checkpoint_facts, kind_of, run_facts
-    from shardwise.cli.tables import show_checkpoint, show_run
-    from shardwise.terminal import open_console
-
-    files = Files()
+    files, console = disk.Files(), terminal.open_console()
     if kind_of(files, path) == "run":
         run = run_facts(files, path)
-        print_json(run.to_json()) if as_json else show_run(open_console(), run)
+        print_json(asdict(run)) if as_json else show_run(console, run)
         return
-    found = checkpoint_facts(files, path, tensors)
-    print_json(found.to_json()) if as_json else show_checkpoint(open_console(), found)
+    found = checkpoint_facts(files, path)
+    print_json(found.to_json(tensors)) if as_json else show_checkpoint(console, found, tensors)
     if found.saved.damage:
         raise typer.Exit(_DAMAGED)
 
@@ -82,22 +91,13 @@ def inspect(
 @ckpt.command(cls=_Command)
 def verify(path: _Path, as_json: _Json = False) -> None:
     """Verify every byte of a checkpoint, or of a run; list all damage."""
-    from time import perf_counter
-
-    from shardwise.checkpoint.files import Files
-    from shardwise.checkpoint.verify import verify as verify_one
-    from shardwise.cli.facts import Saved, checkpoints_at, is_gone
-    from shardwise.cli.tables import show_verified
-    from shardwise.progress import byte_bar
-    from shardwise.terminal import open_console
-
-    files, console = Files(), open_console()
+    files, console = disk.Files(), terminal.open_console()
     paths = checkpoints_at(files, path)
     found: list[Verified] = []
     removed: list[Path] = []  # by a run that is still writing
     errors: list[str] = []  # of checkpoints that could not be verified
     started_s = perf_counter()
-    to_read = sum(Saved.found(files, one).num_bytes or 0 for one in paths)
+    to_read = sum(look_at(files, one)[0].num_bytes or 0 for one in paths)
     with byte_bar("verify", to_read) as progress:
         for one in paths:
             try:
@@ -114,7 +114,7 @@ def verify(path: _Path, as_json: _Json = False) -> None:
     duration_s = perf_counter() - started_s
     num_bytes = sum(verified.num_bytes for verified in found)
     num_damaged = sum(not verified.ok for verified in found)
-    is_ok = bool(found) and not num_damaged and not errors
+    is_ok, rate = bool(found) and not num_damaged and not errors, round(num_bytes / duration_s)
     if as_json:
         facts = {
             "path": str(path),
@@ -122,7 +122,7 @@ def verify(path: _Path, as_json: _Json = False) -> None:
             "num_damaged": num_damaged,
             "num_bytes": num_bytes,
             "duration_s": duration_s,
-            "bytes_per_s": round(num_bytes / duration_s),
+            "bytes_per_s": rate,
             "checkpoints": [_verified_facts(verified) for verified in found],
             "removed_meanwhile": [str(gone) for gone in removed],
             "errors": errors,
@@ -133,12 +133,20 @@ def verify(path: _Path, as_json: _Json = False) -> None:
             show_verified(console, verified)
         for gone in removed:
             _say(f"note: {gone.name} was removed meanwhile")
-        text = _summary(len(found), num_damaged, num_bytes, duration_s)
-        console.print(text, soft_wrap=True)
+        what = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
+        state = f"{num_damaged} damaged" if num_damaged else "every byte as it was saved"
+        read = f"{format_bytes(num_bytes)} in {duration_s:.2f} s, {format_bytes(rate)}/s"
+        _say(f"{what}, {read}: {state}" if found else "no checkpoint to verify")
     if errors:
         raise CheckpointError("; ".join(errors))
     if not is_ok:
         raise typer.Exit(_DAMAGED)
+
+
+def _verified_facts(verified: Verified) -> dict[str, object]:
+    findings = [{**asdict(each), "tensor": each.tensor or None} for each in verified.findings]
+    facts = {**asdict(verified), "findings": findings, "path": str(verified.path)}
+    return facts | {"ok": verified.ok}
 
 
 @ckpt.command(cls=_Command)
@@ -194,10 +202,8 @@ def import_(
     """Write a checkpoint of others as one of ours, which loads on any number of ranks."""
     if not source.exists():  # before torch is loaded
         raise ConfigError(f"{source} cannot be read: there is no such file or folder")
-    from shardwise.checkpoint.files import Files
     from shardwise.convert.detect import FORMATS, open_any
     from shardwise.convert.importing import import_source, without_prefix
-    from shardwise.progress import byte_bar
 
     found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
     _say(f"reading {source} as {FORMATS[found]}")
@@ -205,48 +211,16 @@ def import_(
         opened = without_prefix(opened, strip_prefix)
     total = sum(t.num_bytes for t in opened.tensors)
     with byte_bar("import", total) as progress:
-        written = import_source(opened, target, files=Files(), step=step, progress=progress)
+        written = import_source(opened, target, files=disk.Files(), step=step, progress=progress)
     _say_written(written.path, len(opened.tensors), written.num_bytes)
     for place in opened.left_out:
         _say(f"left out: {place}, which is made of a class that is not read")
 
 
-def _verified_facts(verified: Verified) -> dict[str, object]:
-    findings = [
-        {"file": f.file, "tensor": f.tensor or None, "text": f.text} for f in verified.findings
-    ]
-    return {
-        "path": str(verified.path),
-        "step": verified.step,
-        "ok": verified.ok,
-        "num_bytes": verified.num_bytes,
-        "num_files": verified.num_files,
-        "findings": findings,
-        "notes": list(verified.notes),
-    }
-
-
-def _summary(count: int, num_damaged: int, num_bytes: int, duration_s: float) -> str:
-    from shardwise.quantities import format_bytes
-
-    read = f"{format_bytes(num_bytes)} in {duration_s:.2f} s"
-    what = "1 checkpoint" if count == 1 else f"{count} checkpoints"
-    state = f"{num_damaged} damaged" if num_damaged else "every byte as it was saved"
-    speed = f"{format_bytes(round(num_bytes / duration_s))}/s"
-    return f"{what}, {read}, {speed}: {state}" if count else "no checkpoint to verify"
-
-
 # -- export
-
-
 def _open(path: Path, step: int | None) -> Checkpoint:
     """Open a checkpoint; of a run, that step, or the newest that passes the quick check."""
-    from shardwise.checkpoint.files import Files
-    from shardwise.checkpoint.folder import check_quickly, choose, step_name
-    from shardwise.checkpoint.read import Checkpoint
-    from shardwise.cli.facts import checkpoints_at, kind_of
-
-    files = Files()
+    files = disk.Files()
     is_run = kind_of(files, path) == "run"
     if step is not None:
         one = path / step_name(step) if is_run else path
@@ -272,9 +246,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
 def _export_weights(
     checkpoint: Checkpoint, target: Path, max_bytes: int, dtype: str | None, config: Path | None
 ) -> None:
-    from shardwise.checkpoint.files import Files
     from shardwise.convert.export import export_huggingface
-    from shardwise.progress import byte_bar
 
     dtype = _DTYPES.get(dtype.lower(), dtype) if dtype is not None else None
     infos = [t for t in checkpoint.tensors if t.kind in ("param", "buffer")]
@@ -284,7 +256,7 @@ def _export_weights(
         done = export_huggingface(
             checkpoint,
             target,
-            files=Files(),
+            files=disk.Files(),
             max_shard_bytes=max_bytes,
             dtype=dtype,
             config_from=config,
@@ -299,8 +271,6 @@ def _export_weights(
 
 def _parse_size(text: str) -> int:
     """Read a size such as 5GB, 512MiB or 1000000."""
-    from shardwise.quantities import parse_size
-
     try:
         return parse_size(text)
     except ValueError:
@@ -308,15 +278,10 @@ def _parse_size(text: str) -> int:
         raise ConfigError(f"--max-shard-size {text!r}: {why}") from None
 
 
-# -- messages
-
-
 def _say(text: str) -> None:
     terminal.say(f"{text}\n")
 
 
 def _say_written(path: Path, num_tensors: int, num_bytes: int) -> None:
-    from shardwise.quantities import format_bytes
-
     tensors = f"{num_tensors:,} tensor{'s' if num_tensors != 1 else ''}"
     _say(f"wrote {path}: {tensors}, {format_bytes(num_bytes)}")

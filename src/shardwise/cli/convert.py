@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+import yaml
+from rich.text import Text
 
 from shardwise import terminal
+from shardwise.cli.tables import make_table
 from shardwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardwise.interop.foreign_keys import Report
-    from shardwise.train.config import TrainConfig
+from shardwise.interop.foreign_keys import KEYS, Report, load_keys
+from shardwise.interop.foreign_settings import read_accelerate_keys, read_train_keys, tell_sources
+from shardwise.interop.foreign_writing import to_accelerate, to_deepspeed
+from shardwise.keys import check_keys, read_keys
+from shardwise.train.checks import resolve_batch
+from shardwise.train.config import TrainConfig
 
 
 class Form(StrEnum):
@@ -26,30 +32,38 @@ class Form(StrEnum):
     ACCELERATE = "accelerate"
 
 
-_File = Annotated[
-    Path, typer.Argument(help="DeepSpeed JSON, accelerate YAML, or YAML of `shardwise train`")
-]
-_To = Annotated[Form | None, typer.Option(help="what to write (default: shardwise, if it is not)")]
-_Output = Annotated[Path | None, typer.Option("-o", "--output", help="file to write; else stdout")]
-_Ranks = Annotated[
-    int | None, typer.Option(min=1, help="number of ranks, where sizes of a batch follow from it")
-]
-_AsJson = Annotated[bool, typer.Option("--json", help="print the report as JSON, to stderr")]
-
-
 def convert(
-    file: _File,
-    to: _To = None,
-    output: _Output = None,
-    ranks: _Ranks = None,
-    as_json: _AsJson = False,
+    file: Annotated[
+        Path,
+        typer.Argument(help="DeepSpeed JSON, accelerate YAML, or YAML of `shardwise train`"),
+    ],
+    to: Annotated[
+        Form | None, typer.Option(help="what to write (default: shardwise, if it is not)")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="file to write; else stdout")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="number of ranks, where sizes of a batch follow from it"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the report as JSON, to stderr")
+    ] = False,
 ) -> int:
     """Turn one file of settings into another form, and report on each key.
 
     The new file goes to stdout, or to --output; the report to stderr.
     """
     text, report = _convert(file, to, ranks)
-    _write(text, output)
+    if output is None:
+        terminal.say(text)
+    else:
+        try:
+            with output.open("x", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from None
     if as_json:
         terminal.complain(json.dumps(report.as_json(), indent=2) + "\n")
     else:
@@ -58,8 +72,6 @@ def convert(
 
 
 def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Report]:
-    import yaml
-
     form = _form_of(file)
     if to is None:
         if form is Form.SHARDWISE:
@@ -68,54 +80,40 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
     if to is form:
         raise ConfigError(f"{file}: it is of the form {to.value} already")
     keys, report = _read(file, form, ranks)
-    config = _check(keys, file)
+    config = check_keys(TrainConfig, keys, {}, file, "train")
+    if config.ranks is not None:
+        config = resolve_batch(config, config.ranks)
     if form is not Form.SHARDWISE:
-        from shardwise.interop.foreign_settings import tell_sources
-
         named = str(file) if form is Form.ACCELERATE else None
         report = tell_sources(report, config, lambda key: named if key in keys else None)
     if to is Form.SHARDWISE:
         return yaml.safe_dump(keys, sort_keys=False), report
     if to is Form.DEEPSPEED:
-        from shardwise.interop.foreign_writing import to_deepspeed
-
         content, written = to_deepspeed(config, str(file))
         text = json.dumps(content, indent=2) + "\n"
     else:
-        from shardwise.interop.foreign_writing import to_accelerate
-
         open_keys = {"precision"} - keys.keys() if form is Form.DEEPSPEED else set()
         report = _with_open_precision(report) if open_keys else report
         content, written = to_accelerate(config, str(file), open_keys)
         text = yaml.safe_dump(content, sort_keys=False)
-    return text, written if form is Form.SHARDWISE else _both(report, written)
+    if form is Form.SHARDWISE:
+        return text, written
+    lost = (x for x in report.lines if x.fate in ("ignored", "auto"))  # not read, or left open
+    return text, Report(report.source, (*written.lines, *lost))
 
 
 def _with_open_precision(report: Report) -> Report:
     """Report that the new file leaves a precision at "auto" open too."""
-    from dataclasses import replace
-
     text = "mixed_precision: left out, for accelerate's own flag to say"
     lines = (
         replace(x, text=text) if x.fate == "auto" and x.key.endswith(".enabled") else x
         for x in report.lines
     )
-    return type(report)(report.source, tuple(lines))
-
-
-def _both(read: Report, written: Report) -> Report:
-    """Join keys that were not read, or left open, with the report of the written ones."""
-    from shardwise.interop.foreign_keys import Report
-
-    lost = (x for x in read.lines if x.fate in ("ignored", "auto"))
-    return Report(read.source, (*written.lines, *lost))
+    return Report(report.source, tuple(lines))
 
 
 def _form_of(file: Path) -> Form:
     """Return the form that has most of the file's keys."""
-    from shardwise.interop.foreign_keys import KEYS, load_keys
-    from shardwise.train.config import TrainConfig
-
     content = load_keys(file)
     theirs = {"optimizer"} if isinstance(content.get("optimizer"), dict) else set()
     known = {
@@ -129,52 +127,21 @@ def _form_of(file: Path) -> Form:
 
 
 def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, object], Report]:
-    if form is Form.DEEPSPEED:
-        from shardwise.interop.foreign_settings import read_train_keys
-
-        keys, report = read_train_keys(file, {}, {}, ranks)
-        return (keys if ranks is None else {**keys, "ranks": ranks}), report
     if form is Form.ACCELERATE:
-        from shardwise.interop.foreign_settings import read_accelerate_keys
-
         return read_accelerate_keys(file, ranks)
-    from shardwise.interop.foreign_keys import Report
-    from shardwise.keys import read_keys
-
-    keys = read_keys(file)
-    return (keys if ranks is None else {**keys, "ranks": ranks}), Report(str(file), ())
-
-
-def _check(keys: dict[str, object], file: Path) -> TrainConfig:
-    from shardwise.keys import check_keys
-    from shardwise.train.checks import resolve_batch
-    from shardwise.train.config import TrainConfig
-
-    config = check_keys(TrainConfig, keys, {}, file, "train")
-    return resolve_batch(config, config.ranks) if config.ranks is not None else config
-
-
-def _write(text: str, output: Path | None) -> None:
-    if output is None:
-        terminal.say(text)
-        return
-    try:
-        with output.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error.strerror}") from None
+    if form is Form.DEEPSPEED:
+        keys, report = read_train_keys(file, {}, {}, ranks)
+    else:
+        keys, report = read_keys(file), Report(str(file), ())
+    return (keys if ranks is None else {**keys, "ranks": ranks}), report
 
 
 def show_report(report: Report, to_stderr: bool = False) -> None:
     """Print the report on each key of a file, as tables."""
-    from rich.text import Text
-
-    from shardwise.cli.tables import make_table, printable
-
     console = terminal.open_console(sys.stderr if to_stderr else None)
-    console.print(Text(printable(report.source), "bold"))
+    console.print(Text(terminal.printable(report.source), "bold"))
     for title, rows in report.sections():
         table = make_table("~key", "~value", "~what it is here", title=title)
         for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+            table.add_row(*(Text(terminal.printable(cell)) for cell in row))
         console.print(table)

@@ -11,13 +11,12 @@ from rich.text import Text
 
 from shardwise.cli.flags import print_json
 from shardwise.cli.planned_run import with_planned_gains
-from shardwise.cli.tables import printable
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.findings import Diagnosis, Finding, Gain
 from shardwise.monitor.record import RunRecord, read_run
 from shardwise.quantities import format_bytes
-from shardwise.terminal import open_console
+from shardwise.terminal import open_console, printable
 
 _HEALTHY, _FOUND, _NOT_WHOLE = 0, 1, 2
 _BROKEN_RUN = ("SW022", "SW023")

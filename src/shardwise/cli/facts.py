@@ -1,26 +1,13 @@
 """Facts about checkpoints, without reading their tensors; imports no torch."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.files import Entry, Files
-from shardwise.checkpoint.folder import (
-    LOCK,
-    check_quickly,
-    lock_holder,
-    step_name,
-    steps_in,
-)
-from shardwise.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    TensorRow,
-    is_ours,
-    parse_manifest,
-)
+from shardwise.checkpoint.folder import LOCK, check_quickly, lock_holder, step_name, steps_in
+from shardwise.checkpoint.manifest import MANIFEST, Manifest, TensorRow, is_ours, parse_manifest
 from shardwise.checkpoint.read import Checkpoint, read_small
 from shardwise.checkpoint.trash import is_held, leftovers_in
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -31,7 +18,6 @@ KINDS = {
     "optimizer": "optimizer",
     "extra": "your own state",
 }
-_OF_MANIFEST = ("saved_at", "stage", "num_ranks", "num_shards", "num_replicas")
 
 
 def kind_of(files: Files, path: Path) -> Literal["checkpoint", "run"]:
@@ -70,95 +56,84 @@ def is_gone(files: Files, path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as the quick check finds it; ``damage`` is "" without damage.
+    """A checkpoint as the quick check finds it, as JSON has it; ``damage`` is None without damage.
 
-    If the manifest cannot be read, it and the bytes of all files are left at None.
+    What the manifest tells is None if it cannot be read.
     """
 
-    path: Path
-    manifest: Manifest | None
-    num_bytes: int | None
-    damage: str
+    path: str
+    damage: str | None
+    saved_at: str | None = None
+    stage: int | None = None
+    num_ranks: int | None = None
+    num_shards: int | None = None
+    num_replicas: int | None = None
+    num_meshes: int | None = None
+    num_bytes: int | None = None
 
-    @classmethod
-    def found(cls, files: Files, path: Path) -> "Saved":
-        """Look at a checkpoint."""
-        manifest, damage = None, ""
-        try:
-            manifest = check_quickly(files, path)[0]
-        except (CheckpointError, OSError) as error:
-            damage = explain(error)
-        try:
-            if manifest is None:
-                name = str(path / MANIFEST)
-                manifest = parse_manifest(read_small(files, path / MANIFEST), name)
-            sizes = {entry.name: entry.size for entry in files.list(path)}
-            of_ranks = sum(row.index_bytes + row.file_bytes for row in manifest.ranks)
-            return cls(path, manifest, of_ranks + sizes[MANIFEST], damage)
-        except (CheckpointError, OSError, KeyError) as error:
-            return cls(path, None, None, damage or explain(error))
 
-    def to_json(self) -> dict[str, object]:
-        """Return the facts as values of JSON."""
-        manifest = self.manifest
-        return {
-            "path": str(self.path),
-            "damage": self.damage or None,
-            **{name: getattr(manifest, name, None) for name in _OF_MANIFEST},
-            "num_meshes": None if manifest is None else len(manifest.meshes) or 1,
-            "num_bytes": self.num_bytes,
-        }
+def look_at(files: Files, path: Path) -> tuple[Saved, Manifest | None]:
+    """Check a checkpoint quickly; return what was found, and its manifest if that can be read."""
+    manifest, damage = None, None
+    try:
+        manifest = check_quickly(files, path)[0]
+    except (CheckpointError, OSError) as error:
+        damage = explain(error)
+    try:
+        if manifest is None:
+            manifest = parse_manifest(read_small(files, path / MANIFEST), str(path / MANIFEST))
+        sizes = {entry.name: entry.size for entry in files.list(path)}
+        num_bytes = sum(row.index_bytes + row.file_bytes for row in manifest.ranks)
+        num_bytes += sizes[MANIFEST]
+    except (CheckpointError, OSError, KeyError) as error:
+        return Saved(str(path), damage or explain(error)), None
+    sides = manifest.num_ranks, manifest.num_shards, manifest.num_replicas
+    meshes, when = len(manifest.meshes) or 1, manifest.saved_at
+    return Saved(str(path), damage, when, manifest.stage, *sides, meshes, num_bytes), manifest
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All checkpoints of a run by step, the newest first, and the process that writes now.
+    """All checkpoints of a run by step, the newest first, as JSON has them.
 
-    ``removed`` are the steps of those that were removed meanwhile.
+    ``removed_meanwhile`` are the steps of those that were removed during the look, ``lock_holder``
+    is the process that writes now.
     """
 
-    path: Path
-    checkpoints: dict[int, Saved]
-    removed: list[int]
+    kind: str
+    path: str
+    checkpoints: list["StepFacts"]
+    removed_meanwhile: list[int]
     leftovers: list[str]
     lock_holder: str | None
 
-    @property
-    def newest(self) -> int | None:
-        """The step of the newest checkpoint without damage."""
-        return next((step for step, saved in self.checkpoints.items() if not saved.damage), None)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the facts as values of JSON."""
-        return {
-            "kind": "run",
-            "path": str(self.path),
-            "checkpoints": [
-                {"step": step, "is_newest": step == self.newest, **saved.to_json()}
-                for step, saved in self.checkpoints.items()
-            ],
-            "removed_meanwhile": self.removed,
-            "leftovers": self.leftovers,
-            "lock_holder": self.lock_holder,
-        }
+@dataclass(frozen=True)
+class StepFacts(Saved):
+    """A checkpoint of a run; one is the newest without damage."""
+
+    step: int = 0
+    is_newest: bool = False
 
 
 def run_facts(files: Files, folder: Path) -> RunFacts:
     """Describe a run."""
-    found: dict[int, Saved] = {}
+    found: list[StepFacts] = []
     removed: list[int] = []
     for step in steps_in(files, folder):
-        saved = Saved.found(files, folder / step_name(step))
-        if saved.damage and is_gone(files, saved.path):
+        path = folder / step_name(step)
+        saved = look_at(files, path)[0]
+        if saved.damage and is_gone(files, path):
             removed.append(step)
         else:
-            found[step] = saved
+            is_newest = not saved.damage and not any(each.is_newest for each in found)
+            found.append(StepFacts(**vars(saved), step=step, is_newest=is_newest))
     try:
         holder = lock_holder(files, folder)
     except OSError as error:
         holder = f"unknown: {explain(error)}"
     leftovers = [e.name for e in leftovers_in(files, folder) if not _is_held(files, folder, e)]
-    return RunFacts(folder, found, removed, leftovers, holder)
+    return RunFacts("run", str(folder), found, removed, leftovers, holder)
 
 
 def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
@@ -183,15 +158,6 @@ class TensorFacts:
     layout: str
     num_parts: int
 
-    @classmethod
-    def of(cls, row: TensorRow, layout: str, num_parts: int) -> "TensorFacts":
-        """Return the facts of the tensor that a row is of."""
-        info = row.info
-        return cls(
-            *(row.name, row.state, row.kind, row.dtype, info.shape, info.numel, info.num_bytes),
-            *(layout, num_parts),
-        )
-
 
 @dataclass(frozen=True)
 class CheckpointFacts:
@@ -200,81 +166,76 @@ class CheckpointFacts:
     saved: Saved
     manifest: Manifest
     tensors: list[TensorFacts]
-    groups: list[dict[str, object]]
-    lists_tensors: bool
+    groups: list[dict[str, object]] = field(default_factory=list)
 
-    def of_kind(self, kind: str) -> list[TensorFacts]:
-        """Return the tensors of a kind of `KINDS`."""
-        return [tensor for tensor in self.tensors if tensor.kind == kind]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the facts as values of JSON."""
-        facts: dict[str, object] = {"kind": "checkpoint", **self.saved.to_json()}
+    def sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Return how many tensors, elements and bytes there are of each of `KINDS`."""
+        found = {}
         for kind in KINDS:
-            tensors = self.of_kind(kind)
-            facts[f"num_{kind}_tensors"] = len(tensors)
-            facts[f"num_{kind}_elements"] = sum(each.numel for each in tensors)
-            facts[f"{kind}_bytes"] = sum(each.num_bytes for each in tensors)
+            of = [each for each in self.tensors if each.kind == kind]
+            found[kind] = len(of), sum(t.numel for t in of), sum(t.num_bytes for t in of)
+        return found
+
+    def to_json(self, lists_tensors: bool) -> dict[str, object]:
+        """Return the facts as values of JSON."""
+        facts: dict[str, object] = {"kind": "checkpoint", **vars(self.saved)}
+        for kind, sizes in self.sizes().items():
+            names = f"num_{kind}_tensors", f"num_{kind}_elements", f"{kind}_bytes"
+            facts.update(zip(names, sizes, strict=True))
         for name in ("step", "run", "shardwise", "torch", "tied"):
             facts[name] = getattr(self.manifest, name)
         row = self.manifest.optimizer
-        of_optimizer = {"class_name": row.class_name, "groups": self.groups} if row else None
-        facts["optimizer"] = of_optimizer
-        if self.lists_tensors:
+        facts["optimizer"] = row and {"class_name": row.class_name, "groups": self.groups}
+        if lists_tensors:
             facts["tensors"] = [asdict(each) for each in self.tensors]
         return facts
 
 
-def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> CheckpointFacts:
+def checkpoint_facts(files: Files, path: Path) -> CheckpointFacts:
     """Describe one checkpoint. **Raises** DamagedCheckpoint if its manifest is unreadable."""
-    saved = Saved.found(files, path)
-    manifest = saved.manifest
+    saved, manifest = look_at(files, path)
     if manifest is None:
-        raise DamagedCheckpoint(saved.damage)
-    tensors = [
-        _of_rows(manifest, [manifest.tensors[number] for number in numbers])
-        for numbers in manifest.rows_of.values()
-    ]
+        raise DamagedCheckpoint(str(saved.damage))
+    tensors = []
+    for numbers in manifest.rows_of.values():
+        rows = [manifest.tensors[number] for number in numbers]
+        layouts = [row.layout for row in rows if row.layout is not None]
+        kind, num_parts = "whole" if len(rows) == 1 else "pieces", len(rows)
+        if layouts:
+            kind = manifest.layouts[layouts[0]].kind
+            num_parts = sum(manifest.built_layouts[layout].num_ranks for layout in layouts)
+        tensors.append(_tensor_facts(rows[0], kind, num_parts))
     try:
         tensors += _own_tensors(files, path, manifest)
     except (CheckpointError, OSError, IndexError) as error:
         saved = replace(saved, damage=saved.damage or explain(error))
-    groups = _groups(_plain(manifest.optimizer.groups)) if manifest.optimizer else []
-    return CheckpointFacts(saved, manifest, tensors, groups, with_tensors)
-
-
-def _of_rows(manifest: Manifest, rows: list[TensorRow]) -> TensorFacts:
-    """Describe a tensor by its rows, one or one per piece."""
-    layouts = [row.layout for row in rows if row.layout is not None]
-    if not layouts:
-        return TensorFacts.of(rows[0], "whole" if len(rows) == 1 else "pieces", len(rows))
-    num_parts = sum(manifest.built_layouts[layout].num_ranks for layout in layouts)
-    return TensorFacts.of(rows[0], manifest.layouts[layouts[0]].kind, num_parts)
-
-
-def _own_tensors(files: Files, path: Path, manifest: Manifest) -> Iterator[TensorFacts]:
-    """Yield the ranks' own tensors; those of one name count together."""
-    found: dict[object, TensorFacts] = {}
-    for rank in range(len(manifest.ranks)):
-        for row in Checkpoint(files, path, manifest).index_of(rank).own:
-            one, before = TensorFacts.of(row, "own", 1), found.get(row.info.key)
-            if before is not None:
-                one = replace(
-                    before,
-                    numel=before.numel + one.numel,
-                    num_bytes=before.num_bytes + one.num_bytes,
-                    num_parts=before.num_parts + 1,
-                )
-            found[row.info.key] = one
-    yield from found.values()
-
-
-def _groups(value: object) -> list[dict[str, object]]:
-    groups = [g for g in value if isinstance(g, dict)] if isinstance(value, list) else []
+    groups = _plain(manifest.optimizer.groups) if manifest.optimizer else []
+    groups = [g for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
     for group in groups:
         params = group.pop("params", None)
         group["num_params"] = len(params) if isinstance(params, list) else 0
-    return groups
+    return CheckpointFacts(saved, manifest, tensors, groups)
+
+
+def _tensor_facts(row: TensorRow, layout: str, num_parts: int) -> TensorFacts:
+    """Return the facts of the tensor that a row is of."""
+    info = row.info
+    sizes = info.shape, info.numel, info.num_bytes
+    return TensorFacts(row.name, row.state, row.kind, row.dtype, *sizes, layout, num_parts)
+
+
+def _own_tensors(files: Files, path: Path, manifest: Manifest) -> list[TensorFacts]:
+    """Return the ranks' own tensors; those of one name count together."""
+    found: dict[object, TensorFacts] = {}
+    for rank in range(len(manifest.ranks)):
+        for row in Checkpoint(files, path, manifest).index_of(rank).own:
+            one, before = _tensor_facts(row, "own", 1), found.get(row.info.key)
+            if before is not None:
+                numel, num_bytes = before.numel + one.numel, before.num_bytes + one.num_bytes
+                num_parts = before.num_parts + 1
+                one = replace(before, numel=numel, num_bytes=num_bytes, num_parts=num_parts)
+            found[row.info.key] = one
+    return [*found.values()]
 
 
 def _plain(value: object) -> object:

@@ -5,7 +5,7 @@ Text from a file is made printable first, as a name in a checkpoint must not con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -13,21 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.facts import KINDS, CheckpointFacts, RunFacts, TensorFacts
+from shardwise.cli.facts import KINDS, CheckpointFacts, RunFacts, Saved, TensorFacts
 from shardwise.quantities import format_bytes, format_count
+from shardwise.terminal import printable
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.manifest import Manifest
     from shardwise.checkpoint.verify import Verified
 
 _SHOWN = 3
 _FOLDED = 16  # characters
-
-
-def printable(value: object) -> str:
-    """Return a value as text without control characters."""
-    text = str(value)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def make_table(*columns: str, title: str | None = None, boxed: bool = True) -> Table:
@@ -79,15 +73,13 @@ def print_table(console: Console, table: Table) -> None:
 def show_run(console: Console, facts: RunFacts) -> None:
     """Print all checkpoints of a run."""
     table = make_table(">!step", "!saved", ">!ranks", ">!stage", ">!bytes", "~quick check")
-    for step, saved in facts.checkpoints.items():
-        state = Text(printable(saved.damage).replace(f"{saved.path}/", ""), "red")
-        if not saved.damage:
-            state = Text.assemble(("ok", "green"), "   <- newest" * (step == facts.newest))
-        described, manifest = [""] * 4, saved.manifest
-        if manifest is not None:
-            described = [_time(manifest), _ranks(manifest), str(manifest.stage)]
-            described.append(format_bytes(saved.num_bytes or 0))
-        table.add_row(f"{step:,}", *described, state)
+    for saved in facts.checkpoints:
+        state = Text.assemble(("ok", "green"), "   <- newest" * saved.is_newest)
+        if saved.damage:
+            state = Text(printable(saved.damage).replace(f"{saved.path}/", ""), "red")
+        size = "" if saved.num_bytes is None else format_bytes(saved.num_bytes)
+        stage = "" if saved.stage is None else str(saved.stage)
+        table.add_row(f"{saved.step:,}", _time(saved), _ranks(saved), stage, size, state)
     console.print(Text(printable(facts.path), "bold"), soft_wrap=True)
     if facts.checkpoints:
         print_table(console, table)
@@ -101,20 +93,20 @@ def show_run(console: Console, facts: RunFacts) -> None:
         if facts.lock_holder:
             what = "being written or removed now, or left by an interrupted save"
         _line(console, "", what)
-    if facts.removed:
-        steps = ", ".join(f"{step:,}" for step in facts.removed)
+    if facts.removed_meanwhile:
+        steps = ", ".join(f"{step:,}" for step in facts.removed_meanwhile)
         _line(console, "note", f"removed meanwhile: step {steps}")
 
 
-def show_checkpoint(console: Console, facts: CheckpointFacts) -> None:
+def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: bool) -> None:
     """Print the facts of one checkpoint."""
-    manifest, path = facts.manifest, facts.saved.path
-    console.print(Text(printable(path), "bold"), soft_wrap=True)
+    manifest, saved = facts.manifest, facts.saved
+    console.print(Text(printable(saved.path), "bold"), soft_wrap=True)
     _line(console, "step", "not said" if manifest.step is None else f"{manifest.step:,}")
     _line(console, "run", manifest.run)
     versions = f"shardwise {manifest.shardwise}, torch {manifest.torch}"
-    _line(console, "saved", f"{_time(manifest)}, {versions}")
-    _line(console, "ranks", f"{_ranks(manifest)}, stage {manifest.stage}")
+    _line(console, "saved", f"{_time(saved)}, {versions}")
+    _line(console, "ranks", f"{_ranks(saved)}, stage {manifest.stage}")
     _show_sizes(console, facts)
     if manifest.tied:
         shown = [f"{a} = {b}" for a, b in manifest.tied.items()]
@@ -123,11 +115,14 @@ def show_checkpoint(console: Console, facts: CheckpointFacts) -> None:
     row = manifest.optimizer
     _line(console, "optimizer", "none" if row is None else row.class_name or "of unknown class")
     for group in facts.groups:
-        _line(console, "", _group(group))
-    if facts.lists_tensors:
+        is_set = {k: v for k, v in group.items() if v is not None and v is not False}
+        count = is_set.pop("num_params")
+        values = ", ".join(f"{key} {_value(value)}" for key, value in is_set.items())
+        _line(console, "", f"{count:,} parameter{'s' if count != 1 else ''}: {values}")
+    if lists_tensors:
         _show_tensors(console, facts.tensors)
-    if facts.saved.damage:
-        _line(console, "DAMAGED", facts.saved.damage.replace(f"{path}/", ""), "bold red")
+    if saved.damage:
+        _line(console, "DAMAGED", saved.damage.replace(f"{saved.path}/", ""), "bold red")
     else:
         _line(console, "check", "all files are there; `shardwise ckpt verify` reads every byte")
 
@@ -149,26 +144,26 @@ def _line(console: Console, label: str, text: object, style: str = "") -> None:
     console.print(Text.assemble(f"  {label:<10} ", (printable(text), style)), soft_wrap=True)
 
 
-def _time(manifest: Manifest) -> str:
-    return printable(manifest.saved_at).replace("T", " ").replace("+00:00", " UTC")
+def _time(saved: Saved) -> str:
+    return printable(saved.saved_at or "").replace("T", " ").replace("+00:00", " UTC")
 
 
-def _ranks(manifest: Manifest) -> str:
-    num, shards, replicas = manifest.num_ranks, manifest.num_shards, manifest.num_replicas
-    if len(manifest.meshes) > 1:
-        return f"{num} in {len(manifest.meshes)} meshes"
+def _ranks(saved: Saved) -> str:
+    num, shards, replicas = saved.num_ranks, saved.num_shards, saved.num_replicas
+    if num is None:
+        return ""
+    if (saved.num_meshes or 1) > 1:
+        return f"{num} in {saved.num_meshes} meshes"
     return f"{shards}" if replicas == 1 else f"{num} = {shards} x {replicas}"
 
 
 def _show_sizes(console: Console, facts: CheckpointFacts) -> None:
     table = make_table("kind", ">tensors", ">elements", ">bytes")
-    for kind, name in KINDS.items():
-        if tensors := facts.of_kind(kind):
-            elements = format_count(sum(each.numel for each in tensors))
-            size = format_bytes(sum(each.num_bytes for each in tensors))
-            table.add_row(name, f"{len(tensors):,}", elements, size)
-    whole = facts.saved.num_bytes or 0
-    rest = whole - sum(each.num_bytes for each in facts.tensors)
+    sizes, whole = facts.sizes(), facts.saved.num_bytes or 0
+    for kind, (num, numel, num_bytes) in sizes.items():
+        if num:
+            table.add_row(KINDS[kind], f"{num:,}", format_count(numel), format_bytes(num_bytes))
+    rest = whole - sum(num_bytes for *_, num_bytes in sizes.values())
     table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
     table.add_section()
     table.add_row("on disk", "", "", format_bytes(whole))
@@ -189,14 +184,6 @@ def _show_tensors(console: Console, tensors: Sequence[TensorFacts]) -> None:
             cut or f"{each.layout}, {each.num_parts}",
         )
     print_table(console, table)
-
-
-def _group(group: Mapping[str, object]) -> str:
-    """Return the settings of an optimizer's group."""
-    is_set = {k: v for k, v in group.items() if v is not None and v is not False}
-    count = is_set.pop("num_params")
-    values = ", ".join(f"{key} {_value(value)}" for key, value in is_set.items())
-    return f"{count:,} parameter{'s' if count != 1 else ''}: {values}"
 
 
 def _value(value: object) -> str:

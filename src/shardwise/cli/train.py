@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,6 +13,8 @@ from shardwise import terminal
 from shardwise.cli.convert import show_report
 from shardwise.cli.flags import code_of, takes_keys
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
+from shardwise.interop.foreign_keys import Report
+from shardwise.interop.foreign_settings import read_train_keys, tell_sources
 from shardwise.keys import flag_of, key, read_keys, shown
 from shardwise.train.checks import check_output, check_run, resolve_batch
 from shardwise.train.config import TrainConfig, load_config
@@ -24,9 +25,6 @@ from shardwise.train.launch import (
     StopRequest,
     launch_local_ranks,
 )
-
-if TYPE_CHECKING:
-    from shardwise.interop.foreign_keys import Report
 
 _MOST_RANKS = 10**8
 
@@ -120,8 +118,6 @@ def read_run(
     deepspeed = flags.pop("deepspeed", None)
     if not isinstance(deepspeed, Path):
         return load_config(file, flags), None
-    from shardwise.interop.foreign_settings import read_train_keys, tell_sources
-
     values = read_keys(file) if file is not None else {}
     if place is not None:
         num_ranks = place.world_size

@@ -29,22 +29,17 @@ and, of stage 3, the step counts.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from shardwise.checkpoint.container import dtype_name, torch_dtype
+from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
-from shardwise.convert.torch_file import (
-    StoredTensor,
-    TorchFile,
-    explained,
-    is_plain_name,
-)
+from shardwise.convert.pieces import Piece, PieceSource, flat_piece
+from shardwise.convert.torch_file import StoredTensor, TorchFile, explained, is_plain_name
 from shardwise.convert.unpickle import Builder, Made, Name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -78,7 +73,7 @@ _WEIGHTS = "fp32.pt"  # in each parameter's folder
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def open_deepspeed(folder: Path, tag: str | None = None) -> "DeepSpeedSource":
+def open_deepspeed(folder: Path, tag: str | None = None) -> PieceSource:
     """Open what ``save_checkpoint(folder, tag)`` wrote; without a tag, the one ``latest`` names.
 
     ``folder`` may also be the tag's own folder.
@@ -95,117 +90,87 @@ def open_deepspeed(folder: Path, tag: str | None = None) -> "DeepSpeedSource":
         files = [TorchFile(path, _NAMES, any_name=True) for path in models]
         shapes = [_shapes_of(of_flat) for of_flat in files[0].value["param_shapes"]]
         if not optims:
-            return DeepSpeedSource(home, files, _read_universal(home, shapes))
+            return _source(home, files, _read_universal(home, shapes))
         states = [TorchFile(path, _NAMES) for path in optims]
         _check_ranks(home, files, states)
-        return DeepSpeedSource(home, files, _read_partitions(states, shapes))
+        return _source(home, files, _read_partitions(states, shapes))
 
 
-class DeepSpeedSource:
-    """The tensors and values of one tag."""
-
-    def __init__(self, folder: Path, models: Sequence[TorchFile], trained: "_Trained") -> None:
-        self.where = str(folder)
-        self.left_out: list[str] = []
-        self._model = models[0]
-        self._state: Mapping[str, Any] = models[0].value
-        self._parts = dict(trained.parts)
-        self._scalars = trained.scalars
-        self.step: int | None = _is(int, self._state["global_steps"])
-        self.optimizer: OptimizerInfo | None = OptimizerInfo(
-            self._optimizer_name(), tuple(trained.groups), trained.values
+def _source(home: Path, models: Sequence[TorchFile], trained: "_Trained") -> PieceSource:
+    """Add what the model's files hold: frozen parameters, buffers, values."""
+    model, state = models[0], models[0].value
+    tied = {_is(str, k): _is(str, v) for k, v in (state.get("shared_params") or {}).items()}
+    index = trained.index
+    if trained.stage == 3:
+        for name, shape in _shapes_of(state.get("frozen_param_shapes") or {}).items():
+            fragments = [(file, file.value["frozen_param_fragments"][name]) for file in models]
+            index |= _frozen(name, shape, fragments)
+    known = {info.name for info in index} | tied.keys()
+    buffers = {_is(str, name) for name in state.get("buffer_names") or ()}
+    module = state.get("module") or {}
+    for name, stored in module.items():
+        if isinstance(stored, Made | Name):
+            what = stored.name if isinstance(stored, Made) else stored.text
+            raise CheckpointError(
+                f"{model.where}: '{name}' of the model is a {what}, which is not read"
+            )
+        if name in known or not isinstance(stored, StoredTensor):
+            continue
+        if trained.stage == 3 and not stored.numel and name not in buffers:
+            raise DamagedCheckpoint(f"{model.where}: no rank has elements of '{name}'")
+        info = TensorInfo(
+            "buffer" if name in buffers else "param", name, stored.dtype, stored.shape
         )
-        tied = self._state.get("shared_params") or {}
-        self.tied: Mapping[str, str] = {_is(str, k): _is(str, v) for k, v in tied.items()}
-        if trained.stage == 3:
-            self._add_frozen(models)
-        self._add_rest(trained.stage)
+        index[info] = [_part(model, stored, 0, stored.numel)]
+    names = {info.name for info in index}
+    if lost := [name for name, target in tied.items() if target not in names]:
+        raise DamagedCheckpoint(f"{model.where}: what '{lost[0]}' shares is not there")
+    own = {k: v for k, v in state.items() if k not in _OWN}
+    if own.get("lr_scheduler") is None:
+        own.pop("lr_scheduler", None)
+    left_out: list[str] = []
+    extra = model.plain(own, "client_state", left_out)
+    extra |= model.plain(
+        {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}, "module"
+    )
+    optimizer = OptimizerInfo(_optimizer_name(state), tuple(trained.groups), trained.values)
+    step = _is(int, state["global_steps"])
+    # Parameters each with its states, then frozen parameters and buffers, then scalars.
+    index |= trained.scalars
+    return PieceSource(str(home), index, step, optimizer, extra, tied, left_out)
 
-    @property
-    def tensors(self) -> Sequence[TensorInfo]:
-        """Parameters each with its states, then frozen parameters and buffers, then scalars."""
-        return (*self._parts, *self._scalars)
 
-    @cached_property
-    def extra(self) -> Mapping[str, object]:
-        """The user's ``client_state``, and ``lr_scheduler`` if there is one.
+def _part(file: TorchFile, stored: StoredTensor, lo: int, hi: int, start: int = 0) -> Piece:
+    """Return elements [lo, hi) of a tensor, which are those of ``stored`` from ``start`` on."""
+    return flat_piece(lo, hi, lambda a, b: file.read(stored, start + a, start + b))
 
-        Entries whose classes are not read are missing, and listed in ``left_out``.
-        """
-        with explained(self.where, _WRITER):
-            own = {k: v for k, v in self._state.items() if k not in _OWN}
-            if own.get("lr_scheduler") is None:
-                own.pop("lr_scheduler", None)
-            extra = self._model.plain(own, "client_state", self.left_out)
-            module = self._state.get("module") or {}
-            rest = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
-            return {**extra, **self._model.plain(rest, "module")}
 
-    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
-        """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
+def _frozen(
+    name: str, shape: tuple[int, ...], fragments: Sequence[tuple[TorchFile, StoredTensor]]
+) -> dict[TensorInfo, list[Piece]]:
+    """Return a frozen parameter of stage 3, which cuts it as well."""
+    pieces, share = [], -(-prod(shape) // len(fragments))
+    for rank, (file, stored) in enumerate(fragments):
+        lo, hi = (min((rank + n) * share, prod(shape)) for n in (0, 1))
+        if stored.numel < hi - lo:
+            raise DamagedCheckpoint(
+                f"{file.where}: '{name}' has {stored.numel} elements, expected {hi - lo}"
+            )
+        pieces.append(_part(file, stored, lo, hi))
+    return {TensorInfo("param", name, stored.dtype, shape): pieces}
 
-        **Cost** the elements.
 
-        **Raises** DamagedCheckpoint naming the file when its bytes are not right.
-        """
-        if tensor in self._scalars:
-            return self._scalars[tensor].reshape(1)[lo:hi].clone()
-        out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype))
-        for part in self._parts[tensor]:
-            begin, end = max(part.lo, lo), min(part.hi, hi)
-            if begin < end:
-                file, stored = part.flat.file, part.flat.tensors[tensor.state]
-                start = part.start + begin - part.lo
-                out[begin - lo : end - lo] = file.read(stored, start, start + end - begin)
-        return out
+def _optimizer_name(state: Mapping[str, object]) -> str:
+    """Return torch's name of the optimizer in DeepSpeed's config, or "".
 
-    def _optimizer_name(self) -> str:
-        """Return torch's name of the optimizer in DeepSpeed's config, or "".
-
-        Its "Adam" decays weights as AdamW does, unless ``adam_w_mode`` is off.
-        """
-        match self._state.get("ds_config"):
-            case {"optimizer": {"type": str(name), "params": {"adam_w_mode": False}}}:
-                return "Adam" if name.lower() == "adam" else name
-            case {"optimizer": {"type": str(name)}}:
-                return "AdamW" if name.lower() in ("adam", "adamw") else name
-        return ""
-
-    def _add_frozen(self, models: Sequence[TorchFile]) -> None:
-        """Add frozen parameters of stage 3, which cuts them as well."""
-        for name, shape in _shapes_of(self._state.get("frozen_param_shapes") or {}).items():
-            parts = []
-            share = -(-prod(shape) // len(models))
-            for rank, file in enumerate(models):
-                stored = file.value["frozen_param_fragments"][name]
-                lo, hi = (min((rank + n) * share, prod(shape)) for n in (0, 1))
-                if stored.numel < hi - lo:
-                    raise DamagedCheckpoint(
-                        f"{file.where}: '{name}' has {stored.numel} elements, expected {hi - lo}"
-                    )
-                parts.append(_Part(lo, hi, _Flat(file, {"": stored})))
-            self._parts[TensorInfo("param", name, stored.dtype, shape)] = parts
-
-    def _add_rest(self, stage: int) -> None:
-        """Add tensors of the model's file: buffers, and frozen parameters of stages 1 and 2."""
-        known = {info.name for info in self._parts}
-        buffers = {_is(str, name) for name in self._state.get("buffer_names") or ()}
-        for name, stored in (self._state.get("module") or {}).items():
-            if isinstance(stored, Made | Name):
-                raise CheckpointError(
-                    f"{self._model.where}: '{name}' of the model is a "
-                    f"{stored.name if isinstance(stored, Made) else stored.text}, which is not read"
-                )
-            if name in known or name in self.tied or not isinstance(stored, StoredTensor):
-                continue
-            if stage == 3 and not stored.numel and name not in buffers:
-                raise DamagedCheckpoint(f"{self._model.where}: no rank has elements of '{name}'")
-            kind: Kind = "buffer" if name in buffers else "param"
-            info = TensorInfo(kind, name, stored.dtype, stored.shape)
-            self._parts[info] = [_Part(0, stored.numel, _Flat(self._model, {"": stored}))]
-        names = {info.name for info in self._parts}
-        if lost := [name for name, target in self.tied.items() if target not in names]:
-            raise DamagedCheckpoint(f"{self._model.where}: what '{lost[0]}' shares is not there")
+    Its "Adam" decays weights as AdamW does, unless ``adam_w_mode`` is off.
+    """
+    match state.get("ds_config"):
+        case {"optimizer": {"type": str(name), "params": {"adam_w_mode": False}}}:
+            return "Adam" if name.lower() == "adam" else name
+        case {"optimizer": {"type": str(name)}}:
+            return "AdamW" if name.lower() in ("adam", "adamw") else name
+    return ""
 
 
 def _check_ranks(folder: Path, models: Sequence[TorchFile], optims: Sequence[TorchFile]) -> None:
@@ -298,24 +263,17 @@ class _Flat:
     common: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements [lo, hi) of a parameter: those of ``flat`` from ``start`` on."""
-
-    lo: int
-    hi: int
-    flat: _Flat
-    start: int = 0
+_Part = tuple[int, int, _Flat, int]  # elements [lo, hi) of a parameter: those of a flat from here
 
 
 @dataclass
 class _Trained:
-    """The optimizer's groups, the tensors that it updates in parts, and values of whole tensors."""
+    """The optimizer's groups, the tensors that it updates, and values of whole tensors."""
 
     stage: int
     groups: list[dict[str, object]] = field(default_factory=list)
-    parts: dict[TensorInfo, list[_Part]] = field(default_factory=dict)
-    scalars: dict[TensorInfo, torch.Tensor] = field(default_factory=dict)
+    index: dict[TensorInfo, list[Piece]] = field(default_factory=dict)
+    scalars: dict[TensorInfo, list[Piece]] = field(default_factory=dict)
     values: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def add_scalar(self, name: str, key: str, value: object, file: TorchFile) -> None:
@@ -324,7 +282,9 @@ class _Trained:
             value = torch.tensor(float(value))  # as torch's own AdamW keeps it
         if isinstance(value, torch.Tensor):
             dtype = dtype_name(value.dtype, f"{file.where}, state '{key}'")
-            self.scalars[TensorInfo("optimizer", name, dtype, (), key)] = value
+            one = value.reshape(1)
+            info = TensorInfo("optimizer", name, dtype, (), key)
+            self.scalars[info] = [flat_piece(0, 1, lambda lo, hi: one[lo:hi].clone())]
         else:
             self.values.setdefault(name, {})[key] = value
 
@@ -357,7 +317,7 @@ def _read_partitions(files: Sequence[TorchFile], shapes: Sequence[Shapes]) -> _T
         _check_steps({f.file.where: f.common.get("step") for f in flats})
         cut = _cut_params if trained.stage == 3 else _cut_groups
         for name, parts in cut(flats, number, of_number):
-            trained.parts.update(_tensors_of(name, of_number[name], flats[0], parts))
+            trained.index.update(_tensors_of(name, of_number[name], flats[0], parts))
             for key, value in flats[0].common.items():
                 trained.add_scalar(name, key, value, flats[0].file)
     return trained
@@ -412,10 +372,10 @@ def _cut_groups(
                     f"{flat.file.where}: '{name}' should end at element {start + numel} of a part "
                     f"of {flat.tensors[''].numel}"
                 )
-            lo = found[name][-1].hi if found[name] else 0
-            found[name].append(_Part(lo, lo + numel, flat, start))
+            lo = found[name][-1][1] if found[name] else 0
+            found[name].append((lo, lo + numel, flat, start))
     for name, parts in found.items():
-        covered = parts[-1].hi if parts else 0
+        covered = parts[-1][1] if parts else 0
         if covered != prod(shapes[name]):
             raise DamagedCheckpoint(
                 f"{flats[0].file.where} and those of the other ranks have {covered} elements of "
@@ -440,24 +400,27 @@ def _cut_params(
     for name, share in shares.items():
         bounds = [min(rank * share, prod(shapes[name])) for rank in range(len(flats) + 1)]
         pairs = zip(bounds, bounds[1:], flats, strict=False)
-        yield name, [_Part(lo, hi, flat, start) for lo, hi, flat in pairs]
+        yield name, [(lo, hi, flat, start) for lo, hi, flat in pairs]
         start += share
 
 
 def _tensors_of(
     name: str, shape: tuple[int, ...], first: _Flat, parts: list[_Part]
-) -> Iterator[tuple[TensorInfo, list[_Part]]]:
-    """Yield a parameter, and each state that the optimizer has of its elements, with its parts."""
+) -> Iterator[tuple[TensorInfo, list[Piece]]]:
+    """Yield a parameter, and each state that the optimizer has of its elements, with its pieces."""
     for key, example in first.tensors.items():
-        for part in parts:
-            stored, numel = part.flat.tensors.get(key), part.flat.tensors[""].numel
-            if stored is None or stored.dtype != example.dtype or stored.numel < numel:
+        pieces = []
+        for lo, hi, flat, start in parts:
+            stored = flat.tensors.get(key)
+            has = stored is not None and stored.numel >= flat.tensors[""].numel
+            if stored is None or stored.dtype != example.dtype or not has:
                 raise DamagedCheckpoint(
-                    f"{part.flat.file.where}: elements [{part.lo}, {part.hi}) of '{name}' "
-                    f"({key or 'weights'}) are not there as in {first.file.where}"
+                    f"{flat.file.where}: elements [{lo}, {hi}) of '{name}' ({key or 'weights'}) "
+                    f"are not there as in {first.file.where}"
                 )
+            pieces.append(_part(flat.file, stored, lo, hi, start))
         kind: Kind = "optimizer" if key else "param"
-        yield TensorInfo(kind, name, example.dtype, shape, key), parts
+        yield TensorInfo(kind, name, example.dtype, shape, key), pieces
 
 
 def _address(value: object) -> tuple[int, int]:
@@ -510,7 +473,7 @@ def _add_param(trained: _Trained, folder: Path, name: str, shape: tuple[int, ...
         else:
             kind: Kind = "optimizer" if key else "param"
             info = TensorInfo(kind, name, stored.dtype, shape, key)
-            trained.parts[info] = [_Part(0, stored.numel, _Flat(file, {key: stored}))]
+            trained.index[info] = [_part(file, stored, 0, stored.numel)]
 
 
 # -- checks of values

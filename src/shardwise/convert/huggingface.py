@@ -10,6 +10,7 @@ The library reads only ``__metadata__``.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +20,14 @@ from shardwise.checkpoint.container import (
     MAX_HEADER_BYTES,
     Stored,
     element_bytes,
+    memory_of,
     read_header,
     torch_dtype,
 )
 from shardwise.checkpoint.files import Files, read_text
-from shardwise.checkpoint.source import OptimizerInfo, Source, TensorInfo
+from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.values import loads
+from shardwise.convert.pieces import Piece, PieceSource, flat_piece
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 WEIGHTS_FILE = "model.safetensors"
@@ -32,7 +35,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[\w-][\w. -]*\.safetensors", re.ASCII)
 
 
-def open_huggingface(path: Path) -> Source:
+def open_huggingface(path: Path) -> PieceSource:
     """Open a folder of safetensors weights, one such file, or an index of such files.
 
     A folder has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
@@ -50,7 +53,7 @@ def open_huggingface(path: Path) -> Source:
         index = _index_of(path)
         if index is None:
             file = path / WEIGHTS_FILE if path.is_dir() else path
-            return _Weights(str(path), files, {file: _open(files, file)})
+            return _source(str(path), files, {file: _open(files, file)})
         weight_map = _read_index(files, index)
         opened = {}
         for name in sorted(set(weight_map.values())):
@@ -58,10 +61,10 @@ def open_huggingface(path: Path) -> Source:
     except OSError as error:
         raise CheckpointError(f"{path}: its weights cannot be read: {error}") from error
     _compare(index, weight_map, {file.name: stored for file, (stored, _) in opened.items()})
-    return _Weights(str(path), files, opened)
+    return _source(str(path), files, opened)
 
 
-def open_weight_files(paths: Sequence[Path]) -> Source:
+def open_weight_files(paths: Sequence[Path]) -> PieceSource:
     """Open these safetensors files as one source; links are followed as in `open_huggingface`.
 
     **Cost** the headers.
@@ -81,7 +84,7 @@ def open_weight_files(paths: Sequence[Path]) -> Source:
                     )
     except OSError as error:
         raise CheckpointError(f"the weights cannot be read: {error}") from error
-    return _Weights(str(paths[0]), files, opened)
+    return _source(str(paths[0]), files, opened)
 
 
 def follow_link(file: Path) -> Path:
@@ -104,49 +107,30 @@ def follow_link(file: Path) -> Path:
     return real
 
 
-class _Weights:
-    """Tensors of safetensors files; each is whole in one of them."""
+def _source(
+    where: str, files: Files, opened: Mapping[Path, tuple[Mapping[str, Stored], int]]
+) -> PieceSource:
+    """Return the tensors of opened files; each is whole in one of them."""
+    index: dict[TensorInfo, list[Piece]] = {}
+    for file, (found, begin) in opened.items():
+        for stored in found.values():
+            info = TensorInfo("param", stored.key, stored.dtype, stored.lengths)
+            read = partial(_read, files, file, info, begin + stored.begin)
+            index[info] = [flat_piece(0, info.numel, read)]
+    return PieceSource(where, index)
 
-    step: int | None = None
-    optimizer: OptimizerInfo | None = None
-    left_out: Sequence[str] = ()
 
-    def __init__(
-        self, where: str, files: Files, opened: Mapping[Path, tuple[Mapping[str, Stored], int]]
-    ) -> None:
-        self.where = where
-        self.extra: Mapping[str, object] = {}
-        self.tied: Mapping[str, str] = {}
-        self._files = files
-        self._places = {
-            stored.key: (file, begin + stored.begin)
-            for file, (found, begin) in opened.items()
-            for stored in found.values()
-        }
-        self.tensors = tuple(
-            TensorInfo("param", stored.key, stored.dtype, stored.lengths)
-            for found, _ in opened.values()
-            for stored in found.values()
-        )
-
-    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
-        """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo]."""
-        file, begin = self._places[tensor.name]
-        if not 0 <= lo <= hi <= tensor.numel:
-            raise CheckpointError(
-                f"{file}: tensor '{tensor.name}' has {tensor.numel} elements, [{lo}, {hi}) was "
-                "asked for"
-            )
-        elements = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype))
-        offset = begin + lo * element_bytes(tensor.dtype)
-        try:
-            with self._files.open(follow_link(file)) as reader:
-                reader.read_into(offset, elements.view(torch.uint8).numpy().data)
-        except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"tensor '{tensor.name}': {error}") from error
-        except OSError as error:
-            raise CheckpointError(f"tensor '{tensor.name}' cannot be read: {error}") from error
-        return elements
+def _read(files: Files, file: Path, info: TensorInfo, begin: int, lo: int, hi: int) -> torch.Tensor:
+    """Return elements [lo, hi) of a tensor whose bytes begin at ``begin`` of the file."""
+    elements = torch.empty(hi - lo, dtype=torch_dtype(info.dtype))
+    try:
+        with files.open(follow_link(file)) as reader:
+            reader.read_into(begin + lo * element_bytes(info.dtype), memory_of(elements))
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"tensor '{info.name}': {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"tensor '{info.name}' cannot be read: {error}") from error
+    return elements
 
 
 def _index_of(path: Path) -> Path | None:

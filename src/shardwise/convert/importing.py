@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +22,11 @@ from shardwise.checkpoint.container import bytes_of, dtype_name, memory_of
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name, take_lock
 from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow
-from shardwise.checkpoint.source import Kind, OptimizerInfo, Source, TensorInfo
+from shardwise.checkpoint.source import Kind, Source, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.checkpoint.write import NONCE_BYTES, Part, Progress, Written, write_checkpoint
 from shardwise.comm.control import SoloControl
+from shardwise.convert.pieces import PieceSource, flat_piece
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout.boxes import Box
 
@@ -104,45 +106,11 @@ def without_prefix(source: Source, prefix: str) -> Source:
 
     **Raises** ConfigError when no name begins with it, or when two names would become one.
     """
-    return _Renamed(source, prefix)
-
-
-class _Renamed:
-    """A source under other names; the names of the user's own state stay."""
-
-    def __init__(self, source: Source, prefix: str) -> None:
-        self._source = source
-        self._names = _shortened(source, prefix)
-        self._originals = {self._renamed(info): info for info in source.tensors}
-        self.where = source.where
-        self.step, self.extra = source.step, source.extra
-        self.left_out = source.left_out
-        self.tensors = list(self._originals)
-        self.tied = {self._names[a]: self._names[b] for a, b in source.tied.items()}
-        self.optimizer: OptimizerInfo | None = None
-        if source.optimizer is not None:
-            groups = tuple(
-                {**group, "params": [self._names[name] for name in group["params"]]}
-                for group in source.optimizer.groups
-            )
-            state = {self._names[name]: of for name, of in source.optimizer.state.items()}
-            self.optimizer = replace(source.optimizer, groups=groups, state=state)
-
-    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
-        """Read the tensor under its original name."""
-        return self._source.read(self._originals[tensor], lo, hi)
-
-    def _renamed(self, info: TensorInfo) -> TensorInfo:
-        return info if info.kind == "extra" else replace(info, name=self._names[info.name])
-
-
-def _shortened(source: Source, prefix: str) -> dict[str, str]:
-    """Return the new name of every parameter and buffer."""
-    names = {info.name for info in source.tensors if info.kind != "extra"}
-    names |= {*source.tied, *source.tied.values()}
-    if source.optimizer is not None:
-        names |= {name for group in source.optimizer.groups for name in group["params"]}
-        names |= {*source.optimizer.state}
+    infos = [info for info in source.tensors if info.kind != "extra"]
+    groups = source.optimizer.groups if source.optimizer is not None else ()
+    state = source.optimizer.state if source.optimizer is not None else {}
+    names = {*(info.name for info in infos), *source.tied, *source.tied.values(), *state}
+    names |= {name for group in groups for name in group["params"]}
     if not prefix or not any(name.startswith(prefix) for name in names):
         such = ", ".join(sorted(names)[:3])
         raise ConfigError(
@@ -154,7 +122,22 @@ def _shortened(source: Source, prefix: str) -> dict[str, str]:
         if originals.setdefault(new, name) != name:
             both = f"'{originals[new]}' and '{name}'"
             raise ConfigError(f"{source.where}: without {prefix!r}, {both} would be one name")
-    return {name: new for new, name in originals.items()}
+    short = {name: new for new, name in originals.items()}
+    optimizer = source.optimizer and replace(
+        source.optimizer,
+        groups=tuple({**g, "params": [short[name] for name in g["params"]]} for g in groups),
+        state={short[name]: values for name, values in state.items()},
+    )
+    index = {
+        replace(info, name=short[info.name]): [
+            flat_piece(0, info.numel, partial(source.read, info))
+        ]
+        for info in infos
+    }
+    tied = {short[alias]: short[name] for alias, name in source.tied.items()}
+    return PieceSource(
+        source.where, index, source.step, optimizer, source.extra, tied, source.left_out
+    )
 
 
 def _manifest(

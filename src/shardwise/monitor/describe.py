@@ -63,17 +63,6 @@ class UnitDescription(UnitFacts):
     gather: str = ""
     reduce: str = ""
 
-    @property
-    def resting(self) -> str:
-        """The place of offloaded state, or "" if it is on the device."""
-        return f"; {self.home}" if self.home else ""
-
-    @property
-    def travelling(self) -> str:
-        """The encodings of gathered parameters and of sent gradients, or ""."""
-        gather = f"; gathered as {self.gather}" if self.gather else ""
-        return gather + (f"; gradients sent as {self.reduce}" if self.reduce else "")
-
 
 @dataclass(frozen=True)
 class Description:
@@ -123,11 +112,14 @@ class Description:
 
     def _line(self, unit: UnitDescription, branch: str, label: str) -> str:
         padding = f"{format_bytes(unit.padding_bytes)} ({unit.padding_share:.1%})"
+        rests = f"; {unit.home}" if unit.home else ""
+        gathered = f"; gathered as {unit.gather}" if unit.gather else ""
+        sent = f"; gradients sent as {unit.reduce}" if unit.reduce else ""
         return (
             f"{branch}{label} [{unit.class_name}]  {unit.num_params} parameters, "
             f"{format_count(unit.numel)} elements, {unit.dtype}, {unit.layout}: "
             f"{format_bytes(unit.full_bytes)} full, {format_bytes(unit.rank_bytes)} per rank, "
-            f"padding {padding}, stage {self.stage}" + unit.resting + unit.travelling
+            f"padding {padding}, stage {self.stage}{rests}{gathered}{sent}"
         )
 
 
@@ -156,9 +148,8 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         full += storage.layout.numel * size
         padding += (storage.layout.full_numel - storage.layout.numel) * size
         rank_bytes += storage.memory.shard_bytes
-        master, compute = (
-            str(d).removeprefix("torch.") for d in (storage.master.dtype, storage.full.dtype)
-        )
+        dtypes = storage.master.dtype, storage.full.dtype
+        master, compute = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         names.add(master if master == compute else f"{master} (computes in {compute})")
     for param in (param for param in unit.params if not param.encoding.in_storage):
         numel += prod(param.shape)
@@ -167,6 +158,11 @@ def _describe_unit(unit: Unit) -> UnitDescription:
             full += prod(part.cut.shape) * part.local.element_size()
             rank_bytes += part.local.nbytes
         names.add(type(local).__name__)
+    coding, gather = next((s.coding for s in unit.storages if s.coding is not None), None), ""
+    if coding is not None:
+        gathers = (storage.memory.gather_bytes for storage in unit.storages)
+        sent, whole = map(sum, zip(*gathers, strict=True))
+        gather = f"{coding}" + (f": {sent / whole:.3f} x the bytes" if whole else "")
     return UnitDescription(
         name=unit.name,
         class_name=type(unit.module).__name__,
@@ -179,20 +175,10 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         layout=unit.storages[0].layout.kind if unit.storages else "-",
         params=tuple(_describe_param(param) for param in unit.params),
         home=str(unit.home or ""),
-        gather=_describe_gather(unit),
+        gather=gather,
         reduce=str(unit.precision.reduce_coding or ""),
         num_modules=len({use.module for param in unit.params for use in param.uses}),
     )
-
-
-def _describe_gather(unit: Unit) -> str:
-    """Return the encoding of parameters with its ratio of bytes, or "" without one."""
-    coding = next((s.coding for s in unit.storages if s.coding is not None), None)
-    if coding is None:
-        return ""
-    gathers = (storage.memory.gather_bytes for storage in unit.storages)
-    sent, whole = map(sum, zip(*gathers, strict=True))
-    return f"{coding}" + (f": {sent / whole:.3f} x the bytes" if whole else "")
 
 
 def _describe_param(param: ShardedParam) -> ParamDescription:

@@ -147,10 +147,8 @@ class FindingDoc:
 
 def read_docs(text: str) -> Mapping[str, FindingDoc]:
     """Return the documentation of each code from TOML. **Raises** ConfigError for a wrong table."""
-    return {
-        code: checked_value(FindingDoc, {"code": code, **table}, f"finding {code}")
-        for code, table in tomllib.loads(text).items()
-    }
+    tables = tomllib.loads(text).items()
+    return {c: checked_value(FindingDoc, {"code": c, **t}, f"finding {c}") for c, t in tables}
 
 
 @cache
@@ -196,14 +194,8 @@ def make_finding(
     texts, values = doc.cases[name or _DEFAULT], {**evidence, **words}
     filled = []
     for key, *settings in texts.changes:
-        before, after = [None, *settings][-2:]
-        filled.append(
-            Change(
-                filler.vformat(str(key), (), values),
-                filler.fill_setting(before, values),
-                filler.fill_setting(after, values),
-            )
-        )
+        ends = (filler.fill_setting(setting, values) for setting in [None, *settings][-2:])
+        filled.append(Change(filler.vformat(str(key), (), values), *ends))
     low, high = gain if isinstance(gain, tuple) else (gain, None)
     rounded = {n: v if isinstance(v, int) else float(f"{v:.4g}") for n, v in evidence.items()}
     return Finding(

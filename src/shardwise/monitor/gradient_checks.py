@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
-from shardwise.monitor.rank_lines import LostUpdates as LostUpdatesLine
+from shardwise.monitor.record import LostUpdates as LostUpdatesLine
 from shardwise.tensor.background_step import elements_of, is_under_way
 from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
 from shardwise.unit.unit import Unit
@@ -49,7 +49,7 @@ class LostUpdates:
         made = {each: stepped_in_16_bits(each) for each in optimizers}
         self._params = {each: params for each, params in made.items() if params}
         self._samples: dict[torch.optim.Optimizer, list[_Sample]] = {}
-        self._counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # lost, wanted
+        self._counts: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))  # lost, wanted
         self._figures: dict[str, float] = {}
         self._num_looks = self._next = 0
         self._again_s = -math.inf
@@ -79,13 +79,13 @@ class LostUpdates:
         figures, self._figures = self._figures, {}
         if not figures or self._num_looks & (self._num_looks - 1):  # after 1, 2, 4, 8, ... looks
             return figures, ()
-        shares = {name: lost / wanted for name, (lost, wanted) in self._judged.items()}
+        shares = self._shares()
         worst = sorted(shares, key=lambda name: -shares[name])[:_MAX_NAMED]
         return figures, [LostUpdatesLine(step, {name: shares[name] for name in worst})]
 
-    @property
-    def _judged(self) -> Mapping[str, Sequence[int]]:
-        return {name: each for name, each in self._counts.items() if each[1] >= _LEAST_WANTED}
+    def _shares(self) -> Mapping[str, float]:
+        counts = self._counts.items()
+        return {name: lost / wanted for name, (lost, wanted) in counts if wanted >= _LEAST_WANTED}
 
     def _sample(self, optimizer: torch.optim.Optimizer) -> list[_Sample]:
         rates = {id(p): g.get("lr", 1.0) for g in optimizer.param_groups for p in g["params"]}
@@ -113,17 +113,15 @@ class LostUpdates:
                 names[now.device].append(each.name)
         all_lost = all_wanted = 0
         for device, on_device in counts.items():
-            for name, row in zip(names[device], torch.stack(on_device).tolist(), strict=True):
-                lost, wanted = row
+            rows = torch.stack(on_device).tolist()
+            for name, (lost, wanted) in zip(names[device], rows, strict=True):
                 all_lost, all_wanted = all_lost + lost, all_wanted + wanted
-                self._counts[name] = [self._counts[name][0] + lost, self._counts[name][1] + wanted]
+                before = self._counts[name]
+                self._counts[name] = before[0] + lost, before[1] + wanted
         if all_wanted:
             self._num_looks += 1
-            worst = max((lost / wanted for lost, wanted in self._judged.values()), default=0.0)
-            self._figures = {
-                LOST_SHARE: 100 * all_lost / all_wanted,
-                LOST_OF_WORST_SHARE: 100 * worst,
-            }
+            worst = 100 * max(self._shares().values(), default=0.0)
+            self._figures = {LOST_SHARE: 100 * all_lost / all_wanted, LOST_OF_WORST_SHARE: worst}
 
 
 def _some_of(local: torch.Tensor) -> torch.Tensor:
@@ -171,15 +169,11 @@ def bad_gradients(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> li
             if local is not None and local.numel():
                 name = of_param.get(id(owner_of(param)), "(no unit)")
                 found[local.device].append((name, local))
-    return [name for gradients in found.values() for name in _bad_of(gradients)]
-
-
-def _bad_of(gradients: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of gradients that are not finite; all are on one device."""
-    norms = torch._foreach_norm([local for _, local in gradients])
-    are_finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
-    return [  # a sum of squares may overflow: check each element
-        name
-        for (name, local), is_finite in zip(gradients, are_finite, strict=True)
-        if not is_finite and not bool(local.isfinite().all())
-    ]
+    bad = []
+    for gradients in found.values():
+        norms = torch._foreach_norm([local for _, local in gradients])
+        are_finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
+        for (name, local), is_finite in zip(gradients, are_finite, strict=True):
+            # A sum of squares may overflow: check each element.
+            bad += [name] * (not is_finite and not bool(local.isfinite().all()))
+    return bad

@@ -1,4 +1,11 @@
-"""The memory of an observed run: samples of single steps, and reports of memory that runs out.
+"""The memory of an observed run: the engine's bytes, samples of steps, memory that runs out.
+
+Note [One owner for each byte]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Tensors share memory: a gradient is a part of the buffer of the next step's gradients, a view is a
+part of its base. So memory is counted by the blocks of an allocator (torch's storages), each once,
+under the first kind that has a part of it. Shards inside full copies are the exception: that part
+of the block counts as shards.
 
 Note [What would have fitted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,30 +18,176 @@ fit, the first one is the one to try.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from shardwise.debug import place_of, place_of_state
+from shardwise.device import memory_in_use_bytes
 from shardwise.engine.parts import Parts
+from shardwise.engine.tree import tensors_in
 from shardwise.host import available_host_bytes
-from shardwise.monitor.ledger import OwnedBytes, owned_bytes, state_bytes
-from shardwise.monitor.rank_lines import Fix, Memory, Moment, OutOfMemory
-from shardwise.monitor.record import RunFacts
-from shardwise.names import name_of_unit
+from shardwise.monitor.record import Fix, Memory, Moment, OutOfMemory, RunFacts
+from shardwise.names import join_units, name_of_unit
 from shardwise.quantities import format_bytes
+from shardwise.step.overlap import staging_bytes
+from shardwise.svg import order_of_kinds
+from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.inner import plain_parts
+from shardwise.tensor.plain_state import owner_of
+from shardwise.unit.states import GradState
+from shardwise.unit.unit import Unit
 
+Key = tuple[str, str, str]  # place, kind, unit
+_NO_UNIT = "(no unit)"  # memory of several units, or of no unit
 _SAMPLED = ("forward", "backward", "recompute", "step")  # phases, as each begins and ends
 _MAX_BLOCKS, _MAX_FIXES = 10, 3
 _GIVEN_BY = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 2**30, "MB": 2**20, "bytes": 1}
 _ASKED = re.compile(r"[Tt]r(?:ied|ying) to allocate ([\d.]+) ?(GiB|MiB|KiB|GB|MB|bytes)")
 
 
-class _Sample(NamedTuple):
-    phase: str
-    unit: str
-    owned: OwnedBytes
+@dataclass(frozen=True)
+class OwnedBytes:
+    """Bytes by (place, kind, unit); places are "device", "host", "files".
+
+    ``in_use_bytes`` is all allocated memory of the device; on the CPU that of the process, with its
+    libraries.
+    """
+
+    owned: Mapping[Key, int]
+    in_use_bytes: int
+
+    def by_kind(self, place: str = "device") -> dict[str, int]:
+        """Return the bytes of each kind in one place, named as in a plan's ledger."""
+        found: Counter[str] = Counter()
+        for kinds in self.by_unit(place).values():
+            found.update(kinds)
+        return {kind: found[kind] for kind in sorted(+found, key=order_of_kinds)}
+
+    def by_unit(self, place: str = "device") -> dict[str, dict[str, int]]:
+        """Return the bytes of each kind of each unit in one place."""
+        found: dict[str, dict[str, int]] = {}
+        for (where, kind, unit), num_bytes in self.owned.items():
+            if where == place:
+                found.setdefault(unit, {})[kind] = num_bytes
+        return found
+
+    @property
+    def device_bytes(self) -> int:
+        """The engine's bytes on the device."""
+        return sum(self.by_kind().values())
+
+    @property
+    def other_bytes(self) -> int:
+        """Other bytes of the device: activations, temporaries and others."""
+        return max(self.in_use_bytes - self.device_bytes, 0)
+
+
+def state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> Counter[Key]:
+    """Return the bytes of the optimizers' state, which change only in their steps."""
+    blocks = _Blocks()
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            owner = owner_of(param)
+            name = _NO_UNIT if owner is None else owner.unit.name
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    place = place_of_state(optimizer, owner, value)
+                    blocks.add(place, "optimizer_state", name, [value])
+    return blocks.found
+
+
+def owned_bytes(
+    parts: Parts,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    state: Mapping[Key, int] | None = None,
+) -> OwnedBytes:
+    """Return the bytes that the engine owns on this rank; see Note [One owner for each byte].
+
+    ``state`` is a result of `state_bytes` since the optimizers' last step.
+
+    **Cost** some microseconds of the host for each storage, and for each parameter that has a
+    gradient; without ``state`` for each tensor of the optimizers too.
+    """
+    blocks = _Blocks()
+    for unit in parts.units:
+        _add_params(blocks, unit)
+    for unit in parts.units:
+        _add_grads(blocks, unit)
+    blocks.found.update(state_bytes(optimizers) if state is None else state)
+    for unit in parts.units:
+        if unit.gather.pending is not None:
+            blocks.add("device", "gather_staging", unit.name, tensors_in(unit.gather.pending.holds))
+        coded = [s.coded_memory for s in unit.storages if s.coded_memory is not None]
+        blocks.add("device", "gather_staging", unit.name, coded)
+    for engine in parts.engines:
+        for held in engine.reductions.held:
+            name = join_units(held.units)
+            blocks.add("device", "grad_shards", name, held.means)
+            blocks.add("device", "grad_full", name, held.grads)
+            blocks.add("device", "reduce_staging", name, tensors_in(held.staging))
+        if engine.activations is not None:
+            blocks.count("host", "activations_on_host", _NO_UNIT, engine.activations.host_bytes)
+    for optimizer in optimizers:
+        blocks.count("device", "state_staging", _NO_UNIT, staging_bytes(optimizer))
+    return OwnedBytes(dict(+blocks.found), memory_in_use_bytes(parts.comm.device))
+
+
+class _Blocks:
+    """Blocks of memory, each counted once."""
+
+    def __init__(self) -> None:
+        self.found: Counter[Key] = Counter()
+        self._seen: set[int] = set()
+
+    def count(self, place: str, kind: str, unit: str, num_bytes: int) -> None:
+        self.found[place, kind, unit] += num_bytes
+
+    def see(self, *tensors: torch.Tensor) -> None:
+        """Mark memory as counted."""
+        self._seen.update(t.untyped_storage().data_ptr() for t in tensors)
+
+    def add(self, place: str, kind: str, unit: str, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            local = elements_of(tensor) if isinstance(tensor, DTensor) else tensor
+            for part in plain_parts(local).values():
+                block = part.untyped_storage()
+                if block.nbytes() and block.data_ptr() not in self._seen:
+                    self._seen.add(block.data_ptr())
+                    self.count(place, kind, unit, block.nbytes())
+
+
+def _add_params(blocks: _Blocks, unit: Unit) -> None:
+    for storage in unit.storages:
+        memory, place = storage.memory, place_of(unit, "params")
+        blocks.count(place, "param_shards", unit.name, memory.shard_bytes)
+        blocks.count("device", "param_full", unit.name, storage.kept_bytes + memory.copy_bytes)
+        blocks.see(storage.master, storage.full)
+    for param in unit.params:
+        if not param.encoding.in_storage:
+            blocks.add(place_of(unit), "param_shards", unit.name, [param.sharded])
+            if param.leaf is not None:
+                blocks.add("device", "param_full", unit.name, [param.leaf.data])
+
+
+def _add_grads(blocks: _Blocks, unit: Unit) -> None:
+    place = place_of(unit, "grads")
+    for storage in unit.storages:
+        blocks.add(place_of(unit), "grad_shards", unit.name, storage.means.held)
+        if storage.unreduced is not None:
+            blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
+    is_empty = unit.grad_state is GradState.EMPTY and not unit.settings.stands_while_full
+    for param in unit.params:
+        if is_empty and not param.has_partial:  # autograd writes before the unit's state changes
+            continue
+        for mean in (param.grad, param.mean):
+            if isinstance(mean, DTensor):
+                blocks.add(place, "grad_shards", unit.name, [mean])
+        partials = [param.partial, getattr(param.leaf, "grad", None)]
+        blocks.add("device", "grad_full", unit.name, [t for t in partials if t is not None])
 
 
 class MemoryWatch:
@@ -51,8 +204,8 @@ class MemoryWatch:
         self._parts, self._optimizers = parts, optimizers
         self._facts, self._rank = facts, rank
         self._is_cpu = facts.device == "cpu"
-        self._samples: list[_Sample] = []
-        self._state: Mapping[tuple[str, str, str], int] | None = None  # of the optimizers
+        self._samples: list[tuple[str, str, OwnedBytes]] = []  # phase, unit, bytes
+        self._state: Mapping[Key, int] | None = None  # of the optimizers
         self._explained: BaseException | None = None
         self._base_bytes = 0
 
@@ -72,17 +225,18 @@ class MemoryWatch:
         if self._state is None or phase == "step_end":
             self._state = state_bytes(self._optimizers)
         now = owned_bytes(self._parts, self._optimizers, self._state)
-        self._samples.append(_Sample(phase, unit, now))
+        self._samples.append((phase, unit, now))
 
     def take(self, step: int) -> list[Memory]:
         """Return the samples of a step as a line; none if there are none."""
         samples, self._samples, self._state = self._samples, [], None
         if not samples:
             return []
-        sizes = [s.owned.device_bytes if self._is_cpu else s.owned.in_use_bytes for s in samples]
+        each = [owned for *_, owned in samples]
+        sizes = [now.device_bytes if self._is_cpu else now.in_use_bytes for now in each]
         peak = sizes.index(max(sizes))
-        units = {place: samples[peak].owned.by_unit(place) for place in ("device", "host", "files")}
-        moments = [Moment(s.phase, s.unit, s.owned.by_kind(), s.owned.other_bytes) for s in samples]
+        units = {place: each[peak].by_unit(place) for place in ("device", "host", "files")}
+        moments = [Moment(p, u, now.by_kind(), now.other_bytes) for p, u, now in samples]
         return [Memory(step, moments, peak, units)]
 
     def explain(self, error: BaseException, step: int, phase: str, unit: str) -> OutOfMemory | None:
@@ -105,16 +259,8 @@ class MemoryWatch:
         ]
         fixes.sort(key=lambda fix: (not fix.fits, 0 if fix.fits else fix.peak_bytes))
         return OutOfMemory(
-            step,
-            asked,
-            owned.in_use_bytes,
-            capacity,
-            fixes[:_MAX_FIXES],
-            self._rank,
-            phase,
-            unit,
-            owned.by_kind(),
-            owned.other_bytes,
+            *(step, asked, owned.in_use_bytes, capacity, fixes[:_MAX_FIXES]),
+            *(self._rank, phase, unit, owned.by_kind(), owned.other_bytes),
             sorted(blocks, key=lambda block: -block[2])[:_MAX_BLOCKS],
         )
 

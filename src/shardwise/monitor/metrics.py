@@ -71,24 +71,25 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     away: list[Interval] = []  # copies of offloaded state, steps in the background, waits for them
     axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
-    for line, phase, _, begin_s, end_s, num_bytes in spans:
+    for span in spans:
+        line, phase, when = span.line, span.phase, (span.begin_s, span.end_s)
         if line == computes:
-            seconds[phase] += end_s - begin_s
+            seconds[phase] += span.seconds
             if phase not in IDLE:
-                busy.append((begin_s, end_s))
+                busy.append(when)
             if phase in ("step", "wait_step"):
-                (steps if phase == "step" else away).append((begin_s, end_s))
+                (steps if phase == "step" else away).append(when)
         elif "." in line:
-            comm[phase].append((begin_s, end_s))
+            comm[phase].append(when)
             axis = line.partition(".")[0]
-            axes[axis_s(axis)] += end_s - begin_s
-            axes[axis_mib(axis)] += num_bytes / MIB
-            sent += num_bytes
+            axes[axis_s(axis)] += span.seconds
+            axes[axis_mib(axis)] += span.num_bytes / MIB
+            sent += span.num_bytes
             num_collectives += 1
         elif line not in (MAIN, "device"):
-            seconds[f"behind {phase}"] += end_s - begin_s
+            seconds[f"behind {phase}"] += span.seconds
             if phase != "save":
-                away.append((begin_s, end_s))
+                away.append(when)
     busy = union(busy)
     whole = union(when for kind in comm.values() for when in kind)
     # Small exchanges between ranks, which block, are communication too.
@@ -147,9 +148,8 @@ class OverRanks:
 
 def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
     """Return every figure over the ranks that have it; ``rows`` are in rank order."""
-    names = dict.fromkeys(name for row in rows for name in row)
     found = {}
-    for name in names:
+    for name in dict.fromkeys(name for row in rows for name in row):
         told = [(row[name], rank) for rank, row in enumerate(rows) if name in row]
         (low, low_rank), (high, high_rank) = min(told), max(told, key=lambda each: each[0])
         middle = statistics.median(value for value, _ in told)
@@ -183,8 +183,7 @@ def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[st
             continue
         (low, low_step), (high, high_step) = min(finite), max(finite, key=lambda each: each[0])
         mean = statistics.fmean(value for value, _ in finite)
-        num_bad = len(told) - len(finite)
-        found[name] = OverSteps(low, mean, high, low_step, high_step, num_bad)
+        found[name] = OverSteps(low, mean, high, low_step, high_step, len(told) - len(finite))
     return found
 
 

@@ -19,23 +19,30 @@ from typing import Self, TypeVar
 import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.comm.control import Control, exchange_any
+from shardwise.comm.control import exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
+from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.gatherer import Gatherer
+from shardwise.monitor.gatherer import Gatherer, LineMaker, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
-from shardwise.monitor.outputs import Outputs, Sink
-from shardwise.monitor.rank_lines import Begin, RankLine, Save, keys_of
-from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
+from shardwise.monitor.record import (
+    FOLDER,
+    Begin,
+    RankLine,
+    RunFacts,
+    Save,
+    StepLine,
+    keys_of,
+    remove_other_ranks,
+    write_facts,
+)
 from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
-from shardwise.monitor.step_lines import LineMaker, ObservedStep
 from shardwise.names import MAIN
 from shardwise.processes import own_process
 
@@ -95,34 +102,25 @@ def observe(
     control = parts.first.open_control()
     hosts = [row.decode() for row in exchange_any(control, socket.gethostname().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
-    folder = None if output is None else Path(output) / FOLDER
-    done = first_step - 1
-    outputs = _open(control, facts, folder, done, sinks)
-    lines = LineMaker(control, facts, outputs, every, parts.comm.device)
-    gatherer = Gatherer(control, lines, outputs, every)
-    return Observation(parts, optimizers, facts, gatherer, done, detail_every)
+    done, rank, folder = first_step - 1, control.rank, None if output is None else Path(output)
 
-
-def _open(
-    control: Control, facts: RunFacts, folder: Path | None, done: int, sinks: Sequence[Sink]
-) -> Outputs:
-    """Open the files of every rank; an error of one rank is raised on all of them."""
-    is_first, is_kept = control.rank == 0, control.rank < _MAX_RANKS_WITH_LINES
-    made: list[Outputs] = []
-
-    def open_files() -> None:
-        if folder is not None and is_first:
-            write_facts(folder, facts)
-            remove_other_ranks(folder, facts.num_ranks)
-        steps = JsonLines(folder / "steps.jsonl" if folder and is_first else None, done)
-        path = folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None
-        own = JsonLines(path, done)
+    def open_files() -> Outputs:
+        shared = folder / FOLDER if folder is not None and rank == 0 else None
+        own_path = folder / FOLDER / f"rank-{rank}.jsonl" if folder is not None else None
+        if shared is not None:
+            write_facts(shared, facts)
+            remove_other_ranks(shared, facts.num_ranks)
+        steps = JsonLines(shared and shared / "steps.jsonl", done)
+        own = JsonLines(own_path if rank < _MAX_RANKS_WITH_LINES else None, done)
         own.write(**keys_of(Begin(done + 1, own_process())))
-        doctor = LiveDoctor(facts, folder if is_first else None, done)
-        made.append(Outputs(control.rank, steps, own, doctor, sinks if is_first else ()))
+        doctor = LiveDoctor(facts, shared, done)
+        return Outputs(rank, steps, own, doctor, sinks if rank == 0 else ())
 
-    on_all_ranks(control, open_files)
-    return made[0]
+    outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
+    lines = LineMaker(control, facts, outputs, every, parts.comm.device)
+    return Observation(
+        parts, optimizers, facts, Gatherer(control, lines, outputs), done, detail_every
+    )
 
 
 class Observation:
@@ -173,10 +171,10 @@ class Observation:
             self._open.enter_context(comm.tracer.telling(self._recorder))
         self._open.enter_context(TORCH_CALLS.reporting(self._recorder))
         for each in self._optimizers:
-            before = each.register_step_pre_hook(self._before_step)
-            self._open.callback(before.remove)
             last = each is self._optimizers[-1]
+            before = each.register_step_pre_hook(self._before_step)
             after = each.register_step_post_hook(lambda *_, last=last: self._after_step(last))
+            self._open.callback(before.remove)
             self._open.callback(after.remove)
         self._memory.start()
         self._gatherer.start()

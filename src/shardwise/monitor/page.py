@@ -9,8 +9,7 @@ from shardwise import charts, svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
-from shardwise.monitor.rank_lines import Timeline
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.record import RunRecord, Timeline
 from shardwise.monitor.summary import (
     figures_of,
     kinds_shown,
@@ -31,11 +30,8 @@ from shardwise.quantities import format_bytes, format_count, format_duration
 MOST_RUNS, LIMIT_BYTES = 8, 300_000
 _MOST_VALUES, _MOST_UNITS, _MOST_SAVES, _MOST_FINDINGS = 9, 60, 12, 25
 _MOST_UNITS_IN_MEMORY = 8
-_COLUMNS, _MOMENTS, _BARS = (
-    180,
-    160,
-    800,
-)  # of curves, memory and timelines, for all runs of a page together
+# Of curves, memory and timelines, for all runs of a page together.
+_COLUMNS, _MOMENTS, _BARS = 180, 160, 800
 _COARSER = (1, 2, 4, 8)  # by which these are divided where a page is too large
 _RANKS_IN_TIMELINE = 4
 _Curves = tuple[str, Sequence[svg.Curve], bool]  # title, curves, whether the axis begins at 0
@@ -80,14 +76,10 @@ def report_html(runs: Sequence[ShownRun]) -> str:
 def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> str:
     figures = [figures_of(run.record.steps) for run in runs]
     told = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
-    pictures = [
-        charts.lines_chart(
-            title,
-            [replace(c, points=svg.thin(c.points, _COLUMNS // divisor)) for c in each],
-            from_zero=from_zero,
-        )
-        for title, each, from_zero in curves
-    ]
+    pictures = []
+    for title, each, from_zero in curves:
+        thin = [replace(c, points=svg.thin(c.points, _COLUMNS // divisor)) for c in each]
+        pictures.append(charts.lines_chart(title, thin, from_zero))
     return _render(
         "page.html.j2",
         title=", ".join(run.name for run in runs),
@@ -117,17 +109,17 @@ def _curves(runs: Sequence[ShownRun]) -> list[_Curves]:
     """Return the logged values, and the figures that have more than one value in some run."""
     most, found = _COLUMNS // len(runs), list[_Curves]()
     names = dict.fromkeys(name for r in runs for s in r.record.steps for name in s.values)
+    looks = [(f"run-{i}", run.name, run.record.steps) for i, run in enumerate(runs)]
     for name in list(names)[:_MOST_VALUES]:
         curves = [
-            svg.Curve(f"run-{i}", r.name, value_curve(s, name, most), not_numbers(s, name))
-            for i, r in enumerate(runs)
-            for s in (r.record.steps,)
+            svg.Curve(look, of, value_curve(steps, name, most), not_numbers(steps, name))
+            for look, of, steps in looks
         ]
         found.append((name, curves, False))
     for shown in FIGURES:
         curves = [
-            svg.Curve(f"run-{i}", r.name, metric_curve(r.record.steps, shown.metric, most))
-            for i, r in enumerate(runs)
+            svg.Curve(look, of, metric_curve(steps, shown.metric, most))
+            for look, of, steps in looks
         ]
         if any(len({(p.low, p.high) for p in curve.points}) > 1 for curve in curves):
             found.append((shown.title, curves, True))
@@ -136,11 +128,9 @@ def _curves(runs: Sequence[ShownRun]) -> list[_Curves]:
 
 def _time(runs: Sequence[ShownRun]) -> str:
     rows = [charts.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
-    if not any(row.parts for row in rows):
-        return ""
-    title = "Where a step's time goes"
-    shown = f"{title}, median over the ranks"
-    return charts.bars_chart(title, rows, lambda s: f"{s:.3g} s a step", shown_title=shown)
+    title = "Where a step's time goes, median over the ranks"
+    has_times = any(row.parts for row in rows)
+    return charts.bars_chart(title, rows, lambda s: f"{s:.3g} s a step") if has_times else ""
 
 
 def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
@@ -162,7 +152,9 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
     if found is None:
         return None
     (rank, line), is_cpu = found, facts.device == "cpu"
-    moments = [charts.Bar(m.phase, kinds_shown(m, facts)) for m in line.moments]
+    moments = [
+        charts.Bar(m.phase.removesuffix("_end"), kinds_shown(m, facts)) for m in line.moments
+    ]
     planned = _planned_lines(run.plan, not is_cpu) if run.plan is not None else {}
     peak, measured = line.moments[line.peak], moments[line.peak].parts
     whole = format_bytes(sum(measured.values()))
@@ -178,9 +170,8 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
         "units": sorted(units, key=lambda unit: -unit[1])[:_MOST_UNITS_IN_MEMORY],
         "svg": charts.areas_chart(
             f"{run.name}: memory of step {line.step:,} on rank {rank}",
-            [moment._replace(name=moment.name.removesuffix("_end")) for moment in moments],
+            moments,
             _MOMENTS // divisor,
-            shown_title=f"{run.name}: memory",
             described=f"The peak is in {peak.phase} of {name_of_unit(peak.unit)}, {whole}.",
             beside=charts.Bar("plan", planned) if planned else None,
         ),

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -44,6 +45,11 @@ def facts_of(
     if flops is None:
         flops = _flops_per_token(parts.units, _experts_of_a_token(modules_of(model)))
     dtypes = {str(s.compute_dtype).removeprefix("torch.") for u in parts.units for s in u.storages}
+    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    peak_flops = None  # of a device that is not in the catalogue, and for mixed dtypes
+    if device.type != "cpu" and len(dtypes) == 1:
+        with suppress(ConfigError):
+            peak_flops = find_accelerator(name_of(device)).peak_flops(*dtypes)
     return RunFacts(
         stage=config.stage.number,
         degrees=degrees_of(parts),
@@ -57,7 +63,7 @@ def facts_of(
             for unit in described
         ),
         hosts=tuple(hosts),
-        peak_flops=_peak_flops(name_of(device), dtypes),
+        peak_flops=peak_flops,
         flops_per_token=flops,
         versions={
             "shardwise": version("shardwise"),
@@ -67,7 +73,7 @@ def facts_of(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         optimizer=", ".join(type(each).__name__ for each in optimizers),
         offload="" if config.offload is None else str(config.offload),
-        unsharded_bytes=_unsharded_bytes(optimizers),
+        unsharded_bytes=sum(p.nbytes for p in held if owner_of(p) is None),
         reduces_units_alone=any(unit.settings.stands_while_full for unit in parts.units),
     )
 
@@ -112,19 +118,3 @@ def _flops_per_token(units: Sequence[Unit], experts: Mapping[nn.Module, int]) ->
                     met = param.shape[0]
                 total += each * met * prod(param.shape[1:])
     return total
-
-
-def _unsharded_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return the bytes of the optimizers' parameters that belong to no unit."""
-    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-    return sum(p.nbytes for p in held if owner_of(p) is None)
-
-
-def _peak_flops(name: str, dtypes: set[str]) -> float | None:
-    """Return the peak rate of a device; None if not in the catalogue, and for mixed dtypes."""
-    if name == "cpu" or len(dtypes) != 1:
-        return None
-    try:
-        return find_accelerator(name).peak_flops(*dtypes)
-    except ConfigError:
-        return None

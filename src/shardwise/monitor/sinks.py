@@ -4,7 +4,6 @@
 its sink is made, on the rank that makes it; rank 0 alone writes to them.
 """
 
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,9 @@ from typing import Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.monitor.record import StepLine
+
+# MLflow allows alphanumerics, "_-./: " and spaces (its documentation of `log_metric`).
+_FOR_MLFLOW = str.maketrans({"%": "percent", "(": " ", ")": ""})
 
 
 def flat_figures(line: StepLine) -> dict[str, float]:
@@ -26,11 +28,10 @@ def flat_figures(line: StepLine) -> dict[str, float]:
         found[name] = over.median
         if over.min != over.max:
             found[f"{name}/min"], found[f"{name}/max"] = over.min, over.max
-    logged = ((name, value) for name, value in line.values.items() if value is not None)
     for name, steps in line.values_over_steps.items():
         if steps.min != steps.max:
             found |= {f"{name}/{key}": getattr(steps, key) for key in ("min", "mean", "max")}
-    return {**found, **dict(logged)}
+    return found | {name: value for name, value in line.values.items() if value is not None}
 
 
 class TensorBoard:
@@ -88,22 +89,13 @@ class MLflow:
 
     def write(self, line: StepLine) -> None:
         """Log all figures of a step at once; MLflow's names have no per cent signs."""
-        named = {_mlflow_name(name): value for name, value in flat_figures(line).items()}
+        named = {name.translate(_FOR_MLFLOW): v for name, v in flat_figures(line).items()}
         self._mlflow.log_metrics(named, step=line.step)
 
     def close(self) -> None:
         """End the run, if it was begun here."""
         if self._is_own:
             self._mlflow.end_run()
-
-
-def _mlflow_name(name: str) -> str:
-    """Keep what MLflow allows: alphanumerics, ``_-./: `` and spaces.
-
-    **Source** MLflow's documentation of ``log_metric``.
-    """
-    changes: Mapping[str, str] = {"%": "percent", "(": " ", ")": ""}
-    return "".join(changes.get(letter, letter) for letter in name)
 
 
 def _import(module: str, package: str, extra: str) -> ModuleType:

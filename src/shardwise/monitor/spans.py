@@ -12,6 +12,7 @@ and writes of files, are a line for each kind, and so is each thread in the back
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from shardwise.monitor.lines import SpanRow
 from shardwise.names import MAIN
 
 if TYPE_CHECKING:
@@ -53,6 +55,11 @@ class Span(NamedTuple):
     def earlier(self, seconds: float) -> Span:
         """Return it with its times counted from another moment."""
         return self._replace(begin_s=self.begin_s - seconds, end_s=self.end_s - seconds)
+
+    def to_row(self) -> SpanRow:
+        """Return it as a timeline has it."""
+        times = round(1e3 * self.begin_s, 4), round(1e3 * self.seconds, 4)
+        return self.line, self.phase, self.unit, *times, self.num_bytes
 
 
 # A phase of a unit is entered or left: time, whether it is entered, line, phase, unit, and the
@@ -96,17 +103,12 @@ class Recorded:
     @property
     def events(self) -> Iterator[Event]:
         """The events, in order."""
-        return _events(self.told)
+        return cast("Iterator[Event]", zip(*[iter(self.told)] * _FIELDS, strict=True))
 
     @property
     def has_other_lines(self) -> bool:
         """Tell whether a thread in the background has entered or left a phase."""
         return any(line != MAIN for line in self.told[2::_FIELDS])
-
-
-def _events(told: Sequence[object]) -> Iterator[Event]:
-    fields = iter(told)
-    return cast("Iterator[Event]", zip(*[fields] * _FIELDS, strict=True))
 
 
 class SpanRecorder:
@@ -163,34 +165,23 @@ class SpanRecorder:
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase begins."""
-        if self._stopped_s is None and self._first is None and self.on_main is None:
-            # The usual case, for each phase of each unit: without more calls.
-            at_s = self._host_clock() - self._paused_s
-            self._told.extend((at_s, True, line, phase, unit, None))
-            return
         self._note(True, line, phase, unit)
-        if self.on_main is not None and line == MAIN and not self.is_paused:
-            self.on_main(phase, unit)
 
     def leave(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase ends."""
         if self.on_error is not None and (error := sys.exc_info()[1]) is not None:
             self.on_error(error, phase, unit)
-        if self._stopped_s is None and self._first is None and self.on_main is None:
-            at_s = self._host_clock() - self._paused_s
-            self._told.extend((at_s, False, line, phase, unit, None))
-            return
         self._note(False, line, phase, unit)
-        if self.on_main is not None and line == MAIN and not self.is_paused:
-            self.on_main(f"{phase}_end", unit)
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
-        moment = None
-        if line == MAIN:
-            if self._stopped_s is not None:  # other threads continue during a pause
-                return
-            moment = self._now()
-        self._told.extend((self._clock(), enters, line, phase, unit, moment))
+        if line != MAIN:  # other threads continue during a pause
+            self._told.extend((self._clock(), enters, line, phase, unit, None))
+        elif self._stopped_s is None:
+            at_s = self._host_clock() - self._paused_s
+            moment = None if self._first is None else self._now()
+            self._told.extend((at_s, enters, line, phase, unit, moment))
+            if self.on_main is not None:
+                self.on_main(phase if enters else f"{phase}_end", unit)
 
     def _now(self) -> DeviceMoment | None:
         return None if self._device is None or self._first is None else self._device.now()
@@ -202,11 +193,8 @@ class SpanRecorder:
 
     def current_phase(self) -> tuple[str, str]:
         """Return the phase and the unit that the main line is in."""
-        stack: list[tuple[str, str]] = []
-        for _, enters, line, phase, unit, _ in _events(self._told):
-            if line == MAIN:
-                _update_open(stack, enters, (phase, unit))
-        return stack[-1] if stack else (OUTSIDE, "")
+        last = spans_of(Recorded(0.0, math.inf, self._told, (), 0), {})[-1]
+        return last.phase, last.unit
 
     def begin(
         self, line: str, unit: str, num_bytes: int, works: Sequence[TorchWork] | None
@@ -244,11 +232,10 @@ class SpanRecorder:
     def cut(self, times_device: bool = False) -> Recorded:
         """Return the events since the last cut; ``times_device`` is about those until the next."""
         end_s, last = self._clock(), self._now()
-        told, self._told = self._told, []
-        works, self._works = self._works, []
-        tokens, self._num_tokens = self._num_tokens, 0
-        waited_for, self._waited_for = self._waited_for, defaultdict(float)
-        found = Recorded(self._begin_s, end_s, told, works, tokens, waited_for, self._first, last)
+        what = self._told, self._works, self._num_tokens, self._waited_for
+        found = Recorded(self._begin_s, end_s, *what, self._first, last)
+        self._told, self._works = [], []
+        self._num_tokens, self._waited_for = 0, defaultdict(float)
         self._begin_s = end_s
         timed = times_device and self._device is not None
         self._first = self._device.now() if timed and self._device is not None else None
@@ -288,12 +275,9 @@ def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) ->
     ``left_open`` are the phases of background lines that continue over cuts; it is updated. A phase
     that is open on the main line at a cut was cut short.
     """
-    by_line: dict[str, list[Event]] = defaultdict(list)
-    by_line[MAIN] = []
-    for line in left_open:
-        by_line[line] = []
+    by_line: dict[str, list[Event]] = {line: [] for line in (MAIN, *left_open)}
     for event in recorded.events:
-        by_line[event[2]].append(event)
+        by_line.setdefault(event[2], []).append(event)
     found: list[Span] = []
     for line, events in by_line.items():
         stack = left_open.pop(line, [])
@@ -316,8 +300,7 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
         return []
     events = [event for event in recorded.events if event[2] == MAIN and event[5] is not None]
     times = [moment.seconds_since(first) for *_, moment in events if moment is not None]
-    end_s = last.seconds_since(first)
-    found = _innermost_spans("device", events, times, [], 0.0, end_s)
+    found = _innermost_spans("device", events, times, [], 0.0, last.seconds_since(first))
     works = [
         (w, w.began.seconds_since(first), w.ended.seconds_since(first))
         for w in recorded.works
@@ -352,19 +335,12 @@ def _innermost_spans(
     for (_, enters, _, phase, unit, _), when_s in zip(events, times, strict=True):
         close(when_s)
         at_s = max(at_s, when_s)
-        _update_open(stack, enters, (phase, unit))
+        if enters:
+            stack.append((phase, unit))
+        elif (phase, unit) in stack:  # those of backward may end in another order
+            del stack[len(stack) - 1 - stack[::-1].index((phase, unit))]
     close(end_s)
     return found
-
-
-def _update_open(stack: list[tuple[str, str]], enters: bool, key: tuple[str, str]) -> None:
-    """Update the open phases; those of backward may end in another order than they began."""
-    if enters:
-        stack.append(key)
-    elif stack and stack[-1] == key:
-        stack.pop()
-    elif key in stack:
-        del stack[len(stack) - 1 - stack[::-1].index(key)]
 
 
 def _sequential_spans(works: Iterable[tuple[Work, float, float]], begin_s: float) -> list[Span]:

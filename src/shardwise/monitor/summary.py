@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardwise import svg
-from shardwise.monitor.metrics import (
-    ENGINE,
-    FIGURES,
-    PHASES,
-    SAVE_S,
-    STALL_S,
-    STEP_S,
-    OverRanks,
+from shardwise.monitor import metrics as m
+from shardwise.monitor.metrics import OverRanks
+from shardwise.monitor.record import (
+    Memory,
+    Moment,
+    RunFacts,
+    RunRecord,
+    StepLine,
+    over_steps,
+    settled,
 )
-from shardwise.monitor.rank_lines import Memory, Moment
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, over_steps
 from shardwise.names import MAIN, name_of_unit
 from shardwise.unit_facts import UnitFacts
 
@@ -27,12 +27,9 @@ def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Po
     """
     found = []
     for line in lines:
-        value = line.metrics.get(name)
-        if value is not None:
-            low, high = value.min, value.max
-            over = line.metrics_over_steps.get(name)
-            if over is not None:
-                low, high = min(low, over.min), max(high, over.max)
+        if (value := line.metrics.get(name)) is not None:
+            over = line.metrics_over_steps.get(name, value)
+            low, high = min(value.min, over.min), max(value.max, over.max)
             found.append(svg.Point(line.step, low, value.median, high, line.num_steps))
     return svg.thin(found, most)
 
@@ -45,10 +42,9 @@ def value_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Poi
     found = []
     for line in lines:
         over, value = line.values_over_steps.get(name), line.values.get(name)
-        if over is not None:
-            found.append(svg.Point(line.step, over.min, over.mean, over.max, line.num_steps))
-        elif value is not None:
-            found.append(svg.Point(line.step, value, value, value, line.num_steps))
+        if over is not None or value is not None:
+            three = (over.min, over.mean, over.max) if over is not None else (value or 0.0,) * 3
+            found.append(svg.Point(line.step, *three, line.num_steps))
     return svg.thin(found, most)
 
 
@@ -62,21 +58,10 @@ def not_numbers(lines: Iterable[StepLine], name: str) -> list[int]:
     ]
 
 
-def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
-    """Return the lines about the later half of the steps, without the slow first ones.
-
-    That is not the later half of the lines, as each of the first few steps is a line.
-    """
-    if not lines:
-        return lines
-    middle = (lines[0].step - lines[0].num_steps + lines[-1].step) / 2
-    return [line for line in lines if line.step > middle]
-
-
 def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:
     """Return the most asked for figures of the settled run, by metric."""
     late = settled(lines)
-    found = {shown.metric: over_steps(late, shown.metric) for shown in FIGURES}
+    found = {shown.metric: over_steps(late, shown.metric) for shown in m.FIGURES}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -87,13 +72,13 @@ def phase_seconds(lines: Sequence[StepLine]) -> dict[str, float]:
     """
     late = settled(lines)
     found = {}
-    for phase, metric, unit_s in PHASES:
+    for phase, metric, unit_s in m.PHASES:
         value = over_steps(late, metric)
         if value is not None and value.median > 0:
             found[phase] = value.median * unit_s
-    whole = over_steps(late, STEP_S)
+    whole = over_steps(late, m.STEP_S)
     rest = 0.0 if whole is None else whole.median - sum(found.values())
-    return {**found, **({ENGINE: rest} if rest > 0 else {})}
+    return {**found, **({m.ENGINE: rest} if rest > 0 else {})}
 
 
 class Save(NamedTuple):
@@ -108,7 +93,7 @@ class Save(NamedTuple):
 def saves_of(lines: Iterable[StepLine]) -> Iterator[Save]:
     """Yield the time of each save, and for how long the training waited for it."""
     for line in lines:
-        took, stood = line.metrics.get(SAVE_S), line.metrics.get(STALL_S)
+        took, stood = line.metrics.get(m.SAVE_S), line.metrics.get(m.STALL_S)
         if took is not None and took.max:
             stall_s = stood.max * line.num_steps if stood is not None and stood.max else 0.0
             yield Save(line.step, line.num_steps, took.max * line.num_steps, stall_s)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from shardwise.monitor.metrics import CORE_WAIT_S, STEP_S, OverRanks
-from shardwise.monitor.rank_lines import Memory, Moment
-from shardwise.monitor.record import RunRecord, StepLine, over_steps
+from shardwise.monitor import metrics as m
+from shardwise.monitor.metrics import OverRanks
+from shardwise.monitor.record import Memory, Moment, RunRecord, StepLine, over_steps
 
 WARM_UP_LINES, _MIN_LINES, _MAX_LINES = 3, 5, 20
 _SAME_RANK_SHARE = 0.8
@@ -33,6 +33,16 @@ def figure(line: StepLine, name: str) -> OverRanks:
     if name not in line.metrics:
         raise NotEnough(f"the figure {name}")
     return line.metrics[name]
+
+
+def total(lines: Lines, name: str, which: Which = "max") -> float:
+    """Return a figure of a step, summed over all steps that some lines are about."""
+    return float(sum(getattr(figure(line, name), which) * line.num_steps for line in lines))
+
+
+def count_steps(lines: Lines) -> int:
+    """Return how many steps some lines are about."""
+    return sum(line.num_steps for line in lines)
 
 
 class Evidence:
@@ -55,6 +65,11 @@ class Evidence:
             have, need = len(self.run.steps), WARM_UP_LINES + _MIN_LINES
             raise NotEnough(f"lines of steps: {have}, and {need} are needed")
         return lines
+
+    @property
+    def warm_lines(self) -> Lines:
+        """All lines after the first steps, if some are steady."""
+        return self.run.steps[WARM_UP_LINES:] if self.lines else ()
 
     def lines_with(self, name: str) -> Lines:
         """Return the steady lines that have a figure, at least one."""
@@ -80,16 +95,16 @@ class Evidence:
     @property
     def step_s(self) -> float:
         """The seconds of a step."""
-        return self.typical(STEP_S)
+        return self.typical(m.STEP_S)
 
     @property
     def core_wait_s(self) -> float:
         """The time for which the rank that waits most for a core does; 0 if unknown."""
-        return self.typical(CORE_WAIT_S, "max", 0.0)
+        return self.typical(m.CORE_WAIT_S, "max", 0.0)
 
     def check_cores(self, seconds: float, times: float = 1.0, lines: Lines | None = None) -> None:
         """Check that ranks on a CPU do not wait for cores as long as ``seconds / times``."""
-        if self.is_cpu and seconds < times * self.typical(CORE_WAIT_S, "max", 0.0, lines):
+        if self.is_cpu and seconds < times * self.typical(m.CORE_WAIT_S, "max", 0.0, lines):
             raise NotEnough("a core for each rank: they wait for cores as long")
 
     def same_rank(

@@ -1,7 +1,7 @@
 """Rules about settings: units, buckets and the prefetch budget; known before the first step."""
 
 import re
-from collections import Counter
+from collections import defaultdict
 from statistics import median
 
 from shardwise.monitor.doctor.evidence import Evidence
@@ -31,21 +31,19 @@ def not_sharded(e: Evidence) -> Finding | None:
     outside = facts.unsharded_bytes / (facts.full_bytes + facts.unsharded_bytes or 1)
     rank_bytes = sum(unit.rank_bytes for unit in facts.units)
     padded = facts.full_bytes * (1 + facts.padding_share) or 1
-    case, evidence = "", {"ranks": facts.num_ranks, "shards": shards, "copies": copies}
-    more: dict[str, float] = {}
-    gain = 0.0
+    evidence: dict[str, float] = {"ranks": facts.num_ranks, "shards": shards, "copies": copies}
     if shards == 1 and copies > 1:
         case, gain = "copies", rank_bytes * (1 - 1 / copies)
-        more = {"bytes of one rank": rank_bytes}
+        evidence["bytes of one rank"] = rank_bytes
     elif outside > _UNSHARDED:
         case, gain = "outside", facts.unsharded_bytes * (1 - 1 / shards)
-        more = {"bytes of no unit": facts.unsharded_bytes, "share": outside}
+        evidence |= {"bytes of no unit": facts.unsharded_bytes, "share": outside}
     elif shards > 1 and rank_bytes * shards > _WHOLE * padded:
         case, gain = "uneven", rank_bytes - padded / shards
-        more = {"bytes of one rank": rank_bytes, "bytes of all": facts.full_bytes}
-    if not case:
+        evidence |= {"bytes of one rank": rank_bytes, "bytes of all": facts.full_bytes}
+    else:
         return None
-    return make_finding(f"SW001.{case}", {**evidence, **more}, gain=gain, stage=facts.stage)
+    return make_finding(f"SW001.{case}", evidence, gain=gain, stage=facts.stage)
 
 
 def one_unit(e: Evidence) -> Finding | None:
@@ -63,18 +61,18 @@ def one_unit(e: Evidence) -> Finding | None:
 
 def too_fine(e: Evidence) -> Finding | None:
     """Find blocks of many small units."""
-    found = [(m.group(), u) for u in _held(e) if (m := _IN_BLOCK.match(u.name))]
-    if not found:
+    blocks: dict[str, list[int]] = defaultdict(list)
+    for unit in _held(e):
+        if at := _IN_BLOCK.match(unit.name):
+            blocks[at.group()].append(unit.full_bytes)
+    if not blocks:
         return None
-    block, most = Counter(name for name, _ in found).most_common(1)[0]
-    size = median(unit.full_bytes for name, unit in found if name == block)
+    block, sizes = max(blocks.items(), key=lambda each: len(each[1]))
+    most, size = len(sizes), median(sizes)
     if most <= _UNITS_PER_BLOCK or size >= _SMALL_UNIT_BYTES:
         return None
-    evidence = {
-        "units in a block": most,
-        "units": len(e.facts.units),
-        "median bytes of a unit": size,
-    }
+    evidence: dict[str, float] = {"units in a block": most, "units": len(e.facts.units)}
+    evidence["median bytes of a unit"] = size
     return make_finding("SW003", evidence, unit=block, block=block)
 
 

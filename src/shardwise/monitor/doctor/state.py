@@ -3,42 +3,31 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from shardwise.monitor.doctor.evidence import WARM_UP_LINES, Evidence, NotEnough, figure
-from shardwise.monitor.findings import Change, Finding, make_finding
-from shardwise.monitor.metrics import (
-    BACKGROUND_STEP_MS,
-    BAD_GRADIENTS,
-    BAD_VALUES,
-    GIB,
-    IN_HALF,
-    LOST_OF_WORST_SHARE,
-    LOST_SHARE,
-    MAX_ACTIVE_GIB,
-    MAX_ACTIVE_SHARE,
-    MAX_RESERVED_GIB,
-    OFFLOAD_EXPOSED_MS,
-    OFFLOAD_MS,
-    OOMS,
-    OPTIMIZER_S,
-    RECOMPUTE_S,
-    RETRIES,
-    SAVE_S,
-    SKIPPED_STEPS,
-    STALL_S,
-    STEP_S,
-    STEP_WAIT_S,
-    TRANSFERS,
-    transfers_ms,
+from shardwise.monitor import metrics as m
+from shardwise.monitor.doctor.evidence import (
+    Evidence,
+    NotEnough,
+    count_steps,
+    figure,
+    total,
 )
-from shardwise.monitor.rank_lines import LostUpdates, Memory, NonFinite, OtherSave, Save
-from shardwise.monitor.record import RunRecord, StepLine
+from shardwise.monitor.findings import Change, Finding, make_finding
+from shardwise.monitor.record import (
+    LostUpdates,
+    Memory,
+    NonFinite,
+    OtherSave,
+    RunRecord,
+    Save,
+    StepLine,
+)
 from shardwise.quantities import format_duration
 
+_FAILURES = m.RETRIES, m.OOMS  # of the allocator
 _NEARLY_FULL, _FULL = 85.0, 92.0  # percent of the device
 _MOST = 0.5
 _UNUSED = 0.2  # of the device
@@ -60,18 +49,15 @@ _NAMED = 3
 
 def _num_retries(e: Evidence) -> float:
     """Return how many retries and failures of the allocator the steady lines contain."""
-    total = 0.0
-    for name in (RETRIES, OOMS):
-        counts = [figure(line, name).max for line in e.lines if name in line.metrics]
-        total += counts[-1] - counts[0] if counts else 0.0
-    return total
+    counts = [[line.metrics[n].max for line in e.lines if n in line.metrics] for n in _FAILURES]
+    return sum(each[-1] - each[0] for each in counts if each)
 
 
 def full_memory(e: Evidence) -> Finding | None:
     """Find a device that is nearly full, of activations or of the model's state."""
     # The ranks of a host share its memory.
     sharing = max(Counter(e.facts.hosts).values(), default=1) if e.is_cpu else 1
-    percent, retries = sharing * e.typical(MAX_ACTIVE_SHARE, "max"), _num_retries(e)
+    percent, retries = sharing * e.typical(m.MAX_ACTIVE_SHARE, "max"), _num_retries(e)
     if percent < _NEARLY_FULL and not retries:
         return None
     engine, other = sum(e.peak.device.values()), e.peak.other
@@ -84,7 +70,7 @@ def full_memory(e: Evidence) -> Finding | None:
         "share of others": share,
     }
     if share > _MOST:
-        is_recomputing = e.typical(RECOMPUTE_S, "max", 0.0)
+        is_recomputing = e.typical(m.RECOMPUTE_S, "max", 0.0)
         changes = [Change("activation_checkpointing", None, "blocks")] * (not is_recomputing)
         return make_finding("SW030", evidence | {"threshold": _MOST}, *changes, gain=other / 2)
     shards, stage = e.num_shards, e.facts.stage
@@ -99,8 +85,8 @@ def fragmentation(e: Evidence) -> Finding | None:
     """Find memory that the allocator holds without using it."""
     if e.is_cpu:
         return None  # no caching allocator
-    reserved = e.typical(MAX_RESERVED_GIB, "max") * GIB
-    unused = reserved - e.typical(MAX_ACTIVE_GIB, "max") * GIB
+    reserved = e.typical(m.MAX_RESERVED_GIB, "max") * m.GIB
+    unused = reserved - e.typical(m.MAX_ACTIVE_GIB, "max") * m.GIB
     share, retries = unused / e.facts.device_bytes, _num_retries(e)
     if share < _UNUSED and not (retries > 1 and share > _UNUSED / 2):
         return None
@@ -119,42 +105,40 @@ def cost_of_offload(e: Evidence) -> Finding | None:
     if not facts.offload:
         return None
     whole_s, moves_state = e.step_s, "optimizer='device'" not in facts.offload
-    waited_s = e.typical(STEP_WAIT_S, default=0.0)
-    own_s = e.typical(OPTIMIZER_S) if moves_state else 0.0
-    name = OFFLOAD_MS if e.is_cpu else OFFLOAD_EXPOSED_MS
+    waited_s = e.typical(m.STEP_WAIT_S, default=0.0)
+    own_s = e.typical(m.OPTIMIZER_S) if moves_state else 0.0
+    name = m.OFFLOAD_MS if e.is_cpu else m.OFFLOAD_EXPOSED_MS
     taken_s = own_s + e.typical(name, default=1e3 * waited_s) / 1e3
     most = _CPU_STEP_SHARE if e.is_cpu else _STEP_SHARE
     if taken_s < most * whole_s or (e.is_cpu and taken_s < _CPU_STEP_S):
         return None
     e.check_cores(taken_s)
-    behind_s = e.typical(BACKGROUND_STEP_MS, default=0.0) / 1e3
-    moved = [e.typical(transfers_ms(kind), default=0.0) / 1e3 for kind in TRANSFERS]
+    behind_s = e.typical(m.BACKGROUND_STEP_MS, default=0.0) / 1e3
+    moved = [e.typical(m.transfers_ms(kind), default=0.0) / 1e3 for kind in m.TRANSFERS]
     parts = {
         "the optimizer's step": own_s + max(behind_s, waited_s),
         "copies between device and host": sum(moved[:2]),
         "reads and writes of files": sum(moved[2:]),
     }
     largest, is_file = max(parts, key=parts.__getitem__), "nvme" in facts.offload
-    state_bytes = 0  # of one rank's newest sampled step
-    for _, line in e.run.lines(Memory):
-        kinds = line.units.get("files" if is_file else "host", {}).values()
-        state_bytes = sum(sum(each.values()) for each in kinds)
-    case = "step" if largest == "the optimizer's step" else "copies"
+    is_step = largest == "the optimizer's step"
     evidence = {
         "offload, s/step": taken_s,
         "optimizer, s/step": own_s,
         "of that waited for behind, s/step": waited_s,
         "behind, s/step": behind_s,
-        **{f"{kind}, s/step": seconds for kind, seconds in zip(TRANSFERS, moved, strict=True)},
+        **{f"{kind}, s/step": seconds for kind, seconds in zip(m.TRANSFERS, moved, strict=True)},
         "share of the step": taken_s / whole_s,
         "threshold": most,
     }
-    if state_bytes:
-        evidence |= {"state there, bytes": state_bytes, "state, bytes/s": state_bytes / taken_s}
+    if sampled := [line for _, line in e.run.lines(Memory)]:  # one rank's newest step
+        units = sampled[-1].units.get("files" if is_file else "host", {}).values()
+        if state_bytes := sum(sum(kinds.values()) for kinds in units):
+            evidence |= {"state there, bytes": state_bytes, "state, bytes/s": state_bytes / taken_s}
     return make_finding(
-        "SW033" if is_file else f"SW032.{case}",
+        "SW033" if is_file else "SW032.step" if is_step else "SW032.copies",
         evidence,
-        gain=(taken_s / 2 if is_file or case == "step" else 0.0, taken_s),
+        gain=(taken_s / 2 if is_file or is_step else 0.0, taken_s),
         largest=largest,
         largest_s=parts[largest],
         optimizer=facts.optimizer,
@@ -165,42 +149,27 @@ def cost_of_offload(e: Evidence) -> Finding | None:
 # -- saves
 def slow_saves(e: Evidence) -> Finding | None:
     """Find saves that the training thread waits for."""
-    steps = e.run.steps[WARM_UP_LINES:] if e.lines else ()
-    lines = [line for line in steps if STALL_S in line.metrics]
-    stalls = [figure(line, STALL_S).max * line.num_steps for line in lines]
-    whole_s = _trained_s(lines)
-    stall_s, longest_s = sum(stalls), max(stalls, default=0.0)
+    lines = [line for line in e.warm_lines if m.STALL_S in line.metrics]
+    whole_s, stall_s = total(lines, m.STEP_S, "median"), total(lines, m.STALL_S)
+    longest_s = max((total([line], m.STALL_S) for line in lines), default=0.0)
     if stall_s < _STALL * whole_s or longest_s < _STALL_S:
         return None
-    save_s = sum(figure(line, SAVE_S).max * line.num_steps for line in lines)
-    behind_s = max(save_s - stall_s, 0.0)
+    behind_s = max(total(lines, m.SAVE_S) - stall_s, 0.0)
     case = "often" if behind_s > _BUSY * whole_s else "copy"
-    slowest = max((figure(line, STALL_S) for line in lines), key=lambda stall: stall.max)
+    case = "thread" if behind_s < stall_s else case
+    slowest = max((figure(line, m.STALL_S) for line in lines), key=lambda stall: stall.max)
     evidence = {"stalls, s": stall_s, "longest in a line, s": longest_s}
     evidence |= {"behind the training, s": behind_s, "run, s": whole_s}
     evidence |= {"share": stall_s / whole_s, "threshold": _STALL}
-    return make_finding(
-        "SW050.thread" if behind_s < stall_s else f"SW050.{case}",
-        evidence,
-        gain=(stall_s - _STALL * whole_s) / _num_steps(lines),
-        rank=slowest.max_rank if slowest.max > 2 * slowest.median else None,
-        times=1 + behind_s / whole_s,
-    )
-
-
-def _trained_s(lines: Sequence[StepLine]) -> float:
-    """Return the seconds that some lines are about."""
-    return sum(figure(line, STEP_S).median * line.num_steps for line in lines)
-
-
-def _num_steps(lines: Sequence[StepLine]) -> int:
-    return sum(line.num_steps for line in lines)
+    rank = slowest.max_rank if slowest.max > 2 * slowest.median else None
+    gain, times = (stall_s - _STALL * whole_s) / count_steps(lines), 1 + behind_s / whole_s
+    return make_finding(f"SW050.{case}", evidence, gain=gain, rank=rank, times=times)
 
 
 def other_saves(e: Evidence) -> Finding | None:
     """Find saves by torch's own calls that the training waits for."""
-    lines = e.run.steps[WARM_UP_LINES:] if e.lines else ()
-    whole_s, began = _trained_s(lines), e.run.steps[WARM_UP_LINES - 1].step
+    lines = e.warm_lines
+    whole_s, began = total(lines, m.STEP_S, "median"), lines[0].step - lines[0].num_steps
     by_rank: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for rank, line in e.run.lines(OtherSave):
         if line.step > began:
@@ -218,7 +187,7 @@ def other_saves(e: Evidence) -> Finding | None:
     return make_finding(
         "SW050.torch",
         evidence,
-        gain=(stall_s - _STALL * whole_s) / _num_steps(lines),
+        gain=(stall_s - _STALL * whole_s) / count_steps(lines),
         rank=rank if is_one else None,
         call=call,
         who=f"on rank {rank} " if is_one else "",
@@ -228,19 +197,19 @@ def other_saves(e: Evidence) -> Finding | None:
 
 def no_saves(e: Evidence) -> Finding | None:
     """Find a run that would lose much work if it failed."""
-    lines = [line for line in e.run.steps if STALL_S in line.metrics]
+    lines = [line for line in e.run.steps if m.STALL_S in line.metrics]
     if not lines:
         raise NotEnough("the time in saves")
-    saves = [line for line in lines if figure(line, STALL_S).max or figure(line, SAVE_S).max]
+    saves = [line for line in lines if figure(line, m.STALL_S).max or figure(line, m.SAVE_S).max]
     moments = [lines[0].at_s, *(line.at_s for line in saves), lines[-1].at_s]
     unsaved_s = max(later - at for at, later in pairwise(moments))
-    stall_s = max((figure(line, STALL_S).max * line.num_steps for line in saves), default=0.0)
+    stall_s = max((total([line], m.STALL_S) for line in saves), default=0.0)
     mtbf_s = min(_DEVICE_MTBF_S / e.facts.num_ranks, _MOST_MTBF_S)
     best_s = math.sqrt(2 * stall_s * mtbf_s)
     threshold_s = max(_UNSAVED_S, _UNSAVED_TIMES * best_s)
     if unsaved_s < threshold_s:
         return None
-    step_s = (lines[-1].at_s - lines[0].at_s) / max(_num_steps(lines[1:]), 1)
+    step_s = (lines[-1].at_s - lines[0].at_s) / max(count_steps(lines[1:]), 1)
     evidence = {
         "longest time without a save, s": unsaved_s,
         "saves": len(saves),
@@ -258,15 +227,15 @@ def no_saves(e: Evidence) -> Finding | None:
 def half_precision(e: Evidence) -> Finding | None:
     """Find a loss scaler that continues to skip steps, or whose scale is too low."""
     facts = e.facts
-    autocast = any(figure(line, IN_HALF).max for line in e.run.steps if IN_HALF in line.metrics)
+    autocast = any(figure(line, m.IN_HALF).max for line in e.run.steps if m.IN_HALF in line.metrics)
     if not autocast and not any("float16" in u.dtype.replace("bfloat16", "") for u in facts.units):
         return None
-    lines = e.lines_with(SKIPPED_STEPS)
+    lines = e.lines_with(m.SKIPPED_STEPS)
     # With `fully_shard` a skipped step looks like a micro-batch without a window.
-    usual = min(figure(line, SKIPPED_STEPS).max for line in lines)
+    usual = min(figure(line, m.SKIPPED_STEPS).max for line in lines)
     usual = usual if facts.reduces_units_alone else 0.0
-    skipped = sum((figure(line, SKIPPED_STEPS).max - usual) * line.num_steps for line in lines)
-    taken = _num_steps(lines)
+    taken = count_steps(lines)
+    skipped = total(lines, m.SKIPPED_STEPS) - usual * taken
     share = skipped / (skipped + taken)
     scales = [v for line in lines for name, v in line.values.items() if "scale" in name and v]
     is_low = bool(scales) and scales[-1] < _LEAST_SCALE
@@ -289,17 +258,10 @@ def not_finite(e: Evidence) -> Finding | None:
     }
     first = min((s for steps in since.values() for s in steps.values() if s), default=line.step)
     names = [name for name, steps in since.items() if first in steps.values()]
-    values = [name for name in names if name != BAD_GRADIENTS]
+    values = [name for name in names if name != m.BAD_GRADIENTS]
     # Gradients are means over ranks, so all ranks have it; a logged value tells the rank.
-    ranks = sorted(
-        {
-            rank
-            for name in values
-            if any(step != first for step in since[name].values())
-            for rank, step in since[name].items()
-            if step == first
-        }
-    )
+    told = [since[name] for name in values if set(since[name].values()) != {first}]
+    ranks = sorted({rank for steps in told for rank, step in steps.items() if step == first})
     who = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, not on others"
     looks = sorted((row for _, row in e.run.lines(NonFinite)), key=lambda row: row.step)
     look = next((row for row in looks if row.step >= first), NonFinite(0, ()))
@@ -324,7 +286,7 @@ def not_finite(e: Evidence) -> Finding | None:
 
 
 def _is_bad(line: StepLine) -> bool:
-    found = (line.metrics.get(name) for name in (BAD_GRADIENTS, BAD_VALUES))
+    found = (line.metrics.get(name) for name in (m.BAD_GRADIENTS, m.BAD_VALUES))
     is_counted = any(figure is not None and figure.max for figure in found)
     return is_counted or any(v is None or not math.isfinite(v) for v in line.values.values())
 
@@ -333,42 +295,39 @@ def _last_finite(run: RunRecord) -> str:
     """Return the newest checkpoint that all ranks found finite as they saved it."""
     if run.idle_s is None:  # while the run continues, only rank 0's lines are known
         return "a checkpoint that `shardwise doctor` names, as it was finite when it was saved"
-    found: dict[str, dict[int, bool]] = defaultdict(dict)
-    newest: dict[str, int] = {}
+    found: dict[str, dict[int, Save]] = defaultdict(dict)
     for rank, line in run.lines(Save):
-        found[line.path][rank] = line.is_finite
-        newest[line.path] = line.step
+        found[line.path][rank] = line
     finite = [
-        path
+        (max(line.step for line in by_rank.values()), path)
         for path, by_rank in found.items()
-        # A folder of another machine cannot be seen from here.
         if len(by_rank) == run.facts.num_ranks
-        and all(by_rank.values())
+        and all(line.is_finite for line in by_rank.values())
+        # A folder of another machine cannot be seen from here.
         and (Path(path).exists() or not Path(path).parent.exists())
     ]
     if not finite:
         return "a checkpoint with finite numbers; no existing one is known to have them"
-    path = max(finite, key=lambda each: newest[each])
-    return f"{path}, which all ranks found finite as they saved it"
+    return f"{max(finite)[1]}, which all ranks found finite as they saved it"
 
 
 def lost_updates(e: Evidence) -> Finding | None:
     """Find parameters in 16 bits without fp32 masters whose updates are rounded away."""
     facts = e.facts
-    lines = [line for line in e.run.steps if LOST_SHARE in line.metrics][-_MAX_LOOKS:]
+    lines = [line for line in e.run.steps if m.LOST_SHARE in line.metrics][-_MAX_LOOKS:]
     if not lines and not any("16" in re.sub(r"\(.*?\)", "", u.dtype) for u in facts.units):
         return None
     if len(lines) < _MIN_LOOKS:
         have = f"{len(lines)}, and {_MIN_LOOKS} are needed"
         raise NotEnough(f"comparisons of parameters in 16 bits before and after a step: {have}")
-    share = e.typical(LOST_SHARE, "max", lines=lines)
-    worst = figure(lines[-1], LOST_OF_WORST_SHARE).max
+    share = e.typical(m.LOST_SHARE, "max", lines=lines)
+    worst = figure(lines[-1], m.LOST_OF_WORST_SHARE).max
     if share <= _LOST and worst <= _LOST_OF_WORST:
         return None
-    newest = {rank: line.shares for rank, line in e.run.lines(LostUpdates)}
     shares: dict[str, float] = defaultdict(float)
-    for name, value in (each for by_name in newest.values() for each in by_name.items()):
-        shares[name] = max(shares[name], value)
+    for by_name in {rank: line.shares for rank, line in e.run.lines(LostUpdates)}.values():
+        for name, value in by_name.items():
+            shares[name] = max(shares[name], value)
     names = sorted(shares, key=lambda name: (-shares[name], name))[:_NAMED]
     of_each = ", ".join(f"{name} {100 * shares[name]:.0f} %" for name in names)
     evidence = {

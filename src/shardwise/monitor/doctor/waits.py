@@ -3,25 +3,17 @@
 from collections.abc import Callable
 from statistics import median
 
-from shardwise.monitor.doctor.evidence import Evidence, Lines, NotEnough, Which, figure
-from shardwise.monitor.findings import Change, Finding, make_finding
-from shardwise.monitor.metrics import (
-    COMPUTE_S,
-    CORE_WAIT_S,
-    DATA_S,
-    EXPOSED_MS,
-    MAX_ACTIVE_SHARE,
-    NUM_COLLECTIVES,
-    OPTIMIZER_S,
-    OUTSIDE_S,
-    STALL_S,
-    STEP_S,
-    TOKENS,
-    TOKENS_BEHIND_SHARE,
-    WAITED_MS,
-    axis_mib,
-    axis_s,
+from shardwise.monitor import metrics as m
+from shardwise.monitor.doctor.evidence import (
+    Evidence,
+    Lines,
+    NotEnough,
+    Which,
+    count_steps,
+    figure,
+    total,
 )
+from shardwise.monitor.findings import Change, Finding, make_finding
 from shardwise.monitor.record import RunFacts, StepLine
 
 _EXPOSED = 15.0  # percent of the step
@@ -36,12 +28,12 @@ _EXPLAINS = 0.5  # of the skew, by the phase that takes longest on the rank
 _DATA = 0.1  # of the step
 _SLOW_LINES = 0.2  # of the lines
 _CAUSES = {
-    COMPUTE_S: "computing",
-    DATA_S: "waiting for data",
-    OUTSIDE_S: "outside of the model (the loop itself, logging, evaluation, garbage collection)",
-    OPTIMIZER_S: "in the optimizer's step",
-    STALL_S: "in saves",
-    CORE_WAIT_S: "waiting for a core",
+    m.COMPUTE_S: "computing",
+    m.DATA_S: "waiting for data",
+    m.OUTSIDE_S: "outside of the model (the loop itself, logging, evaluation, garbage collection)",
+    m.OPTIMIZER_S: "in the optimizer's step",
+    m.STALL_S: "in saves",
+    m.CORE_WAIT_S: "waiting for a core",
 }
 Pair = tuple[int, int]
 
@@ -50,9 +42,9 @@ def exposed_communication(e: Evidence) -> Finding | None:
     """Find steps that wait for collectives, on the rank that waits least."""
     facts = e.facts
     # A collective may run while the loop does other work; then the rank does not wait for it.
-    exposed_s = min(e.typical(name, "min") for name in (EXPOSED_MS, WAITED_MS)) / 1e3
+    exposed_s = min(e.typical(name, "min") for name in (m.EXPOSED_MS, m.WAITED_MS)) / 1e3
     share = 100 * exposed_s / e.step_s
-    collectives = e.typical(NUM_COLLECTIVES, "max") or 1
+    collectives = e.typical(m.NUM_COLLECTIVES, "max") or 1
     if share < _EXPOSED or exposed_s < e.noise_s:
         return None
     if e.is_cpu and exposed_s / collectives < _CPU_COLLECTIVE_S:
@@ -83,7 +75,7 @@ def _memory_at_stage_2(e: Evidence) -> float | None:
     if e.is_cpu:
         return None
     more = 100 * e.facts.full_bytes * (1 - 1 / e.num_shards) / e.facts.device_bytes
-    percent = e.typical(MAX_ACTIVE_SHARE, "max") + more
+    percent = e.typical(m.MAX_ACTIVE_SHARE, "max") + more
     return percent if percent < _FITS else None
 
 
@@ -91,17 +83,16 @@ def slow_axis(e: Evidence) -> Finding | None:
     """Find an axis over which collectives are much slower; of accelerators, which time them."""
     if e.is_cpu:
         return _slow_by_waits(e)
-    rates = {}
+    rates = []
     for axis in e.facts.degrees if e.lines else ():
-        seconds = e.typical(axis_s(axis), "min", 0.0)
-        sent = e.typical(axis_mib(axis), default=0.0)
+        seconds = e.typical(m.axis_s(axis), "min", 0.0)
+        sent = e.typical(m.axis_mib(axis), default=0.0)
         if sent >= _MIN_AXIS_MIB and seconds > 0:
-            rates[axis] = (sent / seconds, seconds)
+            rates.append((sent / seconds, seconds, axis))
     if len(rates) < 2:
         return None
-    fastest, slowest = max(rates, key=rates.__getitem__), min(rates, key=rates.__getitem__)
-    (rate, seconds), best = rates[slowest], rates[fastest][0]
-    lost_s = min(e.typical(EXPOSED_MS, "min") / 1e3, seconds * (1 - rate / best))
+    (rate, seconds, slowest), (best, _, fastest) = min(rates), max(rates)
+    lost_s = min(e.typical(m.EXPOSED_MS, "min") / 1e3, seconds * (1 - rate / best))
     if rate > _SLOW_RATE * best or lost_s < _EXPOSED / 100 * e.step_s:
         return None
     evidence = {"slow, MiB/s": rate, "fast, MiB/s": best, "ratio": rate / best}
@@ -200,10 +191,10 @@ def straggler(e: Evidence) -> Finding | None:
     all_lines, lines, share = _late_lines(e, others)
     if not lines:
         return None
-    whole_s = e.typical(STEP_S, lines=all_lines)
-    least_s = e.typical(WAITED_MS, "min", lines=lines) / 1e3
-    skew_s = e.typical(WAITED_MS, others, lines=lines) / 1e3 - least_s
-    rank = e.same_rank(WAITED_MS, "min", lines)
+    whole_s = e.typical(m.STEP_S, lines=all_lines)
+    least_s = e.typical(m.WAITED_MS, "min", lines=lines) / 1e3
+    skew_s = e.typical(m.WAITED_MS, others, lines=lines) / 1e3 - least_s
+    rank = e.same_rank(m.WAITED_MS, "min", lines)
     if rank is None or share * skew_s < max(_SKEW * whole_s, e.noise_s):
         return None
     longer = {
@@ -243,12 +234,12 @@ def _late_lines(e: Evidence, others: Which) -> tuple[Lines, Lines, float]:
 
     If most lines are late, all of them count as late, so that the typical one is judged.
     """
-    lines = e.lines_with(WAITED_MS)
+    lines = e.lines_with(m.WAITED_MS)
 
     def is_late(line: StepLine) -> bool:
-        waited = figure(line, WAITED_MS)
+        waited = figure(line, m.WAITED_MS)
         skew_s = (getattr(waited, others) - waited.min) / 1e3
-        return bool(skew_s >= max(_SKEW * figure(line, STEP_S).median, e.noise_s))
+        return bool(skew_s >= max(_SKEW * figure(line, m.STEP_S).median, e.noise_s))
 
     late = [line for line in lines if is_late(line)]
     if len(late) > len(lines) / 2:
@@ -266,21 +257,21 @@ def uneven_batches(e: Evidence) -> Finding | None:
     facts = e.facts
     if _has_unknown_axes(facts):
         return None
-    lines = [line for line in e.lines if TOKENS_BEHIND_SHARE in line.metrics]
+    lines = [line for line in e.lines if m.TOKENS_BEHIND_SHARE in line.metrics]
     if not lines:
         raise NotEnough("tokens of each step (a model that is called with token ids)")
     others, usual = _of_others(facts)
-    whole_s = e.typical(STEP_S, lines=lines)
-    waited_s = e.typical(WAITED_MS, others, lines=lines) / 1e3
-    behind = e.typical(TOKENS_BEHIND_SHARE, others, lines=lines) / 100
-    expected_s = behind * e.typical(COMPUTE_S, usual, lines=lines)
-    rank = e.same_rank(TOKENS_BEHIND_SHARE, "min", lines)
-    is_other = rank is not None and e.same_rank(WAITED_MS, "min", lines) != rank
+    whole_s = e.typical(m.STEP_S, lines=lines)
+    waited_s = e.typical(m.WAITED_MS, others, lines=lines) / 1e3
+    behind = e.typical(m.TOKENS_BEHIND_SHARE, others, lines=lines) / 100
+    expected_s = behind * e.typical(m.COMPUTE_S, usual, lines=lines)
+    rank = e.same_rank(m.TOKENS_BEHIND_SHARE, "min", lines)
+    is_other = rank is not None and e.same_rank(m.WAITED_MS, "min", lines) != rank
     is_long = waited_s >= max(_SKEW * whole_s, e.noise_s)
     if behind < _SKEW or is_other or not is_long or expected_s < _EXPLAINS * waited_s:
         return None
     e.check_cores(waited_s, _TIMES_CORE_WAIT, lines)
-    most = e.typical(TOKENS, "max", lines=lines)
+    most = e.typical(m.TOKENS, "max", lines=lines)
     which = f"the batches of rank {rank} have {most:.0f} tokens a step,"
     if rank is None:
         which = "the longest batch of a step, on another rank each time, has"
@@ -288,7 +279,7 @@ def uneven_batches(e: Evidence) -> Finding | None:
         "tokens that the longest batch has more, share": behind,
         "threshold": _SKEW,
         "most tokens of a rank, per step": most,
-        "fewest tokens of a rank, per step": e.typical(TOKENS, "min", lines=lines),
+        "fewest tokens of a rank, per step": e.typical(m.TOKENS, "min", lines=lines),
         "waited, s/step": waited_s,
         "computed meanwhile for more tokens, s/step": expected_s,
     }
@@ -298,26 +289,25 @@ def uneven_batches(e: Evidence) -> Finding | None:
 
 def data_loader(e: Evidence) -> Finding | None:
     """Find steps that wait for their batch."""
-    lines = [line for line in e.lines if DATA_S in line.metrics]
-    if not any(figure(line, DATA_S).max for line in lines):
+    lines = [line for line in e.lines if m.DATA_S in line.metrics]
+    if not any(figure(line, m.DATA_S).max for line in lines):
         raise NotEnough("batches that come through run.data(...)")
-    steps = sum(line.num_steps for line in lines)
     # A mean, as a loader may stall at every few batches; but not of one line alone.
-    data_s = sum(figure(line, DATA_S).max * line.num_steps for line in lines) / steps
-    whole_s = sum(figure(line, STEP_S).median * line.num_steps for line in lines) / steps
-    slow = [n for n in lines if figure(n, DATA_S).max > _DATA * figure(n, STEP_S).median]
+    steps = count_steps(lines)
+    data_s, whole_s = total(lines, m.DATA_S) / steps, total(lines, m.STEP_S, "median") / steps
+    slow = [n for n in lines if figure(n, m.DATA_S).max > _DATA * figure(n, m.STEP_S).median]
     if data_s < max(_DATA * whole_s, e.noise_s) or len(slow) < _SLOW_LINES * len(lines):
         return None
     e.check_cores(data_s, lines=lines)
     # Of two ranks the median is the mean of both.
     compared: tuple[Which, ...] = ("min",) if e.facts.num_ranks == 2 else ("min", "median")
-    are_others_fast = all(e.typical(DATA_S, each, lines=lines) < data_s / 3 for each in compared)
+    are_others_fast = all(e.typical(m.DATA_S, each, lines=lines) < data_s / 3 for each in compared)
     is_one = e.facts.num_ranks > 1 and are_others_fast
-    rank = e.same_rank(DATA_S, "max", lines) if is_one else None
+    rank = e.same_rank(m.DATA_S, "max", lines) if is_one else None
     waiting = "ranks wait" if rank is None else f"rank {rank} waits"
     evidence = {
         "data, s/step": data_s,
-        "on the rank in the middle, s/step": e.typical(DATA_S, lines=lines),
+        "on the rank in the middle, s/step": e.typical(m.DATA_S, lines=lines),
         "share of the step": data_s / whole_s,
         "threshold": _DATA,
     }

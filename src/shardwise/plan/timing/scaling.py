@@ -222,7 +222,7 @@ def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
         f"{row.efficiency:.0%} of ideal per rank"
         for row in rows
     )
-    return svg.document((_WIDTH, _HEIGHT), title, description, parts, ids="scaling")
+    return svg.document((_WIDTH, _HEIGHT), title, description, parts)
 
 
 def _ticks(low: float, high: float) -> list[float]:
