@@ -58,6 +58,8 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
                 check_run(config, num_ranks)
                 check_output(config)
                 if num_ranks > 1:
+                    if config.restarts:
+                        os.environ[OWN_STORE] = "1"
                     arguments = ["train", *context.meta["arguments"]]
                     return launch_local_ranks(arguments, num_ranks, config.restarts)
             return _train(config, place or RankPlace(0, 1, 0, 1), stop or StopRequest.of_process())

@@ -99,7 +99,8 @@ class StopRequest:
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:
     """Run `python -m shardwise <arguments>` as local ranks and wait for them.
 
-    If one dies, all are ended and started again, ``max_restarts`` times.
+    If one dies, all are ended and started again, ``max_restarts`` times. That needs `OWN_STORE`=1
+    in the environment.
 
     Return the exit code: 0, INTERRUPTED after a signal, or that of the first rank that failed.
     """
@@ -107,8 +108,6 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: i
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if max_restarts:
-        os.environ[OWN_STORE] = "1"
     # Each logger of the agent has its own level, so their parent cannot silence them.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
