@@ -229,6 +229,8 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         tenth.predict["minutes between saves that lose least"].value, rel=0.01
     )
     assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
+    large = account(70_000_000_000, 64, stage=3, precision="zero_paper").device_bytes / 1e9
+    assert large + 30 <= 80 and labs()[11].decision.answer == "zero3"
     twelfth = labs()[12]
     assert twelfth.predict["GB of a checkpoint of 7e9 parameters"].value == 84
     minutes = young_interval_s(10.5, 86_400) / 60
