@@ -14,7 +14,6 @@ at any stage. The last schedule divides them all once.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _State
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from shardwise.engine.runtime import Engine, Inputs
 from shardwise.errors import StateError
@@ -98,7 +96,9 @@ _FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 class ModuleState(_State):
     """The units of some modules: one unit, or one per mesh of their parameters."""
 
-    _comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
+    _comm_ctx: object = None  # share_comm_ctx sets it; there are no streams to share
+    _fsdp_param_groups: tuple[object, ...] = ()  # torch's pipelining ends their passes one by one
+    _fsdp_param_group: object = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,67 +213,6 @@ class ModuleState(_State):
 
     def _root_post_backward_final_callback(self) -> None:
         end_schedule(self.lazy_init())
-
-    @cached_property
-    def _fsdp_param_groups(self) -> list["GroupView"]:
-        return [GroupView(unit) for unit in self.units if unit.params]
-
-    @property
-    def _fsdp_param_group(self) -> "GroupView | None":
-        return next(iter(self._fsdp_param_groups), None)
-
-
-class GroupView:
-    """A unit with the attributes of torch's ``FSDPParamGroup``."""
-
-    comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    @property
-    def _module_fqn(self) -> str | None:
-        return self._unit.name if self._unit.scheduler is not None else None
-
-    @property
-    def fsdp_params(self) -> list["ParamView"]:
-        """The parameters, in the order of their modules."""
-        return [ParamView(param, self._unit) for param in self._unit.params]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Tell whether the full parameters are gathered."""
-        return self._unit.is_unsharded
-
-    @property
-    def is_sharded(self) -> bool:
-        """Tell whether only the sharded parameters exist."""
-        return not self.is_unsharded
-
-    def post_backward(self, *_: object) -> None:
-        """Do nothing: the end of a pipeline's step reduces all units."""
-
-
-class ParamView:
-    """A parameter with the attributes of torch's ``FSDPParam``."""
-
-    def __init__(self, param: ShardedParam, unit: Unit) -> None:
-        self._param = param
-        self._unit = unit
-
-    @property
-    def _param_fqn(self) -> str | None:
-        return self._param.name if self._unit.scheduler is not None else None
-
-    @property
-    def sharded_state(self) -> ShardedState:
-        """The unit's state as torch's enum."""
-        return ShardedState.UNSHARDED if self._unit.is_unsharded else ShardedState.SHARDED
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """The sharded parameter, which optimizers hold."""
-        return self._param.sharded
 
 
 def note_managed(module: nn.Module) -> None:
