@@ -41,8 +41,7 @@ from shardwise.convert.export import index_text, plan_files
 from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
-from shardwise.engine.model import compare_load
-from shardwise.engine.module_state import note_managed
+from shardwise.engine.model import compare_load, note_managed
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.full_weights import FullWeights, State, named_weights
 from shardwise.interop.peft import save_adapter

@@ -1,6 +1,6 @@
 """The state on a sharded module: its units, and the engine that runs them.
 
-`module_methods` changes the units' settings through it. Names with an underscore are FSDP2's, with
+`methods` changes the units' settings through it. Names with an underscore are FSDP2's, with
 the same meaning: torch's pipelining, ``register_fsdp_forward_method``, ``share_comm_ctx`` and other
 tools read them. Names that need the engine return None until the engine exists.
 
@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _State
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from shardwise.engine.runtime import Engine, Inputs
 from shardwise.errors import StateError
@@ -87,10 +85,6 @@ def _keep(engine: Engine) -> None:
             unit.keep_partials()
             for param in unit.params:
                 param.leaves_scale = True
-
-
-# torch's pipelining reads a module's state through torch's fully_shard
-_FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
 class ModuleState(_State):
@@ -213,29 +207,3 @@ class ModuleState(_State):
 
     def _root_post_backward_final_callback(self) -> None:
         end_schedule(self.lazy_init())
-
-
-def note_managed(module: nn.Module) -> None:
-    """Flag a module as FSDP does, because its forward may need all ranks.
-
-    transformers reads the flag before it generates or drops layers. dynamo compiles a flagged
-    module only if ``use_orig_params`` is set too.
-    """
-    module._is_fsdp_managed_module = True  # type: ignore[assignment]
-    module._fsdp_use_orig_params = True  # type: ignore[assignment]
-
-
-def note_state(module: nn.Module, state: ModuleState) -> None:
-    """Store the sharding state on a module."""
-    vars(module).setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
-
-
-def forget_notes(module: nn.Module) -> None:
-    """Remove the state and flags from a copied module."""
-    for name in (STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-        vars(module).pop(name, None)
-
-
-def noted_state(module: Any) -> Any:
-    """Return the sharding state of a module, or None."""
-    return vars(module).get(STATE_KEY, {}).get(_FULLY_SHARD)
