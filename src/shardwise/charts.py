@@ -55,7 +55,6 @@ def bars_chart(
     rows: Sequence[Bar],
     write: Callable[[float], str],
     *,
-    shown_title: str = "",
     described: str = "",
     limit: tuple[str, float] | None = None,
     interval: tuple[str, float, float] | None = None,
@@ -70,7 +69,7 @@ def bars_chart(
     most = max(extent, *(sum(row.parts.values()) for row in rows))
     across = Axis(0.0, most or 1.0, _EDGE, svg.WIDTH - _EDGE)
     kinds = dict.fromkeys(kind for row in rows for kind, value in row.parts.items() if value)
-    parts, top = [heading(_EDGE, 20, shown_title or title, 13)], 58.0
+    parts, top = [heading(_EDGE, 20, title, 13)], 58.0
     for row in rows:
         whole, at = sum(row.parts.values()), 0.0
         parts.append(text(_EDGE, top - 6, f"{row.name}: {write(whole)}", 'class="strong"'))
@@ -114,7 +113,6 @@ def areas_chart(
     moments: Sequence[Bar],
     most: int,
     *,
-    shown_title: str = "",
     described: str = "",
     beside: Bar | None = None,
 ) -> str:
@@ -137,7 +135,7 @@ def areas_chart(
     peak = across.at(totals.index(max(totals)) + 0.5)
     ends = {"x1": peak, "x2": peak, "y1": up.end, "y2": up.begin, "stroke_dasharray": "3 3"}
     parts = [
-        heading(_EDGE, 20, f"{shown_title or title}, {unit}", 13),
+        heading(_EDGE, 20, f"{title}, {unit}", 13),
         *svg.draw_levels(up, [tick * power for tick in ticks], across, svg.labels(ticks)),
         *_draw_areas(kinds, columns, across, up),
         *_draw_phases(moments, across, up.begin + 4),
@@ -221,7 +219,6 @@ def timeline_chart(
     groups: Sequence[tuple[str, Mapping[str, Sequence[Span]]]],
     length_ms: float,
     *,
-    shown_title: str = "",
     described: str = "",
     most: int = 1200,
     has_style: bool = False,
@@ -231,14 +228,14 @@ def timeline_chart(
     A group has a heading and its rows by name.
     """
     across = Axis(0.0, length_ms or 1e-9, _NAMES, svg.WIDTH - 12)
-    parts, top = [heading(_EDGE, 20, shown_title or title, 13)], 32.0
+    parts, top = [heading(_EDGE, 20, title, 13)], 32.0
     num_rows = sum(len(rows) for _, rows in groups)
     for group, rows in groups:
         top += 6
         parts.append(text(_EDGE, top + 12, group, 'class="strong"'))
         for name, spans in rows.items():
             parts.append(text(_NAMES - 8, top + 12, name, 'text-anchor="end"'))
-            parts += _draw_row(_join(spans, length_ms * num_rows / most), across, top)
+            parts += _draw_row(spans, across, top, length_ms * num_rows / most)
             top += _ROW + 4
     parts.append(element("line", "axis", x1=across.begin, x2=across.end, y1=top, y2=top))
     parts += svg.draw_ticks(
@@ -249,39 +246,29 @@ def timeline_chart(
     return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=has_style)
 
 
-class _Joined(NamedTuple):
-    """A span, or several short ones with the length of each kind."""
-
-    first: Span
-    end: float
-    kinds: dict[str, float]
-
-
-def _join(spans: Sequence[Span], shortest: float) -> list[_Joined]:
-    """Join spans shorter than ``shortest`` with their neighbours."""
-    bars: list[_Joined] = []
+def _draw_row(spans: Sequence[Span], across: Axis, top: float, shortest: float) -> list[str]:
+    """Draw a row of spans; short neighbours are drawn as one, with as much of each kind."""
+    groups: list[list[Span]] = []
+    end = length = 0.0  # of the last group
     for span in spans:
-        end, last = span.begin + span.length, bars[-1] if bars else None
-        length = 0.0 if last is None else last.end - last.first.begin
-        is_near = last is not None and span.begin - last.end < shortest / 4 and length < shortest
-        if last is not None and is_near and min(length, span.length) < shortest / 2:
-            last.kinds[span.kind] = last.kinds.get(span.kind, 0.0) + span.length
-            bars[-1] = last._replace(end=end)
+        is_near = span.begin - end < shortest / 4 and length < shortest
+        if groups and is_near and min(length, span.length) < shortest / 2:
+            groups[-1].append(span)
         else:
-            bars.append(_Joined(span, end, {span.kind: span.length}))
-    return bars
-
-
-def _draw_row(bars: Sequence[_Joined], across: Axis, top: float) -> list[str]:
+            groups.append([span])
+        end = span.begin + span.length
+        length = end - groups[-1][0].begin
     untitled: dict[str, list[str]] = {}
     titled = []
-    for bar in bars:
-        at = bar.first.begin
-        for kind, length in bar.kinds.items():
+    for first, *others in groups:
+        at, kinds = first.begin, dict[str, float]()
+        for span in (first, *others):
+            kinds[span.kind] = kinds.get(span.kind, 0.0) + span.length
+        for kind, length in kinds.items():
             x, width = across.at(at), max(across.at(at + length) - across.at(at), 0.3)
             width, at = min(width, across.end - x), at + length
             if width >= _POINTED:
-                of = f" of {name_of_unit(bar.first.of)}" if kind != "outside" else ""
+                of = f" of {name_of_unit(first.of)}" if kind != "outside" else ""
                 said = f"{kind}{of}: {length:.3g} ms"
                 titled.append(draw_bar(x, top, width, _ROW, colour_of(kind), said))
             else:

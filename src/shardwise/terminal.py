@@ -9,7 +9,6 @@ from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.text import Text
 
 _PIPE_WIDTH = 160
 
@@ -39,22 +38,12 @@ def complain(text: str) -> None:
 
 
 class EscapingConsole(Console):
-    """A console of rich that escapes every text which it lays out, before and after."""
+    """A console of rich that escapes every text which it has laid out."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         """Yield the segments of a renderable."""
-        if isinstance(renderable, Text) and escaped(renderable.plain) != renderable.plain:
-            text = renderable
-            parts = [(escaped(part.text), part.style or "") for part in text.render(self)]
-            renderable = Text.assemble(
-                *parts,
-                justify=text.justify,
-                overflow=text.overflow,
-                no_wrap=text.no_wrap,
-                end=text.end,
-            )
         for segment in super().render(renderable, options):
             is_text = segment.control is None
             yield segment._replace(text=escaped(segment.text)) if is_text else segment

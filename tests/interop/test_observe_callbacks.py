@@ -18,8 +18,7 @@ from ranks import run_ranks
 from shardwise import shard
 from shardwise.errors import ConfigError
 from shardwise.monitor.metrics import DATA_S, STALL_S, STEP_S, TOKENS_PER_S
-from shardwise.monitor.rank_lines import End, Timeline
-from shardwise.monitor.record import RunRecord, read_run
+from shardwise.monitor.record import End, RunRecord, Timeline, read_run
 
 pytest.importorskip("transformers", reason="transformers is in the test extra")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test extra")

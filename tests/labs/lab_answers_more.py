@@ -79,6 +79,159 @@ LAB0 = Answers(
     ],
     rough_rows=(),
 )
+BLOCKS8 = "    return [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]"
+LOOP8 = "    for begin, end in blocks(len(values), size):\n"
+READ8 = "        moments = store.read(begin, end)\n"
+FIRST8 = "        coming = pool.submit(store.read, *cuts[0])\n"
+LOOP_AHEAD8 = "        for number, (begin, end) in enumerate(cuts):\n"
+TAKE8 = "            moments = coming.result()\n"
+MORE8 = """            if number + 1 < len(cuts):
+                coming = pool.submit(store.read, *cuts[number + 1])
+"""
+ADAM8 = "adam(values[begin:end], grad[begin:end], moments, step, lr)\n"
+WRITE8 = "store.write(begin, moments)\n"
+PLAIN8 = READ8 + "        " + ADAM8 + "        " + WRITE8
+AHEAD8 = MORE8 + "            " + ADAM8 + "            " + WRITE8
+COUNT8 = "        self.num_steps += 1\n"
+MEAN8 = "        grad = mean_slice(self.flat.grads)\n"
+STEP8 = (
+    "        step_ahead(self.shard.data, grad, self.store, self.num_steps, self.lr, self.size)\n"
+)
+BACK8 = "        gather_slices(self.flat.values, self.shard.data)\n"
+TOKENS8 = "    return 16 / num_ranks / bytes_per_second * flops / 6"
+LAB8 = Answers(
+    {
+        '"line": None': '"line": 20',
+        '"finding": None': '"finding": "SW033"',
+        '"moments": None': '"moments": "keep"',
+        'number of ranks": None': 'number of ranks": False',
+        'fewer bytes": None': 'fewer bytes": False',
+        'more expensive": None': 'more expensive": False',
+    },
+    [
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "begin + size"),
+            "ends at 12, and there are 10 elements",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("range(0, numel, size)", "range(0, numel // size * size, size)"),
+            "the last elements are in no block",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("range(0, numel,", "range(0, numel + 1,"),
+            "the last block is empty",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "min(size, numel - begin)"),
+            "and not how long it is",
+        ),
+        Wrong(
+            1,
+            "blocks",
+            BLOCKS8,
+            BLOCKS8.replace("min(begin + size, numel)", "min(begin + size, numel) - 1"),
+            "an end is the element after the last one",
+        ),
+        Wrong(2, "step", PLAIN8, READ8 + "        " + ADAM8, "at 0 is written nowhere"),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            READ8 + "        " + WRITE8 + "        " + ADAM8,
+            "is written before its step",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("values[begin:end]", "values[begin:end].clone()"),
+            "is stepped nowhere",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            READ8 + "        moments = [m.clone() for m in moments]\n" + PLAIN8,
+            "a block is read twice",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("moments, step, lr)", "moments, 1, lr)"),
+            "after step 2 the values",
+        ),
+        Wrong(
+            2,
+            "step",
+            PLAIN8,
+            PLAIN8.replace("grad[begin:end]", "grad[: end - begin]"),
+            "after step 1 the values",
+        ),
+        Wrong(
+            3,
+            "ahead",
+            AHEAD8,
+            "            " + ADAM8 + "            " + WRITE8 + MORE8,
+            "the read of the next one has not begun",
+        ),
+        Wrong(
+            3,
+            "ahead",
+            FIRST8 + LOOP_AHEAD8 + TAKE8 + MORE8,
+            LOOP_AHEAD8 + "            moments = store.read(begin, end)\n",
+            "the read of the next one has not begun",
+        ),
+        Wrong(3, "ahead", MORE8, MORE8.replace("number + 1]", "number]"), "tensor a (1000)"),
+        Wrong(
+            3,
+            "ahead",
+            MORE8,
+            MORE8.split("\n")[1].replace("    ", "", 1) + "\n",
+            "list index out of range",
+        ),
+        Wrong(3, "ahead", AHEAD8, MORE8 + "            " + ADAM8, "is written nowhere"),
+        Wrong(
+            3,
+            "ahead",
+            FIRST8,
+            "        everything = [store.read(*cut) for cut in cuts]\n" + FIRST8,
+            "a block is read twice",
+        ),
+        Wrong(4, "bits", COUNT8, "", "your code raised"),
+        Wrong(4, "bits", BACK8, "", "is as before"),
+        Wrong(4, "bits", STEP8 + BACK8, BACK8 + STEP8, "is as before"),
+        Wrong(4, "held", MEAN8, MEAN8 + "        self.shard.grad = grad\n", "of the slice is kept"),
+        Wrong(4, "moved", STEP8, STEP8 + "        self.store.read(0, 17382)\n", "bytes read and"),
+        Wrong(
+            4,
+            "held",
+            STEP8,
+            "        self.shard.grad = grad\n        self.optimizer.step()\n"
+            "        self.shard.grad = None\n",
+            "the moments are in memory, too",
+        ),
+        Wrong(4, "bits", "        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("16", "8"), "moments are read AND written"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / num_ranks", ""), "its slice only"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / 6", ""), "6 operations per parameter"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ 6", "/ 2"), "forward is 2 of them"),
+        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ num", "* num"), "so they divide the tokens"),
+    ],
+    rough_rows=(),
+)
 ULP = "    return torch.ldexp(torch.ones_like(weights), exponent - 9)"
 MASTER = "nn.Parameter(values.chunk(num_ranks)[rank].clone())"
 ADAM9 = "torch.optim.Adam([self.master], lr=lr, foreach=False)"
@@ -419,4 +572,4 @@ LAB7 = Answers(
     ],
     rough_rows=("peak",),
 )
-ANSWERS = {0: LAB0, 6: LAB6, 7: LAB7, 9: LAB9}
+ANSWERS = {0: LAB0, 6: LAB6, 7: LAB7, 8: LAB8, 9: LAB9}

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from lab_answers import ANSWERS as FIRST
+from lab_answers_engine import ANSWERS as ENGINE
 from lab_answers_more import ANSWERS as MORE
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from shardwise_labs.course import labs, steps_of
 from shardwise_labs.ranks import Job, Starter, write_solutions
 
 ROOT = Path(__file__).parents[2]
-ANSWERS = FIRST | MORE
+ANSWERS = FIRST | MORE | ENGINE
 CASES = [(lab, number) for lab in labs() for number in range(len(ANSWERS[lab].wrong))]
 
 
@@ -228,6 +229,15 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         tenth.predict["minutes between saves that lose least"].value, rel=0.01
     )
     assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
+    twelfth = labs()[12]
+    assert twelfth.predict["GB of a checkpoint of 7e9 parameters"].value == 84
+    minutes = young_interval_s(10.5, 86_400) / 60
+    assert min((2, 20, 120, 600), key=lambda m: abs(m - minutes)) == twelfth.decision.answer
+    eighth = labs()[8]
+    offloaded = account(7_000_000_000, 8, stage=1, precision="fp32", offload="nvme:/tmp")
+    stays = offloaded.device_bytes / 1e9
+    assert stays == pytest.approx(eighth.predict["7B zero1 with offload, GB"].value)
+    assert gigabytes(1) + 10 <= 80 and eighth.decision.answer == "keep"
     small = account(1_500_000_000, 8, stage=0, precision="fp32").device_bytes / 1e9
     assert small + 8 <= 40 and labs()[0].decision.answer == "replicated"
     assert gigabytes(1) <= 70 and fourth.decision.answer == "zero1"

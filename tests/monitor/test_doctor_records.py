@@ -14,7 +14,7 @@ import pytest
 
 from records import write_record
 from shardwise.errors import ConfigError
-from shardwise.monitor.doctor import diagnose
+from shardwise.monitor.doctor import LiveDoctor, diagnose
 from shardwise.monitor.findings import (
     Change,
     Finding,
@@ -24,12 +24,12 @@ from shardwise.monitor.findings import (
     read_docs,
 )
 from shardwise.monitor.lines import JsonLines, read_lines
-from shardwise.monitor.live_run import LiveDoctor, LiveRun
 from shardwise.monitor.metrics import GIB, OverRanks
-from shardwise.monitor.rank_lines import (
+from shardwise.monitor.record import (
     Begin,
     End,
     Fix,
+    LiveRun,
     LostUpdates,
     Memory,
     Moment,
@@ -37,12 +37,15 @@ from shardwise.monitor.rank_lines import (
     OtherSave,
     OutOfMemory,
     RankLine,
+    RunFacts,
+    RunRecord,
     Save,
+    StepLine,
     Timeline,
     keys_of,
     read_line,
+    read_run,
 )
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, read_run
 from shardwise.processes import own_process
 from shardwise.unit_facts import UnitFacts
 
@@ -124,10 +127,6 @@ def run_of(
     return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
 
 
-def spread(low: float, middle: float, high: float, low_rank: int, high_rank: int) -> OverRanks:
-    return OverRanks(low, middle, high, low_rank, high_rank)
-
-
 def codes(run: RunRecord) -> list[str]:
     return [finding.code for finding in diagnose(run).findings]
 
@@ -171,184 +170,128 @@ def in_turn(run: RunRecord) -> RunRecord:
 def retries_of(run: RunRecord) -> RunRecord:
     steps = []
     for line in run.steps:
-        told = float(line.step)
-        metrics = {**line.metrics, "memory/num_alloc_retries": OverRanks(told, told, told, 0, 0)}
-        steps.append(replace(line, metrics=metrics))
+        retries = OverRanks(line.step, line.step, line.step, 0, 0)
+        steps.append(replace(line, metrics=line.metrics | {"memory/num_alloc_retries": retries}))
     return replace(run, steps=tuple(steps))
 
 
 # A process that was on this machine: its number has been given to another one since.
 GONE = replace(own_process(), host="here", born="before")
 LATE = {  # rank 5 computes for longer, and all others wait
-    "comm/waited(ms)": spread(20, 300, 310, 5, 2),
-    "time_metrics/compute(s)": spread(0.6, 0.65, 0.95, 1, 5),
+    "comm/waited(ms)": OverRanks(20, 300, 310, 5, 2),
+    "time_metrics/compute(s)": OverRanks(0.6, 0.65, 0.95, 1, 5),
 }
 EXPOSED = {"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0}
-UNEVEN = LATE | {"tokens/behind_longest(%)": spread(0, 50, 50, 5, 2)}
+UNEVEN = LATE | {"tokens/behind_longest(%)": OverRanks(0, 50, 50, 5, 2)}
 COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
-FAULTS: dict[str, tuple[str, RunRecord]] = {
-    "activations": ("SW030", run_of({"memory/max_active(%)": 95.0}, memory_line(25, 50))),
-    "activations, and the allocator tries again": (
-        "SW030",
-        retries_of(run_of({}, memory_line(25, 50))),
+FAULTS: dict[str, RunRecord] = {  # by the code that must be found, and what is wrong
+    "SW030 activations": run_of({"memory/max_active(%)": 95.0}, memory_line(25, 50)),
+    "SW030 activations, and the allocator tries again": retries_of(run_of({}, memory_line(25, 50))),
+    "SW005 state at stage 1": run_of({"memory/max_active(%)": 95.0}, memory_line(60, 15), stage=1),
+    "SW005 gathers at stage 3": run_of(EXPOSED | {"memory/max_active(%)": 20.0}, units=layers(20)),
+    "SW012 communication": run_of(EXPOSED),
+    "SW031 fragments": run_of({"memory/max_reserved(GiB)": 72.0}),
+    "SW014 a slow axis": run_of(
+        EXPOSED | {"comm/replicate(s)": 0.4, "comm/replicate_sent(MiB)": 4000.0}, **OVER_HOSTS
     ),
-    "state at stage 1": (
-        "SW005",
-        run_of({"memory/max_active(%)": 95.0}, memory_line(60, 15), stage=1),
+    "SW014 a network between hosts": run_of(
+        waited_for={
+            0: {4: 300.0, 1: 20.0},
+            4: {0: 300.0, 5: 20.0},
+            1: {5: 290.0, 0: 20.0},
+            5: {1: 290.0, 4: 20.0},
+        },
+        device="cpu",
     ),
-    "gathers at stage 3": (
-        "SW005",
-        run_of(EXPOSED | {"memory/max_active(%)": 20.0}, units=layers(20)),
+    "SW033 files": run_of(
+        {"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='nvme:/scratch')"
     ),
-    "communication": ("SW012", run_of(EXPOSED)),
-    "fragments": ("SW031", run_of({"memory/max_reserved(GiB)": 72.0})),
-    "a slow axis": (
-        "SW014",
+    "SW032 the host's step": run_of(
+        {"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='cpu')"
+    ),
+    "SW032 copies that nothing is computed beside": run_of(
+        {"offload/exposed(ms)": 400.0, "offload/beside(ms)": 500.0, **COPIES},
+        offload="Offload(params='cpu', optimizer='cpu')",
+    ),
+    "SW032 a step behind on the cores that compute": run_of(
+        {"offload/beside(ms)": 500.0, "offload/exposed(ms)": 10.0, **COPIES},
+        offload="Offload(optimizer='cpu')",
+        device="cpu",
+    ),
+    "SW020 a straggler": run_of(LATE),
+    "SW024 uneven batches": run_of(UNEVEN),
+    "SW024 batches that are uneven in turn": in_turn(
         run_of(
-            EXPOSED | {"comm/replicate(s)": 0.4, "comm/replicate_sent(MiB)": 4_000.0}, **OVER_HOSTS
-        ),
+            UNEVEN | {"comm/exposed(ms)": 300.0, "comm/waited(ms)": OverRanks(0, 300, 300, 5, 2)}
+        )
     ),
-    "a network between hosts": (
-        "SW014",
-        run_of(
-            waited_for={
-                0: {4: 300.0, 1: 20.0},
-                4: {0: 300.0, 5: 20.0},
-                1: {5: 290.0, 0: 20.0},
-                5: {1: 290.0, 4: 20.0},
-            },
-            device="cpu",
-        ),
+    "SW020 a straggler whose batches are a little longer": run_of(
+        UNEVEN | {"tokens/behind_longest(%)": OverRanks(0, 20, 20, 5, 2)}
     ),
-    "files": (
-        "SW033",
-        run_of({"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='nvme:/scratch')"),
+    "SW020 a straggler, and another rank's batches are longer": run_of(
+        UNEVEN | {"tokens/behind_longest(%)": OverRanks(0, 50, 50, 4, 2)}
     ),
-    "the host's step": (
-        "SW032",
-        run_of({"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='cpu')"),
+    "SW042 updates that round away": run_of(
+        {"numbers/lost_updates(%)": 40.0, "numbers/lost_updates_of_worst(%)": 45.0}
     ),
-    "copies that nothing is computed beside": (
-        "SW032",
-        run_of(
-            {"offload/exposed(ms)": 400.0, "offload/beside(ms)": 500.0, **COPIES},
-            offload="Offload(params='cpu', optimizer='cpu')",
-        ),
+    "SW042 gains that stay 1.0": run_of(
+        {"numbers/lost_updates(%)": 2.0, "numbers/lost_updates_of_worst(%)": 99.0}
     ),
-    "a step behind on the cores that compute": (
-        "SW032",
-        run_of(
-            {"offload/beside(ms)": 500.0, "offload/exposed(ms)": 10.0, **COPIES},
-            offload="Offload(optimizer='cpu')",
-            device="cpu",
-        ),
+    "SW020 a straggler for no known reason": run_of(
+        {"comm/waited(ms)": OverRanks(20, 300, 310, 5, 2)}
     ),
-    "a straggler": ("SW020", run_of(LATE)),
-    "uneven batches": ("SW024", run_of(UNEVEN)),
-    "batches that are uneven in turn": (
-        "SW024",
-        in_turn(
-            run_of(
-                UNEVEN | {"comm/exposed(ms)": 300.0, "comm/waited(ms)": spread(0, 300, 300, 5, 2)}
-            )
-        ),
+    "SW040 overflows": run_of(
+        {"optimizer/skipped_steps": 0.5}, units=layers(2, dtype="float32 (computes in float16)")
     ),
-    "a straggler whose batches are a little longer": (
-        "SW020",
-        run_of(UNEVEN | {"tokens/behind_longest(%)": spread(0, 20, 20, 5, 2)}),
+    "SW040 a scale below 1": run_of(
+        values={"loss_scale": 0.25}, units=layers(2, dtype="float32 (computes in float16)")
     ),
-    "a straggler, and another rank's batches are longer": (
-        "SW020",
-        run_of(UNEVEN | {"tokens/behind_longest(%)": spread(0, 50, 50, 4, 2)}),
+    "SW041 a bad loss": run_of(values={"loss": None}),
+    "SW004 one large unit": run_of(units=(unit("", full_bytes=20 * GIB), *layers(50))),
+    "SW001 slices that are whole": run_of(units=layers(200, rank_bytes=LAYER)),
+    "SW001 all ranks on the replicate axis": run_of(degrees={"replicate": 8}),
+    "SW001 parameters outside": run_of(unsharded_bytes=50 * LAYER),
+    "SW002 one unit": run_of(units=(unit("", num_modules=9),)),
+    "SW003 units too small": run_of(
+        units=layers(6, "layers.0.", full_bytes=1 << 16, rank_bytes=1 << 13)
     ),
-    "updates that round away": (
-        "SW042",
-        run_of({"numbers/lost_updates(%)": 40.0, "numbers/lost_updates_of_worst(%)": 45.0}),
+    "SW006 padding": run_of(units=(unit("a", padding_bytes=LAYER // 4), unit("b"))),
+    "SW010 small buckets": run_of(
+        bucket_bytes=1, units=layers(64, full_bytes=1 << 16, rank_bytes=1 << 13)
     ),
-    "gains that stay 1.0": (
-        "SW042",
-        run_of({"numbers/lost_updates(%)": 2.0, "numbers/lost_updates_of_worst(%)": 99.0}),
+    "SW011 a bucket of the whole model": run_of(bucket_bytes=1 << 40),
+    "SW011 a prefetch of the whole model": run_of(prefetch_bytes=1 << 40),
+    "SW013 a slow link": run_of(
+        waited_for={0: {1: 300.0, 2: 5.0}, 1: {0: 280.0}, 2: {0: 4.0}}, device="cpu"
     ),
-    "a straggler for no known reason": (
-        "SW020",
-        run_of({"comm/waited(ms)": spread(20, 300, 310, 5, 2)}),
+    "SW021 a slow loader": run_of({"time_metrics/data_loading(s)": 0.3}),
+    "SW050 saves on the training thread": run_of(
+        {"checkpoint/stall(s)": 0.5, "checkpoint/save(s)": 0.6}
     ),
-    "overflows": (
-        "SW040",
-        run_of(
-            {"optimizer/skipped_steps": 0.5}, units=layers(2, dtype="float32 (computes in float16)")
-        ),
+    "SW050 saves that are longer than the steps between them": run_of(
+        {"checkpoint/stall(s)": 0.4, "checkpoint/save(s)": 1.6}
     ),
-    "a scale below 1": (
-        "SW040",
-        run_of(values={"loss_scale": 0.25}, units=layers(2, dtype="float32 (computes in float16)")),
+    "SW050 a long copy of one rank's save": run_of(
+        {"checkpoint/stall(s)": OverRanks(0, 0, 0.4, 1, 2), "checkpoint/save(s)": 1.0}
     ),
-    "a bad loss": ("SW041", run_of(values={"loss": None})),
-    "one large unit": ("SW004", run_of(units=(unit("", full_bytes=20 * GIB), *layers(50)))),
-    "slices that are whole": ("SW001", run_of(units=layers(200, rank_bytes=LAYER))),
-    "all ranks on the replicate axis": ("SW001", run_of(degrees={"replicate": 8})),
-    "parameters outside": ("SW001", run_of(unsharded_bytes=50 * LAYER)),
-    "one unit": ("SW002", run_of(units=(unit("", num_modules=9),))),
-    "units too small": (
-        "SW003",
-        run_of(units=layers(6, "layers.0.", full_bytes=1 << 16, rank_bytes=1 << 13)),
+    "SW050 torch.save of one rank": with_lines(OtherSave(8, "torch.save", 4.0)),
+    "SW023 memory that ran out": with_lines(
+        OutOfMemory(9, 2 * GIB, 70 * GIB, 80 * GIB, [Fix("stage=3", fits=True)]),
+        ended("OutOfMemoryError"),
     ),
-    "padding": ("SW006", run_of(units=(unit("a", padding_bytes=LAYER // 4), unit("b")))),
-    "small buckets": (
-        "SW010",
-        run_of(bucket_bytes=1, units=layers(64, full_bytes=1 << 16, rank_bytes=1 << 13)),
+    "SW041 bad gradients": replace(
+        with_lines(NonFinite(3, ["a.b", "c"], 1)),
+        steps=run_of({"numbers/non_finite_gradients": 2.0}).steps,
     ),
-    "a bucket of the whole model": ("SW011", run_of(bucket_bytes=1 << 40)),
-    "a prefetch of the whole model": ("SW011", run_of(prefetch_bytes=1 << 40)),
-    "a slow link": (
-        "SW013",
-        run_of(waited_for={0: {1: 300.0, 2: 5.0}, 1: {0: 280.0}, 2: {0: 4.0}}, device="cpu"),
+    "SW051 no save for an hour": over_time(run_of(), 300.0),
+    "SW051 no save after the first hour": over_time(run_of(), 400.0, saves=range(3)),
+    "SW022 a run that hangs": replace(run_of(), by_rank={}, idle_s=1000.0),
+    "SW022 a run that goes on after one that ended, and hangs": replace(
+        run_of(), by_rank={0: (ended("ValueError"), Begin(9))}, idle_s=1000.0
     ),
-    "a slow loader": ("SW021", run_of({"time_metrics/data_loading(s)": 0.3})),
-    "saves on the training thread": (
-        "SW050",
-        run_of({"checkpoint/stall(s)": 0.5, "checkpoint/save(s)": 0.6}),
-    ),
-    "saves that are longer than the steps between them": (
-        "SW050",
-        run_of({"checkpoint/stall(s)": 0.4, "checkpoint/save(s)": 1.6}),
-    ),
-    "a long copy of one rank's save": (
-        "SW050",
-        run_of({"checkpoint/stall(s)": spread(0, 0, 0.4, 1, 2), "checkpoint/save(s)": 1.0}),
-    ),
-    "torch.save of one rank": (
-        "SW050",
-        with_lines(OtherSave(8, "torch.save", 4.0)),
-    ),
-    "memory that ran out": (
-        "SW023",
-        with_lines(
-            OutOfMemory(9, 2 * GIB, 70 * GIB, 80 * GIB, [Fix("stage=3", fits=True)]),
-            ended("OutOfMemoryError"),
-        ),
-    ),
-    "bad gradients": (
-        "SW041",
-        replace(
-            with_lines(NonFinite(3, ["a.b", "c"], 1)),
-            steps=run_of({"numbers/non_finite_gradients": 2.0}).steps,
-        ),
-    ),
-    "no save for an hour": ("SW051", over_time(run_of(), 300.0)),
-    "no save after the first hour": ("SW051", over_time(run_of(), 400.0, saves=range(3))),
-    "a run that hangs": ("SW022", replace(run_of(), by_rank={}, idle_s=1000.0)),
-    "a run that goes on after one that ended, and hangs": (
-        "SW022",
-        replace(run_of(), by_rank={0: (ended("ValueError"), Begin(9))}, idle_s=1e3),
-    ),
-    "a rank that raised after others had lost it": (
-        "SW023",
-        replace(
-            run_of(),
-            by_rank={0: (ended("CollectiveError", follows=True),), 1: (ended("KeyError"),)},
-        ),
+    "SW023 a rank that raised after others had lost it": replace(
+        run_of(), by_rank={0: (ended("CollectiveError", follows=True),), 1: (ended("KeyError"),)}
     ),
 }
 
@@ -357,23 +300,18 @@ OFFLOAD = "Offload(optimizer='cpu')"
 OFFLOADED_INPUTS = "Offload(optimizer='device', activations='cpu')"
 HIDDEN = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
 FAULTS |= {
-    "waits for a slow rank, which are no slow network": (
-        "SW020",
-        run_of(LATE | {"comm/exposed(ms)": LATE["comm/waited(ms)"]}),
+    "SW020 waits for a slow rank, which are no slow network": run_of(
+        LATE | {"comm/exposed(ms)": LATE["comm/waited(ms)"]}
     ),
-    "a slow rank on a CPU": ("SW020", run_of(LATE, device="cpu")),
-    "a slow loader of one rank, which is no straggler": (
-        "SW021",
-        run_of(
-            {
-                "comm/waited(ms)": spread(20, 300, 310, 5, 2),
-                "time_metrics/data_loading(s)": spread(0.01, 0.01, 0.3, 1, 5),
-            }
-        ),
+    "SW020 a slow rank on a CPU": run_of(LATE, device="cpu"),
+    "SW021 a slow loader of one rank, which is no straggler": run_of(
+        {
+            "comm/waited(ms)": OverRanks(20, 300, 310, 5, 2),
+            "time_metrics/data_loading(s)": OverRanks(0.01, 0.01, 0.3, 1, 5),
+        }
     ),
-    "inputs that are copied": (
-        "SW032",
-        run_of(HIDDEN | {"offload/exposed(ms)": 400.0}, offload=OFFLOADED_INPUTS),
+    "SW032 inputs that are copied": run_of(
+        HIDDEN | {"offload/exposed(ms)": 400.0}, offload=OFFLOADED_INPUTS
     ),
 }
 STOPPED = {
@@ -416,14 +354,13 @@ ABSTAINS = {  # the code, and what is missing
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_failure_is_found_and_no_other(name: str) -> None:
-    code, run = FAULTS[name]
-    found = diagnose(run).findings
-    assert [finding.code for finding in found] == [code]
+    found = diagnose(FAULTS[name]).findings
+    assert [finding.code for finding in found] == [name.split()[0]]
     assert found[0].evidence and found[0].why and found[0].changes is not None
 
 
 def test_every_finding_has_a_record_with_its_failure() -> None:
-    assert {code for code, _ in FAULTS.values()} == set(finding_docs())
+    assert {name.split()[0] for name in FAULTS} == set(finding_docs())
 
 
 def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:
@@ -455,8 +392,8 @@ def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(
     every: int, is_told: bool
 ) -> None:
     late = {
-        "comm/waited(ms)": spread(20, 600, 610, 5, 2),
-        "time_metrics/compute(s)": spread(0.6, 0.65, 1.25, 1, 5),
+        "comm/waited(ms)": OverRanks(20, 600, 610, 5, 2),
+        "time_metrics/compute(s)": OverRanks(0.6, 0.65, 1.25, 1, 5),
     }
     usual, slow = run_of(), run_of(late)
     lines = [(slow if n % every == 0 else usual).steps[n] for n in range(len(usual.steps))]
@@ -465,7 +402,10 @@ def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(
     others = [  # another rank each time
         replace(
             line,
-            metrics={**line.metrics, "comm/waited(ms)": spread(20, 600, 610, n % 8, (n + 1) % 8)},
+            metrics={
+                **line.metrics,
+                "comm/waited(ms)": OverRanks(20, 600, 610, n % 8, (n + 1) % 8),
+            },
         )
         if n % every == 0
         else line
@@ -627,7 +567,7 @@ def test_the_page_of_findings_is_made_from_the_texts_of_the_source() -> None:
 def test_live_a_finding_is_logged_once_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = FAULTS["communication"][1]
+    run = FAULTS["SW012 communication"]
     doctor = LiveDoctor(run.facts, tmp_path)
     told = []
     with caplog.at_level("WARNING", "shardwise"):

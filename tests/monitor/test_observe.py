@@ -35,8 +35,7 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverSteps,
 )
-from shardwise.monitor.rank_lines import End, SpanRow, Timeline
-from shardwise.monitor.record import RunRecord, StepLine, read_run
+from shardwise.monitor.record import End, RunRecord, SpanRow, StepLine, Timeline, read_run
 
 STEPS = 13
 

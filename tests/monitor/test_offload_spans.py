@@ -12,8 +12,7 @@ from ranks import run_ranks
 from shardwise import observe, shard
 from shardwise.monitor.describe import describe
 from shardwise.monitor.metrics import TRANSFERS, transfers_ms
-from shardwise.monitor.rank_lines import SpanRow, Timeline
-from shardwise.monitor.record import read_run
+from shardwise.monitor.record import SpanRow, Timeline, read_run
 
 STEPS = 5
 _IN_FILES = ("disk_read", "disk_write")

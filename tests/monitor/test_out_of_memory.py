@@ -13,8 +13,7 @@ from ranks import start_ranks
 from shardwise import observe, shard
 from shardwise.device import memory_in_use_bytes
 from shardwise.monitor.memory import asked_bytes, is_out_of_memory
-from shardwise.monitor.rank_lines import OutOfMemory
-from shardwise.monitor.record import read_run
+from shardwise.monitor.record import OutOfMemory, read_run
 
 BIG = 1 << 34  # elements: more than the limit of the test, whatever the machine has
 

@@ -20,8 +20,7 @@ from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_f
 from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import ENGINE, STEP_S, OverRanks, OverSteps, summarize_steps
 from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
-from shardwise.monitor.rank_lines import Memory
-from shardwise.monitor.record import DETAILS, FOLDER, StepLine, read_run, read_step
+from shardwise.monitor.record import DETAILS, FOLDER, Memory, StepLine, read_run, read_step
 from shardwise.monitor.summary import (
     figures_of,
     kinds_shown,
@@ -59,10 +58,6 @@ class Outline(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open.pop() == tag, tag
-
-
-def page_of(*outputs: Path) -> str:
-    return report_html([ShownRun(path.name, read_run(path, newest=2)) for path in outputs])
 
 
 def pictures(page: str) -> list[ElementTree.Element]:
@@ -166,7 +161,8 @@ def test_the_newest_lines_are_those_at_the_end_whatever_is_cut_short(tmp_path: P
 
 
 def test_a_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
-    page = page_of(write_record(tmp_path / "a"), write_record(tmp_path / "b", device="NVIDIA H100"))
+    runs = write_record(tmp_path / "a"), write_record(tmp_path / "b", device="NVIDIA H100")
+    page = report_html([ShownRun(path.name, read_run(path, newest=2)) for path in runs])
     outline = Outline(page)
     assert not outline.open
     assert not {"script", "link", "img", "iframe", "object", "base"} & set(outline.tags)
@@ -242,15 +238,11 @@ def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path: Path) 
 def test_the_command_writes_page_and_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_record(tmp_path / "run")
-    assert run_command([str(run), "--trace", str(tmp_path / "trace.json")]) == 0
-    assert (run / "report.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "trace.json").exists()
+    run, trace = write_record(tmp_path / "run"), tmp_path / "trace.json"
+    assert run_command([str(run), "--trace", str(trace)]) == 0
+    assert (run / "report.html").read_text().startswith("<!doctype html>") and trace.exists()
     said = capsys.readouterr().out.splitlines()
-    assert [words.split()[1].rstrip(",") for words in said] == [
-        str(run / "report.html"),
-        str(tmp_path / "trace.json"),
-    ]
+    assert [words.split()[1] for words in said] == [f"{run / 'report.html'},", f"{trace},"]
 
 
 def test_the_command_tells_what_is_wrong_with_a_folder(
@@ -261,22 +253,21 @@ def test_the_command_tells_what_is_wrong_with_a_folder(
         return capsys.readouterr().err
 
     assert "no observed run" in said(str(tmp_path / "none"))
-    run = write_record(tmp_path / "run")
-    steps = (run / FOLDER / "steps.jsonl").read_text()
-    (run / FOLDER / "steps.jsonl").write_text("")
-    assert "nothing is recorded yet: no step is over" in said(str(run))
-    (run / FOLDER / "steps.jsonl").write_text(steps)
-    assert "there is no folder" in said(str(run), "-o", str(tmp_path / "no" / "page.html"))
-    assert "one run at a time" in said(str(run), str(run), "--trace", str(tmp_path / "t.json"))
-    (run / FOLDER / "rank-0.jsonl").unlink()
-    (run / FOLDER / "rank-1.jsonl").unlink()
-    assert "no timeline is recorded" in said(str(run), "--trace", str(tmp_path / "t.json"))
-    told = (run / FOLDER / "run.json").read_text()
-    (run / FOLDER / "run.json").write_text(told.replace('"format": 1', '"format": 99'))
-    wrong = said(str(run))
+    run, trace = str(write_record(tmp_path / "run")), ("--trace", str(tmp_path / "t.json"))
+    folder = tmp_path / "run" / FOLDER
+    assert "there is no folder" in said(run, "-o", str(tmp_path / "no" / "page.html"))
+    assert "one run at a time" in said(run, run, *trace)
+    (folder / "rank-0.jsonl").unlink()
+    (folder / "rank-1.jsonl").unlink()
+    assert "no timeline is recorded" in said(run, *trace)
+    (folder / "steps.jsonl").write_text("")
+    assert "nothing is recorded yet: no step is over" in said(run)
+    told = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(told.replace('"format": 1', '"format": 99'))
+    wrong = said(run)
     assert "format 99, and this version reads 1" in wrong and "not the facts" not in wrong
-    (run / FOLDER / "run.json").write_text("[1]")
-    assert "not the facts of a run" in said(str(run))
+    (folder / "run.json").write_text("[1]")
+    assert "not the facts of a run" in said(run)
 
 
 def test_the_plan_of_a_trained_run_stands_beside_what_was_measured(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from records import write_record
-from shardwise.monitor.rank_lines import Timeline
-from shardwise.monitor.record import FOLDER, read_run
+from shardwise.monitor.record import FOLDER, Timeline, read_run
 from shardwise.monitor.timeline import recorded_trace
 
 Event = dict[str, Any]

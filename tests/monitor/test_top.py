@@ -12,11 +12,9 @@ import pytest
 
 from records import memory, step_line, write_record
 from shardwise.cli.main import call_command
-from shardwise.cli.top import sparkline
-from shardwise.monitor.live_run import LiveRun, is_late, snapshot_of
+from shardwise.cli.top import snapshot_of, sparkline
 from shardwise.monitor.metrics import STEP_S, OverRanks
-from shardwise.monitor.rank_lines import Memory
-from shardwise.monitor.record import FOLDER
+from shardwise.monitor.record import FOLDER, LiveRun, Memory, is_late
 
 run_command = partial(call_command, "top")
 

@@ -6,23 +6,17 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.hardware import (
-    Cluster,
-    Link,
     accelerators,
     find_accelerator,
     find_host,
     find_link,
-    find_node,
     hosts,
     links,
     make_cluster,
-    standard_nodes,
 )
 from shardwise.plan.machine.pricing import common_efficiencies, family_efficiencies
-from shardwise.plan.tables import make_row
 
 GIB = 1 << 30
-LINK_KEYS = ("name", "bandwidth_bytes_per_s", "latency_s", "bulk_latency_s")
 
 
 def test_every_figure_of_the_catalogue_has_a_source() -> None:
@@ -34,7 +28,6 @@ def test_every_figure_of_the_catalogue_has_a_source() -> None:
     ]
     entries += [each for table in family_efficiencies().values() for each in table.values()]
     assert all(len(each.source) > 10 for each in entries)
-    assert all(node["source"] for node in standard_nodes().values())
 
 
 def test_the_accelerators_of_the_published_runs_are_there() -> None:
@@ -74,10 +67,9 @@ def test_every_accelerator_is_found_by_its_own_name(name: str) -> None:
     assert find_accelerator(name.lower()) is accelerators()[name]
 
 
-def test_every_link_host_and_node_is_found_by_its_own_name() -> None:
+def test_every_link_and_host_is_found_by_its_own_name() -> None:
     assert all(find_link(name) is links()[name] for name in links())
     assert all(find_host(name) is hosts()[name] for name in hosts())
-    assert all(find_node(name.upper()).name == name for name in standard_nodes())
     assert find_link("NVLink 4").name == "nvlink4"
     assert find_link("10GbE").name == "ethernet-10"
     assert find_link("HDR").name == "infiniband-hdr"
@@ -89,7 +81,6 @@ def test_every_link_host_and_node_is_found_by_its_own_name() -> None:
         (find_accelerator, "H101", "H100"),
         (find_accelerator, "A100-60GB", "A100-40GB"),
         (find_link, "nvlink9", "nvlink5"),
-        (find_node, "dgx-h101", "dgx-h100"),
         (find_host, "dgx-a101", "dgx-a100"),
     ],
 )
@@ -168,9 +159,3 @@ def test_what_is_not_given_is_as_such_machines_are_built() -> None:
     assert make_cluster("V100", 8).node.host.device_link.name == "pcie3"
     named = make_cluster("A100", 16, 8, link="pcie4", network="10GbE", num_nics=1, host="desktop")
     assert (named.node.intra.name, named.node.inter.name) == ("pcie4", "ethernet-10")
-    assert Cluster(find_node("p4d"), 4).num_ranks == 32
-
-
-def test_a_row_of_a_table_with_an_unknown_or_missing_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"links.toml: x: efficiency, source, speed: missing or"):
-        make_row(Link, "links.toml: x", dict.fromkeys(LINK_KEYS, 1.0) | {"speed": 1.0})

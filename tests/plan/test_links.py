@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.hardware import Node, find_link, find_node, make_cluster, standard_nodes
+from shardwise.plan.machine.hardware import Node, find_link, make_cluster
 from shardwise.plan.machine.links import (
     CollectiveKind,
     Group,
@@ -17,7 +17,15 @@ from shardwise.plan.machine.links import (
 )
 
 MIB = 1 << 20
-NODES = {name: find_node(name) for name in standard_nodes()}
+NODES = {
+    "dgx-2": make_cluster("V100-32GB", 16, 16, num_nics=8, host="dgx2").node,
+    "dgx-a100": make_cluster("A100-80GB", 8, network="infiniband-hdr", host="dgx-a100").node,
+    "dgx-h100": make_cluster("H100-80GB", 8, network="infiniband-ndr", host="dgx-h100").node,
+    "hgx-h200": make_cluster("H200", 8, network="infiniband-ndr", host="dgx-h100").node,
+    "p6-b200": make_cluster("B200", 8, network="efa-v4", num_nics=8).node,
+    "gb200-nvl72": make_cluster("GB200", 72, 72, num_nics=72, host="nvl72").node,
+    "single-4090": make_cluster("RTX4090", 1, network="ethernet-10", host="desktop").node,
+}
 NODES["a100-pcie"] = make_cluster("A100 PCIe", 8, network="NDR", num_nics=8).node
 
 kinds = st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"])

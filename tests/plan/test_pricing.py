@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from decoders import make_model
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import Cluster, find_node, make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import Group, collective_seconds, place
 from shardwise.plan.machine.pricing import (
     Efficiency,
@@ -143,7 +143,7 @@ def test_tensor_parallelism_costs_more_across_nodes_than_inside() -> None:
 
 
 def test_the_host_link_is_a_ranks_own_and_the_disks_are_shared() -> None:
-    prices = Prices(Cluster(find_node("dgx-a100")), EIGHT)
+    prices = Prices(make_cluster("A100", 8, host="dgx-a100"), EIGHT)
     size = 10**10
     down = prices.seconds(op(Transfer("to_host", size), "to_host"))
     assert down == pytest.approx(size / (31e9 * 0.88), rel=1e-3)

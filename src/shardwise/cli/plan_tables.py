@@ -18,7 +18,7 @@ from shardwise.homes import Offload
 from shardwise.interop.deepspeed.offload_blocks import offload_keys
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import accelerators, links, standard_nodes
+from shardwise.plan.machine.hardware import accelerators, links
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
@@ -167,7 +167,7 @@ def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
 
 
 def names_view() -> RenderableType:
-    """Show everything that has a name: models, devices, nodes, links, precisions, optimizers."""
+    """Show everything that has a name: models, devices, links, precisions, optimizers."""
     presets = map(find_preset, preset_names())
     sections = {
         "models": [
@@ -181,7 +181,6 @@ def names_view() -> RenderableType:
         "links (--link, --network)": [
             (x.name, f"{x.bandwidth_bytes_per_s / 1e9:,.4g} GB/s") for x in links().values()
         ],
-        "nodes": [(name, node["source"]) for name, node in standard_nodes().items()],
         "precisions": [(name, f"computes in {r.compute}") for name, r in PRECISIONS.items()],
         "optimizers": [(name, "") for name in OPTIMIZERS],
     }

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +19,8 @@ from rich.text import Text
 from shardwise import terminal
 from shardwise.cli.tables import make_table
 from shardwise.monitor.doctor import diagnose
-from shardwise.monitor.live_run import LiveRun, gap_of, is_late, snapshot_of
 from shardwise.monitor.metrics import FIGURES, STEP_S
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.record import LiveRun, RunRecord, gap_of, is_late
 from shardwise.monitor.summary import (
     kinds_shown,
     largest_memory,
@@ -62,6 +62,26 @@ def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every 
                 shown.update(view(live.look(), console.width), refresh=True)
                 time.sleep(every)
     return 0
+
+
+def snapshot_of(run: RunRecord) -> dict[str, object]:
+    """Return a run at one moment as values of JSON; figures are those of the newest line."""
+    latest = run.steps[-1] if run.steps else None
+    values = asdict(latest) if latest else {}
+    return {
+        "run": str(run.path),
+        "num_ranks": run.facts.num_ranks,
+        "device": run.facts.device,
+        "stage": run.facts.stage,
+        "step": latest.step if latest else 0,
+        "at_s": latest.at_s if latest else 0.0,
+        "quiet_s": round(run.idle_s or 0.0, 3),
+        "is_late": is_late(run),
+        "ending": run.ending,
+        **{name: values.get(name, {}) for name in ("metrics", "values", "values_over_steps")},
+        "phases_s": phase_seconds(run.steps),
+        **diagnose(run).to_json(),
+    }
 
 
 def view(run: RunRecord, width: int) -> RenderableType:

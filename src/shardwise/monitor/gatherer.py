@@ -44,11 +44,19 @@ from shardwise.hangs.diagnosis import call_of_error
 from shardwise.hangs.heartbeat import save_under_way
 from shardwise.host import core_wait_s
 from shardwise.monitor import metrics as m
+from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.memory import is_out_of_memory
-from shardwise.monitor.rank_lines import End, NonFinite, OtherSave, RankLine, Timeline, keys_of
-from shardwise.monitor.record import RunFacts, StepLine
+from shardwise.monitor.record import (
+    End,
+    NonFinite,
+    OtherSave,
+    RankLine,
+    RunFacts,
+    StepLine,
+    Timeline,
+    keys_of,
+)
 from shardwise.monitor.spans import Recorded, device_spans_of, spans_of, without_lines_of
 from shardwise.names import MAIN
 

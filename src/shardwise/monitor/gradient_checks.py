@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
-from shardwise.monitor.rank_lines import LostUpdates as LostUpdatesLine
+from shardwise.monitor.record import LostUpdates as LostUpdatesLine
 from shardwise.tensor.background_step import elements_of, is_under_way
 from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
 from shardwise.unit.unit import Unit

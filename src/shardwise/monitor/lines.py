@@ -29,6 +29,8 @@ Figure = Annotated[
 ]
 JsonLine = Mapping[str, Any]  # a line as JSON has it
 Name = Annotated[str, Field(max_length=1000)]
+# Of a timeline: line of work, phase, unit, begin and length in milliseconds, bytes.
+SpanRow = tuple[Name, Name, Name, Number, Amount, Count]
 # Values that a loop logs may be larger, but sums and squares of them are finite.
 MAX_LOGGED = 1e100
 Extreme = Annotated[float, Field(ge=-MAX_LOGGED, le=MAX_LOGGED)]

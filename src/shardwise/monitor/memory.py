@@ -30,8 +30,7 @@ from shardwise.device import memory_in_use_bytes
 from shardwise.engine.parts import Parts
 from shardwise.engine.tree import tensors_in
 from shardwise.host import available_host_bytes
-from shardwise.monitor.rank_lines import Fix, Memory, Moment, OutOfMemory
-from shardwise.monitor.record import RunFacts
+from shardwise.monitor.record import Fix, Memory, Moment, OutOfMemory, RunFacts
 from shardwise.names import join_units, name_of_unit
 from shardwise.quantities import format_bytes
 from shardwise.step.overlap import staging_bytes

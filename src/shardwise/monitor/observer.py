@@ -23,15 +23,24 @@ from shardwise.comm.control import exchange_any
 from shardwise.comm.torch_collectives import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
+from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, LineMaker, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
-from shardwise.monitor.rank_lines import Begin, RankLine, Save, keys_of
-from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
+from shardwise.monitor.record import (
+    FOLDER,
+    Begin,
+    RankLine,
+    RunFacts,
+    Save,
+    StepLine,
+    keys_of,
+    remove_other_ranks,
+    write_facts,
+)
 from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.names import MAIN

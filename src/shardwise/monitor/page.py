@@ -9,8 +9,7 @@ from shardwise import charts, svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
-from shardwise.monitor.rank_lines import Timeline
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.record import RunRecord, Timeline
 from shardwise.monitor.summary import (
     figures_of,
     kinds_shown,
@@ -173,7 +172,6 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
             f"{run.name}: memory of step {line.step:,} on rank {rank}",
             moments,
             _MOMENTS // divisor,
-            shown_title=f"{run.name}: memory",
             described=f"The peak is in {peak.phase} of {name_of_unit(peak.unit)}, {whole}.",
             beside=charts.Bar("plan", planned) if planned else None,
         ),

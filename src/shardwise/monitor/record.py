@@ -4,16 +4,17 @@ Note [The folder of a run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``OUTPUT/observed/run.json`` has the settings of the run (`RunFacts`), written once by rank 0.
 ``steps.jsonl`` has a line for each few steps, every figure over all ranks, by rank 0.
-``rank-N.jsonl`` has the lines that only that rank can write (`rank_lines`): timelines and memory of
-single steps, its begin and end. Users read them with other tools, so keys keep their meaning;
-``format`` counts up if one does not.
+``rank-N.jsonl`` has the lines that only that rank can write: timelines and memory of single steps,
+its begin and end, each with its kind and the fields of its class; an optional field that is None is
+left out. Readers ignore keys and kinds that they do not know. Users read the files with other
+tools, so keys keep their meaning; ``format`` counts up if one does not.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -29,17 +30,21 @@ from shardwise.monitor.lines import (
     Logged,
     Name,
     Rank,
+    SpanRow,
     read_lines,
     read_newest,
 )
 from shardwise.monitor.metrics import OverRanks, OverSteps
-from shardwise.monitor.rank_lines import Begin, End, RankLine, read_line
+from shardwise.processes import Process
 from shardwise.unit_facts import UnitFacts
 
-L = TypeVar("L", bound=RankLine)
 FORMAT = 1
 FOLDER = "observed"
 DETAILS = ("timeline", "memory")  # kinds of lines of single steps, which are long
+_MOST_LINES = 240  # over all ranks that a live reader keeps
+_TAIL_BYTES = 1 << 22  # of a file that it reads
+_LATE_TIMES, _LATE_S = 4.0, 30.0  # usual gaps without new figures, and at least so many seconds
+Kinds = Mapping[Name, Count]  # bytes by kind of memory
 
 
 @dataclass(frozen=True)
@@ -107,23 +112,176 @@ class StepLine:
     metrics_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
 
 
-def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
-    """Return the medians of a figure over lines, and the ranks that have its extremes most often.
+# -- lines of single ranks
+@dataclass(frozen=True)
+class Begin:
+    """A rank begins; its process, None in records of an earlier version."""
 
-    None if no line has the figure.
+    step: Count
+    process: Process | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """A rank ends, with an error or without.
+
+    ``follows`` tells that communication failed, usually because another rank had failed before.
+    ``during``, ``phase`` and ``unit`` are the place of an error in a step.
     """
-    found = [line.metrics[name] for line in lines if name in line.metrics]
-    if not found:
+
+    step: Count
+    error: Name | None
+    unix_s: Amount | None = None
+    message: Name | None = None
+    follows: bool | None = None
+    during: Count | None = None
+    phase: Name | None = None
+    unit: Name | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step."""
+
+    step: Count
+    seconds: Amount
+    spans: Sequence[SpanRow]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The memory of the device as a phase begins or ends; ``other`` is not the engine's."""
+
+    phase: Name
+    unit: Name
+    device: Kinds
+    other: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one step: each moment by kind, the one of index ``peak`` by unit too."""
+
+    step: Count
+    moments: Annotated[Sequence[Moment], Field(min_length=1)]
+    peak: Count
+    units: Mapping[Name, Mapping[Name, Kinds]]  # by place: device, host, files
+
+    def __post_init__(self) -> None:
+        """Check that there is a moment ``peak``, and units on the device."""
+        if self.peak >= len(self.moments):
+            raise ValueError(f"expected peak to be one of {len(self.moments)} moments")
+        if "device" not in self.units:
+            raise ValueError("expected units on the device")
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Gradients were not finite, of these parameters; ``finite_step`` had the last finite ones."""
+
+    step: Count
+    parameters: Sequence[Name]
+    finite_step: Count = 0
+
+
+@dataclass(frozen=True)
+class LostUpdates:
+    """The share of updates that round away, of the worst parameters."""
+
+    step: Count
+    shares: Mapping[Name, Annotated[float, Field(ge=0, le=1)]]
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One way to need less memory: a change of `shard()` or of the loop; bytes of this rank."""
+
+    change: Name
+    fits: bool
+    saved_bytes: int = 0
+    peak_bytes: int = 0
+    cost: Name = ""
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Memory ran out; bytes of this rank's device.
+
+    ``asked_bytes`` is the failed request, if known. ``blocks`` are the engine's largest: kind,
+    unit, bytes.
+    """
+
+    step: Count
+    asked_bytes: Count | None
+    in_use_bytes: Count
+    capacity_bytes: Count
+    fixes: Sequence[Fix]
+    rank: Rank = 0
+    phase: Name = ""
+    unit: Name = ""
+    kinds: Kinds | None = None
+    other_bytes: int = 0
+    blocks: Sequence[tuple[Name, Name, int]] = ()
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint is on disk."""
+
+    step: Count
+    path: Annotated[str, Field(max_length=4096)]
+    is_finite: bool
+
+
+@dataclass(frozen=True)
+class OtherSave:
+    """The training waited for a save by a call of torch's."""
+
+    step: Count
+    call: Name
+    seconds: Amount
+
+
+RankLine = (
+    Begin | End | Timeline | Memory | NonFinite | LostUpdates | OutOfMemory | Save | OtherSave
+)
+KINDS: Mapping[str, type[RankLine]] = {
+    "begin": Begin,
+    "end": End,
+    "timeline": Timeline,
+    "memory": Memory,
+    "non_finite": NonFinite,
+    "lost_updates": LostUpdates,
+    "out_of_memory": OutOfMemory,
+    "save": Save,
+    "other_save": OtherSave,
+}
+_NAMES = {kind: name for name, kind in KINDS.items()}
+L = TypeVar("L", bound=RankLine)
+
+
+def keys_of(line: RankLine) -> JsonLine:
+    """Return a line as it is written."""
+    values = {f.name: getattr(line, f.name) for f in fields(line)}
+    absent = {f.name for f in fields(line) if f.default is None and values[f.name] is None}
+    return {"kind": _NAMES[type(line)]} | {k: v for k, v in values.items() if k not in absent}
+
+
+def read_line(line: JsonLine, path: object) -> RankLine | None:
+    """Return a line of a rank; None if its kind is unknown.
+
+    **Raises** ConfigError if a value has a wrong type or range.
+    """
+    kind, where = line.get("kind", ""), f"{path}: step {shown(line['step'])}"
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: kind: expected text, got {shown(kind)}")
+    if kind not in KINDS:
         return None
-    return OverRanks(
-        statistics.median(value.min for value in found),
-        statistics.median(value.median for value in found),
-        statistics.median(value.max for value in found),
-        statistics.mode(value.min_rank for value in found),
-        statistics.mode(value.max_rank for value in found),
-    )
+    found: RankLine = checked_value(KINDS[kind], line, f"{where}, {kind}")
+    return found
 
 
+# -- the whole record
 @dataclass(frozen=True)
 class RunRecord:
     """A run as it was recorded, with the lines of each rank as they were written.
@@ -243,3 +401,89 @@ def read_step(line: JsonLine, path: object = "steps.jsonl") -> StepLine:
     metrics = found.metrics.items()
     finite = {name: v for name, v in metrics if None not in (v.min, v.median, v.max)}
     return replace(found, metrics=finite)
+
+
+class LiveRun:
+    """Reads a run repeatedly, each time only the ends of files that have changed.
+
+    It works on every machine that sees the files.
+    """
+
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self._folder = folder_of(path)
+        self._clock = clock
+        self._began_s = clock()
+        self._seen: dict[Path, tuple[object, Sequence[JsonLine]]] = {}
+        read_facts(self._folder, self.path)  # there is a run
+
+    def look(self) -> RunRecord:
+        """Return the present state: the newest lines over all ranks, and each rank's by kind.
+
+        ``idle_s`` is the time since the newest line over all ranks. **Raises** ConfigError if the
+        run's folder was removed, or a line has a wrong type.
+        """
+        facts, path = read_facts(self._folder, self.path), self._folder / "steps.jsonl"
+        steps = tuple(read_step(line, path) for line in self._lines(path)[-_MOST_LINES:])
+        by_rank: dict[int, tuple[RankLine, ...]] = {}
+        for rank, file in rank_files(self._folder):
+            newest: dict[str, JsonLine] = {}
+            for line in self._lines(file):
+                kind = str(line.get("kind", ""))
+                newest.pop(kind, None)  # the order is that of the newest
+                newest[kind] = line
+            by_rank[rank] = lines_of_rank(newest.values(), file)
+        changed_s = path.stat().st_mtime if path.exists() else self._began_s
+        idle_s = max(self._clock() - changed_s, 0.0)
+        return RunRecord(self.path, facts, steps, by_rank, idle_s)
+
+    def _lines(self, path: Path) -> Sequence[JsonLine]:
+        """Return the lines at the end of a file."""
+        stat = path.stat() if path.exists() else None
+        version = stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if path not in self._seen or self._seen[path][0] != version:
+            self._seen[path] = version, tuple(read_lines(path, _TAIL_BYTES))
+        return self._seen[path][1]
+
+
+# -- steps of a run
+def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
+    """Return the medians of a figure over lines, and the ranks that have its extremes most often.
+
+    None if no line has the figure.
+    """
+    found = [line.metrics[name] for line in lines if name in line.metrics]
+    if not found:
+        return None
+    return OverRanks(
+        statistics.median(value.min for value in found),
+        statistics.median(value.median for value in found),
+        statistics.median(value.max for value in found),
+        statistics.mode(value.min_rank for value in found),
+        statistics.mode(value.max_rank for value in found),
+    )
+
+
+def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
+    """Return the lines about the later half of the steps, without the slow first ones.
+
+    That is not the later half of the lines, as each of the first few steps is a line.
+    """
+    if not lines:
+        return lines
+    middle = (lines[0].step - lines[0].num_steps + lines[-1].step) / 2
+    return [line for line in lines if line.step > middle]
+
+
+def gap_of(run: RunRecord) -> float | None:
+    """Return the usual seconds between two lines; None before there are two."""
+    late = [line.at_s for line in settled(run.steps)[-8:]]
+    return (late[-1] - late[0]) / (len(late) - 1) if len(late) > 1 else None
+
+
+def is_late(run: RunRecord) -> bool:
+    """Tell whether new figures are long overdue: the run was killed, or it hangs."""
+    gap_s = gap_of(run)
+    if run.ending is not None or gap_s is None:
+        return False
+    return (run.idle_s or 0.0) > max(_LATE_TIMES * gap_s, _LATE_S)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from shardwise.monitor.rank_lines import SpanRow
+from shardwise.monitor.lines import SpanRow
 from shardwise.names import MAIN
 
 if TYPE_CHECKING:

@@ -7,8 +7,15 @@ from typing import NamedTuple
 from shardwise import svg
 from shardwise.monitor import metrics as m
 from shardwise.monitor.metrics import OverRanks
-from shardwise.monitor.rank_lines import Memory, Moment
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, over_steps
+from shardwise.monitor.record import (
+    Memory,
+    Moment,
+    RunFacts,
+    RunRecord,
+    StepLine,
+    over_steps,
+    settled,
+)
 from shardwise.names import MAIN, name_of_unit
 from shardwise.unit_facts import UnitFacts
 
@@ -49,17 +56,6 @@ def not_numbers(lines: Iterable[StepLine], name: str) -> list[int]:
         if (name in line.values and line.values[name] is None)
         or ((over := line.values_over_steps.get(name)) and over.non_finite)
     ]
-
-
-def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
-    """Return the lines about the later half of the steps, without the slow first ones.
-
-    That is not the later half of the lines, as each of the first few steps is a line.
-    """
-    if not lines:
-        return lines
-    middle = (lines[0].step - lines[0].num_steps + lines[-1].step) / 2
-    return [line for line in lines if line.step > middle]
 
 
 def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:

@@ -10,8 +10,7 @@ of a simulated step's trace, so that the two can be compared.
 from collections.abc import Mapping, Sequence
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.rank_lines import Timeline
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.record import RunRecord, Timeline
 from shardwise.monitor.summary import place_of
 from shardwise.names import name_of_unit
 from shardwise.trace_events import ChromeTrace

@@ -255,7 +255,7 @@ class ModelRequest(StepKeys):
     deepspeed: Path | None = key(None, "Files", "DeepSpeed JSON beside the model")
     accelerate: Path | None = key(None, "Files", "accelerate YAML beside the model")
 
-    list_: bool = key(False, "Output", "list models, devices, nodes and links, and end")
+    list_: bool = key(False, "Output", "list models, devices and links, and end")
     json_: bool = key(False, "Output", "print JSON: bytes as integers, units in the keys")
 
     @model_validator(mode="after")

@@ -1,13 +1,30 @@
-"""The doctor: rules that judge an observed run, a row for each."""
+"""The doctor: rules that judge an observed run, a row for each; on rank 0 while it continues."""
 
+import logging
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.monitor.doctor import ends, settings, state, waits
 from shardwise.monitor.doctor.evidence import Evidence, NotEnough
 from shardwise.monitor.findings import Abstention, Diagnosis, Finding, worst_first
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.record import (
+    LostUpdates,
+    Memory,
+    NonFinite,
+    OtherSave,
+    RankLine,
+    RunFacts,
+    RunRecord,
+    StepLine,
+)
+
+_LOG = logging.getLogger("shardwise")
+_HELD_LINES = 3  # that show a finding, before it is logged
+_KEPT_LINES, _KEPT_OWN = 64, 8  # by the live doctor
 
 
 class _Rule(NamedTuple):
@@ -82,3 +99,45 @@ def _explains(cause: Finding, other: Finding) -> bool:
     if other.code not in _EXPLAINS.get(cause.code, ()):
         return False
     return cause.code not in ("SW021", "SW050") or cause.rank == other.rank
+
+
+class LiveDoctor:
+    """Judges a run line by line, on rank 0 behind the training; ``found`` has its findings.
+
+    A finding is logged once, after it has held for some lines, and appended to ``findings.jsonl``
+    in ``folder``. A critical one is logged at once.
+    """
+
+    def __init__(self, facts: RunFacts, folder: Path | None, done: int = 0) -> None:
+        self.found: list[Finding] = []
+        self._facts = facts
+        self._path = folder or Path()
+        self._file = JsonLines(folder / "findings.jsonl" if folder is not None else None, done)
+        self._lines: deque[StepLine] = deque(maxlen=_KEPT_LINES)
+        self._own: deque[RankLine] = deque(maxlen=_KEPT_OWN)
+        self._held: Counter[tuple[str, int | None]] = Counter()
+        self._logged: set[tuple[str, int | None]] = set()
+
+    def note(self, line: RankLine) -> None:
+        """Take a line of this rank: its memory, bad gradients, saves."""
+        if isinstance(line, Memory | NonFinite | LostUpdates | OtherSave):
+            self._own.append(line)
+
+    def write(self, line: StepLine) -> None:
+        """Take a line over all ranks, and judge. **Cost** some 100 microseconds."""
+        self._lines.append(line)
+        run = RunRecord(self._path, self._facts, tuple(self._lines), {0: tuple(self._own)})
+        findings = {(f.code, f.rank): f for f in diagnose(run).findings}
+        self._held = Counter({key: self._held[key] + 1 for key in findings})
+        for key, finding in findings.items():
+            is_due = self._held[key] >= _HELD_LINES or finding.severity == "critical"
+            if is_due and key not in self._logged:
+                self._logged.add(key)
+                self.found.append(finding)
+                said = f"{finding.code} {finding.verdict}"
+                _LOG.warning("step %d: %s (`shardwise explain %s`)", line.step, said, finding.code)
+                self._file.write(**finding.to_json() | {"step": line.step})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

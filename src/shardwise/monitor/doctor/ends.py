@@ -5,8 +5,7 @@ from itertools import pairwise
 
 from shardwise.monitor.doctor.evidence import Evidence, NotEnough
 from shardwise.monitor.findings import Change, Finding, make_finding
-from shardwise.monitor.rank_lines import Begin, End, OutOfMemory
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.record import Begin, End, OutOfMemory, RunRecord
 from shardwise.names import name_of_unit
 from shardwise.processes import Process, fate, own_process
 from shardwise.quantities import format_bytes, format_duration

@@ -15,8 +15,7 @@ from typing import Literal
 
 from shardwise.monitor import metrics as m
 from shardwise.monitor.metrics import OverRanks
-from shardwise.monitor.rank_lines import Memory, Moment
-from shardwise.monitor.record import RunRecord, StepLine, over_steps
+from shardwise.monitor.record import Memory, Moment, RunRecord, StepLine, over_steps
 
 WARM_UP_LINES, _MIN_LINES, _MAX_LINES = 3, 5, 20
 _SAME_RANK_SHARE = 0.8
@@ -66,6 +65,11 @@ class Evidence:
             have, need = len(self.run.steps), WARM_UP_LINES + _MIN_LINES
             raise NotEnough(f"lines of steps: {have}, and {need} are needed")
         return lines
+
+    @property
+    def warm_lines(self) -> Lines:
+        """All lines after the first steps, if some are steady."""
+        return self.run.steps[WARM_UP_LINES:] if self.lines else ()
 
     def lines_with(self, name: str) -> Lines:
         """Return the steady lines that have a figure, at least one."""

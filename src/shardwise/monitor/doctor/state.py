@@ -9,7 +9,6 @@ from statistics import fmean
 
 from shardwise.monitor import metrics as m
 from shardwise.monitor.doctor.evidence import (
-    WARM_UP_LINES,
     Evidence,
     NotEnough,
     count_steps,
@@ -17,10 +16,18 @@ from shardwise.monitor.doctor.evidence import (
     total,
 )
 from shardwise.monitor.findings import Change, Finding, make_finding
-from shardwise.monitor.rank_lines import LostUpdates, Memory, NonFinite, OtherSave, Save
-from shardwise.monitor.record import RunRecord, StepLine
+from shardwise.monitor.record import (
+    LostUpdates,
+    Memory,
+    NonFinite,
+    OtherSave,
+    RunRecord,
+    Save,
+    StepLine,
+)
 from shardwise.quantities import format_duration
 
+_FAILURES = m.RETRIES, m.OOMS  # of the allocator
 _NEARLY_FULL, _FULL = 85.0, 92.0  # percent of the device
 _MOST = 0.5
 _UNUSED = 0.2  # of the device
@@ -42,11 +49,8 @@ _NAMED = 3
 
 def _num_retries(e: Evidence) -> float:
     """Return how many retries and failures of the allocator the steady lines contain."""
-    total = 0.0
-    for name in (m.RETRIES, m.OOMS):
-        counts = [figure(line, name).max for line in e.lines if name in line.metrics]
-        total += counts[-1] - counts[0] if counts else 0.0
-    return total
+    counts = [[line.metrics[n].max for line in e.lines if n in line.metrics] for n in _FAILURES]
+    return sum(each[-1] - each[0] for each in counts if each)
 
 
 def full_memory(e: Evidence) -> Finding | None:
@@ -117,11 +121,7 @@ def cost_of_offload(e: Evidence) -> Finding | None:
         "reads and writes of files": sum(moved[2:]),
     }
     largest, is_file = max(parts, key=parts.__getitem__), "nvme" in facts.offload
-    state_bytes = 0  # of one rank's newest sampled step
-    for _, line in e.run.lines(Memory):
-        kinds = line.units.get("files" if is_file else "host", {}).values()
-        state_bytes = sum(sum(each.values()) for each in kinds)
-    case = "step" if largest == "the optimizer's step" else "copies"
+    is_step = largest == "the optimizer's step"
     evidence = {
         "offload, s/step": taken_s,
         "optimizer, s/step": own_s,
@@ -131,12 +131,14 @@ def cost_of_offload(e: Evidence) -> Finding | None:
         "share of the step": taken_s / whole_s,
         "threshold": most,
     }
-    if state_bytes:
-        evidence |= {"state there, bytes": state_bytes, "state, bytes/s": state_bytes / taken_s}
+    if sampled := [line for _, line in e.run.lines(Memory)]:  # one rank's newest step
+        units = sampled[-1].units.get("files" if is_file else "host", {}).values()
+        if state_bytes := sum(sum(kinds.values()) for kinds in units):
+            evidence |= {"state there, bytes": state_bytes, "state, bytes/s": state_bytes / taken_s}
     return make_finding(
-        "SW033" if is_file else f"SW032.{case}",
+        "SW033" if is_file else "SW032.step" if is_step else "SW032.copies",
         evidence,
-        gain=(taken_s / 2 if is_file or case == "step" else 0.0, taken_s),
+        gain=(taken_s / 2 if is_file or is_step else 0.0, taken_s),
         largest=largest,
         largest_s=parts[largest],
         optimizer=facts.optimizer,
@@ -147,31 +149,27 @@ def cost_of_offload(e: Evidence) -> Finding | None:
 # -- saves
 def slow_saves(e: Evidence) -> Finding | None:
     """Find saves that the training thread waits for."""
-    steps = e.run.steps[WARM_UP_LINES:] if e.lines else ()
-    lines = [line for line in steps if m.STALL_S in line.metrics]
+    lines = [line for line in e.warm_lines if m.STALL_S in line.metrics]
     whole_s, stall_s = total(lines, m.STEP_S, "median"), total(lines, m.STALL_S)
     longest_s = max((total([line], m.STALL_S) for line in lines), default=0.0)
     if stall_s < _STALL * whole_s or longest_s < _STALL_S:
         return None
     behind_s = max(total(lines, m.SAVE_S) - stall_s, 0.0)
     case = "often" if behind_s > _BUSY * whole_s else "copy"
+    case = "thread" if behind_s < stall_s else case
     slowest = max((figure(line, m.STALL_S) for line in lines), key=lambda stall: stall.max)
     evidence = {"stalls, s": stall_s, "longest in a line, s": longest_s}
     evidence |= {"behind the training, s": behind_s, "run, s": whole_s}
     evidence |= {"share": stall_s / whole_s, "threshold": _STALL}
-    return make_finding(
-        "SW050.thread" if behind_s < stall_s else f"SW050.{case}",
-        evidence,
-        gain=(stall_s - _STALL * whole_s) / count_steps(lines),
-        rank=slowest.max_rank if slowest.max > 2 * slowest.median else None,
-        times=1 + behind_s / whole_s,
-    )
+    rank = slowest.max_rank if slowest.max > 2 * slowest.median else None
+    gain, times = (stall_s - _STALL * whole_s) / count_steps(lines), 1 + behind_s / whole_s
+    return make_finding(f"SW050.{case}", evidence, gain=gain, rank=rank, times=times)
 
 
 def other_saves(e: Evidence) -> Finding | None:
     """Find saves by torch's own calls that the training waits for."""
-    lines = e.run.steps[WARM_UP_LINES:] if e.lines else ()
-    whole_s, began = total(lines, m.STEP_S, "median"), e.run.steps[WARM_UP_LINES - 1].step
+    lines = e.warm_lines
+    whole_s, began = total(lines, m.STEP_S, "median"), lines[0].step - lines[0].num_steps
     by_rank: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for rank, line in e.run.lines(OtherSave):
         if line.step > began:
@@ -262,15 +260,8 @@ def not_finite(e: Evidence) -> Finding | None:
     names = [name for name, steps in since.items() if first in steps.values()]
     values = [name for name in names if name != m.BAD_GRADIENTS]
     # Gradients are means over ranks, so all ranks have it; a logged value tells the rank.
-    ranks = sorted(
-        {
-            rank
-            for name in values
-            if any(step != first for step in since[name].values())
-            for rank, step in since[name].items()
-            if step == first
-        }
-    )
+    told = [since[name] for name in values if set(since[name].values()) != {first}]
+    ranks = sorted({rank for steps in told for rank, step in steps.items() if step == first})
     who = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, not on others"
     looks = sorted((row for _, row in e.run.lines(NonFinite)), key=lambda row: row.step)
     look = next((row for row in looks if row.step >= first), NonFinite(0, ()))
@@ -304,23 +295,20 @@ def _last_finite(run: RunRecord) -> str:
     """Return the newest checkpoint that all ranks found finite as they saved it."""
     if run.idle_s is None:  # while the run continues, only rank 0's lines are known
         return "a checkpoint that `shardwise doctor` names, as it was finite when it was saved"
-    found: dict[str, dict[int, bool]] = defaultdict(dict)
-    newest: dict[str, int] = {}
+    found: dict[str, dict[int, Save]] = defaultdict(dict)
     for rank, line in run.lines(Save):
-        found[line.path][rank] = line.is_finite
-        newest[line.path] = line.step
+        found[line.path][rank] = line
     finite = [
-        path
+        (max(line.step for line in by_rank.values()), path)
         for path, by_rank in found.items()
-        # A folder of another machine cannot be seen from here.
         if len(by_rank) == run.facts.num_ranks
-        and all(by_rank.values())
+        and all(line.is_finite for line in by_rank.values())
+        # A folder of another machine cannot be seen from here.
         and (Path(path).exists() or not Path(path).parent.exists())
     ]
     if not finite:
         return "a checkpoint with finite numbers; no existing one is known to have them"
-    path = max(finite, key=lambda each: newest[each])
-    return f"{path}, which all ranks found finite as they saved it"
+    return f"{max(finite)[1]}, which all ranks found finite as they saved it"
 
 
 def lost_updates(e: Evidence) -> Finding | None:
@@ -336,10 +324,10 @@ def lost_updates(e: Evidence) -> Finding | None:
     worst = figure(lines[-1], m.LOST_OF_WORST_SHARE).max
     if share <= _LOST and worst <= _LOST_OF_WORST:
         return None
-    newest = {rank: line.shares for rank, line in e.run.lines(LostUpdates)}
     shares: dict[str, float] = defaultdict(float)
-    for name, value in (each for by_name in newest.values() for each in by_name.items()):
-        shares[name] = max(shares[name], value)
+    for by_name in {rank: line.shares for rank, line in e.run.lines(LostUpdates)}.values():
+        for name, value in by_name.items():
+            shares[name] = max(shares[name], value)
     names = sorted(shares, key=lambda name: (-shares[name], name))[:_NAMED]
     of_each = ", ".join(f"{name} {100 * shares[name]:.0f} %" for name in names)
     evidence = {

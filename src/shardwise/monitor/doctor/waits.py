@@ -83,16 +83,15 @@ def slow_axis(e: Evidence) -> Finding | None:
     """Find an axis over which collectives are much slower; of accelerators, which time them."""
     if e.is_cpu:
         return _slow_by_waits(e)
-    rates = {}
+    rates = []
     for axis in e.facts.degrees if e.lines else ():
         seconds = e.typical(m.axis_s(axis), "min", 0.0)
         sent = e.typical(m.axis_mib(axis), default=0.0)
         if sent >= _MIN_AXIS_MIB and seconds > 0:
-            rates[axis] = (sent / seconds, seconds)
+            rates.append((sent / seconds, seconds, axis))
     if len(rates) < 2:
         return None
-    fastest, slowest = max(rates, key=rates.__getitem__), min(rates, key=rates.__getitem__)
-    (rate, seconds), best = rates[slowest], rates[fastest][0]
+    (rate, seconds, slowest), (best, _, fastest) = min(rates), max(rates)
     lost_s = min(e.typical(m.EXPOSED_MS, "min") / 1e3, seconds * (1 - rate / best))
     if rate > _SLOW_RATE * best or lost_s < _EXPOSED / 100 * e.step_s:
         return None

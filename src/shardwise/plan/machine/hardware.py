@@ -3,22 +3,22 @@
 Bandwidths are one way and decimal (1 GB/s = 1e9 bytes per second), as datasheets print them;
 memory is in bytes. Figures that are not known are absent, not guessed.
 
-``find_accelerator("h100")``, ``find_link("NVLink 4")``, ``find_node("dgx-a100")``, and
-``make_cluster("H100", 64)``, which fills in what such machines are usually built with.
+``find_accelerator("h100")``, ``find_link("NVLink 4")``, and ``make_cluster("H100", 64)``, which
+fills in what such machines are usually built with.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError
-from shardwise.plan.tables import make_row, read_table
+from shardwise.plan.tables import read_table
 from shardwise.quantities import check_whole
 
 DTYPE_ALIASES: Mapping[str, str] = {
@@ -238,18 +238,8 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _HBM_SHARE = 0.9894  # of the memory, left by the driver: data/accelerators.toml has the reports
 
 
-@dataclass(frozen=True)
-class _Usual:
-    """How machines with one family of accelerators are usually built."""
-
-    network: str
-    per_node: int = 8
-    nics: int = 8
-
-
-def _made(kind: type[_Row], name: str, row: Mapping[str, object], *without: str) -> _Row:
-    kept = {key: value for key, value in row.items() if key not in without}
-    return make_row(kind, f"{kind.__name__} {name}", {"name": name, **kept})
+def _made(kind: Callable[..., _Row], name: str, row: Mapping[str, object], *without: str) -> _Row:
+    return kind(name=name, **{key: value for key, value in row.items() if key not in without})
 
 
 @cache
@@ -306,12 +296,6 @@ def hosts() -> Mapping[str, Host]:
     return found
 
 
-def standard_nodes() -> Mapping[str, Mapping[str, Any]]:
-    """Return ``settings`` of ``make_cluster`` and ``source`` of each standard node."""
-    nodes: Mapping[str, Mapping[str, Any]] = read_table("nodes")["nodes"]
-    return nodes
-
-
 def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by a name such as ``H100-80GB``, ``a100_80gb`` or ``A100``.
 
@@ -340,12 +324,6 @@ def find_link(name: str) -> Link:
 def find_host(name: str) -> Host:
     """Return a host by name. **Raises** ConfigError with the nearest names."""
     return _found("host", name, hosts())
-
-
-def find_node(name: str) -> Node:
-    """Return a standard node, such as ``dgx-a100``. **Raises** ConfigError with the nearest."""
-    name, row = _found("node", name, {name: (name, row) for name, row in standard_nodes().items()})
-    return replace(make_cluster(**row["settings"]).node, name=name, source=row["source"])
 
 
 def _found(
@@ -377,9 +355,9 @@ def make_cluster(
     accelerator = find_accelerator(gpu)
     table = read_table("nodes")["usual"]
     family = "nvl72" if accelerator.host == "nvl72" else accelerator.family
-    usual = make_row(_Usual, f"nodes.toml: usual {family}", table.get(family, table["else"]))
+    usual = table.get(family, table["else"])
     check_whole(num_gpus, "num_gpus", MAX_RANKS)
-    per_node = min(usual.per_node, num_gpus) if gpus_per_node is None else gpus_per_node
+    per_node = min(usual["per_node"], num_gpus) if gpus_per_node is None else gpus_per_node
     check_whole(per_node, "gpus_per_node", 1024)
     per_node = min(per_node, num_gpus)
     if num_gpus % per_node:
@@ -388,7 +366,7 @@ def make_cluster(
             "gpus_per_node to a divisor of it"
         )
     if num_nics is None:  # as many per GPU as usual, and at least one
-        num_nics = max(1, usual.nics * per_node // usual.per_node)
+        num_nics = max(1, usual["nics"] * per_node // usual["per_node"])
     check_whole(num_nics, "num_nics", 1024)
     found = find_host(host or accelerator.host)
     both = found.device_link, links()[accelerator.host_link]
@@ -398,7 +376,7 @@ def make_cluster(
         accelerator=accelerator,
         num_accelerators=per_node,
         intra=find_link(link or accelerator.link),
-        inter=find_link(network or usual.network),
+        inter=find_link(network or usual["network"]),
         num_nics=num_nics,
         host=replace(found, device_link=slower),
         source="put together from the catalogue: each part has its source",

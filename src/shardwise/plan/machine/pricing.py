@@ -39,7 +39,7 @@ from shardwise.plan.machine.links import (
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.sizes import PRECISIONS, row_of
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
-from shardwise.plan.tables import make_row, read_table
+from shardwise.plan.tables import read_table
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class Efficiency:
 @cache
 def common_efficiencies() -> Mapping[str, Efficiency]:
     """Return the entries for accelerators of no listed family."""
-    rows = read_table("efficiencies")["all"]
-    return {n: make_row(Efficiency, f"efficiencies.toml: {n}", row) for n, row in rows.items()}
+    return {name: Efficiency(**row) for name, row in read_table("efficiencies")["all"].items()}
 
 
 @cache

@@ -37,11 +37,10 @@ def memory_svg(plan: Planned) -> str:
     of = f"{peak.phase} of {plan.unit_name(peak.unit)}: {format_bytes(peak.ledger.total)}"
     most = max(high, *(m.ledger.total for m in plan.played.peaks))
     return charts.bars_chart(
-        f"Memory of one rank: {plan.label}",
+        "Memory of one rank",
         rows,
         format_bytes,
-        shown_title="Memory of one rank",
-        described=f"The peak is in {of}, of which {largest}",
+        described=f"{plan.label}. The peak is in {of}, of which {largest}",
         limit=("device", plan.capacity_bytes),
         interval=(f"in all {format_bytes(low)} to {format_bytes(high)}", low, high),
         extent=1.02 * max(most, min(plan.capacity_bytes, 2 * most)),
@@ -61,14 +60,13 @@ def step_svg(plan: Planned) -> str:
             spans.append(charts.Span(op.phase, begin_ms, 1e3 * length_s, name))
     shown = {name: rows[stream] for stream, name in _STREAM_NAMES.items() if stream in rows}
     said = (
-        f"A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of it, and "
-        f"{run.exposed_s:.3g} s are exposed communication."
+        f"{plan.label}. A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of "
+        f"it, and {run.exposed_s:.3g} s are exposed communication."
     )
     return charts.timeline_chart(
-        f"One step in time: {plan.label}",
+        "One step in time, ms",
         [("", shown)],
         1e3 * run.step_s,
-        shown_title="One step in time, ms",
         described=said,
         has_style=True,
     )

@@ -2,7 +2,7 @@
 
 An operation begins when its stream is free and its inputs have ended; a collective begins when the
 last rank of its group is ready. The program's order makes one pass over it enough. Times are arrays
-of the ranks that differ; if there is one such rank and no noise, they are floats, which are faster.
+of the ranks; if none differs and there is no noise, one stands for all, and they are floats.
 
 Note [Steps after steps]
 A rank begins its next step when all its streams have ended. Only collectives make ranks wait for
@@ -18,15 +18,9 @@ and below 0 they take longer together than one after the other, as they empty ea
 The longer times are computed once, for a rank among equals; if ranks differ, they are an
 approximation.
 
-Note [Folding]
-If two replicas have the same factors of ranks and of shard links, they do the same at the same
-time. So do two places of the shard axis that are equal in every replica. One row and one column
-stand for all their equals. The maximum over equals is that over one of them, so the times are
-bit-identical. With noise every rank is a class by itself.
-
 Note [Times of a pass]
 A pass keeps the end of each operation, and the begin of each collective: 8 bytes per operation and
-rank that differs, and per group for a collective. The spans of a rank and the critical path are
+rank, and per group for a collective. The spans of a rank and the critical path are
 computed from these afterwards, for the few ranks that they need.
 """
 
@@ -125,15 +119,14 @@ def simulate(
     *,
     overlap: float = 1.0,
     ranks: Sequence[int] | None = None,
-    fold: bool = True,
 ) -> Simulated:
     """Play a program on the ranks of a scenario, or on one rank among equals.
 
     ``overlap``: 1 where computing and communicating do not slow each other down, see
-    Note [Overlap is not free]. ``ranks`` to write down. ``fold`` False computes every rank by
-    itself, with the same result.
+    Note [Overlap is not free]. ``ranks`` to write down.
 
-    **Cost** operations times ranks that differ, in time and memory; see Note [Times of a pass].
+    **Cost** operations times ranks, in time and memory, but for one rank among equals; see
+    Note [Times of a pass].
     **Raises** ConfigError: an operation's time, the overlap or a rank is out of range.
     """
     scenario = scenario or Scenario()
@@ -143,7 +136,7 @@ def simulate(
         if not 0 <= rank < scenario.num_ranks:
             raise ConfigError(f"ranks: got {rank}, expected 0 to {scenario.num_ranks - 1}")
     base = _contended_seconds(program.ops, _priced(program, seconds), overlap)
-    grid = grid_of(scenario, fold)
+    grid = grid_of(scenario)
     end: Times = 0.0 if isinstance(grid.compute, float) else np.zeros(grid.compute.shape)
     steps_s: list[float] = []
     for step in range(scenario.num_steps):
@@ -153,16 +146,15 @@ def simulate(
         steps_s.append(float(np.max(end) - np.max(begin)))
     runs = [
         RankRun(program, rank, _at(begin, place), tuple(made.spans(place)))
-        for rank in _chosen_ranks(end, grid, ranks)
+        for rank in _chosen_ranks(np.ravel(end), ranks)
         for place in [grid.place(rank)]
     ]
     steps = made.critical_path(grid.place(runs[0].rank))
-    rank_at = {place: grid.rank_at(*place) for place in {place for _, place, _ in steps}}
     path = [
-        CriticalOp(index, rank_at[place], start_s, _at(made.ends[index], place))
+        CriticalOp(index, grid.rank_at(place), start_s, _at(made.ends[index], place))
         for index, place, start_s in steps
     ]
-    spread = _spread(grid.unfold(end - begin))
+    spread = _spread(np.ravel(end - begin))
     return Simulated(program, scenario, tuple(steps_s), spread, tuple(runs), tuple(path))
 
 
@@ -179,13 +171,16 @@ def _priced(program: Program, seconds: Callable[[Op], float]) -> list[float]:
     return priced
 
 
-def _chosen_ranks(ends: Times, grid: Grid, asked: Sequence[int] | None) -> list[int]:
-    """Return the slowest rank, then those asked for, or else the median and the fastest."""
-    order = np.argsort(-grid.unfold(ends), kind="stable")
+def _chosen_ranks(ends: Floats, asked: Sequence[int] | None) -> list[int]:
+    """Return the slowest rank, then those asked for, or else the median and the fastest.
+
+    Of ranks that end together, it is the first one.
+    """
+    order = np.argsort(-ends, kind="stable")
     if asked is not None:
         return list(dict.fromkeys([int(order[0]), *asked]))
-    places = [grid.place(int(order[number])) for number in (0, len(order) // 2, -1)]
-    return list(dict.fromkeys(grid.rank_at(*place) for place in places))
+    found = [ends[order[number]] for number in (0, len(order) // 2, -1)]
+    return list(dict.fromkeys(int(np.argmax(ends == end_s)) for end_s in found))
 
 
 def _noise_of(scenario: Scenario, step: int) -> Noise | None:
@@ -243,37 +238,27 @@ def _contended_seconds(
     return tuple(lasted)
 
 
-# -- the ranks that differ
+# -- ranks that differ
 @dataclass(frozen=True)
 class Grid:
-    """The ranks that differ: factors of work and links; the ranks of each row and column.
+    """Factors of the work and links of ranks.
 
-    **Shapes** ``compute`` [rows, columns], ``shard_link`` [rows, 1], ``replicate_link``
-    [1, columns], or floats if one rank without noise stands for all; ``row_of`` [num_replicas],
-    ``column_of`` [num_shards].
+    **Shapes** ``compute`` [num_replicas, num_shards], ``shard_link`` [num_replicas, 1],
+    ``replicate_link`` [1, num_shards], or floats if one rank stands for all.
     """
 
-    compute: Times
-    shard_link: Times
-    replicate_link: Times
-    row_of: NDArray[np.intp]
-    column_of: NDArray[np.intp]
+    num_shards: int
+    compute: Times = 1.0
+    shard_link: Times = 1.0
+    replicate_link: Times = 1.0
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return row and column of a rank."""
-        replica, shard = divmod(rank, len(self.column_of))
-        return int(self.row_of[replica]), int(self.column_of[shard])
+        return divmod(rank, self.num_shards)
 
-    def rank_at(self, row: int, column: int) -> int:
-        """Return the first rank for which a place stands."""
-        replica, shard = np.argmax(self.row_of == row), np.argmax(self.column_of == column)
-        return int(replica) * len(self.column_of) + int(shard)
-
-    def unfold(self, values: Times) -> Floats:
-        """Return one value for each rank, in the order of the ranks; one value if all are equal."""
-        if isinstance(values, float):
-            return np.array([values])
-        return values[self.row_of][:, self.column_of].ravel()
+    def rank_at(self, place: tuple[int, int]) -> int:
+        """Return the rank at a row and a column."""
+        return place[0] * self.num_shards + place[1]
 
     def factor(self, op: Op) -> Times:
         """Return the factor of an operation's seconds on each rank, or in each group."""
@@ -284,12 +269,11 @@ class Grid:
         return 1.0 if isinstance(self.compute, float) else np.ones(self.compute.shape)
 
 
-def grid_of(scenario: Scenario, fold: bool = True) -> Grid:
-    """Return the ranks of a scenario, like ones folded into one, see Note [Folding]."""
+def grid_of(scenario: Scenario) -> Grid:
+    """Return the ranks of a scenario; one stands for all if none differs and there is no noise."""
     rows, columns = scenario.num_replicas, scenario.num_shards
-    plain = not (scenario.stragglers or scenario.slow_links or scenario.jitter_sigma)
-    if plain and fold:
-        return Grid(1.0, 1.0, 1.0, np.zeros(rows, np.intp), np.zeros(columns, np.intp))
+    if not (scenario.stragglers or scenario.slow_links or scenario.jitter_sigma):
+        return Grid(columns)
     flat: Floats = np.ones(scenario.num_ranks)
     rng = np.random.default_rng(scenario.seed)
     for straggler in scenario.stragglers:
@@ -309,29 +293,13 @@ def grid_of(scenario: Scenario, fold: bool = True) -> Grid:
             hit = [(shard if link.axis == "shard" else replicate, link.group or 0)]
         for factors, group in hit:
             factors[group] = max(factors[group], link.factor)
-    if scenario.jitter_sigma or not fold:
-        return Grid(compute, shard[:, None], replicate[None], np.arange(rows), np.arange(columns))
-    kept, row_of = _classes(np.column_stack([shard, compute]))
-    compute, shard = compute[kept], shard[kept]
-    kept, column_of = _classes(np.column_stack([replicate, compute.T]))
-    compute, replicate = compute[:, kept], replicate[kept]
-    if compute.size == 1:
-        return Grid(compute.item(), shard.item(), replicate.item(), row_of, column_of)
-    return Grid(compute, shard[:, None], replicate[None], row_of, column_of)
-
-
-def _classes(rows: Floats) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return which rows stand for their likes, in order of appearance, and by whom each stands."""
-    keys: dict[bytes, int] = {}
-    class_of = np.array([keys.setdefault(row.tobytes(), len(keys)) for row in rows], np.intp)
-    _, first = np.unique(class_of, return_index=True)
-    return first, class_of
+    return Grid(columns, compute, shard[:, None], replicate[None])
 
 
 # -- one pass
 @dataclass
 class SteppedRanks:
-    """A pass over a program on all ranks of a grid; see Note [Times of a pass].
+    """A pass over a program on all ranks; see Note [Times of a pass].
 
     ``begin`` and ``end`` are those of the ranks, ``ends`` of the operations, ``met`` the begins of
     collectives, ``previous`` the operation before each on its stream, -1 for none.
