@@ -61,9 +61,10 @@ def attach(model: nn.Module, engine: Engine, units: Sequence[Unit]) -> None:
     engine.all_states = list(states.values())
 
 
-def _set_class(module: Any, base: "type[ShardedModule]") -> None:
+def _set_class(module: Any, base: Any) -> None:
     if not isinstance(module, base):
-        module.__class__ = sharded_class(type(module), base)
+        cls: Any = type(module)
+        module.__class__ = sharded_class(cls, base)
 
 
 class ShardState(ModuleState):
