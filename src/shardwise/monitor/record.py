@@ -168,7 +168,7 @@ class Memory:
     units: Mapping[Name, Mapping[Name, Kinds]]  # by place: device, host, files
 
     def __post_init__(self) -> None:
-        """Check that there is a moment ``peak``, and units on the device."""
+        """Check the index ``peak``, and that units are on the device."""
         if self.peak >= len(self.moments):
             raise ValueError(f"expected peak to be one of {len(self.moments)} moments")
         if "device" not in self.units:
