@@ -107,7 +107,16 @@ def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: boo
     versions = f"shardwise {manifest.shardwise}, torch {manifest.torch}"
     _line(console, "saved", f"{_time(saved)}, {versions}")
     _line(console, "ranks", f"{_ranks(saved)}, stage {manifest.stage}")
-    _show_sizes(console, facts)
+    table = make_table("kind", ">tensors", ">elements", ">bytes")
+    sizes, whole = facts.sizes(), saved.num_bytes or 0
+    for kind, (num, numel, num_bytes) in sizes.items():
+        if num:
+            table.add_row(KINDS[kind], f"{num:,}", format_count(numel), format_bytes(num_bytes))
+    rest = whole - sum(num_bytes for *_, num_bytes in sizes.values())
+    table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
+    table.add_section()
+    table.add_row("on disk", "", "", format_bytes(whole))
+    print_table(console, table)
     if manifest.tied:
         shown = [f"{a} = {b}" for a, b in manifest.tied.items()]
         more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
@@ -155,19 +164,6 @@ def _ranks(saved: Saved) -> str:
     if (saved.num_meshes or 1) > 1:
         return f"{num} in {saved.num_meshes} meshes"
     return f"{shards}" if replicas == 1 else f"{num} = {shards} x {replicas}"
-
-
-def _show_sizes(console: Console, facts: CheckpointFacts) -> None:
-    table = make_table("kind", ">tensors", ">elements", ">bytes")
-    sizes, whole = facts.sizes(), facts.saved.num_bytes or 0
-    for kind, (num, numel, num_bytes) in sizes.items():
-        if num:
-            table.add_row(KINDS[kind], f"{num:,}", format_count(numel), format_bytes(num_bytes))
-    rest = whole - sum(num_bytes for *_, num_bytes in sizes.values())
-    table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
-    table.add_section()
-    table.add_row("on disk", "", "", format_bytes(whole))
-    print_table(console, table)
 
 
 def _show_tensors(console: Console, tensors: Sequence[TensorFacts]) -> None:
