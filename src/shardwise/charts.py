@@ -80,17 +80,17 @@ def bars_chart(
             if value:
                 parts.append(draw_bar(x, top, width, _BAR, colour_of(kind), said))
             if width > 40:
-                look = "on-light" if svg.is_light(colour_of(kind)) else "on-dark"
+                red, green, blue = (int(colour_of(kind)[i : i + 2], 16) for i in (1, 3, 5))
+                is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 140
+                look = "on-light" if is_light else "on-dark"
                 look = f'text-anchor="middle" class="{look}"'
                 parts.append(text(x + width / 2, top + 15, f"{share:.0%}", look))
         top += _BAR + 30
     if limit is not None and limit[1] <= across.high:
         x = across.at(limit[1])
         parts.append(element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=36, y2=top - 24))
-        anchor = "end" if x > svg.WIDTH / 2 else "start"
-        parts.append(
-            text(x + (-5 if anchor == "end" else 5), 40, limit[0], f'text-anchor="{anchor}"')
-        )
+        anchor, beside = ("end", -5) if x > svg.WIDTH / 2 else ("start", 5)
+        parts.append(text(x + beside, 40, limit[0], f'text-anchor="{anchor}"'))
     if interval is not None:
         words, low, high = interval
         x = min(across.at(low), svg.WIDTH - _EDGE - 2)
@@ -123,11 +123,15 @@ def areas_chart(
     """
     width = max(1, -(-len(moments) // most))
     firsts = range(0, len(moments), width)
-    columns = [max((m.parts for m in moments[at : at + width]), key=_sum_of) for at in firsts]
-    totals = [_sum_of(moment.parts) for moment in moments]
+    columns = [
+        max((m.parts for m in moments[at : at + width]), key=lambda parts: sum(parts.values()))
+        for at in firsts
+    ]
+    totals = [sum(moment.parts.values()) for moment in moments]
     others = {} if beside is None else beside.parts
-    power = 1024 ** min(int(log2(max(*totals, _sum_of(others), 1.0))) // 10, 4)
-    ticks = svg.round_ticks(0.0, max(*totals, _sum_of(others)) / power or 1.0, 6)
+    most_bytes = max(*totals, sum(others.values()))
+    power = 1024 ** min(int(log2(max(most_bytes, 1.0))) // 10, 4)
+    ticks = svg.round_ticks(0.0, most_bytes / power or 1.0, 6)
     across = Axis(0, len(moments), 64, svg.WIDTH - (16 if beside is None else 100))
     up = Axis(0.0, ticks[-1] * power, 250, 48)
     unit = format_bytes(power).split()[1]
@@ -155,10 +159,6 @@ def areas_chart(
         {k: svg.name_of_kind(k) for k in kinds}, across.begin, up.begin + 48
     )
     return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=False)
-
-
-def _sum_of(parts: Mapping[str, float]) -> float:
-    return sum(parts.values())
 
 
 def _draw_areas(
