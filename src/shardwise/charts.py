@@ -97,14 +97,12 @@ def bars_chart(
         parts.append(draw_bar(x, top - 22, max(across.at(high) - x, 2), 6, "#7a828c", words))
         parts.append(text(_EDGE, top, words))
         top += 22
-    legend, bottom = svg.squares({kind: svg.name_of_kind(kind) for kind in kinds}, _EDGE, top)
+    legend, bottom = svg.squares(kinds, _EDGE, top)
     described = described or "; ".join(
         f"{name}: {', '.join(f'{svg.name_of_kind(k)} {write(v)}' for k, v in held.items())}"
         for name, held in rows
     )
-    return document(
-        (svg.WIDTH, bottom), title, f"{described}.", parts + legend, has_style=has_style
-    )
+    return document((svg.WIDTH, bottom), title, f"{described}.", [*parts, *legend], has_style)
 
 
 # -- stacked areas
@@ -123,11 +121,11 @@ def areas_chart(
     """
     width = max(1, -(-len(moments) // most))
     firsts = range(0, len(moments), width)
-    columns = [
-        max((m.parts for m in moments[at : at + width]), key=lambda parts: sum(parts.values()))
-        for at in firsts
-    ]
     totals = [sum(moment.parts.values()) for moment in moments]
+    largest = (
+        max(range(at, min(at + width, len(totals))), key=totals.__getitem__) for at in firsts
+    )
+    columns = [moments[at].parts for at in largest]
     others = {} if beside is None else beside.parts
     most_bytes = max(*totals, sum(others.values()))
     power = 1024 ** min(int(log2(max(most_bytes, 1.0))) // 10, 4)
@@ -155,9 +153,7 @@ def areas_chart(
             said = f"{beside.name}: {svg.name_of_kind(kind)} {format_bytes(value)}"
             x, top = across.end + 30, up.at(at)
             parts.append(draw_bar(x, top, 36, low - top, colour_of(kind), said))
-    legend, bottom = svg.squares(
-        {k: svg.name_of_kind(k) for k in kinds}, across.begin, up.begin + 48
-    )
+    legend, bottom = svg.squares(kinds, across.begin, up.begin + 48)
     return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=False)
 
 
@@ -238,11 +234,10 @@ def timeline_chart(
             parts += _draw_row(spans, across, top, length_ms * num_rows / most)
             top += _ROW + 4
     parts.append(element("line", "axis", x1=across.begin, x2=across.end, y1=top, y2=top))
-    parts += svg.draw_ticks(
-        across, top, [at for at in svg.round_ticks(0.0, across.high, 7) if at <= across.high]
-    )
+    ticks = [at for at in svg.round_ticks(0.0, across.high, 7) if at <= across.high]
+    parts += svg.draw_ticks(across, top, ticks)
     kinds = dict.fromkeys(s.kind for _, rows in groups for spans in rows.values() for s in spans)
-    legend, bottom = svg.squares({kind: kind for kind in kinds}, _EDGE, top + 42)
+    legend, bottom = svg.squares(kinds, _EDGE, top + 42)
     return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=has_style)
 
 

@@ -312,11 +312,12 @@ def draw_bar(x: float, y: float, width: float, height: float, fill: str, said: s
     return element("rect", "", said, x=x, y=y, width=max(width, 0.3), height=height, fill=fill)
 
 
-def squares(kinds: Mapping[str, str], left: float, top: float) -> tuple[list[str], float]:
+def squares(kinds: Iterable[str], left: float, top: float) -> tuple[list[str], float]:
     """Draw a legend of kinds with their names, in lines; return it and its lower end."""
     parts: list[str] = []
     x = left
-    for kind, name in kinds.items():
+    for kind in kinds:
+        name = name_of_kind(kind)
         width = 28 + 6.8 * len(name)
         if x + width > WIDTH - 8:
             x, top = left, top + 20
