@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from lab_answers import ANSWERS as FIRST
+from lab_answers_engine import ANSWERS as ENGINE
 from lab_answers_more import ANSWERS as MORE
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from shardwise_labs.course import labs, steps_of
 from shardwise_labs.ranks import Job, Starter, write_solutions
 
 ROOT = Path(__file__).parents[2]
-ANSWERS = FIRST | MORE
+ANSWERS = FIRST | MORE | ENGINE
 CASES = [(lab, number) for lab in labs() for number in range(len(ANSWERS[lab].wrong))]
 
 
@@ -228,6 +229,12 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
         tenth.predict["minutes between saves that lose least"].value, rel=0.01
     )
     assert min((5, 20, 60, 480), key=lambda m: abs(m - minutes[1])) == tenth.decision.answer
+    large = account(70_000_000_000, 64, stage=3, precision="zero_paper").device_bytes / 1e9
+    assert large + 30 <= 80 and labs()[11].decision.answer == "zero3"
+    twelfth = labs()[12]
+    assert twelfth.predict["GB of a checkpoint of 7e9 parameters"].value == 84
+    minutes = young_interval_s(10.5, 86_400) / 60
+    assert min((2, 20, 120, 600), key=lambda m: abs(m - minutes)) == twelfth.decision.answer
     eighth = labs()[8]
     offloaded = account(7_000_000_000, 8, stage=1, precision="fp32", offload="nvme:/tmp")
     stays = offloaded.device_bytes / 1e9

@@ -123,6 +123,12 @@ class Candidate:
         return replace(self, num_shards=self.num_shards * self.cp, cp=1)
 
     @property
+    def at_rest(self) -> "Candidate":
+        """The same without what has no part in the layout of its state: one stands for many."""
+        plain = replace(self, micro_batch=1, accumulation=1, kernels="eager", loss="eager")
+        return replace(plain, prefetch_bytes=None, activation_checkpointing="none")
+
+    @property
     def degrees(self) -> tuple[int, int, int]:
         """The degrees of tensor, pipeline and context parallelism."""
         return self.tp, self.pp, self.cp

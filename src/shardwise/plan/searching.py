@@ -541,9 +541,9 @@ class _Search:
 
         Neither depends on the batch, or on how layers are computed.
         """
-        plain = replace(candidate, micro_batch=1, accumulation=1, kernels="eager", loss="eager")
-        checkpointing = "none" if candidate.offload.activations == "device" else "full"
-        plain = replace(plain, activation_checkpointing=checkpointing, prefetch_bytes=None)
+        plain = candidate.at_rest
+        if candidate.offload.activations != "device":
+            plain = replace(plain, activation_checkpointing="full")
         if plain not in self._rests:
             tape = self._model.tape(plain if isinstance(self._model, ShapedModel) else candidate)
             rest = resting_state(tape, plain.with_context_shards)

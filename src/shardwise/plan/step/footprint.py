@@ -13,8 +13,8 @@ the optimizer makes no state for it. A unit with none but such is not reduced un
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -36,8 +36,8 @@ from shardwise.plan.step.messages import (
     scattered_message,
     whole,
 )
-from shardwise.precisions import PRECISION_DTYPES, Coding
-from shardwise.stages import STAGES, LayoutName, Stage
+from shardwise.precisions import PRECISION_DTYPES
+from shardwise.stages import STAGES
 
 # Shape, dtype, whether it is trained, whether it gets a gradient, owner.
 ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool, int | None]
@@ -68,24 +68,6 @@ def bucket_of(units: Sequence[Reduce]) -> Message:
     return whole(merge([unit.message for unit in units]))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The settings of a candidate that decide the bytes of a unit."""
-
-    stage: Stage
-    num_shards: int
-    num_replicas: int
-    precision: str
-    layout: LayoutName
-    on_cpu: bool  # the transport is point to point, and so the device is the CPU
-    optimizer: str
-    rank: int
-    stays: bool  # where the slices rest elsewhere, a copy of them stays on the device
-    is_away: bool = False
-    coding: Coding | None = None  # how gathers are encoded
-    reduce_coding: Coding | None = None
-
-
 class Group(NamedTuple):
     """The parameters of one storage: which of them are trained and updated, and their memory."""
 
@@ -102,78 +84,224 @@ class Group(NamedTuple):
         return [p.numel for p, updated in zip(params, self.updated, strict=True) if updated]
 
 
-def groups_of(params: tuple[ParamKey, ...], setting: Setting) -> list[Group]:
-    """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
-    row = PRECISIONS[setting.precision]
-    own = PRECISION_DTYPES.get(setting.precision) == (None, None, None)
-    wanted = (None, None) if own else (row.master, row.compute)
-    keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, *_ in params)
-    groups = []
-    for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
-        owners = [m[4] for m in members]
-        layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards, owners)
-        sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
-        place = setting.is_away, setting.is_away and setting.stays
-        whose = setting.coding if "float" in compute else None, setting.rank
-        memory = Memory(layout, setting.stage, *sizes, master != compute, *place, *whose)
-        trained = tuple(m[2] for m in members)
-        updated = tuple(m[2] and m[3] for m in members)
-        summed = "float32" if setting.reduce_coding else master if own else row.reduce
-        groups.append(Group(memory, trained, updated, master, DTYPE_BYTES[summed]))
-    return groups
-
-
-@dataclass(frozen=True)
 class Footprint:
-    """The bytes of one unit.
+    """The bytes of one unit on a rank of its shards, which are ``num_shards``.
 
-    ``full_bytes`` are a full copy with padding, ``shard_bytes`` the master slices, and
-    ``compute_shard_bytes`` a second shard in the computing dtype, which other systems keep.
-    ``kept_bytes`` are full copies beyond the slices that never go, ``freed_bytes`` those that come
-    and go. ``gather`` is None if the full copy always holds present values; ``reduce`` and
-    ``reduce_sums`` are None if nothing is trained. ``sums_apart``: sums
-    over micro-batches have another dtype than gradients; ``keep_first`` and ``keep_next`` are then
-    (bytes held more afterwards, most bytes held more meanwhile) when gradients join such a sum.
-    ``written_grads`` are bytes of gradients as a micro-batch's autograd writes them.
-    ``largest_shard`` are the slices of one dtype. ``is_away``: they rest elsewhere. Then
-    ``copy_bytes`` are what stays of them on the device, ``means_bytes`` what reduced gradients take
-    beside them; a gather fetches ``fetched_bytes``, the first one after a step ``copied_bytes`` as
-    well, through ``fetch_staging`` on the device; ``is_mirrored``: a step on the device leaves
-    nothing to fetch. ``updated`` are the elements and the dtype of each slice that the optimizer
-    steps, those of parameters that get a gradient. ``padding_bytes`` are what a rank's
-    slices hold beyond their part of the parameters, on average over the ranks.
+    ``is_away``: its slices rest elsewhere. Then ``copy_bytes`` stay of them on the device, and
+    ``means_bytes`` are what reduced gradients take beside them. A gather fetches ``fetched_bytes``,
+    the first one after a step ``copied_bytes`` as well, through ``fetch_staging`` on the device.
     """
 
-    full_bytes: int
-    shard_bytes: int
-    compute_shard_bytes: int
-    kept_bytes: int
-    freed_bytes: int
-    padding_bytes: int
-    state_bytes: int
-    written_grads: int
-    largest_grad: int
-    gather: Message | None
-    reduce: Reduce | None
-    reduce_sums: Reduce | None
-    sums_apart: bool
-    keep_first: tuple[int, int]
-    keep_next: tuple[int, int]
-    is_away: bool
-    largest_shard: int
-    copy_bytes: int
-    means_bytes: int
-    fetched_bytes: int
-    read_bytes: int
-    copied_bytes: int
-    fetch_staging: int
-    is_mirrored: bool
-    updated: tuple[tuple[int, DtypeName], ...]
+    def __init__(
+        self,
+        params: tuple[ParamKey, ...],
+        candidate: Candidate,
+        num_shards: int,
+        is_away: bool,
+        rank: int,
+    ) -> None:
+        self._candidate, self._num_shards, self._rank = candidate, num_shards, rank
+        self._stage = STAGES[candidate.stage]
+        self._on_cpu = candidate.transport == "point_to_point"  # so the device is the CPU
+        self.is_away = is_away
+        papers = PRECISIONS[candidate.precision].keeps_compute_shard
+        optimizer = row_of(OPTIMIZERS, candidate.optimizer, "optimizer")
+        groups = self._groups(params)
+        memories = [g.memory for g in groups]
+        trains = [g for g in groups if any(g.trained)]
+        # Full copies that a step, or their freeing, makes stale.
+        stale = [g for g in groups if g.memory.frees or any(g.updated)]
+        if not self._stage.shards_state or num_shards == 1:
+            stale = [g for g in stale if not g.memory.aliased]
+        away = stale if is_away else []
+        sizes = {id(g): g.memory.full_size if papers else g.memory.master_size for g in groups}
+        slices = [
+            (layout.local_shape(n, rank) if self._stage.shards_state else layout.params[n].shape, g)
+            for g in trains
+            for layout in [g.memory.layout]
+            for n, is_updated in enumerate(g.updated)
+            if is_updated
+        ]
+        # A full copy with padding, the master slices, a shard in the computing dtype beside them.
+        self.full_bytes = sum(m.full_bytes for m in memories)
+        self.shard_bytes = sum(m.shard_bytes for m in memories)
+        self.compute_shard_bytes = sum(
+            m.own_numel * m.full_size for m in memories if papers and m.frees
+        )
+        # Full copies beyond the slices: those that never go, and those that come and go.
+        self.kept_bytes = sum(m.beside_bytes for m in memories if not m.frees)
+        self.freed_bytes = sum(m.full_bytes for m in memories if m.frees)
+        self.padding_bytes = sum(map(_padding, memories)) if self._stage.shards_state else 0
+        self.largest_shard = max((m.shard_bytes for m in memories), default=0)  # of one dtype
+        # Elements and dtype of each slice that the optimizer steps, and its state.
+        self.updated = tuple((prod(shape), g.master_name) for shape, g in slices)
+        self.local_numel = sum(numel for numel, _ in self.updated)
+        self.state_bytes = sum(optimizer.tensor_bytes(shape, g.master_name) for shape, g in slices)
+        # Gradients as a micro-batch's autograd writes them, and when they join the window's sum:
+        # (bytes held more afterwards, most bytes held more meanwhile).
+        grads = [n * g.memory.full_size for g in trains for n in g.updated_numels]
+        self.written_grads, self.largest_grad = sum(grads), max(grads, default=0)
+        self.sums_apart = any(g.memory.full_size != g.reduce for g in trains)  # of another dtype
+        self.keep_first = self._casting(trains, True) if self.sums_apart else (0, 0)
+        self.keep_next = self._casting(trains, False) if self.sums_apart else (0, 0)
+        # None: the full copy always holds present values; nothing is trained.
+        self.gather = self._gather([g.memory for g in stale]) if stale else None
+        self.reduce = self._reduce(trains, False) if trains else None
+        self.reduce_sums = self._reduce(trains, True) if trains else None
+        self.copy_bytes = sum(m.copy_bytes for m in memories)
+        self.means_bytes = sum(
+            g.memory.own_numel * (g.reduce if papers else g.memory.master_size) for g in trains
+        )
+        fetched = [(g.memory, sizes[id(g)]) for g in away if not g.memory.copy_bytes]
+        self.read_bytes = sum(m.own_numel * size for m, size in fetched)
+        self.fetched_bytes = sum(
+            m.own_numel * size if m.wire is None else m.wire.share_bytes for m, size in fetched
+        )
+        self.copied_bytes = sum(
+            g.memory.own_numel * sizes[id(g)]
+            for g in away
+            if g.memory.copy_bytes and any(g.updated)
+        )
+        staging = 0 if papers else max((_fetch_staging(g.memory) for g in away), default=0)
+        self.fetch_staging = staging
+        # A step on the device leaves nothing to fetch.
+        self.is_mirrored = not any(
+            g.memory.frees or g.memory.needs_gather or g.memory.wire for g in away
+        )
 
-    @property
-    def local_numel(self) -> int:
-        """Elements that the optimizer steps."""
-        return sum(numel for numel, _ in self.updated)
+    def _groups(self, params: tuple[ParamKey, ...]) -> list[Group]:
+        """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
+        candidate, is_away = self._candidate, self.is_away
+        row = PRECISIONS[candidate.precision]
+        own = PRECISION_DTYPES.get(candidate.precision) == (None, None, None)
+        wanted = (None, None) if own else (row.master, row.compute)
+        keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, *_ in params)
+        stays = is_away and candidate.offload.params == "device"
+        groups = []
+        for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
+            shapes, owners = [m[0] for m in members], [m[4] for m in members]
+            layout = build_layout(candidate.layout, shapes, self._num_shards, owners)
+            sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
+            whose = candidate.coding if "float" in compute else None, self._rank
+            memory = Memory(layout, self._stage, *sizes, master != compute, is_away, stays, *whose)
+            trained = tuple(m[2] for m in members)
+            updated = tuple(m[2] and m[3] for m in members)
+            summed = "float32" if candidate.reduce_coding else master if own else row.reduce
+            groups.append(Group(memory, trained, updated, master, DTYPE_BYTES[summed]))
+        return groups
+
+    def _casting(self, groups: Sequence[Group], first: bool) -> tuple[int, int]:
+        """Return (bytes held more, at most meanwhile) when gradients join the window's sums.
+
+        The first are cast one by one; later ones are added, for which the CPU casts a copy.
+        """
+        held = most = 0
+        for group in groups:
+            for numel in group.updated_numels:
+                cast = numel * group.reduce
+                if first or self._on_cpu:
+                    most = max(most, held + cast)
+                held += (cast if first else 0) - numel * group.memory.full_size
+        return held, most
+
+    def _gather(self, memories: Sequence[Memory]) -> Message:
+        """Describe the gather of a unit: casts, copies, messages; encoding, where it is."""
+        works = [coding_message(memory, self._on_cpu, self.is_away) for memory in memories]
+        casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
+        moved = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
+        work = merge([*works, Message(before=moved)])
+        if not self._stage.shards_state or self._num_shards == 1:
+            return work._replace(before=work.before + work.after, after=0)
+        items = [(s, n, m.gathers_in_place) for m in memories for s, n in m.gathered_segments]
+        return merge([gather_message(items, self._num_shards, self._on_cpu), work])
+
+    # -- the reduction, as `unit.rank_order` does it
+    def _reduce(self, groups: Sequence[Group], local_sum: bool) -> Reduce:
+        """Describe the reduction of a unit's gradients, or of its sums over micro-batches."""
+        num_ranks, sharded = self._num_shards, self._stage.shards_state
+        num_replicas = self._candidate.num_replicas
+        messages, replicas, means = [], list[Message](), []
+        encoded = list[tuple[Segment, list[Slice]]]()
+        out = grads = beside = 0
+        for group in groups:
+            layout, reduce = group.memory.layout, group.reduce
+            wire = reduce if local_sum else group.memory.full_size
+            out += group.memory.own_numel * reduce
+            trained = tuple(index for index, trains in enumerate(group.trained) if trains)
+            grads += sum(layout.params[index].numel for index in trained) * wire
+            segments = [
+                (segment, [self._part(group, index, wire) for index in inside])
+                for segment, inside in layout.segments_of(trained)
+            ]
+            encoded += segments
+            messages += [self._plain(segment, parts, wire, reduce) for segment, parts in segments]
+            num_counts = len(trained) if num_ranks * num_replicas > 1 else 0
+            if num_counts and num_ranks > 1:
+                counted = even_segment(num_counts * num_ranks, num_ranks)
+                parts = [Slice(0, counted.numel, reduce, None)]
+                encoded.append((counted, parts))
+                behind = sharded and num_replicas > 1  # the sums lie behind the means
+                more = (counted.numel + (0 if behind else num_counts)) * reduce
+                messages += [self._plain(counted, parts, reduce, reduce), Message(staging=more)]
+                beside += more
+            if num_replicas > 1:
+                replicas += self._over_replicas(group, segments, num_counts)
+            if not sharded and segments:
+                items = [(s, reduce, True) for s, _ in segments]
+                means.append(gather_message(items, num_ranks, self._on_cpu))
+        parcelled = None
+        if self._candidate.reduce_coding is not None:
+            parcelled = parcelled_message(encoded, num_ranks, self._on_cpu)
+            parcelled = parcelled._replace(staging=beside)
+        return Reduce(merge(messages), grads, out, tuple(replicas), tuple(means), parcelled)
+
+    def _part(self, group: Group, index: int, size: int) -> Slice:
+        """Describe one parameter's gradient in its segment, of elements of ``size`` bytes."""
+        placed = group.memory.layout.params[index]
+        coding = self._candidate.reduce_coding if is_coded(placed.shape) else None
+        return Slice(placed.offset, placed.offset + placed.numel, size, coding)
+
+    def _plain(self, segment: Segment, parts: Sequence[Slice], wire: int, reduce: int) -> Message:
+        """Describe what one segment adds to a reduce-scatter of numbers."""
+        if self._num_shards == 1:
+            return Message(after=sum(part.hi - part.lo for part in parts) * (wire + reduce))
+        describe = scattered_message if self._on_cpu else packed_message
+        return describe(segment, ranges_of(parts), self._num_shards, wire, reduce)
+
+    def _over_replicas(
+        self, group: Group, segments: Sequence[tuple[Segment, Sequence[Slice]]], num_counts: int
+    ) -> list[Message]:
+        """Describe the all-reduce of each buffer: all slices, or at stage 0 those of a segment."""
+        layout, coding = group.memory.layout, self._candidate.reduce_coding
+        trained = {index for index, trains in enumerate(group.trained) if trains}
+        coded = {i for i in trained if coding and is_coded(layout.params[i].shape)}
+        pieces = {i: layout.piece(i, self._rank) for i in coded}
+        if self._stage.shards_state:
+            buffers = [(layout.shard_numel(self._rank) + num_counts, 0, set(coded))]
+        else:
+            buffers = [
+                (s.bounds(0)[1], s.shard_offset, coded & set(inside))
+                for s, inside in layout.segments_of(tuple(sorted(trained)))
+            ]
+            buffers.append((num_counts, 0, set()))
+        found = []
+        ranks, on_cpu = self._candidate.num_replicas, self._on_cpu
+        for numel, first, inside in buffers:
+            ranges = sorted((pieces[i].shard_offset - first, pieces[i].numel) for i in inside)
+            parts, at = list[Slice](), 0
+            for begin, length in (*(each for each in ranges if each[1]), (numel, 0)):
+                end = begin + length
+                parts += [Slice(at, begin, group.reduce, None)] if begin > at else []
+                parts += [Slice(begin, end, group.reduce, coding)] if length else []
+                at = end
+            encoded = None
+            if any(part.coding is not None for part in parts):
+                encoded = parcelled_message([(even_segment(numel, ranks), parts)], ranks, on_cpu)
+            found.append(replica_message(numel, group.reduce, ranks, on_cpu, encoded))
+        return found
+
+
+_footprint = lru_cache(maxsize=1024)(Footprint)
 
 
 def weigh(
@@ -185,95 +313,18 @@ def weigh(
 
     **Cost** 0.1 ms for a dozen parameters; equal units are weighed once.
     """
-    setting = Setting(
-        STAGES[candidate.stage],
-        candidate.num_shards,
-        candidate.num_replicas,
-        candidate.precision,
-        candidate.layout,
-        candidate.transport == "point_to_point",
-        candidate.optimizer,
-        rank or 0,
-        candidate.offload.params == "device",
-        coding=candidate.coding,
-        reduce_coding=candidate.reduce_coding,
-    )
     stay = candidate.offload.num_staying([sum(prod(p.shape) for p in u.params) for u in units])
-    weights = []
+    plain, weights = candidate.at_rest, []
     for number, (unit, owners) in enumerate(
         zip(units, _owners_in(units, candidate, rank), strict=True)
     ):
-        num_shards = int(candidate.num_shards * (unit.experts_over or 1))
-        own = replace(setting, is_away=number >= stay, num_shards=num_shards)
         params = tuple(
             (p.shape, p.dtype, p.requires_grad, p.gets_grad, owner)
             for p, owner in zip(unit.params, owners, strict=True)
         )
-        weights.append(_footprint(params, own))
+        num_shards = int(candidate.num_shards * (unit.experts_over or 1))
+        weights.append(_footprint(params, plain, num_shards, number >= stay, rank or 0))
     return weights
-
-
-@cache
-def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
-    groups = groups_of(params, setting)
-    stage, on_cpu, rank = setting.stage, setting.on_cpu, setting.rank
-    memories = [g.memory for g in groups]
-    exchanges = stage.shards_state and setting.num_shards > 1
-    stale = [g for g in groups if g.memory.frees or any(g.updated)]
-    stale = [g for g in stale if exchanges or not g.memory.aliased]
-    trains = [g for g in groups if any(g.trained)]
-    slices = [
-        (layout.local_shape(n, rank) if stage.shards_state else layout.params[n].shape, g)
-        for g in trains
-        for layout in [g.memory.layout]
-        for n, updated in enumerate(g.updated)
-        if updated
-    ]
-    grads = [n * g.memory.full_size for g in trains for n in g.updated_numels]
-    table = row_of(OPTIMIZERS, setting.optimizer, "optimizer")
-    sums_apart = any(g.memory.full_size != g.reduce for g in trains)
-    papers = PRECISIONS[setting.precision].keeps_compute_shard
-    away = stale if setting.is_away else []
-    fetched = [
-        (g.memory, g.memory.full_size if papers else g.memory.master_size)
-        for g in away
-        if not g.memory.copy_bytes
-    ]
-    return Footprint(
-        full_bytes=sum(m.full_bytes for m in memories),
-        shard_bytes=sum(m.shard_bytes for m in memories),
-        compute_shard_bytes=sum(m.own_numel * m.full_size for m in memories if papers and m.frees),
-        kept_bytes=sum(m.beside_bytes for m in memories if not m.frees),
-        freed_bytes=sum(m.full_bytes for m in memories if m.frees),
-        padding_bytes=sum(map(_padding, memories)) if stage.shards_state else 0,
-        state_bytes=sum(table.tensor_bytes(shape, g.master_name) for shape, g in slices),
-        written_grads=sum(grads),
-        largest_grad=max(grads, default=0),
-        gather=_gather([g.memory for g in stale], setting) if stale else None,
-        reduce=reduce_of(trains, setting, False) if trains else None,
-        reduce_sums=reduce_of(trains, setting, True) if trains else None,
-        sums_apart=sums_apart,
-        keep_first=_casting(trains, True, on_cpu) if sums_apart else (0, 0),
-        keep_next=_casting(trains, False, on_cpu) if sums_apart else (0, 0),
-        is_away=setting.is_away,
-        largest_shard=max((m.shard_bytes for m in memories), default=0),
-        copy_bytes=sum(m.copy_bytes for m in memories),
-        means_bytes=sum(
-            g.memory.own_numel * (g.reduce if papers else g.memory.master_size) for g in trains
-        ),
-        fetched_bytes=sum(
-            m.own_numel * n if m.wire is None else m.wire.share_bytes for m, n in fetched
-        ),
-        read_bytes=sum(m.own_numel * n for m, n in fetched),
-        copied_bytes=sum(
-            g.memory.own_numel * (g.memory.full_size if papers else g.memory.master_size)
-            for g in away
-            if g.memory.copy_bytes and any(g.updated)
-        ),
-        fetch_staging=0 if papers else max((_fetch_staging(g.memory) for g in away), default=0),
-        is_mirrored=not any(g.memory.frees or g.memory.needs_gather or g.memory.wire for g in away),
-        updated=tuple((prod(shape), g.master_name) for shape, g in slices),
-    )
 
 
 def _fetch_staging(memory: Memory) -> int:
@@ -291,33 +342,6 @@ def _padding(memory: Memory) -> int:
     layout = memory.layout
     padding = sum(layout.shard_numels) - layout.numel
     return -(-padding // layout.num_ranks) * memory.master_size
-
-
-def _casting(groups: Sequence[Group], first: bool, on_cpu: bool) -> tuple[int, int]:
-    """Return (bytes held more, at most meanwhile) when gradients join the window's sums.
-
-    The first are cast one by one; later ones are added, for which the CPU casts a copy.
-    """
-    held = most = 0
-    for group in groups:
-        for numel in group.updated_numels:
-            cast = numel * group.reduce
-            if first or on_cpu:
-                most = max(most, held + cast)
-            held += (cast if first else 0) - numel * group.memory.full_size
-    return held, most
-
-
-def _gather(memories: Sequence[Memory], setting: Setting) -> Message:
-    """Describe the gather of a unit: casts, copies, messages; encoding, where it is."""
-    works = [coding_message(memory, setting.on_cpu, setting.is_away) for memory in memories]
-    casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
-    works.append(Message(before=sum(m.own_numel * (m.master_size + m.full_size) for m in casts)))
-    work = merge(works)
-    if not setting.stage.shards_state or setting.num_shards == 1:
-        return work._replace(before=work.before + work.after, after=0)
-    items = [(s, n, m.gathers_in_place) for m in memories for s, n in m.gathered_segments]
-    return merge([gather_message(items, setting.num_shards, setting.on_cpu), work])
 
 
 def _owners_in(
@@ -345,96 +369,4 @@ def _owners_in(
     swapped = {0: most, most: 0}
     for (number, place), owner in zip(places, owners, strict=True):
         found[number][place] = swapped.get(owner, owner)
-    return found
-
-
-# -- the reduction of a unit, as `unit.rank_order` does it
-def reduce_of(groups: Sequence[Group], setting: Setting, local_sum: bool) -> Reduce:
-    """Describe the reduction of a unit's gradients, or of its sums over micro-batches."""
-    num_ranks, sharded = setting.num_shards, setting.stage.shards_state
-    messages, replicas, means = [], list[Message](), []
-    encoded = list[tuple[Segment, list[Slice]]]()
-    out = grads = beside = 0
-    for group in groups:
-        layout, reduce = group.memory.layout, group.reduce
-        wire = reduce if local_sum else group.memory.full_size
-        out += group.memory.own_numel * reduce
-        trained = tuple(index for index, trains in enumerate(group.trained) if trains)
-        grads += sum(layout.params[index].numel for index in trained) * wire
-        segments = [
-            (segment, [_part(group, index, wire, setting) for index in inside])
-            for segment, inside in layout.segments_of(trained)
-        ]
-        encoded += segments
-        messages += [_plain(segment, parts, wire, reduce, setting) for segment, parts in segments]
-        num_counts = len(trained) if num_ranks * setting.num_replicas > 1 else 0
-        if num_counts and num_ranks > 1:
-            counted = even_segment(num_counts * num_ranks, num_ranks)
-            parts = [Slice(0, counted.numel, reduce, None)]
-            encoded.append((counted, parts))
-            behind = sharded and setting.num_replicas > 1  # the sums lie behind the means
-            more = (counted.numel + (0 if behind else num_counts)) * reduce
-            messages += [_plain(counted, parts, reduce, reduce, setting), Message(staging=more)]
-            beside += more
-        if setting.num_replicas > 1:
-            replicas += _over_replicas(group, segments, num_counts, setting)
-        if not sharded and segments:
-            items = [(s, reduce, True) for s, _ in segments]
-            means.append(gather_message(items, num_ranks, setting.on_cpu))
-    parcelled = None
-    if setting.reduce_coding is not None:
-        parcelled = parcelled_message(encoded, num_ranks, setting.on_cpu)._replace(staging=beside)
-    return Reduce(merge(messages), grads, out, tuple(replicas), tuple(means), parcelled)
-
-
-def _part(group: Group, index: int, size: int, setting: Setting) -> Slice:
-    """Describe one parameter's gradient in its segment, of elements of ``size`` bytes."""
-    placed = group.memory.layout.params[index]
-    coding = setting.reduce_coding if is_coded(placed.shape) else None
-    return Slice(placed.offset, placed.offset + placed.numel, size, coding)
-
-
-def _plain(
-    segment: Segment, parts: Sequence[Slice], wire: int, reduce: int, setting: Setting
-) -> Message:
-    """Describe what one segment adds to a reduce-scatter of numbers."""
-    if setting.num_shards == 1:
-        return Message(after=sum(part.hi - part.lo for part in parts) * (wire + reduce))
-    describe = scattered_message if setting.on_cpu else packed_message
-    return describe(segment, ranges_of(parts), setting.num_shards, wire, reduce)
-
-
-def _over_replicas(
-    group: Group,
-    segments: Sequence[tuple[Segment, Sequence[Slice]]],
-    num_counts: int,
-    setting: Setting,
-) -> list[Message]:
-    """Describe the all-reduce of each buffer: all slices, or at stage 0 those of a segment."""
-    layout, coding = group.memory.layout, setting.reduce_coding
-    trained = {index for index, trains in enumerate(group.trained) if trains}
-    coded = {i for i in trained if coding and is_coded(layout.params[i].shape)}
-    pieces = {i: layout.piece(i, setting.rank) for i in coded}
-    if setting.stage.shards_state:
-        buffers = [(layout.shard_numel(setting.rank) + num_counts, 0, set(coded))]
-    else:
-        buffers = [
-            (s.bounds(0)[1], s.shard_offset, coded & set(inside))
-            for s, inside in layout.segments_of(tuple(sorted(trained)))
-        ]
-        buffers.append((num_counts, 0, set()))
-    found = []
-    ranks, on_cpu = setting.num_replicas, setting.on_cpu
-    for numel, first, inside in buffers:
-        ranges = sorted((pieces[i].shard_offset - first, pieces[i].numel) for i in inside)
-        parts, at = list[Slice](), 0
-        for begin, length in (*(each for each in ranges if each[1]), (numel, 0)):
-            end = begin + length
-            parts += [Slice(at, begin, group.reduce, None)] if begin > at else []
-            parts += [Slice(begin, end, group.reduce, coding)] if length else []
-            at = end
-        encoded = None
-        if any(part.coding is not None for part in parts):
-            encoded = parcelled_message([(even_segment(numel, ranks), parts)], ranks, on_cpu)
-        found.append(replica_message(numel, group.reduce, ranks, on_cpu, encoded))
     return found
