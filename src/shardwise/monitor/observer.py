@@ -38,7 +38,7 @@ from shardwise.monitor.record import (
     Save,
     StepLine,
     keys_of,
-    remove_other_ranks,
+    rank_files,
     write_facts,
 )
 from shardwise.monitor.run_facts import facts_of
@@ -109,7 +109,9 @@ def observe(
         own_path = folder / FOLDER / f"rank-{rank}.jsonl" if folder is not None else None
         if shared is not None:
             write_facts(shared, facts)
-            remove_other_ranks(shared, facts.num_ranks)
+            for other, path in rank_files(shared):  # of an earlier run
+                if other >= facts.num_ranks:
+                    path.unlink()
         steps = JsonLines(shared and shared / "steps.jsonl", done)
         own = JsonLines(own_path if rank < _MAX_RANKS_WITH_LINES else None, done)
         own.write(**keys_of(Begin(done + 1, own_process())))

@@ -327,13 +327,6 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
     made.replace(folder / "run.json")
 
 
-def remove_other_ranks(folder: Path, num_ranks: int) -> None:
-    """Remove the lines of an earlier run's ranks beyond those of this one."""
-    for rank, path in rank_files(folder):
-        if rank >= num_ranks:
-            path.unlink()
-
-
 def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
     """Read the record of a run, which may still be written; a line cut short is left out.
 
