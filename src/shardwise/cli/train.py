@@ -77,7 +77,13 @@ def told_by_one_rank(place: RankPlace | None) -> Iterator[None]:
     try:
         yield
     except ShardwiseError as error:
-        is_same = _is_same_on_all_ranks(error)
+        is_same = isinstance(error, ConfigError)
+        if not is_same:  # with torch
+            from shardwise.train.loop import NonFiniteLossError
+            from shardwise.train.replay import ReplayError
+
+            same = CheckpointError, ReplicaError, ReplayError, NonFiniteLossError
+            is_same = isinstance(error, same)
         if place is None or (is_same and place.rank == 0):
             raise
         if not is_same:
@@ -153,14 +159,3 @@ def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
     reason = "the launcher is gone" if stop.is_orphan else "as asked"
     say(f"stopped after step {result.steps}, {reason}{hint}")
     return INTERRUPTED
-
-
-def _is_same_on_all_ranks(error: ShardwiseError) -> bool:
-    """Tell whether all ranks raise the same error, so that one prints it."""
-    if isinstance(error, ConfigError):
-        return True
-    from shardwise.train.loop import NonFiniteLossError
-    from shardwise.train.replay import ReplayError
-
-    same = CheckpointError, ReplicaError, ReplayError, NonFiniteLossError
-    return isinstance(error, same)
