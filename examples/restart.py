@@ -29,7 +29,7 @@ def train(folder: str, die_after: int | None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with shardwise.Checkpoints(folder, model, optimizer, memory_every=2) as checkpoints:
         loaded = checkpoints.load()  # from memory or from disk, whichever is newer
-        done = loaded.step if loaded else 0
+        done = (loaded.step or 0) if loaded else 0
         say(
             f"from step {done + 1}"
             + (", of a copy in memory" * bool(loaded and loaded.from_memory))
@@ -44,7 +44,7 @@ def train(folder: str, die_after: int | None) -> None:
                 checkpoints.save(step)
             else:
                 checkpoints.copy_to_memory(step)  # every second step
-            say(f"step {step}: loss {loss.item():.4f} {loss.item().hex()}")
+            say(f"step {step}: loss {loss.item():.4f} {float(loss).hex()}")
             if step == die_after and dist.get_rank() == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
