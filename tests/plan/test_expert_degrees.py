@@ -17,7 +17,6 @@ from shardwise.cli.plan_setup import padding_notes, set_up
 from shardwise.cli.run_settings import run_of_shape
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
@@ -264,12 +263,6 @@ def test_stragglers_and_links_slow_a_step_with_experts(stage: int) -> None:
     assert seconds(stragglers=(Straggler(2.0, rank=3),)) > plain
     assert seconds(slow_links=(SlowLink(9.0, rank=3),)) > plain
     assert seconds(jitter_sigma=0.5) > plain
-
-
-def test_offloaded_experts_are_planned_too() -> None:
-    made = make_plan(MIXED, num_shards=4, ep=2, offload=Offload("cpu", None, "cpu"))
-    state = make_plan(MIXED, num_shards=4, ep=2).played.resting
-    assert made.played.host.total >= state.param_shards + state.optimizer_state
 
 
 # -- search, and what is written

@@ -260,21 +260,6 @@ def test_gathers_are_encoded_only_where_there_is_something_to_gather(refused: Re
     assert "params='device'" in refused(*coded, "--offload-optimizer", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "moments"), [("adamw_bf16_moments", "bf16"), ("adamw_8bit", "8bit")]
-)
-def test_small_moments_are_planned_written_and_read_again(
-    name: str, moments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "train.yaml"
-    assert run_plan(["demo", "--ranks", "2", "--optimizer", name, "--write", str(path)]) == 0
-    config = load_config(path, {})
-    assert (config.optimizer, config.optimizer_options) == ("adamw", {"moments": moments})
-    capsys.readouterr()
-    assert run_plan([str(path), "--ranks", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["candidate"]["optimizer"] == name
-
-
 def test_blocks_that_a_plan_does_not_count_are_refused(
     tiny: Path, tmp_path: Path, refused: Refused
 ) -> None:
@@ -411,14 +396,6 @@ def test_a_simulation_shows_ranks_scaling_and_goodput_and_writes_its_files(
     assert [row["num_ranks"] for row in facts["scaling"]] == [4, 8]
     assert 0 < facts["goodput"]["kept_fraction"] < 1
     assert facts["kind"] == "simulation"
-
-
-def test_a_straggler_slows_the_step(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = []
-    for flags in ([], ["--straggler", "1:3"]):
-        assert run_simulate([str(tiny), "--json", *flags]) == 0
-        steps.append(json.loads(capsys.readouterr().out)["time"]["step_s"])
-    assert steps[1] > steps[0]
 
 
 @pytest.mark.parametrize(
