@@ -3,14 +3,12 @@
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
 from shardwise.cli.main import call_command
-from shardwise.cli.plan_setup import set_up
 from shardwise.cli.simulate import scenario_of
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -24,11 +22,10 @@ from shardwise.plan.model.tape import Tape
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.report.facts import plan_facts
-from shardwise.plan.request import PlanRequest, SimulateRequest
+from shardwise.plan.request import SimulateRequest
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import simulate
-from shardwise.train.config import load_config
 
 run_plan = partial(call_command, "plan")
 run_simulate = partial(call_command, "simulate")
@@ -199,17 +196,6 @@ def test_ways_of_attention_are_priced_by_what_they_send() -> None:
     assert 0 < seconds["heads"] < seconds["gather"] < seconds["ring"]
     assert "context 8 by heads" in made["heads"].label
     assert "by" not in made["gather"].label
-
-
-def test_a_runs_schedule_and_way_of_attention_are_planned_and_written(tmp_path: Path) -> None:
-    start, planned = tmp_path / "start.yaml", tmp_path / "planned.yaml"
-    start.write_text("pp: 2\npp_schedule: gpipe\naccumulation: 4\nvocab: 64\nseq: 64\n")
-    candidate = set_up(str(start), PlanRequest(ranks=8, cp=2, cp_method="ring")).candidate
-    assert (candidate.pp_schedule, candidate.cp_method) == ("gpipe", "ring")
-    words = [str(start), "--ranks", "8", "--cp", "2", "--cp-method", "heads", "--write"]
-    assert run_plan([*words, str(planned)]) == 0
-    config = load_config(planned, {})
-    assert (config.pp_schedule, config.cp_method, config.cp) == ("gpipe", "heads", 2)
 
 
 @pytest.mark.parametrize(
