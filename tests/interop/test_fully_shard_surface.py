@@ -351,7 +351,7 @@ def casts(rank: int, world: int) -> None:
 
 
 def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
-    """Train one step; return what was logged, and what private names say of groups and root."""
+    """Train one step; return what was logged, and what private names say of the root."""
     torch.manual_seed(0)
     model = Stack()
     groups = [*model.blocks, model]
@@ -362,19 +362,6 @@ def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
     states[-1]._lazy_init()
     said.append([state._is_root for state in states])
     said.append([states.index(state) for state in states[-1]._state_ctx.all_states])
-    for state in states:
-        (group,) = state._fsdp_param_groups
-        said.append([group._module_fqn, *(param._param_fqn for param in group.fsdp_params)])
-        assert group is state._fsdp_param_group and group.is_sharded
-    group = states[0]._fsdp_param_group
-    said.append(
-        [
-            param.sharded_param is p
-            for param, p in zip(group.fsdp_params, model.blocks[0].parameters(), strict=True)
-        ]
-    )
-    model.blocks[0].unshard()
-    said.append([group.is_unsharded, group.is_sharded])
     with logged("torch.distributed.fsdp.fully_shard", logging.DEBUG) as lines:
         model(batch()).sum().backward()
     return lines, said

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 import shardwise
@@ -283,10 +282,9 @@ def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind():
 
 
 def states_of(part: Any) -> set[str]:
-    """Return what torch's tests ask of every parameter (`FSDPParam.sharded_state`)."""
-    context = torch_fully_shard.state(part)._state_ctx
-    groups = [group for state in context.all_states for group in state._fsdp_param_groups]
-    return {param.sharded_state.name for group in groups for param in group.fsdp_params}
+    """Return the states of the units."""
+    names = "SHARDED", "UNSHARDED"
+    return {names[unit.is_unsharded] for unit in engine_of(part).units if unit.params}
 
 
 @on_ranks(4)

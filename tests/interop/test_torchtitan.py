@@ -31,9 +31,9 @@ from oracle import assert_same_bits
 from programs import run_example
 from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
-from shardwise.engine.module_methods import FSDPModule
 from shardwise.errors import ConfigError
 from shardwise.interop import torchtitan
+from shardwise.surface.methods import FSDPModule
 from trainer import adamw, full, full_parameters
 
 VOCAB, NUM_STEPS = 32, 3

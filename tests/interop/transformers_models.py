@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from shardwise import fully_shard, gathered
-from shardwise.engine.model import ShardedModel
+from shardwise.surface.model import ShardedModel
 
 WIDTHS = {
     "vocab_size": 64,

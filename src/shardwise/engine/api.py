@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,8 +39,7 @@ from shardwise.engine.agreement import (
     refusal_facts,
     start_facts,
 )
-from shardwise.engine.model import ATTRIBUTE, attach_engine
-from shardwise.engine.module_state import ModuleState, note_managed
+from shardwise.engine.model import ATTRIBUTE, attach_engine, note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import open_homes
 from shardwise.errors import ConfigError, StorageError
@@ -334,12 +333,21 @@ def has_sharded_parts(model: nn.Module) -> bool:
     return any(owner_of(param) is not None for param in model.parameters())
 
 
-def _state_of_calls(model: nn.Module) -> ModuleState | None:
-    state = _get_module_state(model)
-    return state if isinstance(state, ModuleState) else None
+class _StateOfCalls(Protocol):
+    """The units of calls of `fully_shard` on a module; the engine is made at the first use."""
+
+    engine: Engine | None
+    units: list[Unit]
+
+    def lazy_init(self) -> Engine: ...
 
 
-def _is_root(state: ModuleState) -> bool:
+def _state_of_calls(model: nn.Module) -> _StateOfCalls | None:
+    state: Any = _get_module_state(model)
+    return state if hasattr(state, "lazy_init") else None
+
+
+def _is_root(state: _StateOfCalls) -> bool:
     return state.lazy_init().units[0] in state.units
 
 

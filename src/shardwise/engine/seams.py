@@ -1,19 +1,23 @@
-"""Loading of optional packages: offloaded state and special optimizer steps.
+"""Loading of optional packages: offloaded state, special optimizer steps, methods of modules.
 
 The core does not import these packages. A function here imports one if a model needs it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 from shardwise.comm.collectives import Comm
 from shardwise.homes import Offload
 from shardwise.unit.home import Homes
 from shardwise.unit.unit import Unit
+
+if TYPE_CHECKING:
+    from shardwise.engine.runtime import Engine
 
 
 class Activations(Protocol):
@@ -61,6 +65,12 @@ def attach_steppers(units: Iterable[Unit]) -> None:
         import_module("shardwise.step.overlap").overlap_offloaded()
     if any(param.cut.owner is not None for unit in units for param in unit.params if param.has_cut):
         import_module("shardwise.step.whole_matrices").step_matrices_whole()
+
+
+def attach_surface(model: nn.Module, engine: "Engine", units: Sequence[Unit]) -> None:
+    """Give modules with units the methods of FSDP2's, and let them be copied with their units."""
+    if _has_room("shardwise.surface"):
+        import_module("shardwise.surface.model").attach(model, engine, units)
 
 
 def _has_room(name: str) -> bool:

@@ -10,7 +10,6 @@ rank that does. So each step asks the axis of the next step. Ranks that need not
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -22,7 +21,6 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.engine.agreement import agree
 from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError, StateError
-from shardwise.mesh import Axis
 from shardwise.tensor.cut import Cut, DimCut, PieceCut, as_dtensor
 from shardwise.tensor.inner import inner_of, plain_parts, version_of
 from shardwise.tensor.plain_state import owner_of
@@ -31,7 +29,6 @@ from shardwise.unit.param import ShardedParam
 State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]
 
-BUCKET_BYTES = 64 << 20
 _SITE = CollectiveId("gather", "(stream)", 0)
 
 
@@ -45,45 +42,6 @@ def named_weights(model: nn.Module) -> State:
     for name in sorted(names, key=lambda n: n in tied):
         kept.setdefault(id(state[name]), name)
     return {name: state[name] for name in names if kept[id(state[name])] == name}
-
-
-@dataclass(frozen=True)
-class _Sharded:
-    """A tensor to gather: this rank's slice, and its cut along the shard axis."""
-
-    local: torch.Tensor
-    cut: Cut
-
-    @property
-    def inner(self) -> Cut:
-        """The cut of this rank's piece along the shard axis."""
-        return self.cut.inner if isinstance(self.cut, PieceCut) else self.cut
-
-    @property
-    def own(self) -> torch.Tensor:
-        """This rank's elements, flat, in their order in the gathered piece."""
-        inner = self.inner
-        moved = self.local.movedim(inner.dim, 0) if isinstance(inner, DimCut) else self.local
-        return moved.reshape(-1)
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Each rank's elements [lo, hi) in the gathered piece; one range if it is not cut."""
-        inner = self.inner
-        if inner.layout is None:
-            return ((0, prod(inner.shape)),)
-        if not isinstance(inner, DimCut):
-            return inner.ranges
-        numel = prod(inner.local_shape)
-        return tuple((r * numel, (r + 1) * numel) for r in range(inner.layout.num_ranks))
-
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of the gathered piece in its shape."""
-        inner = self.inner
-        if not isinstance(inner, DimCut):
-            return flat.view(inner.shape)
-        rest = [size for dim, size in enumerate(inner.shape) if dim != inner.dim]
-        return flat.view(inner.shape[inner.dim], *rest).movedim(0, inner.dim)
 
 
 class FullWeights:
@@ -103,27 +61,26 @@ class FullWeights:
         ranks: Collection[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.parts = Parts(model)
+        parts = Parts(model)
         world = range(dist.get_world_size())
-        agree(self.parts.everyone, [f"ranks={ranks}", f"dtype={dtype}"], what)
+        agree(parts.everyone, [f"ranks={ranks}", f"dtype={dtype}"], what)
         if ranks is not None and (not ranks or any(rank not in world for rank in ranks)):
             raise ConfigError(
                 f"{what}: ranks={ranks!r}: expected ranks of the world, 0 to {len(world) - 1}, or "
                 "None for all"
             )
-        if self.parts.suspended:
+        if parts.suspended:
             raise StateError(
                 f"{what}: the model is gathered already; use its parameters, or leave the context"
             )
-        self.parts.check_usable(f"{what}: ")
-        self.parts.rest(what)
+        parts.check_usable(f"{what}: ")
+        parts.rest(what)
         self._what, self._dtype = what, dtype
         self._ranks = None if ranks is None else frozenset(ranks)
-        self._device = self.parts.comm.device
-        self.is_taker = ranks is None or dist.get_rank() in ranks
-        stages = self.parts.comm.axes.stages
-        column = dist.get_process_group_ranks(stages.group) if stages else ()
-        self.is_needed = self.is_taker or not self._ranks.isdisjoint(column)  # type: ignore[union-attr]
+        self._comm, self._stages = parts.comm, parts.comm.axes.stages
+        self._takes = ranks is None or dist.get_rank() in ranks
+        column = dist.get_process_group_ranks(self._stages.group) if self._stages else ()
+        self._is_needed = self._takes or not self._ranks.isdisjoint(column)  # type: ignore[union-attr]
         self._needs: dict[tuple[int, ...], tuple[list[int], bool]] = {}
 
     def _needed_along(self, cut: Cut) -> tuple[list[int], bool]:
@@ -133,12 +90,74 @@ class FullWeights:
             return list(range(axis.size)), True
         key = (id(axis.group), *(id(each.group) for each in own_axes))
         if key not in self._needs:
-            needs = torch.tensor([self.is_needed], dtype=torch.uint8)
+            needs = torch.tensor([self._is_needed], dtype=torch.uint8)
             for each in own_axes:
                 needs = cut.comm.max(needs, each, _SITE)
             rows = cut.comm.gather_rows(needs, axis, _SITE).flatten().tolist()
             self._needs[key] = [rank for rank, needed in enumerate(rows) if needed], bool(needs)
         return self._needs[key]
+
+    def stream(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        groups: Sequence[Sequence[str]],
+        convert: Convert,
+        bucket_bytes: int,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and whole tensors on ranks that take them; every rank iterates.
+
+        ``groups`` are names that ``convert`` takes together. Small groups are gathered together, up
+        to half a bucket.
+
+        **Raises** StateError if a weight was changed after the first one was requested.
+        """
+        stages = self._stages
+        versions = {name: _version(tensor) for name, tensor in tensors.items()}
+        for stage in range(stages.size if stages is not None else 1):
+            if stages is not None and stage != stages.rank:
+                yield from filter(lambda _: self._takes, self._received(stage))
+                continue
+            for batch in self._batches(groups, tensors, bucket_bytes // 2):
+                names = [name for group in batch for name in group]
+                changed = [name for name in names if _version(tensors[name]) != versions[name]]
+                if changed:
+                    raise StateError(
+                        f"stream(): '{changed[0]}' was changed after the stream began; take all "
+                        "weights before the next step"
+                    )
+                fulls = dict(zip(names, self.gather([tensors[n] for n in names]), strict=True))
+                for group in batch if self._is_needed else ():
+                    made = convert({name: fulls.pop(name) for name in group})
+                    while made:
+                        name = next(iter(made))
+                        tensor = made.pop(name)
+                        self._send(name, tensor)
+                        if self._takes:
+                            yield name, tensor
+                        del tensor
+            if self._is_needed:
+                self._send("", torch.empty(0))
+
+    def _batches(
+        self,
+        groups: Sequence[Sequence[str]],
+        tensors: Mapping[str, torch.Tensor],
+        max_bytes: int,
+    ) -> Iterator[list[Sequence[str]]]:
+        """Yield lists of groups to gather together: one group, or several small ones."""
+        batch: list[Sequence[str]] = []
+        total = 0
+        for group in groups:
+            num_bytes = sum(
+                tensors[name].numel() * self._dtype_of(tensors[name]).itemsize for name in group
+            )
+            if batch and total + num_bytes > max_bytes:
+                yield batch
+                batch, total = [], 0
+            batch.append(group)
+            total += num_bytes
+        if batch:
+            yield batch
 
     @torch.no_grad()
     def gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -148,29 +167,24 @@ class FullWeights:
         in place. Several tensors are received together and copied, so they should be small.
         """
         found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-        sharded: dict[int, _Sharded] = {}
+        groups: dict[tuple[int, ...], dict[int, _Slices]] = {}
         for number, tensor in enumerate(tensors):
             owner = owner_of(tensor)
             if owner is not None:
-                sharded[number] = self._sharded(tensor, owner)
+                each = self._slices_of(tensor, owner)
+                axes = (each.cut.comm.axes.shard, *each.cut.own_axes)
+                key = tuple(id(axis.group) for axis in axes)
+                groups.setdefault(key, {})[number] = each
             elif isinstance(tensor, DTensor):
                 found[number] = self._cast(tensor.full_tensor())
-            elif self.is_needed:
+            elif self._is_needed:
                 found[number] = self._cast(tensor.detach()).clone()
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for number, each in sharded.items():
-            axes = (each.cut.comm.axes.shard, *each.cut.own_axes)
-            groups.setdefault(tuple(id(axis.group) for axis in axes), []).append(number)
-        for numbers in groups.values():
-            pieces = self._pieces([sharded[number] for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                cut = sharded[number].cut
-                if self._needed_along(cut)[1] and isinstance(cut, PieceCut):
-                    piece = as_dtensor(piece, cut.outer).full_tensor()
-                found[number] = piece
+        for group in groups.values():
+            self._exchange(list(group.values()))
+            found = [group[n].whole() if n in group else full for n, full in enumerate(found)]
         return found
 
-    def _sharded(self, tensor: torch.Tensor, owner: ShardedParam) -> _Sharded:
+    def _slices_of(self, tensor: torch.Tensor, owner: ShardedParam) -> "_Slices":
         local: torch.Tensor = tensor._local_tensor.detach()  # type: ignore[attr-defined]
         parts = inner_of(local, owner.cut, owner.name)
         if [part.suffix for part in parts] != [""]:
@@ -178,155 +192,110 @@ class FullWeights:
                 f"{self._what}: parameter '{owner.name}' is made of several tensors "
                 f"({', '.join(plain_parts(local))}), which have no one name"
             )
-        return _Sharded(parts[0].local.detach(), parts[0].cut)
+        part, cut = parts[0].local.detach(), parts[0].cut
+        inner = cut.inner if isinstance(cut, PieceCut) else cut
+        moved = part.movedim(inner.dim, 0) if isinstance(inner, DimCut) else part
+        return _Slices(self._cast(moved.reshape(-1)), cut, inner, self._needed_along(cut)[1])
 
-    def num_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a whole tensor in the dtype in which it is sent."""
-        dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
-        return tensor.numel() * dtype.itemsize
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a tensor is sent."""
+        return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self._dtype if tensor.is_floating_point() else None
-        return tensor.to(device=self._device, dtype=dtype)
+        return tensor.to(device=self._comm.device, dtype=self._dtype_of(tensor))
 
-    def _pieces(self, wanted: Sequence[_Sharded]) -> list[torch.Tensor]:
+    def _exchange(self, wanted: Sequence["_Slices"]) -> None:
         """Gather tensors along the shard axis; all must be on the same axes."""
         takers, is_needed = self._needed_along(wanted[0].cut)
         comm, axis = wanted[0].cut.comm, wanted[0].cut.comm.axes.shard
-        flats: list[torch.Tensor] = []
-        spread: list[_Slices] = []
-        for each in wanted:
-            own = self._cast(each.own)
-            flats.append(own.new_empty(prod(each.inner.shape) if is_needed else 0))
-            if len(each.ranges) > 1:
-                spread.append(_Slices(own, flats[-1], each.ranges, each.inner.owner))
-            elif is_needed:
-                flats[-1].copy_(own)
+        ranks = range(axis.size)
+        spread = [each for each in wanted if len(each.ranges) > 1]
+        for each in wanted if is_needed else ():
+            if len(each.ranges) == 1:
+                each.flat.copy_(each.own)
         if len(spread) == 1:
-            one = spread[0]
-            places = [one.place(rank) for rank in range(axis.size)] if is_needed else []
-            comm.hand_over(one.own, places, takers, axis, _SITE, one.owner)
+            (one,) = spread
+            places = [one.place(rank) for rank in ranks] if is_needed else []
+            comm.hand_over(one.own, places, takers, axis, _SITE, one.inner.owner)
         elif spread:
-            sent = torch.cat([part.own.view(torch.uint8) for part in spread])
-            sizes = [[part.num_bytes(rank) for part in spread] for rank in range(axis.size)]
+            sent = torch.cat([each.own.view(torch.uint8) for each in spread])
+            sizes = [[each.num_bytes(rank) for each in spread] for rank in ranks]
             places = [sent.new_empty(sum(row) if is_needed else 0) for row in sizes]
             comm.hand_over(sent, places, takers, axis, _SITE)
             for rank, row in enumerate(sizes if is_needed else ()):
-                for part, arrived in zip(spread, places[rank].split(row), strict=True):
-                    part.place(rank).view(torch.uint8).copy_(arrived)
-        return [
-            each.shaped(flat) if is_needed else flat
-            for each, flat in zip(wanted, flats, strict=True)
-        ]
+                for each, arrived in zip(spread, places[rank].split(row), strict=True):
+                    each.place(rank).view(torch.uint8).copy_(arrived)
+
+    # -- between the stages of a pipeline
+    def _send(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a tensor of this stage to the other stages, if any; no name ends the stage."""
+        if (stages := self._stages) is None:
+            return
+        about = json.dumps([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
+        text = torch.frombuffer(bytearray(about.encode()), dtype=torch.uint8)
+        for each in (torch.tensor([text.numel()]), text, tensor.contiguous()):
+            if each.numel():
+                self._comm.from_owner(each, stages, stages.rank, _SITE)
+
+    def _received(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that another stage sends; yield none if not needed here."""
+
+        def receive(like: torch.Tensor) -> torch.Tensor:
+            assert self._stages is not None
+            return self._comm.from_owner(like, self._stages, stage, _SITE)
+
+        while self._is_needed:
+            size = int(receive(torch.zeros(1, dtype=torch.int64)))
+            text = receive(torch.zeros(size, dtype=torch.uint8))
+            name, dtype, shape = json.loads(bytes(text.tolist()))
+            if not name:
+                return
+            like = torch.empty(shape, dtype=getattr(torch, dtype), device=self._comm.device)
+            yield name, receive(like) if like.numel() else like
 
 
-@dataclass(frozen=True)
 class _Slices:
-    """One tensor's elements on this rank, its gathered memory, and each rank's range in it."""
+    """A tensor that is gathered: this rank's elements, and memory for those of all ranks.
 
-    own: torch.Tensor
-    flat: torch.Tensor
-    ranges: Sequence[tuple[int, int]]
-    owner: int | None
+    ``inner`` is the cut of this rank's piece along the shard axis, ``ranges`` are each rank's
+    elements [lo, hi) in the gathered piece; there is one range if it is not cut.
+    """
+
+    def __init__(self, own: torch.Tensor, cut: Cut, inner: Cut, is_needed: bool) -> None:
+        self.own, self.cut, self.inner, self._is_needed = own, cut, inner, is_needed
+        self.flat = own.new_empty(prod(inner.shape) if is_needed else 0)
+        self.ranges: Sequence[tuple[int, int]] = ((0, prod(inner.shape)),)
+        if isinstance(inner, DimCut) and inner.layout is not None:
+            numel = prod(inner.local_shape)
+            ranks = range(inner.layout.num_ranks)
+            self.ranges = [(rank * numel, (rank + 1) * numel) for rank in ranks]
+        elif inner.layout is not None:
+            self.ranges = inner.ranges
 
     def place(self, rank: int) -> torch.Tensor:
+        """Return the memory of a rank's elements."""
         return self.flat[slice(*self.ranges[rank])]
 
     def num_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's elements."""
         lo, hi = self.ranges[rank]
         return (hi - lo) * self.own.element_size()
 
-
-def stream_weights(
-    weights: FullWeights,
-    tensors: Mapping[str, torch.Tensor],
-    groups: Sequence[Sequence[str]],
-    convert: Convert,
-    bucket_bytes: int,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and whole tensors on ranks that take them; every rank iterates.
-
-    ``groups`` are names that ``convert`` takes together. Small groups are gathered together, up to
-    half a bucket.
-
-    **Raises** StateError if a weight was changed after the first one was requested.
-    """
-    stages = weights.parts.comm.axes.stages
-    versions = {name: _version(tensor) for name, tensor in tensors.items()}
-    for stage in range(stages.size if stages is not None else 1):
-        if stages is not None and stage != stages.rank:
-            for name, tensor in _received(weights, stages, stage):
-                if weights.is_taker:
-                    yield name, tensor
-            continue
-        for batch in _batches(groups, tensors, weights, bucket_bytes // 2):
-            names = [name for group in batch for name in group]
-            changed = [name for name in names if _version(tensors[name]) != versions[name]]
-            if changed:
-                raise StateError(
-                    f"stream(): '{changed[0]}' was changed after the stream began; take all "
-                    "weights before the next step"
-                )
-            fulls = dict(zip(names, weights.gather([tensors[n] for n in names]), strict=True))
-            if not weights.is_needed:
-                continue
-            for group in batch:
-                made = convert({name: fulls.pop(name) for name in group})
-                while made:
-                    name = next(iter(made))
-                    tensor = made.pop(name)
-                    if stages is not None:
-                        _send(weights, stages, name, tensor)
-                    if weights.is_taker:
-                        yield name, tensor
-                    del tensor
-        if stages is not None and weights.is_needed:
-            _send(weights, stages, "", torch.empty(0))
+    def whole(self) -> torch.Tensor:
+        """Return the gathered tensor; a piece is completed along its own axes."""
+        shape = self.inner.shape
+        if not self._is_needed:
+            return self.flat
+        if isinstance(self.inner, DimCut):
+            dim = self.inner.dim
+            rest = [size for other, size in enumerate(shape) if other != dim]
+            full = self.flat.view(shape[dim], *rest).movedim(0, dim)
+        else:
+            full = self.flat.view(shape)
+        if isinstance(self.cut, PieceCut):
+            full = as_dtensor(full, self.cut.outer).full_tensor()
+        return full
 
 
 def _version(tensor: torch.Tensor) -> int:
     return version_of(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
-
-
-def _batches(
-    groups: Sequence[Sequence[str]],
-    tensors: Mapping[str, torch.Tensor],
-    weights: FullWeights,
-    max_bytes: int,
-) -> Iterator[list[Sequence[str]]]:
-    """Yield lists of groups to gather together: one group, or several small ones."""
-    batch: list[Sequence[str]] = []
-    total = 0
-    for group in groups:
-        num_bytes = sum(weights.num_bytes(tensors[name]) for name in group)
-        if batch and total + num_bytes > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(group)
-        total += num_bytes
-    if batch:
-        yield batch
-
-
-def _send(weights: FullWeights, stages: Axis, name: str, tensor: torch.Tensor) -> None:
-    """Send one tensor of this pipeline stage to the other stages; an empty name ends the stage."""
-    about = json.dumps([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
-    text = torch.frombuffer(bytearray(about.encode()), dtype=torch.uint8)
-    comm, rank = weights.parts.comm, stages.rank
-    comm.from_owner(torch.tensor([text.numel()]), stages, rank, _SITE)
-    comm.from_owner(text, stages, rank, _SITE)
-    if tensor.numel():
-        comm.from_owner(tensor.contiguous(), stages, rank, _SITE)
-
-
-def _received(weights: FullWeights, stages: Axis, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that another pipeline stage sends; yield none if not needed here."""
-    comm = weights.parts.comm
-    while weights.is_needed:
-        size = int(comm.from_owner(torch.zeros(1, dtype=torch.int64), stages, stage, _SITE))
-        text = comm.from_owner(torch.zeros(size, dtype=torch.uint8), stages, stage, _SITE)
-        name, dtype, shape = json.loads(bytes(text.tolist()))
-        if not name:
-            return
-        like = torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
-        yield name, comm.from_owner(like, stages, stage, _SITE) if like.numel() else like

@@ -7,7 +7,9 @@ import torch
 
 from shardwise.engine.parts import Model, modules_of
 from shardwise.errors import ConfigError
-from shardwise.interop.full_weights import BUCKET_BYTES, FullWeights, named_weights, stream_weights
+from shardwise.interop.full_weights import FullWeights, named_weights
+
+_BUCKET_BYTES = 64 << 20
 
 
 def stream(
@@ -15,7 +17,7 @@ def stream(
     *,
     ranks: Collection[int] | None = None,
     dtype: torch.dtype | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = _BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's full weights one after the other, as (name, tensor), between training steps.
 
@@ -46,6 +48,6 @@ def stream(
         from shardwise.interop.transformers.saving import Plan
 
         plan = Plan(model, None, save_original_format=True)
-        return stream_weights(weights, plan.tensors, plan.groups, plan.revert, bucket_bytes)
+        return weights.stream(plan.tensors, plan.groups, plan.revert, bucket_bytes)
     tensors = {name: t for each in modules_of(model) for name, t in named_weights(each).items()}
-    return stream_weights(weights, tensors, [[name] for name in tensors], dict, bucket_bytes)
+    return weights.stream(tensors, [[name] for name in tensors], dict, bucket_bytes)

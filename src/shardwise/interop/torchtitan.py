@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise.engine.module_methods import FSDPModule
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.api import fully_shard
+from shardwise.surface.methods import FSDPModule
 from shardwise.versions import load_neighbour
 
 

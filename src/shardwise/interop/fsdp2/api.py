@@ -19,8 +19,7 @@ from shardwise.config import Precision, resolve_precision
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
 from shardwise.engine.hooks import register_load_check
-from shardwise.engine.model import compare_load
-from shardwise.engine.module_state import note_managed
+from shardwise.engine.model import compare_load, note_managed
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, resolve_offload
 from shardwise.interop.fsdp2.meshes import (

@@ -24,8 +24,7 @@ from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
 from shardwise.engine.backward import EngineRules
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks, register_wrappers
-from shardwise.engine.module_methods import FSDPModule
-from shardwise.engine.module_state import ModuleState, note_state
+from shardwise.engine.model import note_state
 from shardwise.engine.runtime import Engine
 from shardwise.engine.seams import attach_steppers
 from shardwise.errors import ConfigError, StateError
@@ -34,6 +33,8 @@ from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
+from shardwise.surface.methods import FSDPModule
+from shardwise.surface.state import ModuleState
 from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
 from shardwise.unit.materialize import is_unwritten, poison

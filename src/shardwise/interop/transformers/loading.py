@@ -29,8 +29,7 @@ from shardwise.checkpoint.source import Source
 from shardwise.config import PrecisionLike, Schedule, Units, UnitsLike, take_renamed
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, is_sharded, shard
-from shardwise.engine.model import sharded_class
-from shardwise.engine.module_state import noted_state
+from shardwise.engine.model import noted_state
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.transformers.saving import prepare
 from shardwise.interop.transformers.weights import (
@@ -39,6 +38,7 @@ from shardwise.interop.transformers.weights import (
     match_keys,
     read_weights,
 )
+from shardwise.surface.model import sharded_class
 from shardwise.unit.materialize import leave_values
 
 _REFUSED = {

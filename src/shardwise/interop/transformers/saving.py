@@ -41,10 +41,9 @@ from shardwise.convert.export import index_text, plan_files
 from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
-from shardwise.engine.model import compare_load
-from shardwise.engine.module_state import note_managed
+from shardwise.engine.model import compare_load, note_managed
 from shardwise.errors import ConfigError, StateError
-from shardwise.interop.full_weights import FullWeights, State, named_weights, stream_weights
+from shardwise.interop.full_weights import FullWeights, State, named_weights
 from shardwise.interop.peft import save_adapter
 from shardwise.quantities import parse_size
 from shardwise.tensor.plain_state import cut_state_dict
@@ -126,7 +125,7 @@ def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
                 failures.append(error)
         weights = FullWeights(plan.model, "save_pretrained", ranks or members)
         groups = plan.groups if ranks else []
-        for name, tensor in stream_weights(weights, plan.tensors, groups, plan.revert, 0):
+        for name, tensor in weights.stream(plan.tensors, groups, plan.revert, 0):
             if failures or writer is None:  # the other ranks still gather
                 continue
             try:

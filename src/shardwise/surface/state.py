@@ -1,6 +1,6 @@
 """The state on a sharded module: its units, and the engine that runs them.
 
-`module_methods` changes the units' settings through it. Names with an underscore are FSDP2's, with
+`methods` changes the units' settings through it. Names with an underscore are FSDP2's, with
 the same meaning: torch's pipelining, ``register_fsdp_forward_method``, ``share_comm_ctx`` and other
 tools read them. Names that need the engine return None until the engine exists.
 
@@ -14,15 +14,11 @@ at any stage. The last schedule divides them all once.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _State
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from shardwise.engine.runtime import Engine, Inputs
 from shardwise.errors import StateError
@@ -91,14 +87,12 @@ def _keep(engine: Engine) -> None:
                 param.leaves_scale = True
 
 
-# torch's pipelining reads a module's state through torch's fully_shard
-_FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
-
-
 class ModuleState(_State):
     """The units of some modules: one unit, or one per mesh of their parameters."""
 
-    _comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
+    _comm_ctx: object = None  # share_comm_ctx sets it; there are no streams to share
+    _fsdp_param_groups: tuple[object, ...] = ()  # torch's pipelining ends their passes one by one
+    _fsdp_param_group: object = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,90 +207,3 @@ class ModuleState(_State):
 
     def _root_post_backward_final_callback(self) -> None:
         end_schedule(self.lazy_init())
-
-    @cached_property
-    def _fsdp_param_groups(self) -> list["GroupView"]:
-        return [GroupView(unit) for unit in self.units if unit.params]
-
-    @property
-    def _fsdp_param_group(self) -> "GroupView | None":
-        return next(iter(self._fsdp_param_groups), None)
-
-
-class GroupView:
-    """A unit with the attributes of torch's ``FSDPParamGroup``."""
-
-    comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    @property
-    def _module_fqn(self) -> str | None:
-        return self._unit.name if self._unit.scheduler is not None else None
-
-    @property
-    def fsdp_params(self) -> list["ParamView"]:
-        """The parameters, in the order of their modules."""
-        return [ParamView(param, self._unit) for param in self._unit.params]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Tell whether the full parameters are gathered."""
-        return self._unit.is_unsharded
-
-    @property
-    def is_sharded(self) -> bool:
-        """Tell whether only the sharded parameters exist."""
-        return not self.is_unsharded
-
-    def post_backward(self, *_: object) -> None:
-        """Do nothing: the end of a pipeline's step reduces all units."""
-
-
-class ParamView:
-    """A parameter with the attributes of torch's ``FSDPParam``."""
-
-    def __init__(self, param: ShardedParam, unit: Unit) -> None:
-        self._param = param
-        self._unit = unit
-
-    @property
-    def _param_fqn(self) -> str | None:
-        return self._param.name if self._unit.scheduler is not None else None
-
-    @property
-    def sharded_state(self) -> ShardedState:
-        """The unit's state as torch's enum."""
-        return ShardedState.UNSHARDED if self._unit.is_unsharded else ShardedState.SHARDED
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """The sharded parameter, which optimizers hold."""
-        return self._param.sharded
-
-
-def note_managed(module: nn.Module) -> None:
-    """Flag a module as FSDP does, because its forward may need all ranks.
-
-    transformers reads the flag before it generates or drops layers. dynamo compiles a flagged
-    module only if ``use_orig_params`` is set too.
-    """
-    module._is_fsdp_managed_module = True  # type: ignore[assignment]
-    module._fsdp_use_orig_params = True  # type: ignore[assignment]
-
-
-def note_state(module: nn.Module, state: ModuleState) -> None:
-    """Store the sharding state on a module."""
-    vars(module).setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
-
-
-def forget_notes(module: nn.Module) -> None:
-    """Remove the state and flags from a copied module."""
-    for name in (STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-        vars(module).pop(name, None)
-
-
-def noted_state(module: Any) -> Any:
-    """Return the sharding state of a module, or None."""
-    return vars(module).get(STATE_KEY, {}).get(_FULLY_SHARD)

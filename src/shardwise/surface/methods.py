@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
 from shardwise.comm.packed import Packed
-from shardwise.engine.module_state import ModuleState, end_passes, noted_state
+from shardwise.engine.model import noted_state
 from shardwise.errors import ConfigError
+from shardwise.surface.state import ModuleState, end_passes
 from shardwise.unit.unit import Unit
 
 
