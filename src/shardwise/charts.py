@@ -80,31 +80,29 @@ def bars_chart(
             if value:
                 parts.append(draw_bar(x, top, width, _BAR, colour_of(kind), said))
             if width > 40:
-                look = "on-light" if svg.is_light(colour_of(kind)) else "on-dark"
+                red, green, blue = (int(colour_of(kind)[i : i + 2], 16) for i in (1, 3, 5))
+                is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 140
+                look = "on-light" if is_light else "on-dark"
                 look = f'text-anchor="middle" class="{look}"'
                 parts.append(text(x + width / 2, top + 15, f"{share:.0%}", look))
         top += _BAR + 30
     if limit is not None and limit[1] <= across.high:
         x = across.at(limit[1])
         parts.append(element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=36, y2=top - 24))
-        anchor = "end" if x > svg.WIDTH / 2 else "start"
-        parts.append(
-            text(x + (-5 if anchor == "end" else 5), 40, limit[0], f'text-anchor="{anchor}"')
-        )
+        anchor, beside = ("end", -5) if x > svg.WIDTH / 2 else ("start", 5)
+        parts.append(text(x + beside, 40, limit[0], f'text-anchor="{anchor}"'))
     if interval is not None:
         words, low, high = interval
         x = min(across.at(low), svg.WIDTH - _EDGE - 2)
         parts.append(draw_bar(x, top - 22, max(across.at(high) - x, 2), 6, "#7a828c", words))
         parts.append(text(_EDGE, top, words))
         top += 22
-    legend, bottom = svg.squares({kind: svg.name_of_kind(kind) for kind in kinds}, _EDGE, top)
+    legend, bottom = svg.squares(kinds, _EDGE, top)
     described = described or "; ".join(
         f"{name}: {', '.join(f'{svg.name_of_kind(k)} {write(v)}' for k, v in held.items())}"
         for name, held in rows
     )
-    return document(
-        (svg.WIDTH, bottom), title, f"{described}.", parts + legend, has_style=has_style
-    )
+    return document((svg.WIDTH, bottom), title, f"{described}.", [*parts, *legend], has_style)
 
 
 # -- stacked areas
@@ -123,11 +121,15 @@ def areas_chart(
     """
     width = max(1, -(-len(moments) // most))
     firsts = range(0, len(moments), width)
-    columns = [max((m.parts for m in moments[at : at + width]), key=_sum_of) for at in firsts]
-    totals = [_sum_of(moment.parts) for moment in moments]
+    totals = [sum(moment.parts.values()) for moment in moments]
+    largest = (
+        max(range(at, min(at + width, len(totals))), key=totals.__getitem__) for at in firsts
+    )
+    columns = [moments[at].parts for at in largest]
     others = {} if beside is None else beside.parts
-    power = 1024 ** min(int(log2(max(*totals, _sum_of(others), 1.0))) // 10, 4)
-    ticks = svg.round_ticks(0.0, max(*totals, _sum_of(others)) / power or 1.0, 6)
+    most_bytes = max(*totals, sum(others.values()))
+    power = 1024 ** min(int(log2(max(most_bytes, 1.0))) // 10, 4)
+    ticks = svg.round_ticks(0.0, most_bytes / power or 1.0, 6)
     across = Axis(0, len(moments), 64, svg.WIDTH - (16 if beside is None else 100))
     up = Axis(0.0, ticks[-1] * power, 250, 48)
     unit = format_bytes(power).split()[1]
@@ -151,14 +153,8 @@ def areas_chart(
             said = f"{beside.name}: {svg.name_of_kind(kind)} {format_bytes(value)}"
             x, top = across.end + 30, up.at(at)
             parts.append(draw_bar(x, top, 36, low - top, colour_of(kind), said))
-    legend, bottom = svg.squares(
-        {k: svg.name_of_kind(k) for k in kinds}, across.begin, up.begin + 48
-    )
+    legend, bottom = svg.squares(kinds, across.begin, up.begin + 48)
     return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=False)
-
-
-def _sum_of(parts: Mapping[str, float]) -> float:
-    return sum(parts.values())
 
 
 def _draw_areas(
@@ -238,11 +234,10 @@ def timeline_chart(
             parts += _draw_row(spans, across, top, length_ms * num_rows / most)
             top += _ROW + 4
     parts.append(element("line", "axis", x1=across.begin, x2=across.end, y1=top, y2=top))
-    parts += svg.draw_ticks(
-        across, top, [at for at in svg.round_ticks(0.0, across.high, 7) if at <= across.high]
-    )
+    ticks = [at for at in svg.round_ticks(0.0, across.high, 7) if at <= across.high]
+    parts += svg.draw_ticks(across, top, ticks)
     kinds = dict.fromkeys(s.kind for _, rows in groups for spans in rows.values() for s in spans)
-    legend, bottom = svg.squares({kind: kind for kind in kinds}, _EDGE, top + 42)
+    legend, bottom = svg.squares(kinds, _EDGE, top + 42)
     return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=has_style)
 
 

@@ -89,26 +89,21 @@ def counting(model: Model) -> Iterator[Traffic]:
     parts, modules = Parts(model), modules_of(model)
     total = Traffic()
     before = [traffic_of(each) for each in modules]
-    with CountedCollectives(_axes_of(parts, model), parts.comm.traffic):
+    axes: list[Axis] = []  # axes of the user's meshes keep the user's names
+    for engine in parts.engines:
+        mesh = engine.comm.axes.mesh
+        whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+        axes += axes_of_mesh(whole) if whole.mesh_dim_names else ()
+    axes += [axis for unit in parts.units for p in unit.params for axis in p.cut.own_axes]
+    axes += [exchange.axis for each in modules for exchange in exchanges_of(each)]
+    axes += [axis for comm in parts.comms for axis in comm.axes.all]
+    with CountedCollectives(axes, parts.comm.traffic):
         yield total
     for each, was in zip(modules, before, strict=True):
         now = traffic_of(each)
         for kind, num in (now.num_collectives - was.num_collectives).items():
             total.num_collectives[kind] += num
             total.sent_bytes[kind] += now.sent_bytes[kind] - was.sent_bytes[kind]
-
-
-def _axes_of(parts: Parts, model: Model) -> list[Axis]:
-    """Return a model's axes; axes of the user's meshes keep the user's names."""
-    found: list[Axis] = []
-    for engine in parts.engines:
-        mesh = engine.comm.axes.mesh
-        whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-        found += axes_of_mesh(whole) if whole.mesh_dim_names else ()
-    params = [param for unit in parts.units for param in unit.params]
-    found += [axis for param in params for axis in param.cut.own_axes]
-    found += [exchange.axis for each in modules_of(model) for exchange in exchanges_of(each)]
-    return [*found, *(axis for comm in parts.comms for axis in comm.axes.all)]
 
 
 def bytes_by_place(
@@ -159,20 +154,11 @@ def place_of_state(
     """Return the place of a tensor of the optimizer's state of the parameter ``owner``."""
     if owner is None:
         return "device"
-    is_count = not value.ndim  # of steps, which stays in memory
-    stepper = None if is_count else _stepper(optimizer, owner.sharded)
-    in_files = stepper is not None and is_elementwise(stepper)
+    in_files = False
+    if value.ndim and optimizer is not None:  # a count of steps stays in memory
+        param, parts = owner.sharded, getattr(optimizer, "optimizers", (optimizer,))
+        for each in parts:  # of several in one, that of the parameter
+            if len(parts) == 1 or any(param is p for g in each.param_groups for p in g["params"]):
+                in_files = is_elementwise(each)
+                break
     return place_of(owner.unit, "optimizer" if in_files else None)
-
-
-def _stepper(
-    optimizer: torch.optim.Optimizer | None, param: torch.Tensor
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps a parameter, of several in one."""
-    if optimizer is None:
-        return None
-    for each in (parts := getattr(optimizer, "optimizers", (optimizer,))):
-        if len(parts) == 1 or any(param is p for g in each.param_groups for p in g["params"]):
-            found: torch.optim.Optimizer | None = each
-            return found
-    return None

@@ -3,6 +3,7 @@
 The start time is needed because the system reuses numbers.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from typing import Literal
 
 Life = Literal["alive", "stopped", "dead", "silent"]
 _PROCESSES = Path("/proc")
+_DEATH_SIGNAL = 1
 _STATE, _BORN, _EXIT_CODE = 0, 19, 49  # fields after a process's name in its stat file
 
 
@@ -59,6 +61,15 @@ def fate(process: Process, mine: Process) -> tuple[Life, str]:
         code = int(told[_EXIT_CODE]) if len(told) > _EXIT_CODE else 0
         return "dead", _named(code & 0x7F) if code & 0x7F else f"exit code {code >> 8}"
     return ("stopped", "") if told[_STATE] in "Tt" else ("alive", "")
+
+
+def end_with_parent(number: signal.Signals | None) -> None:
+    """Let this process get a signal when its parent dies; None: no longer. Linux only.
+
+    **Source** prctl(2), PR_SET_PDEATHSIG.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, 0 if number is None else int(number))
 
 
 def _named(number: int) -> str:

@@ -52,12 +52,6 @@ def name_of_kind(kind: str) -> str:
     return "activations, temporaries, others" if kind == OTHER else kind.replace("_", " ")
 
 
-def is_light(colour: str) -> bool:
-    """Tell whether dark text is easier to read on a colour than white text."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue > 140
-
-
 # -- axes
 @dataclass(frozen=True)
 class Axis:
@@ -132,11 +126,9 @@ def draw_ticks(across: Axis, bottom: float, ticks: Sequence[float]) -> list[str]
     parts = []
     for value in ticks:
         x = across.at(value)
-        anchor = "end" if x > across.end - 16 else "middle"
-        parts += [
-            tick(x, bottom),
-            text(x, bottom + 20, f"{value:,.12g}", f'text-anchor="{anchor}"'),
-        ]
+        look = "end" if x > across.end - 16 else "middle"
+        parts.append(element("line", "grid", x1=x, x2=x, y1=bottom, y2=bottom + 5))
+        parts.append(text(x, bottom + 20, f"{value:,.12g}", f'text-anchor="{look}"'))
     return parts
 
 
@@ -214,10 +206,11 @@ def _draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
         line = [(across.at(p.step), up.at(p.middle)) for p in piece]
         parts.append(draw_line(curve.look, line, stroke_width=1.6, stroke_linejoin="round"))
     if len(shown) * _DOT_GAP <= across.end - across.begin:
-        parts += [
-            dot(fill, across.at(p.step), up.at(p.middle), f"step {p.step:,.0f}: {p.middle:.4g}")
-            for p in shown
-        ]
+        for p in shown:
+            said = f"step {p.step:,.0f}: {p.middle:.4g}"
+            parts.append(
+                element("circle", fill, said, cx=across.at(p.step), cy=up.at(p.middle), r=2.6)
+            )
     beyond: dict[int, Point] = {}
     for point in curve.points:
         column = round(across.at(point.step) / 8)
@@ -269,12 +262,11 @@ def element(tag: str, name: str, said: str = "", **attributes: object) -> str:
     An attribute's "_" stands for "-".
     """
     given = {"class": name, **attributes} if name else attributes
-    written = " ".join(f'{k.replace("_", "-")}="{_number(v)}"' for k, v in given.items())
-    return f"<{tag} {written}>{f'<title>{escape(said)}</title>' if said else ''}</{tag}>"
-
-
-def _number(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    written = ""
+    for key, value in given.items():
+        number = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
+        written += f' {key.replace("_", "-")}="{number}"'
+    return f"<{tag}{written}>{f'<title>{escape(said)}</title>' if said else ''}</{tag}>"
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
@@ -287,11 +279,6 @@ def heading(x: float, y: float, words: str, size: int = 15) -> str:
     return text(x, y, words, f'class="strong" font-size="{size}" font-weight="600"')
 
 
-def dot(name: str, x: float, y: float, said: str = "", radius: float = 2.6) -> str:
-    """Draw a point; ``said`` is shown under a pointer."""
-    return element("circle", name, said, cx=x, cy=y, r=radius)
-
-
 def draw_line(name: str, points: Sequence[tuple[float, float]], **attributes: object) -> str:
     """Draw a line through points, with the class ``name``."""
     return element("polyline", name, "", fill="none", **attributes, points=places(points))
@@ -302,22 +289,15 @@ def places(points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def tick(x: float, y: float) -> str:
-    """Draw a tick below an axis."""
-    return element("line", "grid", x1=x, x2=x, y1=y, y2=y + 5)
-
-
 def legend(items: Sequence[tuple[str, str, str]], right: float, y: float) -> list[str]:
     """Draw (class, text, dashes) side by side, up to ``right``; "above" is a mark."""
     parts = []
     x = right - sum(38 + 6.6 * len(words) for _, words, _ in items)
     for name, words, dashes in items:
         ends = {"x1": x + 12, "x2": x + 32, "y1": y - 4, "y2": y - 4}
-        stroke = element(
-            "line", name, "", stroke_width=2, stroke_dasharray=dashes or "none", **ends
-        )
-        parts += [above("train-fill", x + 18, y) if name == "above" else stroke]
-        parts += [text(x + 37, y, words)]
+        look = {"stroke_width": 2, "stroke_dasharray": dashes or "none"}
+        mark = above("train-fill", x + 18, y) if name == "above" else ""
+        parts += [mark or element("line", name, "", **look, **ends), text(x + 37, y, words)]
         x += 38 + 6.6 * len(words)
     return parts
 
@@ -332,11 +312,12 @@ def draw_bar(x: float, y: float, width: float, height: float, fill: str, said: s
     return element("rect", "", said, x=x, y=y, width=max(width, 0.3), height=height, fill=fill)
 
 
-def squares(kinds: Mapping[str, str], left: float, top: float) -> tuple[list[str], float]:
+def squares(kinds: Iterable[str], left: float, top: float) -> tuple[list[str], float]:
     """Draw a legend of kinds with their names, in lines; return it and its lower end."""
     parts: list[str] = []
     x = left
-    for kind, name in kinds.items():
+    for kind in kinds:
+        name = name_of_kind(kind)
         width = 28 + 6.8 * len(name)
         if x + width > WIDTH - 8:
             x, top = left, top + 20

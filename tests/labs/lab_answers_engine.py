@@ -2,6 +2,112 @@
 
 from wrong_answers import Answers, Wrong
 
+REST11 = "    rest, part = divmod(rank, tp)\n    stage, replica = divmod(rest, dp)\n"
+PLACE11 = "    return stage, replica, part\n"
+CLONE11 = "        total = grad.clone()\n"
+COPY11 = "        dist.all_reduce(total, group=ctx.group)\n        return total, None\n"
+SUM11 = "        total = x.clone()\n        dist.all_reduce(total, group=group)\n"
+MEAN11 = """            dist.all_reduce(p.grad, group=group)
+            p.grad /= dist.get_world_size(group)
+"""
+RECV11 = "            dist.recv(x, before)\n"
+LEAF11 = "        x.requires_grad_()\n"
+LOSS11 = "            y = loss_of(y, target) / len(micro)\n"
+BACK11 = "            y.backward(grad)\n"
+ENDS11 = "    for x, y in ends:\n"
+SEND11 = "            dist.send(x.grad, before)\n"
+LAB11 = Answers(
+    {
+        '"line": None': '"line": 19',
+        '"finding": None': '"finding": "SW014"',
+        '"take": None': '"take": "zero3"',
+        'over all ranks": None': 'over all ranks": False',
+        'of parameters": None': 'of parameters": False',
+        'data parallelism": None': 'data parallelism": False',
+    },
+    [
+        Wrong(
+            1, "places", PLACE11, "    return part, replica, stage\n", "the stage runs fastest here"
+        ),
+        Wrong(
+            1,
+            "places",
+            REST11,
+            "    rest, stage = divmod(rank, pp)\n    part, replica = divmod(rest, dp)\n",
+            "the stage runs fastest here",
+        ),
+        Wrong(
+            1,
+            "places",
+            REST11,
+            "    rest, replica = divmod(rank, dp)\n    stage, part = divmod(rest, tp)\n",
+            "(0, 1, 0), (0, 0, 1) expected",
+        ),
+        Wrong(
+            1,
+            "places",
+            REST11,
+            "    stage, replica, part = rank // (dp * tp), rank // tp, rank % tp\n",
+            "the replica goes on past dp",
+        ),
+        Wrong(1, "places", PLACE11, "    return rest, part\n", "three numbers are expected"),
+        Wrong(2, "copy", COPY11, "        return total, None\n", "this rank's part alone"),
+        Wrong(2, "copy", COPY11, COPY11.replace("total, None", "total / 2, None"), "is the mean"),
+        Wrong(2, "copy", COPY11, COPY11.replace(", group=ctx.group", ""), "over all ranks, not"),
+        Wrong(
+            2, "copy", CLONE11, "        total = grad\n", "changes the gradient that it was given"
+        ),
+        Wrong(
+            2, "copy", COPY11, COPY11.replace("total, None", "total"), "incorrect number of grad"
+        ),
+        Wrong(3, "sum", SUM11, "        total = x.clone()\n", "is this rank's summand alone"),
+        Wrong(3, "sum", SUM11, SUM11 + "        total /= 2\n", "is the mean over the group"),
+        Wrong(3, "sum", SUM11, SUM11.replace(", group=group", ""), "over all ranks, not over the"),
+        Wrong(3, "sum", SUM11, SUM11.replace("x.clone()", "x.detach()"), "Sum changes its input"),
+        Wrong(3, "sum", "        return total\n", "        print()\n", "Sum returns no tensor"),
+        Wrong(
+            4, "mean", MEAN11, MEAN11.split("\n")[0] + "\n", "is the sum, the mean was asked for"
+        ),
+        Wrong(
+            4,
+            "mean",
+            MEAN11,
+            MEAN11.replace("size(group)", "size()"),
+            "is exactly 0.500 x: divide by the ranks with other batches only",
+        ),
+        Wrong(
+            4,
+            "mean",
+            MEAN11,
+            MEAN11.replace(", group=group", "").replace("size(group)", "size()"),
+            "parts of a tensor are not averaged",
+        ),
+        Wrong(4, "mean", MEAN11, "            pass\n", "is this rank's alone"),
+        Wrong(
+            4,
+            "mean",
+            MEAN11,
+            MEAN11.replace(", group=group", ""),
+            "is the sum over all ranks, divided by dp",
+        ),
+        Wrong(
+            5, "pipeline", LOSS11, LOSS11.replace(" / len(micro)", ""), "divide each micro-batch's"
+        ),
+        Wrong(5, "pipeline", RECV11, "            pass\n", "0 inputs received from rank 0"),
+        Wrong(5, "pipeline", LEAF11, "", "does its input require a gradient?"),
+        Wrong(
+            5,
+            "pipeline",
+            BACK11,
+            "            y.backward(torch.ones_like(y))\n",
+            "does not use the gradient that came",
+        ),
+        Wrong(5, "pipeline", ENDS11, "    for x, y in ends[::-1]:\n", "came in another order"),
+        Wrong(5, "pipeline", SEND11, SEND11.replace("x.grad", "2 * x.grad"), "is exactly 2.000 x"),
+        Wrong(5, "pipeline", ENDS11, "    for x, y in ends[-1:]:\n", "1 gradients received from"),
+    ],
+    rough_rows=(),
+)
 MAKE12 = "    growing.mkdir(exist_ok=True)\n"
 OPEN12 = '    with open(growing / f"rank{rank}.pt", "wb") as file:\n'
 SYNC12 = """        file.flush()
@@ -124,4 +230,4 @@ LAB12 = Answers(
     ],
     rough_rows=(),
 )
-ANSWERS = {12: LAB12}
+ANSWERS = {11: LAB11, 12: LAB12}

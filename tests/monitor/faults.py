@@ -31,6 +31,7 @@ from shardwise.offload.files import System
 from shardwise.trace import Tracer
 
 STEPS = 10
+ADAM = importlib.import_module("torch.optim.adam")  # AdamW's too
 
 
 class OneUnit(nn.Module):
@@ -198,16 +199,15 @@ def slow_links(rank: int, model: nn.Module, pairs: Any = None, seconds: float = 
 
 
 @contextmanager
-def slow_step(rank: int, model: nn.Module) -> Iterator[None]:
-    """Let the optimizer take long."""
-    module = importlib.import_module("torch.optim.adam")  # AdamW's too
-    adam = module.adam
+def slowed(owner: Any, name: str, seconds: float) -> Iterator[None]:
+    """Let a function or a method take longer."""
+    function = getattr(owner, name)
 
-    def slow(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.15)
-        adam(*args, **kwargs)
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **kwargs)
 
-    with mock.patch.object(module, "adam", slow):
+    with mock.patch.object(owner, name, slow):
         yield
 
 
@@ -226,39 +226,7 @@ def slow_copies(rank: int, model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def slow_files(rank: int, model: nn.Module) -> Iterator[None]:
-    """Let a disk take long to bring back what is offloaded."""
-    read = System.read
-
-    def slow(self: System, *args: Any) -> int:
-        time.sleep(0.15)
-        return read(self, *args)
-
-    with mock.patch.object(System, "read", slow):
-        yield
-
-
-@contextmanager
-def slow_disk(rank: int, model: nn.Module) -> Iterator[None]:
-    """Let a disk take long to sync what is saved."""
-    sync = Writer.sync
-
-    def slow(self: Writer) -> None:
-        time.sleep(0.5)
-        sync(self)
-
-    with mock.patch.object(Writer, "sync", slow):
-        yield
-
-
-def copies_only(world_size: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
-    return {"stage": 3, "mesh": mesh["replicate", "shard"]}
-
-
-def pair_of_pairs(world_size: int) -> dict[str, Any]:
-    shape = (2, world_size // 2)
+def mesh_of(*shape: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     return {"stage": 3, "mesh": mesh["replicate", "shard"]}
 
@@ -267,7 +235,7 @@ HALF = {"scaler": 2000, "autocast": True, "steps": 14}
 OFFLOAD = {"stage": 3, "offload": "cpu"}
 KEPT = {"stage": 3, "precision": shardwise.Precision(torch.bfloat16)}
 FAULTS = {
-    "copies only": Scenario("SW001", 2, options={"mesh_of": copies_only}),
+    "copies only": Scenario("SW001", 2, options={"mesh": (2, 1)}),
     "parameters outside": Scenario("SW001", 2, train={"extra": 4096}),
     "one unit": Scenario("SW002", 3, OneUnit),
     "units too small": Scenario("SW003", 3, FineStack, {"stage": 3, "units": nn.Linear}),
@@ -289,7 +257,7 @@ FAULTS = {
     "slow axis": Scenario(
         "SW014",
         4,
-        options={"mesh_of": pair_of_pairs},
+        options={"mesh": (2, 2)},
         inject=lambda r, m: slow_links(r, m, [{0, 2}, {1, 3}], 0.08),
     ),
     "slow rank": Scenario("SW020", 3, inject=sleeps, rank=1),
@@ -302,9 +270,16 @@ FAULTS = {
     ),
     "slow loader": Scenario("SW021", 3, train={"data_s": dict.fromkeys(range(3), 0.2)}),
     "slow loader on a rank": Scenario("SW021", 3, train={"data_s": {1: 0.3}}, rank=1),
-    "slow step on the host": Scenario("SW032", 2, options=OFFLOAD, inject=slow_step),
+    "slow step on the host": Scenario(
+        "SW032", 2, options=OFFLOAD, inject=lambda r, m: slowed(ADAM, "adam", 0.15)
+    ),
     "slow copies": Scenario("SW032", 2, options=OFFLOAD, inject=slow_copies),
-    "slow files": Scenario("SW033", 2, options={"stage": 3, "nvme": True}, inject=slow_files),
+    "slow files": Scenario(
+        "SW033",
+        2,
+        options={"stage": 3, "nvme": True},
+        inject=lambda r, m: slowed(System, "read", 0.15),
+    ),
     "overflows": Scenario(
         "SW040", 2, options={"stage": 2, "precision": "fp16"}, train={"scaler": 1, "steps": 24}
     ),
@@ -339,7 +314,12 @@ FAULTS = {
         "SW042", 1, NormedIn16Bits, {"fully_shard": True}
     ),
     "torch.save while others wait": Scenario("SW050", 2, train={"torch_saves": True}, rank=0),
-    "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),
+    "slow disk": Scenario(
+        "SW050",
+        2,
+        inject=lambda r, m: slowed(Writer, "sync", 0.5),
+        train={"save_every": 4, "wait": True},
+    ),
 }
 HEALTHY = {
     **{
@@ -370,7 +350,7 @@ HEALTHY = {
     ),
     "fp32 masters of norms": Scenario(None, 3, Normed, {"stage": 3, "precision": "bf16"}),
     "updates of 16 bits that arrive": Scenario(None, 2, NormedIn16Bits, KEPT, train={"lr": 0.1}),
-    "copies of shards": Scenario(None, 4, options={"mesh_of": pair_of_pairs}),
+    "copies of shards": Scenario(None, 4, options={"mesh": (2, 2)}),
     "no loader, no logs": Scenario(None, 3, train={"logs": False, "loads": False}),
     "many lines": Scenario(None, 2, Checkpointed, train={"steps": 40, "every": 4}),
 }
@@ -381,7 +361,7 @@ def train(rank: int, world_size: int, output: str, group: str, name: str) -> lis
     """Train a scenario's run on this rank; return the codes that were found live."""
     scenario = (FAULTS if group == "fault" else HEALTHY)[name]
     torch.manual_seed(0)
-    model = _sharded(scenario.model(), dict(scenario.options), world_size, output)
+    model = _sharded(scenario.model(), dict(scenario.options), output)
     settings = {"steps": STEPS, "every": 10, **scenario.train}
     params = list(model.parameters())
     if "extra" in settings:
@@ -398,13 +378,13 @@ def train(rank: int, world_size: int, output: str, group: str, name: str) -> lis
     return [finding.code for finding in run.findings]
 
 
-def _sharded(model: nn.Module, options: dict[str, Any], n: int, output: str) -> nn.Module:
+def _sharded(model: nn.Module, options: dict[str, Any], output: str) -> nn.Module:
     if options.pop("fully_shard", False):
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block)
         return fully_shard(model)
-    if (mesh_of := options.pop("mesh_of", None)) is not None:
-        options = mesh_of(n)
+    if "mesh" in options:
+        options = mesh_of(*options["mesh"])
     if options.pop("nvme", False):
         Path(output).mkdir(parents=True, exist_ok=True)
         options["offload"] = f"nvme:{output}"

@@ -228,38 +228,36 @@ class LostTracker:
         self.calls.append("close")
 
 
-def lose_tracker(rank: int, world_size: int) -> list[str]:
-    model, sink = shard(Stack(), stage=3), LostTracker()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with observe(model, optimizer, sinks=[sink]) as run:
-        train(model, optimizer, run, rank)
-    assert run.step == STEPS
-    return sink.calls
-
-
-def test_a_tracker_that_fails_is_closed_and_not_written_to_again() -> None:
-    assert run_ranks(lose_tracker, 2) == [["write", "close"], []]
-
-
-def write_too_much(rank: int, world_size: int, output: str) -> list[str]:
+def write_too_much(rank: int, world_size: int, output: str | None) -> tuple[list[str], list[str]]:
+    """Train while nothing can be written; return what was logged, and the calls of a tracker."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("shardwise")
     log.addHandler(handler)
-    model = shard(Stack(), stage=3)
+    model, sink = shard(Stack(), stage=3), LostTracker()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with observe(model, optimizer, output) as run:
-            if rank == 0:
+        with observe(model, optimizer, output, sinks=[] if output else [sink]) as run:
+            if rank == 0 and output:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
             train(model, optimizer, run, rank)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         log.removeHandler(handler)
     assert run.step == STEPS and run.latest is not None and run.latest.step == STEPS
-    return heard
+    return heard, sink.calls
+
+
+def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path: Path) -> None:
+    (first, _), *others = run_ranks(write_too_much, 3, str(tmp_path))
+    assert len(first) == 1
+    assert "rank 0: observe() could not write" in first[0] and "too large" in first[0]
+    assert others == [([], [])] * 2
+    (first, calls), (other, unused) = run_ranks(write_too_much, 2, None)
+    assert len(first) == 1 and "no route to the tracker" in first[0]
+    assert calls == ["write", "close"] and not other and not unused
 
 
 def raises_after_its_steps(rank: int, world_size: int, output: str) -> None:
@@ -282,13 +280,6 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
     (*_, (_, last)) = record.lines(Timeline)
     assert last.step == STEPS
     assert [line.error for _, line in record.lines(End)] == ["ZeroDivisionError"]
-
-
-def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_no_training(tmp_path: Path) -> None:
-    first, *others = run_ranks(write_too_much, 3, str(tmp_path))
-    assert len(first) == 1
-    assert "rank 0: observe() could not write" in first[0] and "too large" in first[0]
-    assert others == [[], []]
 
 
 def let_go(rank: int, world_size: int) -> None:

@@ -116,36 +116,27 @@ def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on() 
     assert not left_open
 
 
-def test_paused_time_does_not_pass() -> None:
-    recorder, ticks = recorder_of_seconds()  # 0
-    recorder.enter(MAIN, "forward", "a")  # 1
-    with recorder.paused():  # 2
-        recorder.enter(MAIN, "forward", "b")
-        recorder.begin("shard.all_gather", "b", 8, ())()
-        for _ in range(10):
-            next(ticks)
-    recorder.leave(MAIN, "forward", "a")
-    recorded = recorder.cut()
-    spans = spans_of(recorded, {})
-    assert {(s.phase, s.unit) for s in spans} == {(OUTSIDE, ""), ("forward", "a")}
-    assert not recorded.works
-    assert recorded.end_s < 6
-
-
-def test_what_other_threads_end_in_a_pause_is_over() -> None:
+def test_paused_time_does_not_pass_and_what_other_threads_end_in_it_is_over() -> None:
     recorder, ticks = recorder_of_seconds()  # 0
     recorder.enter("checkpoint", "save", "")  # 1
     gather = recorder.begin("shard.all_gather", "a", 8, ())  # 2
-    with recorder.paused():  # 3
+    recorder.enter(MAIN, "forward", "a")  # 3
+    with recorder.paused():  # 4
+        recorder.enter(MAIN, "forward", "b")
+        recorder.begin("shard.all_gather", "b", 8, ())()
         recorder.leave("checkpoint", "save", "")
         gather()
         for _ in range(10):
             next(ticks)
+    recorder.leave(MAIN, "forward", "a")
     recorded = recorder.cut()
     left_open: dict[str, list[tuple[str, str]]] = {}
-    ends = {s.line: (s.begin_s, s.end_s) for s in spans_of(recorded, left_open) if s.line != MAIN}
-    assert ends == {"checkpoint": (1, 3), "shard.all_gather": (2, 3)} and not left_open
-    assert recorded.end_s <= 5
+    spans = spans_of(recorded, left_open)
+    main = {(s.phase, s.unit) for s in spans if s.line == MAIN}
+    assert main == {(OUTSIDE, ""), ("forward", "a")} and not left_open
+    ends = {s.line: (s.begin_s, s.end_s) for s in spans if s.line != MAIN}
+    assert ends == {"checkpoint": (1, 4), "shard.all_gather": (2, 4)}
+    assert recorded.end_s < 8
 
 
 def test_exposed_communication_is_what_nothing_is_computed_beside() -> None:

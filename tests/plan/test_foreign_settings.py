@@ -99,7 +99,6 @@ def test_auto_is_left_to_the_flags(tmp_path: Path) -> None:
     [
         ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
         ({"train_micro_batch_size_per_gpu": 0}, "expected a whole number, 1 to"),
-        ({"train_micro_batch_size_per_gpu": 1.5}, "expected a whole number, 1 to"),
         ({"train_micro_batch_size_per_gpu": 1e30}, "expected a whole number, 1 to"),
         ({"bf16": True}, "bf16"),
         ([1], "expected an object"),
@@ -247,11 +246,8 @@ def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
     [
         ("distributed_typ: FSDP\n", "did you mean 'distributed_type'"),
         ("distributed_type: TPUS\n", "expected one of"),
-        ("mixed_precision: bf17\n", "mixed_precision"),
         ("num_processes: 0\n", "expected a whole number, 1 to"),
         ("fsdp_config:\n  fsdp_offload_param: true\n", "did you mean 'fsdp_offload_params'"),
-        ("- a\n", "expected `key: value` lines"),
-        ("1: 2\n", "unknown key '1'"),
         ("deepspeed_config:\n  zero_stage: 7\n", "expected 0, 1, 2 or 3"),
         (
             "fsdp_config:\n  fsdp_offload_params: maybe\n",
@@ -265,7 +261,6 @@ def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
             "got 4 here and accumulation=8 in another",
         ),
         ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHRD\n", "did you mean 'FULL_SHARD'"),
-        ("a: [\n", "expected YAML"),
     ],
 )
 def test_a_bad_accelerate_file_names_the_key(tmp_path: Path, text: str, named: str) -> None:

@@ -51,6 +51,9 @@ class CountsSteps:
         self.num_steps = 0
         self._die_in = die_in
 
+    def listen(self) -> None:
+        pass
+
     @property
     def requested(self) -> bool:
         self.num_steps += 1

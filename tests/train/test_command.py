@@ -22,6 +22,7 @@ import yaml
 from programs import is_running, run_program, start_program
 from ranks import HANG_S, run_ranks
 from shardwise.cli.train import read_place
+from shardwise.errors import ConfigError
 from shardwise.train.checks import check_run
 from shardwise.train.config import load_config
 from shardwise.train.launch import RankPlace, StopRequest
@@ -119,6 +120,10 @@ def test_a_place_is_read_from_what_torchrun_sets() -> None:
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert read_place(environment) == RankPlace(3, 4, 1, 2)
     assert read_place({}) is None
+    agent = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(ConfigError, match="--max-restarts needs TORCH_DISABLE_SHARE_RDZV"):
+        read_place(environment | agent)
+    assert read_place(environment | agent | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is not None
 
 
 @pytest.mark.slow

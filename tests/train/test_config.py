@@ -57,6 +57,7 @@ def test_keys_are_those_of_the_file_and_flags_win(
         ("resume: 0\n", ["resume: expected 'auto', 'never' or the step", "got 0"]),
         ("save_every: -1\n", ["save_every: expected greater than or equal to 0", "-1"]),
         ("keep_every: 5\n", ["keep_every: expected keep_last beside it"]),
+        ("restarts: 5\n", ["restarts: expected resume auto beside it, got never"]),
         ("[1, 2]\n", ["expected `key: value` lines", "list"]),
         ("a: b: c\n", ["expected YAML"]),
     ],

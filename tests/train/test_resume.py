@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from programs import Program, run_program, start_program
 from ranks import HANG_S, run_ranks
@@ -34,6 +35,7 @@ from roundings import (
 )
 from shardwise.checkpoint import checkpoints
 from shardwise.checkpoint.files import Files, Writer
+from shardwise.checkpoint.memory import ROOT, memory_of
 from shardwise.errors import CheckpointError
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import StopRequest
@@ -318,6 +320,36 @@ def kill_job(job: Program) -> None:
     for pid in (job.pid, *job.ranks):
         os.kill(pid, signal.SIGKILL)
     assert job.finish()[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_ranks_that_die_are_started_again_and_go_on_from_memory_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    flags = {**TINY, "data": write_text(tmp_path), "dropout": 0.1, "schedule": "constant"}
+    flags |= {"steps": 90}
+    run_ranks(change_ranks, 2, {**flags, "output": tmp_path / "straight"}, None)
+    flags |= {"output": tmp_path / "parts", "ranks": 2, "memory_every": 2}
+    flags |= {"resume": "auto", "restarts": 9}
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        yaml.safe_dump({k: str(v) if isinstance(v, Path) else v for k, v in flags.items()})
+    )
+    job = start_program(tmp_path, "shardwise", "train", config, launches=True)
+    path = tmp_path / "parts" / "metrics.jsonl"
+    for step, number in ((6, slice(1)), (12, slice(None))):  # a rank; all of the host
+        deadline = time.monotonic() + HANG_S
+        while not (path.exists() and f'"step": {step},' in path.read_text()):
+            assert job.process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        for pid in job.ranks[number]:
+            os.kill(pid, signal.SIGKILL)
+    code, out, err = job.finish()
+    assert code == 0, err
+    went_on = re.findall(r"^going on from step (\d+) \(a copy in memory\)$", out, re.MULTILINE)
+    assert len(went_on) == 2 and int(went_on[0]) >= 2, out
+    assert curve_of(tmp_path / "parts") == curve_of(tmp_path / "straight")
+    assert not memory_of(tmp_path / "parts" / "checkpoints", ROOT).exists()
 
 
 @pytest.mark.slow

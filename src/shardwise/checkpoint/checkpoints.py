@@ -10,6 +10,7 @@ which is as slow as the copy itself. On an accelerator it is page-locked.
 from __future__ import annotations
 
 import os
+import struct
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,17 @@ import torch
 from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import items_to_write
 from shardwise.checkpoint.files import Files, Lock
-from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
+from shardwise.checkpoint.folder import (
+    is_usable,
+    name_holder,
+    rotate,
+    run_in_memory,
+    step_name,
+    steps_in,
+    take_lock,
+)
 from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
+from shardwise.checkpoint.memory import ROOT, MemoryTier
 from shardwise.checkpoint.save_load import (
     NOTHING,
     checked_step,
@@ -47,6 +57,7 @@ from shardwise.offload.disk import Disk
 from shardwise.offload.file_slices import mapped
 
 _ALIGNMENT = 64
+_MEMORY = struct.Struct("<qq")  # memory_every, copies
 _RUNNING, _DONE, _FAILED = range(3)
 
 
@@ -56,6 +67,10 @@ class Checkpoints:
     Use it as a context: it holds the folder's lock, so a second run in that folder is refused. The
     ``keep_last`` newest steps and all multiples of ``keep_every`` are kept; None keeps all.
     ``model`` and ``optimizer`` may be lists, as in `save`.
+
+    With ``memory_every``, `copy_to_memory` keeps the newest of these steps in the shared memory of
+    the hosts, in ``memory_folder``, and on ``copies`` further hosts, if there are several. After a
+    restart `load` takes it from there. Without an error the copies are removed at the end.
 
     Note [News from the background]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -73,11 +88,17 @@ class Checkpoints:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        memory_every: int | None = None,
+        copies: int = 1,
+        memory_folder: str | Path = ROOT,
         files: Files | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        counts = {"keep_last": keep_last, "keep_every": keep_every, "memory_every": memory_every}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: expected 1 or more, or None")
+        if copies < 0:
+            raise ConfigError(f"copies={copies}: expected the number of further hosts, 0 or more")
         self.folder = Path(os.path.abspath(folder))  # the process may change its directory
         self._files = files or Files()
         self._model, self._optimizer = model, optimizer
@@ -96,8 +117,17 @@ class Checkpoints:
         self._news: list[str] = []  # on rank 0: what `finish` warns of
         self.leftovers = Leftovers((), ())
         self.run = new_run(self._control)
+        self._memory: MemoryTier | None = None
+        self._memory_every = memory_every or 0
+        self._run_in_memory = ""  # on rank 0: the run whose copies in memory count
         try:
             on_all_ranks(self._control, self._enter_folder)
+            self._compare(memory_every or 0, copies)
+            if memory_every is not None:
+                root = Path(memory_folder)
+                self._memory = MemoryTier(
+                    self.folder, self._control, root, copies, self._run_in_memory
+                )
         except BaseException:
             self._leave_folder()
             raise
@@ -110,13 +140,27 @@ class Checkpoints:
                     f"{self.folder} is one checkpoint, not a folder of them. Load it with "
                     "shardwise.load(), and keep those of this run in another folder"
                 )
-            self._lock = take_lock(self._files, self.folder, self.run)
+            self._run_in_memory = run_in_memory(self._files, self.folder)
+            self._lock = take_lock(self._files, self.folder, self.run, self._run_in_memory)
             self.leftovers = clean_up(self._files, self.folder)
             self._unread = next(iter(steps_in(self._files, self.folder)), None)
         self._continue_run(entered=True)
 
-    def _leave_folder(self) -> None:
+    def _compare(self, *settings: int) -> None:
+        """Compare the settings of copies in memory. **Raises** ConfigError if the ranks differ."""
+        rows = self._control.exchange(_MEMORY.pack(*settings))
+        if len(set(rows)) > 1:
+            said = [f"rank {n}: {_MEMORY.unpack(row)}" for n, row in enumerate(rows)]
+            raise ConfigError(
+                "memory_every, copies: they are the same on every rank, and here they differ "
+                f"({', '.join(said)})"
+            )
+
+    def _leave_folder(self, clears_memory: bool = False) -> None:
         self._open = False
+        if self._memory is not None:
+            self._memory.close(clears_memory)
+            self._memory = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -163,22 +207,73 @@ class Checkpoints:
             self._refuse_older(step)
             return self._staged(table)
 
+        target = self.folder / step_name(checked_step(step))
+        saving = self._start(
+            step,
+            extra,
+            staged,
+            lambda table: self._write(table, step, target, progress),
+            f"the save of {target}",
+        )
+        if wait:
+            self.finish()
+        return saving
+
+    def copy_to_memory(self, step: int, *, extra: Mapping[str, object] = NOTHING) -> Saving | None:
+        """Copy the state into the hosts' memory, in the background; return None if it is not due.
+
+        Due are the multiples of ``memory_every``, unless another save is in flight. A copy is
+        loaded after a restart of the processes, if it is newer than the checkpoints on disk; it
+        does not count as saved. Its failure is raised as that of a `save`.
+
+        **Cost** as `save`; two such copies in the memory of the host, and of ``copies`` others.
+
+        **Raises** as `save`; CheckpointError on all ranks if the memory is too small.
+        """
+        memory = self._memory
+        if memory is None or checked_step(step) % self._memory_every:
+            return None
+        self._check_open()
+        self.check()
+        if self._saving is not None:
+            return None
+
+        def staged(table: Table) -> Table:
+            self._continue_run()
+            if self._lock is not None:
+                name_holder(self._lock, self.run, self.run)
+            made = self._staged(table)
+            memory.check_room(self._staging.num_bytes)
+            return made
+
+        def write(table: Table) -> Written:
+            with self._tracer.span("save", line="checkpoint"):
+                return memory.write(table, step, self.run)
+
+        return self._start(step, extra, staged, write, f"the copy of step {step} to memory", True)
+
+    def _start(
+        self,
+        step: int,
+        extra: Mapping[str, object],
+        staged: Callable[[Table], Table],
+        write: Callable[[Table], Written],
+        what: str,
+        in_memory: bool = False,
+    ) -> Saving:
+        """Copy the state, and begin to write it in the background."""
         with self._tracer.span("save"):
             self._check_open()
-            target = self.folder / step_name(checked_step(step))
             began_s = time.perf_counter()
             self.finish()
             waited_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
-            with self._tracer.span("save", ""), naming(f"the save of {target}"):
+            with self._tracer.span("save", ""), naming(what):
                 table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
             stall_s = time.perf_counter() - began_s
-            saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
-            saving.start(lambda: self._write(table, step, target, progress))
-            self._saving = saving
-            if wait:
-                self.finish()
-            return saving
+            self._saving = Saving(step, self._staging.num_bytes, waited_s, stall_s, in_memory)
+            self._saving.start(lambda: write(table))
+            return self._saving
 
     def load(
         self,
@@ -207,7 +302,13 @@ class Checkpoints:
             host = Host(self._model)
             how = strict, cast, restore_generators, progress
             request = Request(self._files, host, self._optimizer, extra, *how)
-            loaded = load_from(request, self.folder, only)
+            copies = self._memory.find() if self._memory is not None and step is None else []
+            loaded = load_from(request, self.folder, only, copies)
+            if loaded is not None and self._memory is not None:
+                if loaded.from_memory:  # later saves are of its run, as after a load from disk
+                    path = self.folder / step_name(loaded.step or 0)
+                    self._engine.origin = Origin(path, loaded.step, loaded.run)
+                self._memory.keep_only(loaded.step if loaded.from_memory else None, loaded.run)
         self._unread = None
         on_all_ranks(self._control, self._continue_run)
         return loaded
@@ -247,25 +348,30 @@ class Checkpoints:
         for text in news:
             warnings.warn(text, stacklevel=2)
         saving.raise_once()
+        if saving.in_memory:
+            return
         path = self.folder / step_name(saving.step)
         self._origin = self._engine.origin = Origin(path, saving.step, self.run, is_saved=True)
 
-    def close(self) -> None:
-        """Finish the save in flight and release the folder."""
+    def close(self, *, clears_memory: bool = True) -> None:
+        """Finish the save in flight, release the folder, remove the copies in memory."""
         try:
             self.finish()
+        except BaseException:
+            clears_memory = False
+            raise
         finally:
             if self._saving is not None:
                 self._saving.join()
             self.check_when_asked()
-            self._leave_folder()
+            self._leave_folder(clears_memory)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         with suppress(ShardwiseError) if any(error) else nullcontext():
-            self.close()  # the error that ended the run is raised
+            self.close(clears_memory=not any(error))  # the error that ended the run is raised
 
     def _check_open(self) -> None:
         if not self._open:
@@ -416,11 +522,20 @@ class Saving:
     """A save in the background: how long it stopped training, and whether it is done.
 
     ``stall_s`` is the time of the copy, ``waited_s`` of the wait for the save before it,
-    ``write_s`` of the background's work. The copy takes ``held_bytes`` of memory.
+    ``write_s`` of the background's work. The copy takes ``held_bytes`` of memory. ``in_memory``: it
+    goes to the hosts' memory, and does not count as saved.
     """
 
-    def __init__(self, step: int, held_bytes: int, waited_s: float, stall_s: float) -> None:
+    def __init__(
+        self,
+        step: int,
+        held_bytes: int,
+        waited_s: float,
+        stall_s: float,
+        in_memory: bool = False,
+    ) -> None:
         self.step = step
+        self.in_memory = in_memory
         self.held_bytes = held_bytes
         self.waited_s = waited_s
         self.stall_s = stall_s

@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,19 +133,31 @@ def find_difference(
     found = {entry.name: entry for entry in entries if is_ours(entry.name)}
     expected = {MANIFEST}
     for rank, row in enumerate(ranks):
-        index, names = index_name(rank), [file_name(rank, n) for n in range(row.num_files)]
-        expected |= {index, *names}
-        for name in (index, *names):
-            if name not in found or found[name].kind != "file":
-                return rank, f"{path / name}: it is missing, or no regular file"
-        for text, size, wanted in (
-            (index, found[index].size, row.index_bytes),
-            (", ".join(names), sum(found[n].size for n in names), row.file_bytes),
-        ):
-            if size != wanted:
-                return rank, f"{path / text}: {size} bytes, expected {wanted}"
+        expected |= set(names_of_rank(rank, row))
+        if text := difference_of_rank(path, found, rank, row):
+            return rank, text
     unknown = sorted(set(found) - expected)
     return (0, f"{path / unknown[0]}: the manifest does not name this file") if unknown else None
+
+
+def names_of_rank(rank: int, row: IndexRow) -> list[str]:
+    """Return the names of a rank's files, its index first."""
+    return [index_name(rank), *(file_name(rank, number) for number in range(row.num_files))]
+
+
+def difference_of_rank(path: Path, found: Mapping[str, Entry], rank: int, row: IndexRow) -> str:
+    """Describe which file of a rank is missing or has another size; return "" if none."""
+    index, *names = names_of_rank(rank, row)
+    for name in (index, *names):
+        if name not in found or found[name].kind != "file":
+            return f"{path / name}: it is missing, or no regular file"
+    for text, size, wanted in (
+        (index, found[index].size, row.index_bytes),
+        (", ".join(names), sum(found[n].size for n in names), row.file_bytes),
+    ):
+        if size != wanted:
+            return f"{path / text}: {size} bytes, expected {wanted}"
+    return ""
 
 
 def is_usable(files: Files, folder: Path, step: int) -> bool:
@@ -162,17 +174,18 @@ def is_usable(files: Files, folder: Path, step: int) -> bool:
 # -- the lock of a run
 
 
-def take_lock(files: Files, folder: Path, run: str) -> Lock:
+def take_lock(files: Files, folder: Path, run: str, in_memory: str = "") -> Lock:
     """Make the folder and lock it for this run. **Raises** CheckpointError while another holds it.
 
-    A process that only tests the lock (`lock_holder`) is waited for, a minute at most.
+    ``in_memory`` is the run whose copies in memory count. A process that only tests the lock
+    (`lock_holder`) is waited for, a minute at most.
     """
     files.make_folders(folder)
     path = folder / LOCK
     for _ in range(LOCK_ATTEMPTS):
         lock = files.lock(path)
         if lock is not None:
-            lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "run": run}))
+            name_holder(lock, run, in_memory)
             return lock
         asking = files.lock(path, shared=True)
         if asking is None:
@@ -186,6 +199,21 @@ def take_lock(files: Files, folder: Path, run: str) -> Lock:
         f"{path}: processes that only test this lock (`shardwise ckpt`) have held it for a minute. "
         "One of them may be stopped: end it"
     )
+
+
+def name_holder(lock: Lock, run: str, in_memory: str) -> None:
+    """Write into a lock's file who holds it, and the run whose copies in memory count."""
+    said = {"pid": os.getpid(), "host": socket.gethostname(), "run": run, "in_memory": in_memory}
+    lock.write(json.dumps(said))
+
+
+def run_in_memory(files: Files, folder: Path) -> str:
+    """Return the run whose copies in memory count, as the last holder wrote it; "" if unknown."""
+    try:
+        found = json.loads(read_text(files, folder / LOCK, _LOCK_CHARS))["in_memory"]
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def lock_holder(files: Files, folder: Path) -> str | None:
@@ -260,12 +288,16 @@ def rotate(
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to load: its step, its manifest and the manifest's bytes."""
+    """The checkpoint to load: its step, its manifest and the manifest's bytes.
+
+    ``in_memory`` are the files of a copy in the memory of hosts; None for a checkpoint on disk.
+    """
 
     path: Path
     step: int
     manifest: Manifest
     data: bytes
+    in_memory: Files | None = None
 
 
 def choose(

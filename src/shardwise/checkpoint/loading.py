@@ -52,6 +52,7 @@ class Loaded:
 
     ``skipped`` has the reason for each newer checkpoint that could not be used. Without ``strict``,
     ``missing`` and ``unexpected`` are the names that only the model or the checkpoint has.
+    ``from_memory``: it was a copy in the memory of hosts (`Checkpoints.copy_to_memory`).
     """
 
     path: Path
@@ -63,6 +64,7 @@ class Loaded:
     skipped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    from_memory: bool = False
 
 
 class Host:
@@ -127,32 +129,43 @@ class Request:
 
 
 @collector_paused()
-def load_from(request: Request, folder: Path, only: Path | None = None) -> Loaded | None:
+def load_from(
+    request: Request, folder: Path, only: Path | None = None, copies: Sequence[Chosen] = ()
+) -> Loaded | None:
     """Load the newest checkpoint of a folder that is whole; warn about damaged newer ones.
 
-    With ``only``, that one. Returns None if the folder holds no checkpoint. **Raises**
-    CheckpointError, the same on all ranks, if all are damaged, or if one does not fit the model (an
-    older one would not either). Checkpoints that are removed or replaced while they are read: Note
-    [Beside a running run] in `folder`.
+    With ``only``, that one. ``copies`` in memory, the newest first, are taken before checkpoints on
+    disk of the same step or an older one. Returns None if there is none.
+
+    **Raises** CheckpointError, the same on all ranks, if all are damaged, or if one does not fit
+    the model (an older one would not either). Checkpoints that are removed or replaced while they
+    are read: Note [Beside a running run] in `folder`.
     """
     control, files = request.host.control, request.files
     skipped: dict[int, str] = {}
+    lost: list[str] = []  # copies in memory that are damaged
+    copies = list(copies)
 
     def reasons(above: int) -> tuple[str, ...]:
         return tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
 
     for _ in range(MAX_LOOKS):
         chosen = choose(control, files, folder, skipped, only)
+        if copies and (chosen is None or copies[0].step >= chosen.step):
+            chosen = copies.pop(0)
         if chosen is None:
-            if skipped:
+            if skipped or lost:
                 raise CheckpointError(
-                    f"{folder}: no checkpoint can be used: {'; '.join(reasons(-1))}"
+                    f"{folder}: no checkpoint can be used: {'; '.join((*lost, *reasons(-1)))}"
                 )
             return None
         try:
             loaded, differences = _load(request, chosen, reasons(chosen.step))
         except CheckpointError as error:
-            if has_changed(control, files, chosen):
+            if chosen.in_memory is not None and isinstance(error, DamagedCheckpoint):
+                lost.append(f"a copy in memory is lost, an older state is loaded: {error}")
+                continue
+            if chosen.in_memory is None and has_changed(control, files, chosen):
                 continue
             if only is not None or not isinstance(error, DamagedCheckpoint):
                 raise
@@ -164,6 +177,7 @@ def load_from(request: Request, folder: Path, only: Path | None = None) -> Loade
                 f"a newer checkpoint is damaged and was passed over: {reason}. {name} was loaded"
                 for reason in loaded.skipped
             ]
+            texts += lost
             texts += [f"{name} was loaded in part: {differences}"] if differences else []
             for text in texts:
                 warnings.warn(text, stacklevel=2)
@@ -179,7 +193,8 @@ def _load(request: Request, chosen: Chosen, skipped: tuple[str, ...]) -> tuple[L
     host, path, manifest = request.host, chosen.path, chosen.manifest
     control, engine = host.control, host.engine
     # A rank beyond those that saved takes the own state of one of them.
-    checkpoint = Checkpoint(request.files, path, manifest, host.rank % manifest.num_ranks)
+    files = chosen.in_memory or request.files
+    checkpoint = Checkpoint(files, path, manifest, host.rank % manifest.num_ranks)
     begun: Restore | None = None
 
     def read(plan: Restore) -> None:
@@ -233,6 +248,7 @@ def _load(request: Request, chosen: Chosen, skipped: tuple[str, ...]) -> tuple[L
         skipped,
         tuple(plan.missing),
         tuple(plan.unexpected),
+        chosen.in_memory is not None,
     )
     return loaded, plan.differences()
 

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 4
 _ROW = Struct(f"<3Q{DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
+ROW_BYTES = _ROW.size
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
 
@@ -140,7 +141,7 @@ def write_checkpoint(
         try:
             folder = temporary(target, rows_of_all_ranks(control, begin, NONCE_BYTES)[0])
             rows = rows_of_all_ranks(
-                control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
+                control, lambda: write_rank(files, folder, manifest, part, progress), ROW_BYTES
             )
         except CollectiveError:
             raise  # the others may still be writing; the next save or run removes the leftovers
@@ -205,7 +206,7 @@ def write_rank(
             values=dict(part.values),
         )
     )
-    _write_small(files, folder / index_name(part.rank), index)
+    write_small(files, folder / index_name(part.rank), index)
     total = sum(row.num_bytes for row in file_rows)
     return _ROW.pack(len(index), len(file_rows), total, bytes.fromhex(digest_of(index)))
 
@@ -274,7 +275,8 @@ class _Batch:
         self._buffers, self._num_bytes = [], 0
 
 
-def _write_small(files: Files, path: Path, data: bytes) -> None:
+def write_small(files: Files, path: Path, data: bytes) -> None:
+    """Write a manifest or an index, synced."""
     with _new_file(files, path, len(data)) as writer:
         writer.write([memoryview(data)])
 
@@ -330,7 +332,7 @@ def _commit(
                 f"what the ranks wrote is not all there ({difference[1]}). Does every machine see "
                 "the same folder? A checkpoint goes to a file system that all ranks share"
             )
-        _write_small(files, folder / MANIFEST, seal(manifest))
+        write_small(files, folder / MANIFEST, seal(manifest))
         files.sync_folder(folder)
         replaces = replace and any(e.name == target.name for e in files.list(target.parent))
         _give_name(files, folder, target, replaces)

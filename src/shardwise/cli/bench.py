@@ -56,7 +56,11 @@ def bench(
             raise ConfigError(f"--output: there is no folder {folder}")
         if not os.access(folder, os.W_OK):
             raise ConfigError(f"--output: the folder {folder} is not writable")
-        num_ranks = ranks or _num_devices() if place is None else 1
+        num_ranks = 1 if place is not None else ranks
+        if num_ranks is None:
+            import torch
+
+            num_ranks = torch.accelerator.device_count() or os.cpu_count() or 1
         if num_ranks > 1:
             return launch_local_ranks(["bench", *context.meta["arguments"]], num_ranks)
         found = _measured(place or RankPlace(0, 1, 0, 1), threads, folder, quick)
@@ -71,12 +75,6 @@ def bench(
             if not as_json:
                 terminal.say(f"wrote {output}: `shardwise plan --calibration {output}`\n")
     return 0
-
-
-def _num_devices() -> int:
-    import torch
-
-    return torch.accelerator.device_count() or os.cpu_count() or 1
 
 
 def _measured(

@@ -172,7 +172,11 @@ def export(
         raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")
     if config_from is not None and not config_from.is_dir():
         raise ConfigError(f"--config-from {config_from}: there is no such folder")
-    max_bytes = _parse_size(max_shard_size or "5GB")
+    try:
+        max_bytes = parse_size(max_shard_size or "5GB")
+    except ValueError:
+        why = "expected a size such as 5GB or 512MiB"
+        raise ConfigError(f"--max-shard-size {max_shard_size!r}: {why}") from None
     with closing(_open(path, step)) as checkpoint:
         if to is _To.hf:
             _export_weights(checkpoint, target, max_bytes, dtype, config_from)
@@ -267,15 +271,6 @@ def _export_weights(
         _say("it has no config.json: put the model's beside it, or give --config-from")
     if checkpoint.tied:
         _say(f"left out, as they share a tensor that is there: {', '.join(checkpoint.tied)}")
-
-
-def _parse_size(text: str) -> int:
-    """Read a size such as 5GB, 512MiB or 1000000."""
-    try:
-        return parse_size(text)
-    except ValueError:
-        why = "expected a size such as 5GB or 512MiB"
-        raise ConfigError(f"--max-shard-size {text!r}: {why}") from None
 
 
 def _say(text: str) -> None:

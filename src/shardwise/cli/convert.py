@@ -79,7 +79,14 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
         to = Form.SHARDWISE
     if to is form:
         raise ConfigError(f"{file}: it is of the form {to.value} already")
-    keys, report = _read(file, form, ranks)
+    if form is Form.ACCELERATE:
+        keys, report = read_accelerate_keys(file, ranks)
+    elif form is Form.DEEPSPEED:
+        keys, report = read_train_keys(file, {}, {}, ranks)
+    else:
+        keys, report = read_keys(file), Report(str(file), ())
+    if form is not Form.ACCELERATE and ranks is not None:
+        keys = {**keys, "ranks": ranks}
     config = check_keys(TrainConfig, keys, {}, file, "train")
     if config.ranks is not None:
         config = resolve_batch(config, config.ranks)
@@ -124,16 +131,6 @@ def _form_of(file: Path) -> Form:
     if file.suffix == ".json":  # decides a tie
         known = {Form.DEEPSPEED: known.pop(Form.DEEPSPEED), **known}
     return max(known, key=lambda form: len(known[form] & content.keys()))
-
-
-def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, object], Report]:
-    if form is Form.ACCELERATE:
-        return read_accelerate_keys(file, ranks)
-    if form is Form.DEEPSPEED:
-        keys, report = read_train_keys(file, {}, {}, ranks)
-    else:
-        keys, report = read_keys(file), Report(str(file), ())
-    return (keys if ranks is None else {**keys, "ranks": ranks}), report
 
 
 def show_report(report: Report, to_stderr: bool = False) -> None:

@@ -56,9 +56,9 @@ def is_gone(files: Files, path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as the quick check finds it, as JSON has it; ``damage`` is None without damage.
+    """A checkpoint as the quick check finds it, as JSON has it; without damage, that is None.
 
-    What the manifest tells is None if it cannot be read.
+    If the manifest cannot be read, its values are None.
     """
 
     path: str
@@ -73,7 +73,7 @@ class Saved:
 
 
 def look_at(files: Files, path: Path) -> tuple[Saved, Manifest | None]:
-    """Check a checkpoint quickly; return what was found, and its manifest if that can be read."""
+    """Check a checkpoint quickly; return its facts, and its manifest if that can be read."""
     manifest, damage = None, None
     try:
         manifest = check_quickly(files, path)[0]

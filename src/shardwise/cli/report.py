@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -63,7 +62,9 @@ def report(
     records = [read_run(path, newest=trace_steps if trace else 2) for path in runs]
     check_target("output", page)
     check_target("trace", trace)
-    names = _names(runs)
+    # Names that tell runs apart: their last parts, else their paths.
+    names = [folder_of(path).resolve().parent.name for path in runs]
+    names = names if len(set(names)) == len(names) else [str(path) for path in runs]
     shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
     _write("output", page, report_html(shown))
     if trace is not None:
@@ -75,12 +76,6 @@ def _write(flag: str, path: Path, text: str) -> None:
     write_file(flag, path, text)
     opens = ": open it in Perfetto (ui.perfetto.dev)" if flag == "trace" else ""
     terminal.say(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
-
-
-def _names(runs: Sequence[Path]) -> list[str]:
-    """Return names that tell runs apart: their last parts, else their paths."""
-    names = [folder_of(path).resolve().parent.name for path in runs]
-    return names if len(set(names)) == len(names) else [str(path) for path in runs]
 
 
 def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -> ShownRun:

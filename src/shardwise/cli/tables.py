@@ -5,7 +5,6 @@ Text from a file is made printable first, as a name in a checkpoint must not con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.facts import KINDS, CheckpointFacts, RunFacts, Saved, TensorFacts
+from shardwise.cli.facts import KINDS, CheckpointFacts, RunFacts, Saved
 from shardwise.quantities import format_bytes, format_count
 from shardwise.terminal import printable
 
@@ -107,7 +106,16 @@ def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: boo
     versions = f"shardwise {manifest.shardwise}, torch {manifest.torch}"
     _line(console, "saved", f"{_time(saved)}, {versions}")
     _line(console, "ranks", f"{_ranks(saved)}, stage {manifest.stage}")
-    _show_sizes(console, facts)
+    table = make_table("kind", ">tensors", ">elements", ">bytes")
+    sizes, whole = facts.sizes(), saved.num_bytes or 0
+    for kind, (num, numel, num_bytes) in sizes.items():
+        if num:
+            table.add_row(KINDS[kind], f"{num:,}", format_count(numel), format_bytes(num_bytes))
+    rest = whole - sum(num_bytes for *_, num_bytes in sizes.values())
+    table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
+    table.add_section()
+    table.add_row("on disk", "", "", format_bytes(whole))
+    print_table(console, table)
     if manifest.tied:
         shown = [f"{a} = {b}" for a, b in manifest.tied.items()]
         more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
@@ -120,7 +128,15 @@ def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: boo
         values = ", ".join(f"{key} {_value(value)}" for key, value in is_set.items())
         _line(console, "", f"{count:,} parameter{'s' if count != 1 else ''}: {values}")
     if lists_tensors:
-        _show_tensors(console, facts.tensors)
+        table = make_table("~tensor", "!kind", ">shape", "!dtype", ">!bytes", "!cut")
+        for each in facts.tensors:
+            name = f"{each.name}  {each.state}" if each.state else each.name
+            shape = " x ".join(map(str, each.shape)) or "scalar"
+            cut = f"{each.layout}, {each.num_parts}" + " ranks" * (each.layout == "own")
+            cut = "whole" if each.layout == "whole" else cut
+            size = format_bytes(each.num_bytes)
+            table.add_row(Text(printable(name)), each.kind, shape, each.dtype, size, cut)
+        print_table(console, table)
     if saved.damage:
         _line(console, "DAMAGED", saved.damage.replace(f"{saved.path}/", ""), "bold red")
     else:
@@ -155,35 +171,6 @@ def _ranks(saved: Saved) -> str:
     if (saved.num_meshes or 1) > 1:
         return f"{num} in {saved.num_meshes} meshes"
     return f"{shards}" if replicas == 1 else f"{num} = {shards} x {replicas}"
-
-
-def _show_sizes(console: Console, facts: CheckpointFacts) -> None:
-    table = make_table("kind", ">tensors", ">elements", ">bytes")
-    sizes, whole = facts.sizes(), facts.saved.num_bytes or 0
-    for kind, (num, numel, num_bytes) in sizes.items():
-        if num:
-            table.add_row(KINDS[kind], f"{num:,}", format_count(numel), format_bytes(num_bytes))
-    rest = whole - sum(num_bytes for *_, num_bytes in sizes.values())
-    table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
-    table.add_section()
-    table.add_row("on disk", "", "", format_bytes(whole))
-    print_table(console, table)
-
-
-def _show_tensors(console: Console, tensors: Sequence[TensorFacts]) -> None:
-    table = make_table("~tensor", "!kind", ">shape", "!dtype", ">!bytes", "!cut")
-    for each in tensors:
-        name = f"{each.name}  {each.state}" if each.state else each.name
-        cut = {"whole": "whole", "own": f"own, {each.num_parts} ranks"}.get(each.layout)
-        table.add_row(
-            Text(printable(name)),
-            each.kind,
-            " x ".join(map(str, each.shape)) or "scalar",
-            each.dtype,
-            format_bytes(each.num_bytes),
-            cut or f"{each.layout}, {each.num_parts}",
-        )
-    print_table(console, table)
 
 
 def _value(value: object) -> str:

@@ -106,7 +106,9 @@ def view(run: RunRecord, width: int) -> RenderableType:
         said.append(f"  {printable(run.ending)}", "bold")
     findings = _findings(run)
     left: list[RenderableType] = [_figures(run), *_curves(run)]
-    right: list[RenderableType] = [_phases(run), *_memory(run)]
+    phases = [(name, s, f"{s:.3g}") for name, s in phase_seconds(run.steps).items()]
+    right: list[RenderableType] = [_shares("where a step's time goes", "seconds", phases)]
+    right += _memory(run)
     if width < _TWO_COLUMNS:
         return Group(head, said, *findings, *left, *right)
     columns = Table.grid(padding=(0, 4))
@@ -160,12 +162,6 @@ def sparkline(values: Sequence[float]) -> str:
     low, reach = min(values, default=0.0), max(values, default=0.0) - min(values, default=0.0)
     heights = ((value - low) / (reach or 1.0) * (len(_BARS) - 1) for value in values)
     return "".join(_BARS[round(height)] for height in heights)
-
-
-def _phases(run: RunRecord) -> Table:
-    phases = phase_seconds(run.steps)
-    rows = [(name, seconds, f"{seconds:.3g}") for name, seconds in phases.items()]
-    return _shares("where a step's time goes", "seconds", rows)
 
 
 def _memory(run: RunRecord) -> list[Table]:

@@ -18,7 +18,13 @@ from shardwise.interop.foreign_settings import read_train_keys, tell_sources
 from shardwise.keys import flag_of, key, read_keys, shown
 from shardwise.train.checks import check_output, check_run, resolve_batch
 from shardwise.train.config import TrainConfig, load_config
-from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
+from shardwise.train.launch import (
+    INTERRUPTED,
+    OWN_STORE,
+    RankPlace,
+    StopRequest,
+    launch_local_ranks,
+)
 
 _MOST_RANKS = 10**8
 
@@ -40,9 +46,8 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
     step.
     """
     place = read_place(os.environ)
-    # A rank listens before it imports torch: see Note [Ending on a signal].
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
-    stop = StopRequest.installed(has_launcher) if place is not None else None
+    stop = StopRequest.of_process(has_launcher) if place is not None else None
     try:
         with told_by_one_rank(place):
             config, report = read_run(file, flags, place)
@@ -53,8 +58,11 @@ def train(context: typer.Context, file: Path | None, flags: dict[str, object]) -
                 check_run(config, num_ranks)
                 check_output(config)
                 if num_ranks > 1:
-                    return launch_local_ranks(["train", *context.meta["arguments"]], num_ranks)
-            return _train(config, place or RankPlace(0, 1, 0, 1), stop or StopRequest.installed())
+                    if config.restarts:
+                        os.environ[OWN_STORE] = "1"
+                    arguments = ["train", *context.meta["arguments"]]
+                    return launch_local_ranks(arguments, num_ranks, config.restarts)
+            return _train(config, place or RankPlace(0, 1, 0, 1), stop or StopRequest.of_process())
     except KeyboardInterrupt:
         terminal.say("stopped before the first step, as asked\n")
         return INTERRUPTED
@@ -69,7 +77,13 @@ def told_by_one_rank(place: RankPlace | None) -> Iterator[None]:
     try:
         yield
     except ShardwiseError as error:
-        is_same = _is_same_on_all_ranks(error)
+        is_same = isinstance(error, ConfigError)
+        if not is_same:  # with torch
+            from shardwise.train.loop import NonFiniteLossError
+            from shardwise.train.replay import ReplayError
+
+            same = CheckpointError, ReplicaError, ReplayError, NonFiniteLossError
+            is_same = isinstance(error, same)
         if place is None or (is_same and place.rank == 0):
             raise
         if not is_same:
@@ -78,7 +92,10 @@ def told_by_one_rank(place: RankPlace | None) -> Iterator[None]:
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank that torchrun, or our launcher, gave this process, or None."""
+    """Return the rank that torchrun, or our launcher, gave this process, or None.
+
+    **Raises** ConfigError for a number that is none, and for restarts that would hang.
+    """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
 
@@ -90,6 +107,12 @@ def read_place(environment: Mapping[str, str]) -> RankPlace | None:
             )
         return int(text)
 
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            f"torchrun --max-restarts needs {OWN_STORE}=1 in its environment: ranks that are "
+            "started again would find addresses of those before in its store, and hang"
+        )
     world_size = read("WORLD_SIZE", 1, _MOST_RANKS)
     rank = read("RANK", 0, world_size - 1)
     local_size = read("LOCAL_WORLD_SIZE", world_size, world_size)
@@ -136,14 +159,3 @@ def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
     reason = "the launcher is gone" if stop.is_orphan else "as asked"
     say(f"stopped after step {result.steps}, {reason}{hint}")
     return INTERRUPTED
-
-
-def _is_same_on_all_ranks(error: ShardwiseError) -> bool:
-    """Tell whether all ranks raise the same error, so that one prints it."""
-    if isinstance(error, ConfigError):
-        return True
-    from shardwise.train.loop import NonFiniteLossError
-    from shardwise.train.replay import ReplayError
-
-    same = CheckpointError, ReplicaError, ReplayError, NonFiniteLossError
-    return isinstance(error, same)

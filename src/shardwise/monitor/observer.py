@@ -38,7 +38,7 @@ from shardwise.monitor.record import (
     Save,
     StepLine,
     keys_of,
-    remove_other_ranks,
+    rank_files,
     write_facts,
 )
 from shardwise.monitor.run_facts import facts_of
@@ -109,7 +109,9 @@ def observe(
         own_path = folder / FOLDER / f"rank-{rank}.jsonl" if folder is not None else None
         if shared is not None:
             write_facts(shared, facts)
-            remove_other_ranks(shared, facts.num_ranks)
+            for other, path in rank_files(shared):  # of an earlier run
+                if other >= facts.num_ranks:
+                    path.unlink()
         steps = JsonLines(shared and shared / "steps.jsonl", done)
         own = JsonLines(own_path if rank < _MAX_RANKS_WITH_LINES else None, done)
         own.write(**keys_of(Begin(done + 1, own_process())))
@@ -257,14 +259,11 @@ class Observation:
         (self._values if last is None else last.values).update(told)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._gradients.look(self._parts.units, optimizer, self._logged_bad)
+        last = {} if self._last_step is None else self._last_step.values
+        has_bad = not all(map(math.isfinite, (*last.values(), *self._values.values())))
+        self._gradients.look(self._parts.units, optimizer, has_bad)
         self._lost_updates.look(optimizer)
         self._recorder.enter(MAIN, "step", "")
-
-    @property
-    def _logged_bad(self) -> bool:
-        last = {} if self._last_step is None else self._last_step.values
-        return not all(map(math.isfinite, (*last.values(), *self._values.values())))
 
     def _after_step(self, is_last: bool) -> None:
         self._recorder.leave(MAIN, "step", "")
@@ -278,7 +277,11 @@ class Observation:
         recorded = self._recorder.cut(times_device=times)
         lost, worst = self._lost_updates.take(self._step)
         bad = self._gradients.take(number)
-        figures = {**self._figures(), **lost}
+        before, self._num_passes = self._num_passes, _num_passes(self._parts)
+        begun, reduced = (now - was for now, was in zip(self._num_passes, before, strict=True))
+        # `fully_shard` does not see that gradients are dropped, so there all passes count.
+        skipped = max((begun or reduced) - 1, 0)
+        figures = {IN_HALF: float(self._recorder.in_half), SKIPPED_STEPS: skipped, **lost}
         if bad is not None:
             figures[BAD_GRADIENTS] = float(len(bad))
         own_lines: list[RankLine] = [*worst, *self._memory.take(self._step)]
@@ -295,15 +298,6 @@ class Observation:
         over, self._last_step = self._last_step, None
         if over is not None:
             self._gatherer.take(over)
-
-    def _figures(self) -> dict[str, float]:
-        before, self._num_passes = self._num_passes, _num_passes(self._parts)
-        begun, reduced = (now - was for now, was in zip(self._num_passes, before, strict=True))
-        return {
-            IN_HALF: float(self._recorder.in_half),
-            # `fully_shard` does not see that gradients are dropped, so there all passes count.
-            SKIPPED_STEPS: max((begun or reduced) - 1, 0),
-        }
 
     def _look_at_error(self, error: BaseException, phase: str, unit: str) -> None:
         report = self._memory.explain(error, self._step + 1, phase, unit)

@@ -76,6 +76,9 @@ def report_html(runs: Sequence[ShownRun]) -> str:
 def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> str:
     figures = [figures_of(run.record.steps) for run in runs]
     told = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
+    times = [charts.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
+    title = "Where a step's time goes, median over the ranks"
+    time_svg = charts.bars_chart(title, times, lambda s: f"{s:.3g} s a step")
     pictures = []
     for title, each, from_zero in curves:
         thin = [replace(c, points=svg.thin(c.points, _COLUMNS // divisor)) for c in each]
@@ -87,7 +90,7 @@ def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> 
         parts=[_part(run, divisor) for run in runs],
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
         curves=pictures,
-        time_svg=_time(runs),
+        time_svg=time_svg if any(row.parts for row in times) else "",
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
         change=_change,
@@ -124,13 +127,6 @@ def _curves(runs: Sequence[ShownRun]) -> list[_Curves]:
         if any(len({(p.low, p.high) for p in curve.points}) > 1 for curve in curves):
             found.append((shown.title, curves, True))
     return found
-
-
-def _time(runs: Sequence[ShownRun]) -> str:
-    rows = [charts.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
-    title = "Where a step's time goes, median over the ranks"
-    has_times = any(row.parts for row in rows)
-    return charts.bars_chart(title, rows, lambda s: f"{s:.3g} s a step") if has_times else ""
 
 
 def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
@@ -200,7 +196,14 @@ def _timeline(run: ShownRun, divisor: int) -> str:
     most_ranks = max(len(ranks) for ranks in by_step.values())
     step = max(step for step, ranks in by_step.items() if len(ranks) == most_ranks)
     found = by_step[step]
-    shown = _ranks_to_show(found, max(1, _RANKS_IN_TIMELINE // divisor))
+    # The first rank and those that wait least and most: a slow rank waits least.
+    waits = {
+        rank: sum(s[4] for s in line.spans if s[1].startswith(("wait_", "exchange")))
+        for rank, line in found.items()
+    }
+    by_waiting = sorted(found, key=waits.__getitem__)
+    order = dict.fromkeys([by_waiting[0], min(found), by_waiting[-1], *by_waiting])
+    shown = sorted(list(order)[: max(1, _RANKS_IN_TIMELINE // divisor)])
     groups = []
     for rank in shown:
         rows: dict[str, list[charts.Span]] = {}
@@ -212,17 +215,6 @@ def _timeline(run: ShownRun, divisor: int) -> str:
     return charts.timeline_chart(
         title, groups, 1e3 * seconds, described=said, most=_BARS // divisor
     )
-
-
-def _ranks_to_show(found: Mapping[int, Timeline], most: int) -> list[int]:
-    """Return the first rank and those that wait least and most: a slow rank waits least."""
-
-    def waits(rank: int) -> float:
-        return sum(s[4] for s in found[rank].spans if s[1].startswith(("wait_", "exchange")))
-
-    by_waiting = sorted(found, key=waits)
-    order = [by_waiting[0], min(found), by_waiting[-1], *by_waiting]
-    return sorted(list(dict.fromkeys(order))[:most])
 
 
 def _render(template: str, **values: object) -> str:

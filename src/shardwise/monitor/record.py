@@ -168,7 +168,7 @@ class Memory:
     units: Mapping[Name, Mapping[Name, Kinds]]  # by place: device, host, files
 
     def __post_init__(self) -> None:
-        """Check that there is a moment ``peak``, and units on the device."""
+        """Check the index ``peak``, and that units are on the device."""
         if self.peak >= len(self.moments):
             raise ValueError(f"expected peak to be one of {len(self.moments)} moments")
         if "device" not in self.units:
@@ -325,13 +325,6 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
     made = folder / "run.json.new"
     made.write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
     made.replace(folder / "run.json")
-
-
-def remove_other_ranks(folder: Path, num_ranks: int) -> None:
-    """Remove the lines of an earlier run's ranks beyond those of this one."""
-    for rank, path in rank_files(folder):
-        if rank >= num_ranks:
-            path.unlink()
 
 
 def read_run(path: str | Path, newest: int | None = None) -> RunRecord:

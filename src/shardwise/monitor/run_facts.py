@@ -14,7 +14,6 @@ from torch import nn
 from shardwise.device import memory_figures, name_of
 from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
-from shardwise.mesh import Axis
 from shardwise.monitor.describe import describe
 from shardwise.monitor.record import RunFacts
 from shardwise.plan.machine.hardware import find_accelerator
@@ -45,6 +44,9 @@ def facts_of(
     if flops is None:
         flops = _flops_per_token(parts.units, _experts_of_a_token(modules_of(model)))
     dtypes = {str(s.compute_dtype).removeprefix("torch.") for u in parts.units for s in u.storages}
+    axes = [*parts.comm.axes.all]  # that parameters are cut over or copied along
+    axes += [axis for u in parts.units for p in u.params for axis in p.cut.own_axes]
+    axes += [stages for each in parts.comms if (stages := each.axes.stages) is not None]
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     peak_flops = None  # of a device that is not in the catalogue, and for mixed dtypes
     if device.type != "cpu" and len(dtypes) == 1:
@@ -52,7 +54,7 @@ def facts_of(
             peak_flops = find_accelerator(name_of(device)).peak_flops(*dtypes)
     return RunFacts(
         stage=config.stage.number,
-        degrees=degrees_of(parts),
+        degrees={axis.name: axis.size for axis in axes},
         num_ranks=len(hosts),
         device=name_of(device),
         device_bytes=memory_figures(device).capacity_bytes,
@@ -76,14 +78,6 @@ def facts_of(
         unsharded_bytes=sum(p.nbytes for p in held if owner_of(p) is None),
         reduces_units_alone=any(unit.settings.stands_while_full for unit in parts.units),
     )
-
-
-def degrees_of(parts: Parts) -> dict[str, int]:
-    """Return the size of each axis that parameters are cut over or copied along, by name."""
-    axes: list[Axis] = [*parts.comm.axes.all]
-    axes += [axis for u in parts.units for p in u.params for axis in p.cut.own_axes]
-    axes += [stages for each in parts.comms if (stages := each.axes.stages) is not None]
-    return {axis.name: axis.size for axis in axes}
 
 
 def _experts_of_a_token(modules: Sequence[nn.Module]) -> dict[nn.Module, int]:

@@ -7,7 +7,7 @@ without gaps and begin at the same moment on all ranks; a line "steps" names the
 of a simulated step's trace, so that the two can be compared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shardwise.errors import ConfigError
 from shardwise.monitor.record import RunRecord, Timeline
@@ -37,7 +37,18 @@ def recorded_trace(record: RunRecord) -> dict[str, object]:
     for rank in dict.fromkeys(rank for rank, _ in timelines):
         trace.name_process(rank, f"rank {rank}", rank, names)
     for rank, line in timelines:
-        _add_step(trace, rank, line, begins[line.step], threads)
+        step, begin = line.step, begins[line.step]
+        end = begin + _ticks(1e3 * line.seconds)
+        trace.add_span(f"step {step}", "step", (rank, _STEPS, begin), end, {"step": step})
+        free: dict[str, int] = {}
+        for name, phase, unit, begin_ms, length_ms, num_bytes in line.spans:
+            start = max(_ticks(begin_ms), free.get(name, 0))  # so that none overlaps by rounding
+            free[name] = max(_ticks(begin_ms + length_ms), start)
+            args = {"unit": name_of_unit(unit), "step": step, "phase": phase}
+            args |= {"bytes": num_bytes} if num_bytes else {}
+            label = phase if phase in _UNLABELLED else f"shardwise.{phase}({name_of_unit(unit)})"
+            place = (rank, threads[name], begin + start)
+            trace.add_span(label, phase, place, begin + free[name], args)
     return trace.to_json(
         source="shardwise report",
         run=str(record.path),
@@ -62,20 +73,3 @@ def _begins(timelines: Sequence[tuple[int, Timeline]]) -> dict[int, int]:
 
 def _ticks(ms: float) -> int:
     return round(ms * _TICKS_PER_MS)
-
-
-def _add_step(
-    trace: ChromeTrace, rank: int, line: Timeline, begin: int, threads: Mapping[str, int]
-) -> None:
-    step, end = line.step, begin + _ticks(1e3 * line.seconds)
-    trace.add_span(f"step {step}", "step", (rank, _STEPS, begin), end, {"step": step})
-    free: dict[str, int] = {}
-    for name, phase, unit, begin_ms, length_ms, num_bytes in line.spans:
-        start = max(_ticks(begin_ms), free.get(name, 0))  # so that none overlaps by rounding
-        free[name] = max(_ticks(begin_ms + length_ms), start)
-        args = {"unit": name_of_unit(unit), "step": step, "phase": phase}
-        if num_bytes:
-            args["bytes"] = num_bytes
-        label = phase if phase in _UNLABELLED else f"shardwise.{phase}({name_of_unit(unit)})"
-        place = (rank, threads[name], begin + start)
-        trace.add_span(label, phase, place, begin + free[name], args)

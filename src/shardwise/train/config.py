@@ -145,6 +145,16 @@ class TrainConfig(StepKeys):
     save_in_background: bool = key(
         True, "Checkpoints", "write checkpoints behind the steps that follow"
     )
+    memory_every: int = key(
+        0,
+        "Checkpoints",
+        "steps between copies of the state in the hosts' memory, which outlive the processes; 0: "
+        "none",
+        ge=0,
+    )
+    restarts: int = key(
+        0, "Checkpoints", "how often ranks that have died are started again, by `ranks`", ge=0
+    )
     check_gradients: bool = key(
         False,
         "Checkpoints",
@@ -234,6 +244,10 @@ class TrainConfig(StepKeys):
             (
                 self.keep_every and not self.keep_last,
                 "keep_every: expected keep_last beside it; without it all are kept",
+            ),
+            (
+                self.restarts and self.resume != "auto",
+                f"restarts: expected resume auto beside it, got {self.resume}",
             ),
         ):
             if is_wrong:

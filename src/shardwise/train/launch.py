@@ -7,9 +7,14 @@ rank, waits for them up to `shutdown_timeout`, and raises. A rank only notes the
 (`StopRequest`). At the end of the step the ranks sum their notes, so all stop after the same step.
 The agent's log lines and traceback are silenced, as a rank that failed has reported on stderr.
 
+Until its first step a rank ends at once. It may be inside a call that opens connections, which no
+handler of Python interrupts: if another rank dies then, the agent ends all ranks to start them
+again, and would wait for this one until it kills it.
+
 If the launcher is killed with SIGKILL, its ranks get no signal. They see that their parent has
-changed and end in the same way, with the usual last checkpoint. Otherwise they would train on
-unseen and lock the folder of the run. A rank without an agent may outlive its shell.
+changed and end in the same way, with the usual last checkpoint; before the first step the system
+ends them. Otherwise they would train on unseen and lock the folder of the run. A rank without an
+agent may outlive its shell.
 """
 
 import logging
@@ -18,14 +23,18 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Self
 
 from shardwise import terminal
+from shardwise.processes import end_with_parent
 
 INTERRUPTED = 130
+# By default the agent gives ranks that it has started again the store of those before, with their
+# addresses: they wait for processes that are gone (pytorch#135712, torch 2.5 to 2.13 and later).
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SHUTDOWN_TIMEOUT_S = 120
 
 
@@ -48,14 +57,30 @@ class StopRequest:
     def __init__(self, parent: int | None = None) -> None:
         self._parent = parent
         self._noted = False
+        self._may_listen = False
 
     @classmethod
-    def installed(cls, has_launcher: bool = False) -> Self:
-        """Install the signal handlers; call on the main thread."""
+    def of_process(cls, has_launcher: bool = False) -> Self:
+        """Make that of this process, on the main thread; see Note [Ending on a signal].
+
+        Until `listen`, a rank with a launcher ends at once on a signal, and with the launcher.
+        """
         request = cls(os.getppid() if has_launcher else None)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, request._note)
+        request._may_listen = True
+        if has_launcher:
+            request._handle(signal.SIG_DFL)
+            end_with_parent(signal.SIGTERM)
         return request
+
+    def listen(self) -> None:
+        """Note signals from now on: the first step begins."""
+        if self._may_listen:
+            self._handle(self._note)
+            end_with_parent(None)
+
+    def _handle(self, how: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, how)
 
     @property
     def is_orphan(self) -> bool:
@@ -71,8 +96,11 @@ class StopRequest:
         self._noted = True
 
 
-def launch_local_ranks(arguments: Sequence[str], num_ranks: int) -> int:
+def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:
     """Run `python -m shardwise <arguments>` as local ranks and wait for them.
+
+    If one dies, all are ended and started again, ``max_restarts`` times. That needs `OWN_STORE`=1
+    in the environment.
 
     Return the exit code: 0, INTERRUPTED after a signal, or that of the first rank that failed.
     """
@@ -93,7 +121,7 @@ def launch_local_ranks(arguments: Sequence[str], num_ranks: int) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=log_folder),
             shutdown_timeout=_SHUTDOWN_TIMEOUT_S,

@@ -118,6 +118,7 @@ def train_prepared(
             ):
                 if loaded is not None:
                     metrics.write(**loaded._asdict())
+                stop.listen()
                 for step in range(done + 1, config.steps + 1):
                     _take_step(run, step, stop, metrics, advance, saves, result, observation)
                     if result.stopped:

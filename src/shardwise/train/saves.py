@@ -99,6 +99,7 @@ class RunCheckpoints:
         engine, folder = engine_of(run.model), checkpoints_path(config)
         # If the folder exists, another run may write there, which its lock shows.
         asked = config.save_every > 0 or config.resume != "never" or folder.exists()
+        asked |= config.memory_every > 0
         if engine.everyone.broadcast(bytes([asked])) != b"\0":
             self._keeper = Checkpoints(
                 folder,
@@ -106,6 +107,7 @@ class RunCheckpoints:
                 run.optimizer,
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
+                memory_every=config.memory_every or None,
             )
             self._keeper.check_when_asked()
 
@@ -144,7 +146,8 @@ class RunCheckpoints:
         if loaded.step is None:
             raise CheckpointError(f"{loaded.path}: it does not say of which step it is")
         lines = find_changes(saved, self._settings, loaded.num_ranks_saved, run.place.world_size)
-        say(f"going on from step {loaded.step} ({loaded.path})")
+        where = "a copy in memory" if loaded.from_memory else loaded.path
+        say(f"going on from step {loaded.step} ({where})")
         for line in lines:
             say(f"changed since then: {line}")
         return Resumed(loaded.step, load_s, loaded.num_bytes, loaded.num_bytes / load_s)
@@ -155,21 +158,29 @@ class RunCheckpoints:
         return self._saving is not None and self._saving.failed
 
     def after_step(self, step: int, is_last: bool, metrics: JsonLines) -> None:
-        """Save if the step is due; write the metrics of a save that has ended.
+        """Save, or copy to memory, if the step is due; write the metrics of what has ended.
 
         **Raises** CheckpointError on all ranks if a save failed.
         """
         keeper, every = self._keeper, self._run.config.save_every
         if not self.failed:
             self._report(metrics)
-        if keeper is None or not every:
+        memory_every = self._run.config.memory_every
+        if keeper is None or not (every or memory_every):
             return
         if not self._reserved and self._run.optimizer.state:
             self.finish(metrics)
             keeper.reserve()
             self._reserved = True
-        if step % every == 0 or is_last:
+        if every and (step % every == 0 or is_last):
             self._save(keeper, step, metrics)
+        elif memory_every and not is_last:
+            started_s = time.perf_counter()
+            saving = keeper.copy_to_memory(step, extra=self._extra)
+            if saving is not None:
+                self._report(metrics)
+                self._saving = saving
+                self.stall_s += time.perf_counter() - started_s
 
     def finish(self, metrics: JsonLines) -> None:
         """Wait for the save in flight, and write its metrics.
@@ -180,15 +191,17 @@ class RunCheckpoints:
             self._keeper.finish()
             self._report(metrics)
 
+    @property
+    def _extra(self) -> dict[str, object]:
+        return {"settings": self._settings, "scaler": self._run.scaler}
+
     def _save(self, keeper: Checkpoints, step: int, metrics: JsonLines) -> None:
         started_s = time.perf_counter()
         self.finish(metrics)
         self._waited_s = time.perf_counter() - started_s
-        run = self._run
-        extra = {"settings": self._settings, "scaler": run.scaler}
-        wait = not run.config.save_in_background
+        wait = not self._run.config.save_in_background
         started_s = time.perf_counter()
-        self._saving = keeper.save(step, extra=extra, wait=wait)
+        self._saving = keeper.save(step, extra=self._extra, wait=wait)
         self.stall_s += time.perf_counter() - started_s
         if wait:
             self._report(metrics)
@@ -199,6 +212,11 @@ class RunCheckpoints:
             return
         self._saving = None
         written = saving.wait()
+        if saving.in_memory:
+            metrics.write(
+                step=saving.step, memory_stall_s=saving.stall_s, memory_copy_s=saving.write_s
+            )
+            return
         self.saved_step = saving.step
         metrics.write(
             step=saving.step,

@@ -121,6 +121,7 @@ class Unit:
         self.home = home
         self.params: list[ShardedParam] = []
         self.storages: list[Storage] = []
+        self.full_bytes = 0  # of the full copy
         self.gather = gather or Gather()
         self.grads = Gradients(name, sums)
         self.slots = Slots(binds=not settings.stands_while_full)
@@ -141,12 +142,8 @@ class Unit:
     def lay_out(self, storages: Sequence[Storage]) -> None:
         """Take the storages of the parameters; called again when they have changed."""
         self.storages = list(storages)
+        self.full_bytes = sum(storage.memory.full_bytes for storage in self.storages)
         self.gather.apart = Apart(self.params)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the unit's full copy."""
-        return sum(storage.memory.full_bytes for storage in self.storages)
 
     @property
     def frees_in_backward(self) -> bool:

@@ -7,7 +7,7 @@ from shardwise.monitor.doctor.evidence import Evidence, NotEnough
 from shardwise.monitor.findings import Change, Finding, make_finding
 from shardwise.monitor.record import Begin, End, OutOfMemory, RunRecord
 from shardwise.names import name_of_unit
-from shardwise.processes import Process, fate, own_process
+from shardwise.processes import fate, own_process
 from shardwise.quantities import format_bytes, format_duration
 
 _HANG_TIMES, _HANG_S = 5.0, 60.0
@@ -27,7 +27,11 @@ def died(e: Evidence) -> Finding | None:
     failed = {rank: line for rank, line in failed.items() if rank not in stopped}
     own = {rank: line for rank, line in failed.items() if not line.follows}
     this = own_process()
-    gone = {r: host for r, line in last_lines.items() if (host := _host_of_gone(line, this))}
+    gone = {  # hosts of ranks that wrote no end and are known to have exited
+        rank: line.process.host
+        for rank, line in last_lines.items()
+        if isinstance(line, Begin) and line.process and fate(line.process, this)[0] == "dead"
+    }
     if not (failed or gone) or (stopped and not own):  # a user's Ctrl-C ends all ranks
         return None
     last = run.steps[-1].step if run.steps else 0
@@ -67,13 +71,6 @@ def died(e: Evidence) -> Finding | None:
         verdict=verdict,
         why=" ".join(quoted) or "The run did not come to its end.",
     )
-
-
-def _host_of_gone(line: Begin | End, this: Process) -> str:
-    """Return the host of a rank that wrote no end and is known to have exited, else ""."""
-    if isinstance(line, End) or line.process is None:
-        return ""
-    return line.process.host if fate(line.process, this)[0] == "dead" else ""
 
 
 def _describe_error(line: End) -> str:

@@ -58,25 +58,16 @@ def exposed_communication(e: Evidence) -> Finding | None:
         "threshold, %": _EXPOSED,
     }
     case, changes = "SW012", []
-    if facts.stage == 3 and e.num_shards > 1 and (percent := _memory_at_stage_2(e)):
+    # On a CPU ranks share the host's memory with other processes.
+    may_keep = facts.stage == 3 and e.num_shards > 1 and not e.is_cpu
+    more = 100 * facts.full_bytes * (1 - 1 / e.num_shards) / (facts.device_bytes or 1)
+    if may_keep and (percent := e.typical(m.MAX_ACTIVE_SHARE, "max") + more) < _FITS:
         case = "SW005.lower"
         evidence |= {"memory at stage 2, % of the device": percent, "may be, %": _FITS}
     elif (hosts := len(set(facts.hosts))) > 1 and e.num_shards == facts.num_ranks:
         changes.append(Change("dp_replicate", 1, hosts))
     gain = exposed_s * (1 - _EXPOSED / share), exposed_s
     return make_finding(case, evidence, *changes, gain=gain, ms=1e3 * exposed_s)
-
-
-def _memory_at_stage_2(e: Evidence) -> float | None:
-    """Return the percents of the device that would be used, or None if they are too many.
-
-    On a CPU always None, as ranks share the host's memory with other processes.
-    """
-    if e.is_cpu:
-        return None
-    more = 100 * e.facts.full_bytes * (1 - 1 / e.num_shards) / e.facts.device_bytes
-    percent = e.typical(m.MAX_ACTIVE_SHARE, "max") + more
-    return percent if percent < _FITS else None
 
 
 def slow_axis(e: Evidence) -> Finding | None:

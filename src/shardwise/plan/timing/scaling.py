@@ -211,7 +211,8 @@ def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
     ]
     labelled = -1.0 * _LABEL_GAP
     for (x, y), row in zip(curve, rows, strict=True):
-        parts += [svg.tick(x, _BOTTOM), svg.dot("line-fill", x, y, radius=4)]
+        parts.append(svg.element("line", "grid", x1=x, x2=x, y1=_BOTTOM, y2=_BOTTOM + 5))
+        parts.append(svg.element("circle", "line-fill", cx=x, cy=y, r=4))
         if x - labelled >= _LABEL_GAP:  # efficiencies stand where neither line passes
             count = f"{row.num_ranks:,}"
             parts.append(svg.text(x, _BOTTOM + 21, count, 'text-anchor="middle"'))

@@ -1,0 +1,281 @@
+"""Copies in the hosts' memory: after a restart the newest whole one is loaded, to the bit.
+
+A host is a file system in memory. Here each is a folder on one, so that several hosts stand on one
+machine; what belongs to another host is read over TCP, as between machines.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise
+from inner import Files
+from ranks import HANG_S, run_ranks, start_ranks
+from saving import Run, Setting, build, differences, take_step, truth_of
+from shardwise.errors import CheckpointError, ConfigError
+
+Truth = dict[str, Any]
+END = 4  # steps of a run
+
+
+class Crash(Exception):
+    """The end of a run that did not end well."""
+
+
+def memory_of_host(root: Path, rank: int, hosts: tuple[int, ...]) -> Path:
+    """Return the memory of a rank's host; ``hosts`` has the number of ranks on each."""
+    ends = [sum(hosts[: n + 1]) for n in range(len(hosts))]
+    host = next(n for n, end in enumerate(ends) if rank < end)
+    return root / f"host{host}"
+
+
+@contextmanager
+def run_of(
+    rank: int, root: Path, hosts: tuple[int, ...], stage: int = 3, **options: Any
+) -> Iterator[tuple[Run, shardwise.Checkpoints]]:
+    """Build a run with copies in memory after every step."""
+    run = build(Setting(sum(hosts), stage), seed=1)
+    memory = memory_of_host(root, rank, hosts)
+    options = {"memory_every": 1, "memory_folder": memory} | options
+    with shardwise.Checkpoints(root / "run", run.model, run.optimizer, **options) as checkpoints:
+        yield run, checkpoints
+
+
+def train(
+    rank: int,
+    num_ranks: int,
+    root: Path,
+    hosts: tuple[int, ...],
+    saved: int | None = 1,
+    stage: int = 3,
+    **options: Any,
+) -> list[Truth]:
+    """Train, copy every step, save one to disk, crash; return the state after each step."""
+    truths = []
+    try:
+        with run_of(rank, root, hosts, stage, **options) as (run, checkpoints):
+            for step in range(1, END):
+                take_step(run, step, norm=False)
+                truths.append(truth_of(run))
+                checkpoints.finish()
+                if step == saved:
+                    checkpoints.save(step, extra=run.extra, wait=True)
+                else:
+                    checkpoints.copy_to_memory(step, extra=run.extra)
+            checkpoints.finish()
+            raise Crash
+    except Crash:
+        return truths
+
+
+def resume(
+    rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...], stage: int = 3, **options: Any
+) -> tuple[int | None, bool, Truth]:
+    """Load in a new run; return the step, whether it came from memory, and the state."""
+    with run_of(rank, root, hosts, stage, **options) as (run, checkpoints):
+        loaded = checkpoints.load(extra=run.extra)
+        if loaded is None:
+            return None, False, {}
+        return loaded.step, loaded.from_memory, truth_of(run)
+
+
+def same_on_all(found: list[Any], step: int | None, from_memory: bool, truths: Any) -> None:
+    for rank, (found_step, was_memory, truth) in enumerate(found):
+        assert (found_step, was_memory) == (step, from_memory)
+        if step is not None:
+            assert not differences(truth, truths[rank % len(truths)][step - 1])
+
+
+def files_of(root: Path, host: int, pattern: str) -> list[Path]:
+    return sorted((root / f"host{host}").rglob(pattern))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "copies", "stage"),
+    [((1,), 1, 3), ((3,), 1, 0), ((1, 1, 1), 1, 3), ((1, 2), 1, 1), ((1, 1, 1), 0, 3)],
+)
+def test_a_restarted_run_goes_on_from_the_newest_copy_in_memory_to_the_bit(
+    hosts: tuple[int, ...], copies: int, stage: int, tmp_path: Path
+) -> None:
+    truths = run_ranks(train, sum(hosts), tmp_path, hosts, stage=stage, copies=copies)
+    assert len(files_of(tmp_path, 0, "manifest.json")) == 2, "two copies, of steps 2 and 3"
+    found = run_ranks(resume, sum(hosts), tmp_path, hosts, stage=stage, copies=copies)
+    same_on_all(found, END - 1, True, truths)
+    assert not files_of(tmp_path, 0, "*.safetensors"), "a run that ends well leaves nothing"
+    assert not files_of(tmp_path, len(hosts) - 1, "*.safetensors")
+
+
+def test_where_a_host_is_gone_its_neighbours_copy_is_loaded(tmp_path: Path) -> None:
+    hosts = (1, 1, 1)
+    truths = run_ranks(train, 3, tmp_path, hosts)
+    shutil.rmtree(tmp_path / "host1")
+    same_on_all(run_ranks(resume, 3, tmp_path, hosts), END - 1, True, truths)
+
+
+def test_where_a_host_and_its_copy_are_gone_the_checkpoint_on_disk_is_loaded(
+    tmp_path: Path,
+) -> None:
+    hosts = (1, 1, 1)
+    truths = run_ranks(train, 3, tmp_path, hosts)
+    for host in (1, 2):  # the copy of host 1 is on host 2
+        shutil.rmtree(tmp_path / f"host{host}")
+    same_on_all(run_ranks(resume, 3, tmp_path, hosts), 1, False, truths)
+
+
+def test_two_copies_on_other_hosts_outlive_two_hosts(tmp_path: Path) -> None:
+    hosts = (1, 1, 1)
+    truths = run_ranks(train, 3, tmp_path, hosts, copies=2)
+    for host in (1, 2):
+        shutil.rmtree(tmp_path / f"host{host}")
+    same_on_all(run_ranks(resume, 3, tmp_path, hosts, copies=2), END - 1, True, truths)
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1, 1, 1)])
+def test_another_number_of_ranks_goes_on_from_memory(
+    hosts: tuple[int, ...], tmp_path: Path
+) -> None:
+    truths = run_ranks(train, 3, tmp_path, (1, 1, 1), copies=2)
+    if len(hosts) == 1:  # its memory has all files
+        assert files_of(tmp_path, 0, "rank00002-0.safetensors")
+    found = run_ranks(resume, sum(hosts), tmp_path, hosts, copies=2)
+    for step, from_memory, truth in found:
+        assert (step, from_memory) == (END - 1, True)
+        wrong = differences(truth, truths[0][-1])
+        assert all("scratch" in line or "buffer" in line for line in wrong), wrong
+
+
+def test_a_damaged_copy_is_passed_over_with_a_warning_and_never_mixed(tmp_path: Path) -> None:
+    truths = run_ranks(train, 2, tmp_path, (2,))
+    newest = files_of(tmp_path, 0, f"step-*{END - 1}/rank00001-0.safetensors")[0]
+    flip(newest)
+    same_on_all(run_ranks(resume_with_warning, 2, tmp_path, (2,)), END - 2, True, truths)
+
+
+def resume_with_warning(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> Any:
+    if rank:
+        return resume(rank, num_ranks, root, hosts)
+    with pytest.warns(UserWarning, match="a copy in memory is lost.*rank00001-0.safetensors"):
+        return resume(rank, num_ranks, root, hosts)
+
+
+def test_where_both_copies_are_damaged_and_nothing_was_saved_the_load_says_so(
+    tmp_path: Path,
+) -> None:
+    run_ranks(train, 2, tmp_path, (2,), saved=None)
+    for path in files_of(tmp_path, 0, "rank00001-0.safetensors"):
+        flip(path)
+    run_ranks(load_raises, 2, tmp_path, (2,), "no checkpoint can be used.*rank00001-0")
+
+
+def load_raises(
+    rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...], match: str, **options: Any
+) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=match):
+        resume(rank, num_ranks, root, hosts, **options)
+
+
+def flip(path: Path) -> None:
+    """Flip one bit of the last byte, which is a tensor's."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def test_copies_of_another_run_or_of_removed_checkpoints_are_never_loaded(tmp_path: Path) -> None:
+    run_ranks(train, 2, tmp_path, (2,))
+    shutil.rmtree(tmp_path / "run")
+    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), None, False, None)
+
+
+def test_after_a_load_of_an_older_step_no_restart_returns_to_a_newer_copy(tmp_path: Path) -> None:
+    truths = run_ranks(train, 2, tmp_path, (2,))
+    run_ranks(go_back, 2, tmp_path, (2,))
+    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), 1, False, truths)
+
+
+def go_back(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> None:
+    try:
+        with run_of(rank, root, hosts) as (run, checkpoints):
+            assert checkpoints.load(step=1, extra=run.extra) is not None
+            raise Crash
+    except Crash:
+        pass
+
+
+def test_a_newer_checkpoint_on_disk_comes_before_copies_in_memory(tmp_path: Path) -> None:
+    truths = run_ranks(train, 2, tmp_path, (2,), saved=END - 1)
+    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), END - 1, False, truths)
+
+
+def test_memory_that_is_too_small_is_refused_with_its_size_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    run_ranks(too_small, 2, tmp_path)
+
+
+def too_small(rank: int, num_ranks: int, root: Path) -> None:
+    with (
+        run_of(rank, root, (2,)) as (run, checkpoints),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        take_step(run, 1)
+        patch.setattr(Files, "free_bytes", lambda *_: 1000 + 10**9 * rank)
+        with pytest.raises(
+            CheckpointError, match=r"rank 0: .* bytes .* and 1000 are free.*shm-size"
+        ):
+            checkpoints.copy_to_memory(1)
+        patch.undo()
+        assert checkpoints.copy_to_memory(1) is not None
+
+
+def test_ranks_with_other_settings_are_told_so(tmp_path: Path) -> None:
+    run_ranks(other_settings, 2, tmp_path)
+
+
+def other_settings(rank: int, num_ranks: int, root: Path) -> None:
+    every = 2 if rank else None
+    match = r"memory_every, copies: .*rank 0: \(0, 1\), rank 1: \(2, 1\)"
+    load_raises(rank, num_ranks, root, (2,), match, memory_every=every)
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(
+    copies: int, tmp_path: Path
+) -> None:
+    hosts = (1, 1)
+    truths = run_ranks(train, 2, tmp_path / "quiet", hosts, copies=copies)
+    for trial in range(3):
+        root = tmp_path / f"trial{trial}"
+        killed = start_ranks(train, 2, root, hosts, copies=copies)
+        until(lambda root=root: (root / "run/step-00000001/manifest.json").exists())
+        until(lambda root=root: bool(files_of(root, 0, "pending")) or gone(root))
+        time.sleep(0.01 * trial)  # the moments differ, nothing depends on them
+        killed.kill(trial % 2)
+        killed.kill(1 - trial % 2)
+        killed.wait(HANG_S)
+        found = run_ranks(resume, 2, root, hosts, copies=copies)
+        steps = {step for step, *_ in found}
+        assert len(steps) == 1 and steps <= {1, 2, 3}
+        (step,) = steps
+        same_on_all(found, step, found[0][1], truths)
+
+
+def gone(root: Path) -> bool:
+    return len(files_of(root, 0, "manifest.json")) == 2
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
