@@ -115,7 +115,7 @@ class Checked:
     def text(self, lab: Lab) -> str:
         """Return what the terminal shows."""
         lines = [
-            _wrapped(f"{v.target:<9}{'met' if v.met else 'MISSED':<8}", v.text)
+            _wrapped(f"{v.target:<12}{'met' if v.met else 'MISSED':<8}", v.text)
             for v in self.verdicts
         ]
         if self.problem:

@@ -623,6 +623,13 @@ LARGE = "bucket_bytes >= sum(unit_bytes)"
 MOST = "max(unit_bytes) > sum(unit_bytes) / 2"
 YOUNG = "    return (2 * save_s * failure_s) ** 0.5"
 SLOWDOWN = "    return max(step_s, moved_bytes / bytes_per_second) / step_s"
+FULL10 = "    is_full = state_bytes + other_bytes >= 0.85 * device_bytes\n"
+MOST10 = "is_full and other_bytes > state_bytes"
+RATES10 = "{axis: sent[axis] / seconds[axis] for axis in sent if sent[axis] and seconds[axis]}"
+SLOW10 = "rate < 0.3 * max(rates.values())"
+SLOWEST10 = "    return min(slow, key=rates.__getitem__) if slow else None\n"
+BUCKET10 = "        return units, 1 << 20\n"
+UNITS10 = "    return [1] * sum(units), bucket_bytes\n"
 LAB10 = Answers(
     {
         '"line": None': '"line": 14',
@@ -689,6 +696,31 @@ LAB10 = Answers(
             "this is the time that it waits",
         ),
         Wrong(5, "offload", SLOWDOWN, "    return 1.0", "1 x, 2 x expected"),
+        Wrong(6, "activations", MOST10, "is_full", "the device is full of state: SW030, None"),
+        Wrong(6, "activations", MOST10, "other_bytes > state_bytes", "again: SW030, None expected"),
+        Wrong(6, "activations", FULL10, FULL10.replace(">=", ">"), "85 of 100, most of it"),
+        Wrong(
+            6,
+            "activations",
+            FULL10,
+            FULL10.replace("state_bytes + ", ""),
+            "activations are kept: None, SW030 expected",
+        ),
+        Wrong(6, "activations", MOST10, "is_full and state_bytes > other_bytes", "are kept: None"),
+        Wrong(7, "axis", RATES10, "{axis: -seconds[axis] for axis in sent}", "expected"),
+        Wrong(7, "axis", RATES10, RATES10.split(" if ")[0] + "}", "float division by zero"),
+        Wrong(7, "axis", SLOW10, SLOW10.replace("0.3", "0.6"), "half as fast is not much slower"),
+        Wrong(7, "axis", SLOWEST10, "    return slow[-1] if slow else None\n", "two are slow"),
+        Wrong(7, "axis", SLOWEST10, "    return min(slow, key=rates.__getitem__)\n", "empty"),
+        Wrong(7, "axis", RATES10, "dict(sent)", "one axis sends more"),
+        Wrong(8, "mend", BUCKET10, "        return units, bucket_bytes\n", "and now SW010"),
+        Wrong(8, "mend", BUCKET10, "        return units, 1 << 30\n", "and now SW011"),
+        Wrong(8, "mend", UNITS10, "    return [sum(units)], bucket_bytes\n", "and now SW002"),
+        Wrong(8, "mend", UNITS10, "    return units, bucket_bytes\n", "and now SW004"),
+        Wrong(
+            8, "mend", UNITS10, "    return [1] * len(units), bucket_bytes\n", "the model has 24"
+        ),
+        Wrong(8, "mend", UNITS10, "    return [1] * sum(units), 1 << 21\n", "the bucket was right"),
     ],
     rough_columns=(1,),
 )

@@ -6,7 +6,16 @@ LAB = Lab(
     number=10,
     name="failures",
     title="What goes wrong, and how to find it",
-    targets={"count": 1, "buckets": 2, "wrapping": 3, "saves": 4, "offload": 5},
+    targets={
+        "count": 1,
+        "buckets": 2,
+        "wrapping": 3,
+        "saves": 4,
+        "offload": 5,
+        "activations": 6,
+        "axis": 7,
+        "mend": 8,
+    },
     num_ranks=(2,),
     predict={
         "reductions with buckets of 1 MB": Number(5, "each unit fills a bucket by itself"),
@@ -35,6 +44,7 @@ LAB = Lab(
         "no unit is larger than the model, so the rule never finds anything",
     ),
     decision=Decision(60, "the square root of 2 x 20 s x 360,000 s is 3,795 s, or 63 minutes"),
+    uses_engine=True,
     hints={
         1: (
             "Two numbers: reductions so far, and bytes in the bucket.",
@@ -60,6 +70,21 @@ LAB = Lab(
             "How long do the copies take?",
             "The step takes the longer of the two. How many times as long as before?",
             "max(step_s, moved_bytes / bytes_per_second) / step_s",
+        ),
+        6: (
+            "Two conditions: the device is nearly full, and of what?",
+            "state_bytes + other_bytes against 0.85 * device_bytes.",
+            "'SW030' if is_full and other_bytes > state_bytes else None",
+        ),
+        7: (
+            "Bytes per second of each axis, and the largest of those.",
+            "Leave out axes without bytes or seconds.",
+            "The slowest whose rate is below 0.3 * max(rates.values()), or None.",
+        ),
+        8: (
+            "`shardwise explain SW010` names the remedies in their order.",
+            "SW010 and SW011: a bucket of 1 << 20 bytes. SW002 and SW004: one layer in each unit.",
+            "[1] * sum(units)",
         ),
     },
 )

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shardwise_labs.given import LR, make_model, numel_of, units_of
+from shardwise_labs.counting import Meter
+from shardwise_labs.given import LR, batch, make_model, numel_of, units_of
 from shardwise_labs.judge import Judge
+from shardwise_labs.lab10.provoked import ENGINE, findings
 from shardwise_labs.reader import load
 from shardwise_labs.words import WrongAnswer, number_of
 from shardwise_labs.zero import Trained, train
@@ -24,6 +27,9 @@ WRAPPINGS = {
     "all blocks one unit": ([1, 4, 1], "SW004"),
     "one unit": ([6], "SW002"),
 }
+
+
+ROWS, DEVICE_BYTES = 256, 1_800_000
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,23 @@ def _provoked(rank: int, folder: Path) -> dict[str, Provoked]:
     return found
 
 
+@cache
+def _activations() -> dict[str, tuple[int, int]]:
+    """Return bytes of state and of activations at the peak: kept, and computed again."""
+    found = {}
+    for name, is_kept in (("activations kept", True), ("activations recomputed", False)):
+        model = make_model(is_plain=True)
+        meter = Meter(*model.parameters())
+        with meter:
+            x, classes = batch(0, 0, ROWS)
+            for module in model.children():
+                x = module(x) if is_kept else checkpoint(module, x, use_reentrant=False)
+            nn.functional.cross_entropy(x, classes).backward()
+        state = 8 * numel_of(model)  # parameters and gradients
+        found[name] = (state, meter.peak - state)
+    return found
+
+
 def _train(trainer: Any, rank: int, folder: Path) -> Trained:
     return train(lambda model: trainer(units_of(model), LR), rank, folder, 2, is_plain=True)
 
@@ -137,9 +160,20 @@ def _finding(judge: Judge, run: Provoked) -> object:
 
 def run(judge: Judge) -> None:
     """Train with bad settings: messages, the peak, and what the reader's rules say."""
-    for name, run in _provoked(judge.rank, judge.solutions).items():
+    runs = _provoked(judge.rank, judge.solutions)
+    for name, run in runs.items():
         many = len(run.trained.calls) if run.bucket_bytes is None else run.num_reductions
         judge.row(name, f"{many:>6} {run.trained.peak:>10,}   {_finding(judge, run) or '-'}")
+    activation_finding: Any = judge.call("activation_finding")
+    for name, (state, other) in _activations().items():
+        said = activation_finding(state, other, DEVICE_BYTES) or "-"
+        judge.row(name, f"{'-':>6} {state + other:>10,}   {said}")
+    mend: Any = judge.call("mend")
+    for name, (units, bucket_bytes, finding) in ENGINE.items():
+        mended = mend(list(units), bucket_bytes, finding)
+        after = " ".join(findings(tuple(mended[0]), mended[1])) or "-"
+        before = " ".join(findings(units, bucket_bytes)) or "-"
+        judge.row(f"engine, {name}", f"doctor {before}, mended {after}")
 
 
 def check(judge: Judge) -> None:
@@ -162,6 +196,12 @@ def check(judge: Judge) -> None:
         _judge_saves(judge)
     with judge.judging("offload"):
         _judge_offload(judge)
+    with judge.judging("activations"):
+        _judge_activations(judge)
+    with judge.judging("axis"):
+        _judge_axis(judge)
+    with judge.judging("mend"):
+        _judge_mend(judge)
 
 
 def _judge_count(judge: Judge, runs: dict[str, Provoked]) -> None:
@@ -199,6 +239,69 @@ def _judge_findings(judge: Judge, target: str, runs: list[Provoked], names: list
             judge.judge(target, f"{name}: {got}, {run.finding} expected: {why}")
             return
     judge.judge(target, good="two bad runs are named, and the healthy one is not")
+
+
+def _judge_activations(judge: Judge) -> None:
+    rule: Any = judge.call("activation_finding")
+    (kept, recomputed), device = _activations().values(), DEVICE_BYTES
+    cases = (
+        ("activations are kept", *kept, device, "SW030"),
+        ("activations are computed again", *recomputed, device, None),
+        ("the device is large", *kept, 10 * device, None),
+        ("the device is full of state", 90, 5, 100, None),
+        ("85 of 100, most of it activations", 40, 45, 100, "SW030"),
+    )
+    for case, state, other, size, want in cases:
+        got = rule(state, other, size)
+        if got != want:
+            said = f"{case}: {got}, {want} expected, of {state:,} and {other:,} in {size:,} bytes"
+            judge.judge("activations", said)
+            return
+    good = f"{kept[1]:,} bytes of activations kept, {recomputed[1]:,} computed again"
+    judge.judge("activations", good=good)
+
+
+def _judge_axis(judge: Judge) -> None:
+    rule: Any = judge.call("slow_axis")
+    cases = (
+        ("one axis is slow", {"shard": 9e9, "tp": 1e9}, {"shard": 1.0, "tp": 1.0}, "tp"),
+        ("one axis sends more", {"shard": 9e9, "tp": 1e9}, {"shard": 9.0, "tp": 1.0}, None),
+        ("half as fast is not much slower", {"a": 2e9, "b": 1e9}, {"a": 1.0, "b": 1.0}, None),
+        ("one axis", {"shard": 9e9}, {"shard": 1.0}, None),
+        ("an axis sends nothing", {"shard": 9e9, "pp": 0.0}, {"shard": 1.0, "pp": 0.0}, None),
+        ("two are slow", {"a": 9e9, "b": 1e9, "c": 2e9}, dict.fromkeys("abc", 1.0), "b"),
+    )
+    for case, sent, seconds, want in cases:
+        got = rule(dict(sent), dict(seconds))
+        if got != want:
+            said = f"{case} ({sent} bytes in {seconds} s): {got}, {want} expected"
+            judge.judge("axis", said)
+            return
+    judge.judge("axis", good="the axis with the fewest bytes per second, if it is far behind")
+
+
+def _judge_mend(judge: Judge) -> None:
+    mend: Any = judge.call("mend")
+    for name, (units, bucket_bytes, finding) in ENGINE.items():
+        found = findings(units, bucket_bytes)
+        mended = mend(list(units), bucket_bytes, finding)
+        if not isinstance(mended, tuple) or len(mended) != 2:
+            raise WrongAnswer("mend does not return units and bytes of a bucket")
+        after, size = tuple(mended[0]), mended[1]
+        if sum(after) != sum(units) or min(after, default=0) < 1:
+            raise WrongAnswer(
+                f"{name}: {len(after)} units of {sum(after)} layers; the model has {sum(units)}"
+            )
+        left = findings(after, size)
+        if left:
+            said = f"{name}: the doctor found {', '.join(found)}, and now {', '.join(left)}"
+            judge.judge("mend", said)
+            return
+        if finding in ("SW010", "SW011") and after != units:
+            raise WrongAnswer(f"{name}: the units were right, and are changed")
+        if finding in ("SW002", "SW004") and size != bucket_bytes:
+            raise WrongAnswer(f"{name}: the bucket was right, and is changed")
+    judge.judge("mend", good="the doctor of the engine finds nothing in four mended runs")
 
 
 def _judge_saves(judge: Judge) -> None:
