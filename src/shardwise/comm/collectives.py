@@ -45,7 +45,7 @@ def next_number() -> int:
 
 
 class Transport(Protocol):
-    """Makes gathers: one of the two modules, in place, or a user's `packed.Packed`."""
+    """Makes gathers: one of the two modules, in place, or a user's own."""
 
     def start_all_gather(
         self, items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
