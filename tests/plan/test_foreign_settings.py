@@ -98,46 +98,19 @@ def test_auto_is_left_to_the_flags(tmp_path: Path) -> None:
     ("content", "named"),
     [
         ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
-        ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'"),
-        ({"zero_optimization": {"stage": 4}}, "expected 0, 1, 2 or 3"),
         ({"train_micro_batch_size_per_gpu": 0}, "expected a whole number, 1 to"),
-        ({"gradient_accumulation_steps": "many"}, "gradient_accumulation_steps"),
-        (
-            {"zero_optimization": {"offload_param": {"device": "gpu"}}},
-            "expected one of none, cpu, nvme, got 'gpu'",
-        ),
-        (
-            {"zero_optimization": {"stage3_prefetch_bucket_size": -5}},
-            "expected a whole number, 0 to .*, got -5",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 7}}},
-            "ratio: expected 0 to 1",
-        ),
+        ({"train_micro_batch_size_per_gpu": 1e30}, "expected a whole number, 1 to"),
+        ({"bf16": True}, "bf16"),
         ([1], "expected an object"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 is on as well"),
-        (
-            {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}},
-            "sets the same",
-        ),
     ],
 )
-def test_what_cannot_be_read_names_file_key_and_the_nearest(
+def test_what_cannot_be_read_names_file_and_key_as_for_a_run(
     tmp_path: Path, content: Any, named: str
 ) -> None:
     path = write_json(tmp_path, content)
     with pytest.raises(ConfigError, match=named) as raised:
         read_deepspeed(path)
     assert str(path) in str(raised.value)
-
-
-def test_text_that_is_not_json_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_deepspeed(path)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="expected JSON"):
-        read_deepspeed(path)
 
 
 FSDP = """
