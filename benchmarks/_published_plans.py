@@ -16,7 +16,6 @@ import _published_cells as cells
 from _published_cells import Mechanisms, Row, Unmodelled
 
 from shardwise.plan.candidate import ALL_DEGREES, Candidate, Checkpointing
-from shardwise.plan.machine import pricing as tables
 from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.shaped import ShapedModel
@@ -94,10 +93,7 @@ class Run:
 
         **Raises** ConfigError if the planner refuses it.
         """
-        singles = {**tables.common_efficiencies(), **tables.family_efficiencies().get(self.gpu, {})}
-        names = tables.family_efficiencies("fitted").get(self.gpu, {})
-        overrides = {} if fitted else {name: singles[name] for name in names}
-        prices = Prices(self.cluster, self.candidate, overrides)
+        prices = Prices(self.cluster, self.candidate, is_fitted=fitted)
         return plan(self.model, self.cluster, self.candidate, prices=prices)
 
 

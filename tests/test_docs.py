@@ -267,6 +267,23 @@ def test_the_loop_of_the_readme_learns_on_two_ranks_however_they_are_launched(
 
 
 @pytest.mark.slow
+def test_a_loop_goes_on_by_itself_when_ranks_die_and_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+    quiet = programs.run_example("restart.py", "--folder", tmp_path / "quiet")
+    died = programs.torchrun(
+        *("--max-restarts", 3, "examples/restart.py", "--folder", tmp_path / "died"),
+        *("--die-after", 7),
+    )
+    steps = re.compile(r"^step (\d+): loss \S+ (\S+)$", re.MULTILINE)
+    assert len(steps.findall(quiet)) == 20 < len(steps.findall(died))
+    assert set(steps.findall(died)) == set(steps.findall(quiet))
+    assert len(re.findall(r"^from step", died, re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
 def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
     pytest.importorskip("transformers", reason="needs transformers, an extra")
     out = programs.run_example("finetune_transformers.py")

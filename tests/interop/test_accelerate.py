@@ -1,9 +1,8 @@
 """accelerate's loop on a sharded model: the steps, the files and the errors of the same loop."""
 
-import os
+import importlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from launched import launched
 from models import Stack
 from oracle import assert_same_bits
 from programs import run_example
@@ -24,6 +24,7 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from trainer import full_parameters
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test extra")
+ours: Any = importlib.import_module("shardwise.interop.accelerate")
 
 # Importing accelerate pulls in packages that warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -47,24 +48,6 @@ def sharded(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     for block in getattr(model, "blocks", ()):
         fully_shard(block)
     return fully_shard(model)
-
-
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[Any]:
-    """Be a process that torchrun started; give our module, and forget accelerate's state after."""
-    from shardwise.interop import accelerate as ours
-
-    before = dict(os.environ)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the group is there already
-    os.environ |= {"OMP_NUM_THREADS": "1"}  # as torchrun sets it
-    try:
-        yield ours
-    finally:
-        os.environ.clear()
-        os.environ |= before
-        accelerate.state.AcceleratorState._reset_state(True)
-        accelerate.state.GradientState._reset_state()
 
 
 class Run:
@@ -120,7 +103,7 @@ class Run:
 def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_metrics(
     rank, world_size, mixed_precision
 ):
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         options = {"cpu": True, "gradient_accumulation_steps": 2}
         stock = accelerate.Accelerator(mixed_precision=mixed_precision, **options)
         truth = Run(stock, None)
@@ -151,14 +134,14 @@ def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_m
 def test_a_model_that_accelerate_compiles_is_prepared_saved_and_loaded(rank, world_size, tmp_path):
     folder = str(tmp_path)
     options = {"cpu": True, "gradient_accumulation_steps": 2}
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         losses = list(Run(ours.Accelerator(**options), {"stage": 1}).steps())
         by_calls = list(Run(ours.Accelerator(**options), BY_CALLS).steps())
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         run = Run(ours.Accelerator(dynamo_backend="eager", **options), BY_CALLS)
         assert isinstance(run.model, torch._dynamo.OptimizedModule)
         assert list(run.steps()) == by_calls
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         accelerator = ours.Accelerator(dynamo_backend="eager", **options)
         run = Run(accelerator, {"stage": 1})
         assert isinstance(run.model, torch._dynamo.OptimizedModule)
@@ -175,7 +158,7 @@ def test_a_model_that_accelerate_compiles_is_prepared_saved_and_loaded(rank, wor
 @on_ranks(2)
 def test_clipping_by_accelerate_is_clipping_by_torch(rank, world_size):
     """The norm has another order of additions than DDP's, so the oracle is our own plain loop."""
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         for stage in (0, 3):
             run = Run(ours.Accelerator(cpu=True), {"stage": stage}, clip=0.1)
             losses = list(run.steps())
@@ -201,7 +184,7 @@ def resume(
     rank: int, world_size: int, folder: str, first: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
     """Go on from a state of step 3 of another run, with the steps of one that never stopped."""
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         project = accelerate.utils.ProjectConfiguration(
             project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
         )
@@ -231,7 +214,7 @@ def resume(
 
 
 def load_on_other_ranks(rank: int, world_size: int, folder: str, saved: Any, how: Any) -> None:
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         run, beside = Run(accelerator, how), Run(accelerator, None)
         accelerator.load_state(str(Path(folder, "checkpoints", "checkpoint_0")))
@@ -265,7 +248,7 @@ class Tied(nn.Module):
 
 
 def save_whole_model(rank: int, world_size: int, folder: str, how: dict[str, Any]) -> None:
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         torch.manual_seed(0)
         model = accelerator.prepare(sharded(Tied(), how))
@@ -297,7 +280,7 @@ def test_save_model_writes_the_whole_model_in_accelerates_files(
 def test_a_save_that_is_refused_in_a_window_touches_no_file(rank, world_size, tmp_path):
     """The refused call deletes nothing and leaves nothing in the way of the next ones."""
     folder = str(tmp_path)
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         project = accelerate.utils.ProjectConfiguration(
             project_dir=folder, automatic_checkpoint_naming=True, total_limit=1
         )
@@ -322,7 +305,7 @@ def test_a_save_that_is_refused_in_a_window_touches_no_file(rank, world_size, tm
 @on_ranks(2)
 def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(rank, world_size, tmp_path):
     folder = str(tmp_path)
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         project = accelerate.utils.ProjectConfiguration(
             project_dir=str(Path(folder, str(rank))), automatic_checkpoint_naming=True
         )
@@ -338,7 +321,7 @@ def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(rank, worl
 
 @on_ranks(2)
 def test_a_model_of_torchs_fully_shard_is_refused_for_training(rank, world_size):
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         model = Stack()
         torchs_fully_shard(model)
@@ -358,7 +341,7 @@ def one_model(ours: Any) -> Any:
 @on_ranks(2)
 def test_what_cannot_be_right_is_refused_with_the_remedy(rank, world_size, tmp_path, how):
     folder = str(tmp_path)
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = Stack()
         early = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -388,7 +371,7 @@ def test_what_cannot_be_right_is_refused_with_the_remedy(rank, world_size, tmp_p
 
 @on_ranks(2)
 def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(rank, world_size):
-    with launched(rank, world_size) as ours:
+    with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         accelerator.state.num_processes = 1  # as without cpu=True, where there is no GPU
         with pytest.raises(ConfigError, match=r"sees 1 processes.* over 2.*cpu=True"):

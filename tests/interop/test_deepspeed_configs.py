@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from foreign_runs import hugging_face, leaves, nested, write
 from programs import run_example
 from ranks import on_ranks
 from shardwise import Offload, Precision, shard
@@ -103,17 +104,8 @@ def test_what_deepspeed_quantizes_is_encoded_at_the_stage_where_it_does(
             assert (f"zero_optimization.{key}" in settings.report.ignored) == is_on
 
 
-def leaves(block: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in block.items():
-        inner = leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-        found += inner
-    return found
-
-
 def test_the_report_has_every_key_of_the_file_once_with_its_fate(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(WHOLE))
+    path = write(tmp_path, WHOLE)
     settings = from_deepspeed(str(path), world_size=8)
     report = settings.report
     assert sorted(line.key for line in report.lines) == sorted(leaves(WHOLE))
@@ -128,33 +120,11 @@ def test_the_report_has_every_key_of_the_file_once_with_its_fate(tmp_path: Path)
     assert "1 MiB" in report.ignored["zero_optimization.reduce_bucket_size"]
 
 
-HUGGING_FACE: dict[str, Any] = {
-    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": dict.fromkeys(
-            ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"
-        ),
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
+PLAIN = hugging_face("WarmupDecayLR")
 
 
 def test_auto_is_left_to_the_caller_and_says_what_fills_it() -> None:
-    settings = from_deepspeed(HUGGING_FACE, world_size=2)
+    settings = from_deepspeed(PLAIN, world_size=2)
     assert settings.shard == {"stage": 3}
     assert settings.batch["micro_batch"] is settings.batch["global_batch"] is None
     with pytest.raises(ConfigError, match="micro_batch is not decided"):
@@ -178,14 +148,14 @@ def test_auto_is_left_to_the_caller_and_says_what_fills_it() -> None:
 
 def test_arguments_fill_auto_and_nothing_else() -> None:
     fills = {"bf16.enabled": True, "optimizer.params.lr": 0.25, "gradient_clipping": 0}
-    settings = from_deepspeed(HUGGING_FACE, world_size=2, micro_batch=3, auto=fills)
+    settings = from_deepspeed(PLAIN, world_size=2, micro_batch=3, auto=fills)
     assert settings.shard["precision"] == "bf16"
     assert [*settings.batch.values()] == [3, 1, 6]
     assert settings.gradient_clipping == 0
     group = settings.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
     assert group["lr"] == 0.25
     with pytest.raises(ConfigError, match="steps_per_print: it is given in auto="):
-        from_deepspeed(HUGGING_FACE, auto={"steps_per_print": 5})
+        from_deepspeed(PLAIN, auto={"steps_per_print": 5})
     with pytest.raises(ConfigError, match="micro_batch: expected a whole number, 1 or more"):
         from_deepspeed({}, micro_batch=0)
     with pytest.raises(ConfigError, match="got 4 here and micro_batch=3 in another place"):
@@ -386,11 +356,6 @@ def test_every_key_of_the_tables_has_a_reason_or_a_reader() -> None:
                     assert any(line.key == prefix + name for line in told.lines), name
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
-    head, _, rest = path.partition(".")
-    return {head: nested(rest, value) if rest else value}
-
-
 # Settings of a DeepSpeed config as values: copied, checked again, and refused in our words.
 AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
 
@@ -483,14 +448,21 @@ def test_a_wrong_value_is_told_as_ours(build: Callable[[], object], named: str) 
 def test_a_file_wins_over_another_where_its_own_key_has_a_value(
     tmp_path: Path, content: dict[str, Any], said: set[str]
 ) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(content))
+    path = write(tmp_path, content)
     known = dict.fromkeys(TrainConfig.model_fields, "of the other file") | {"precision": "fp16"}
-    keys, _ = read_train_keys(tmp_path / "ds.json", known, {}, None)
+    keys, _ = read_train_keys(path, known, {}, None)
     assert keys.keys() & known.keys() == said
 
 
 def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates() -> None:
-    kinds = {"any", "flag", "integer", "count", "number", "word", "block"} | {
+    kinds = {
+        "any",
+        "flag",
+        "integer",
+        "count",
+        "number",
+        "word",
+        "block",
         "stage",
         "names",
         "switch",
@@ -660,7 +632,6 @@ def test_every_stage_of_a_config_has_the_bits_of_ddp_on_two_ranks(rank, world_si
         model = shard(make_model(), **settings.shard)
         optimizer = settings.optimizer(model.parameters())
         found.append(losses_of(rank, model, optimizer, settings.scheduler(optimizer)))
-    expected, found = expected, found
     assert found == [expected] * 4
     assert len(set(expected)) == NUM_STEPS
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from foreign_runs import nested
 from ranks import run_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
 from shardwise import accumulate, shard
@@ -168,11 +169,6 @@ GUESSES: tuple[Any, ...] = (False, 1, "none", "fp32", {}, [], True)
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
     return run_ranks(ask_deepspeed, 1, fresh=True)[0]
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    head, _, rest = path.partition(".")
-    return {head: nested(rest, value) if rest else value}
 
 
 def fates(path: str) -> set[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from foreign_runs import HUGGING_FACE, hugging_face, leaves, write
 from programs import run_program
 from shardwise.cli.main import call_command
 from shardwise.cli.train import read_run
@@ -31,19 +32,12 @@ train = partial(call_command, "train")
 ZERO_2 = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 10}}
 
 
-def write(folder: Path, content: dict[str, Any], name: str = "ds.json") -> Path:
-    path = folder / name
-    path.write_text(json.dumps(content) if name.endswith("json") else yaml.safe_dump(content))
-    return path
-
-
 def write_both(folder: Path, content: dict[str, Any], **named: Any) -> Path:
     """Write a DeepSpeed JSON, and accelerate's YAML that names it."""
-    (folder / "ds.json").write_text(json.dumps(content))
+    write(folder, content)
     block = {"deepspeed_config_file": "ds.json", **named.pop("deepspeed_config", {})}
-    path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump({"num_processes": 2, "deepspeed_config": block, **named}))
-    return path
+    content = {"num_processes": 2, "deepspeed_config": block, **named}
+    return write(folder, content, "accelerate.yaml")
 
 
 @pytest.mark.parametrize(
@@ -194,9 +188,8 @@ def test_a_report_between_two_foreign_forms_tells_each_key_once(
 
 
 def test_a_class_of_another_model_is_taken_over_with_a_hint(tmp_path: Path) -> None:
-    path = tmp_path / "accelerate.yaml"
     block = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
-    path.write_text(yaml.safe_dump({"fsdp_config": block}))
+    path = write(tmp_path, {"fsdp_config": block}, "accelerate.yaml")
     keys, report = read_accelerate_keys(path)
     assert keys["units"] == ["LlamaDecoderLayer"]
     (text,) = (t for k, t in report.mapped.items() if k.endswith("cls_to_wrap"))
@@ -229,8 +222,7 @@ def test_ours_written_for_deepspeed_and_read_again_is_the_same_run(
     content, report = to_deepspeed(config, "run.yaml")
     told = {line.key for line in report.lines}
     assert told == config.model_fields_set
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
+    path = write(tmp_path, content)
     keys, _ = read_train_keys(path, {}, {}, None)
     again = TrainConfig(**{"steps": config.steps, **keys})
     compared = set(TrainConfig.model_fields) - {"beta1", "beta2", "schedule_options"}
@@ -248,6 +240,8 @@ def test_ours_written_for_deepspeed_and_read_again_is_the_same_run(
     assert second == content
 
 
+TO_O = "  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /o\n"
+TO_P = "  offload_param_device: nvme\n  offload_param_nvme_path: /p\n"
 ACCELERATE: list[tuple[str, dict[str, Any]]] = [
     (
         "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n"
@@ -275,32 +269,23 @@ ACCELERATE: list[tuple[str, dict[str, Any]]] = [
         "  offload_param_device: none\n",
         {"stage": 2, "offload": "cpu"},
     ),
+    *(
+        (f"deepspeed_config:\n  zero_stage: 3\n{text}", {"offload": offload})
+        for text, offload in (
+            (TO_O, {"optimizer": "nvme:/o"}),
+            (TO_P, {"params": "nvme:/p", "optimizer": "cpu"}),
+            (TO_O + TO_P, {"params": "nvme:/p", "optimizer": "nvme:/o"}),
+            (TO_O + "  offload_param_device: cpu\n", "nvme:/o"),
+        )
+    ),
 ]
-
-
-def test_accelerates_nvme_paths_are_folders_of_an_offload(tmp_path: Path) -> None:
-    path = tmp_path / "accelerate.yaml"
-    optimizer = "  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /o\n"
-    params = "  offload_param_device: nvme\n  offload_param_nvme_path: /p\n"
-    expected: list[tuple[str, Any]] = [
-        (optimizer, {"optimizer": "nvme:/o"}),
-        (params, {"params": "nvme:/p", "optimizer": "cpu"}),
-        (optimizer + params, {"params": "nvme:/p", "optimizer": "nvme:/o"}),
-        (optimizer + "  offload_param_device: cpu\n", "nvme:/o"),
-    ]
-    for text, offload in expected:
-        path.write_text(f"deepspeed_config:\n  zero_stage: 3\n{text}")
-        keys, report = read_accelerate_keys(path)
-        assert keys["offload"] == offload
-        assert text.count(":") == len([key for key in report.mapped if "offload" in key])
 
 
 @pytest.mark.parametrize(("text", "expected"), ACCELERATE)
 def test_accelerates_blocks_become_keys_and_every_key_is_told(
     tmp_path: Path, text: str, expected: dict[str, Any]
 ) -> None:
-    path = tmp_path / "accelerate.yaml"
-    path.write_text("num_processes: 4\nmixed_precision: bf16\n" + text)
+    path = write(tmp_path, "num_processes: 4\nmixed_precision: bf16\n" + text, "accelerate.yaml")
     keys, report = read_accelerate_keys(path)
     assert expected.items() <= keys.items()
     assert (keys["ranks"], keys["precision"]) == (4, "bf16")
@@ -321,8 +306,7 @@ def test_ours_written_for_accelerate_and_read_again_keeps_its_sharding(
     sharded = {"units": ("Block", "Head"), "activation_checkpointing": True} if stage else {}
     config = TrainConfig(stage=stage, precision="bf16", ranks=4, lr=0.5, **sharded)
     content, report = to_accelerate(config, "run.yaml")
-    path = tmp_path / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path = write(tmp_path, content, "accelerate.yaml")
     keys, _ = read_accelerate_keys(path)
     again = TrainConfig(**keys)
     for key in ("stage", "precision", "ranks", "units", "activation_checkpointing"):
@@ -343,38 +327,21 @@ def test_accelerate_itself_takes_what_is_written(tmp_path: Path) -> None:
 
 
 def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(
-        json.dumps(
-            {
-                "bf16": {"enabled": "auto"},
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": "auto"}},
-                "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-                "zero_optimization": {"stage": 2},
-                "train_batch_size": 16,
-                "gradient_accumulation_steps": 2,
-            }
-        )
-    )
-    path = tmp_path / "accelerate.yaml"
-    path.write_text(
-        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
-        "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
-    )
+    content = {
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {"stage": 2},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+    }
+    named = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "num_processes": 4}
+    path = write_both(tmp_path, content, **named)
     keys, report = read_accelerate_keys(path)
     assert keys == {
-        "stage": 2,
-        "precision": "bf16",
-        "micro_batch": 2,
-        "accumulation": 2,
-        "global_batch": 16,
-        "grad_clip": 1.0,
-        "optimizer": "adamw",
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "lr": 0.5,
-        "schedule": "WarmupLR",
-        "schedule_options": {"warmup_num_steps": 5},
-        "ranks": 4,
+        **{"stage": 2, "precision": "bf16", "grad_clip": 1.0, "optimizer": "adamw", "lr": 0.5},
+        **{"micro_batch": 2, "accumulation": 2, "global_batch": 16, "beta1": 0.9, "beta2": 0.999},
+        **{"schedule": "WarmupLR", "schedule_options": {"warmup_num_steps": 5}, "ranks": 4},
     }
     assert report.auto.keys() == {"bf16.enabled", "optimizer.params.weight_decay"}
 
@@ -394,8 +361,7 @@ def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path
 def test_what_accelerate_asks_and_we_have_not_is_refused(
     tmp_path: Path, text: str, named: str
 ) -> None:
-    path = tmp_path / "accelerate.yaml"
-    path.write_text("distributed_type: FSDP\n" + text)
+    path = write(tmp_path, "distributed_type: FSDP\n" + text, "accelerate.yaml")
     with pytest.raises(ConfigError, match=named) as caught:
         read_accelerate_keys(path)
     assert str(path) in str(caught.value)
@@ -455,8 +421,7 @@ def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(
 def test_what_only_a_loop_of_ones_own_can_do_is_refused(
     tmp_path: Path, content: dict[str, Any], named: str
 ) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
+    path = write(tmp_path, content)
     with pytest.raises(ConfigError, match=named):
         read_train_keys(path, {}, {}, 1)
 
@@ -508,8 +473,7 @@ def test_an_offload_written_for_deepspeed_is_read_again_as_the_same(
         assert (home, block.get("ratio")) == (expected[name], {**expected, **block}.get("ratio"))
     assert written.keys() == expected.keys() - {"ratio"}
     assert lost in report.mapped["offload"] and (";" in report.mapped["offload"]) == bool(lost)
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
+    path = write(tmp_path, content)
     keys, _ = read_train_keys(path, {}, {}, None)
     assert lost or keys["offload"] == offload
 
@@ -528,57 +492,6 @@ def test_fsdp2_has_all_in_host_memory_or_nothing(offload: Any, is_told: bool) ->
 
 
 # Hugging Face's ZeRO-3 JSON, all at "auto": our keys decide, and the report has their sources.
-
-# transformers' documentation, "DeepSpeed", ZeRO-3; with the schedulers that its Trainer fills in.
-HUGGING_FACE: dict[str, Any] = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
-
-
-def hugging_face(schedule: str = "WarmupLR") -> dict[str, Any]:
-    content = copy.deepcopy(HUGGING_FACE)
-    for name in ("offload_optimizer", "offload_param"):
-        content["zero_optimization"][name]["device"] = "none"
-    if schedule == "WarmupDecayLR":
-        content["scheduler"]["type"] = schedule
-        content["scheduler"]["params"]["total_num_steps"] = "auto"
-    return content
 
 
 def read(
@@ -622,16 +535,6 @@ def test_flags_fill_what_is_auto_and_the_curve_is_that_of_the_same_numbers(
     assert not report.of("default")
 
 
-def leaves_at_auto(content: dict[str, Any], prefix: str = "") -> set[str]:
-    found = set()
-    for key, value in content.items():
-        if isinstance(value, dict):
-            found |= leaves_at_auto(value, f"{prefix}{key}.")
-        elif value == "auto":
-            found.add(prefix + key)
-    return found
-
-
 def test_without_flags_defaults_decide_and_every_auto_is_reported(tmp_path: Path) -> None:
     file = write(tmp_path, hugging_face("WarmupDecayLR"))
     config, report = read(file, {})
@@ -642,7 +545,8 @@ def test_without_flags_defaults_decide_and_every_auto_is_reported(tmp_path: Path
     # As Trainer's warmup_steps=0 does in DeepSpeed: a warm-up of 0 is one of 2.
     assert [config.learning_rate(step) for step in (1, 2, 3)] == [0.0, 0.0, ours.lr]
     told = report.auto | report.ignored
-    assert leaves_at_auto(hugging_face("WarmupDecayLR")) <= told.keys()
+    at_auto = {k for k, v in leaves(hugging_face("WarmupDecayLR")).items() if v == "auto"}
+    assert at_auto <= told.keys()
     assert not [text for text in report.auto.values() if "from_deepspeed" in text or "()" in text]
 
 

@@ -80,7 +80,7 @@ def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
 
 @pytest.mark.kernels
 @on_ranks(1, 2)
-def test_it_takes_the_steps_of_torchs_own_to_the_bit(rank, world):
+def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
     cases: list[dict[str, Any]] = [
         {},
         {"reshard_after_forward": False},
@@ -93,7 +93,12 @@ def test_it_takes_the_steps_of_torchs_own_to_the_bit(rank, world):
         for accumulate in (1, 2) if options == {} else (2,):
             ours = steps(apply(fully_shard, stack(), **options), rank, accumulate=accumulate)
             theirs = apply(torch_fully_shard, stack(), **options)
-            same_bits(ours, steps(theirs, rank, accumulate=accumulate))
+            expected = steps(theirs, rank, accumulate=accumulate)
+            same_bits(ours, expected)
+            if options == {} and accumulate == 1:
+                same_bits(steps(DistributedDataParallel(stack()), rank), expected)
+                at_home = apply(fully_shard, stack(), offload_policy=OFFLOAD)
+                same_bits(steps(at_home, rank), expected)
 
 
 @pytest.mark.kernels
@@ -108,14 +113,6 @@ def test_it_takes_the_steps_of_shard_to_the_bit(rank):
     for options, settings in cases:
         expected = steps(shard(stack(), units=[Block], **settings), rank, accumulate=2)
         same_bits(steps(apply(fully_shard, stack(), **options), rank, accumulate=2), expected)
-
-
-@pytest.mark.kernels
-@on_ranks(1, 2)
-def test_it_takes_the_steps_of_ddp_to_the_bit(rank):
-    expected = steps(DistributedDataParallel(stack()), rank)
-    for options in ({}, {"reshard_after_forward": False}, {"offload_policy": OFFLOAD}):
-        same_bits(steps(apply(fully_shard, stack(), **options), rank), expected)
 
 
 def num_collectives(model: nn.Module) -> Counter[str]:

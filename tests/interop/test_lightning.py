@@ -1,9 +1,7 @@
 """A Lightning Trainer with strategy="shardwise" takes the steps that it takes with "ddp"."""
 
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ pytest.importorskip("lightning")
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
+from launched import launched
 from models import Block
 from oracle import assert_same_bits
 from programs import ROOT, run_program
@@ -153,20 +152,6 @@ def loader(batch_size: int = BATCH) -> DataLoader[Any]:
     random = torch.Generator().manual_seed(3)
     x, y = (torch.randn(NUM_SAMPLES, n, generator=random) for n in (8, 3))
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
-
-
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
-    """Look like a process that a launcher started, as Lightning wants to see it."""
-    own = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size}
-    before = dict(os.environ)
-    os.environ.update({key: str(value) for key, value in own.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there already
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def trainer(strategy: Any, world_size: int, max_epochs: int = 2, **options: Any) -> L.Trainer:

@@ -1,10 +1,7 @@
 """Loops of other libraries, observed by one line: the same record as of a loop of one's own."""
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from launched import launched
 from models import Stack
 from ranks import run_ranks
 from shardwise import shard
@@ -21,26 +19,10 @@ from shardwise.monitor.metrics import DATA_S, STALL_S, STEP_S, TOKENS_PER_S
 from shardwise.monitor.record import End, RunRecord, Timeline, read_run
 
 pytest.importorskip("transformers", reason="transformers is in the test extra")
-accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test extra")
+pytest.importorskip("accelerate", reason="accelerate is in the test extra")
 
 # Importing these libraries pulls in packages that warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
-    """Look like a process that torchrun started; forget accelerate's state after."""
-    before = dict(os.environ)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size}
-    os.environ |= {name: str(value) for name, value in own.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
-        accelerate.state.AcceleratorState._reset_state(True)
-        accelerate.state.GradientState._reset_state()
 
 
 def values(record: RunRecord, name: str) -> dict[int, Any]:

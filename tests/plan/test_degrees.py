@@ -3,14 +3,12 @@
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
 from shardwise.cli.main import call_command
-from shardwise.cli.plan_setup import set_up
 from shardwise.cli.simulate import scenario_of
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -18,18 +16,16 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import send_seconds
 from shardwise.plan.machine.pricing import Prices
-from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts, gpt_shape
 from shardwise.plan.model.tape import Tape
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.report.facts import plan_facts
-from shardwise.plan.request import PlanRequest, SimulateRequest
+from shardwise.plan.request import SimulateRequest
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import simulate
-from shardwise.train.config import load_config
 
 run_plan = partial(call_command, "plan")
 run_simulate = partial(call_command, "simulate")
@@ -45,24 +41,6 @@ def played_in_full(made: Plan, tape: Tape, micro_batches: int) -> float:
 
 
 # -- pipelines
-def test_a_large_vocabulary_does_not_fit_on_the_last_stage() -> None:
-    preset = find_preset("gemma-2b")
-    candidate = Candidate(
-        stage=1,
-        num_shards=8,
-        pp=2,
-        micro_batch=8,
-        accumulation=2,
-        activation_checkpointing="full",
-    )
-    model = ShapedModel(preset.name, preset.shape, preset.seq)
-    made = plan(model, make_cluster("h100", 16), candidate)
-    logits = 8 * preset.seq * preset.shape.vocab
-    assert made.verdict == "will not fit"
-    assert made.played.peak.ledger.logits >= 12 * logits
-    assert any("last pipeline stage" in note for note in made.notes)
-
-
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 9])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
@@ -218,17 +196,6 @@ def test_ways_of_attention_are_priced_by_what_they_send() -> None:
     assert 0 < seconds["heads"] < seconds["gather"] < seconds["ring"]
     assert "context 8 by heads" in made["heads"].label
     assert "by" not in made["gather"].label
-
-
-def test_a_runs_schedule_and_way_of_attention_are_planned_and_written(tmp_path: Path) -> None:
-    start, planned = tmp_path / "start.yaml", tmp_path / "planned.yaml"
-    start.write_text("pp: 2\npp_schedule: gpipe\naccumulation: 4\nvocab: 64\nseq: 64\n")
-    candidate = set_up(str(start), PlanRequest(ranks=8, cp=2, cp_method="ring")).candidate
-    assert (candidate.pp_schedule, candidate.cp_method) == ("gpipe", "ring")
-    words = [str(start), "--ranks", "8", "--cp", "2", "--cp-method", "heads", "--write"]
-    assert run_plan([*words, str(planned)]) == 0
-    config = load_config(planned, {})
-    assert (config.pp_schedule, config.cp_method, config.cp) == ("gpipe", "heads", 2)
 
 
 @pytest.mark.parametrize(

@@ -169,21 +169,6 @@ def test_a_plan_has_a_name_for_every_unit_and_an_assumption_with_its_source() ->
 
 
 # -- refusals
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"precision": "bf17"}, ["precision='bf17'", "'bf16'"]),
-        ({"optimizer": "adamv"}, ["optimizer='adamv'", "'adam"]),
-    ],
-)
-def test_an_unknown_name_is_told_with_the_nearest_one(
-    settings: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        make_plan(**settings)
-    assert all(word in str(error.value) for word in words)
-
-
 def test_ranks_that_are_not_the_clusters_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"3 ranks \(3 shards x 1 replicas.*the cluster 2"):
         plan(make_model(), cluster_of_ranks(2), Candidate(num_shards=3))

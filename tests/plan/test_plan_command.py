@@ -194,58 +194,22 @@ def test_the_winner_of_a_search_is_written_and_never_offloads(
     assert load_config(path, {}).stage == facts["winner"]["candidate"]["stage"]
 
 
-def test_the_optimizer_of_a_run_is_planned_and_written(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_optimizer_of_a_run_is_written(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     assert run_plan(["demo", "--ranks", "2", "--optimizer", "sgd", "--write", str(path)]) == 0
     assert load_config(path, {}).optimizer == "sgd"
-    capsys.readouterr()
-
-    def state_bytes(*lines: str) -> int:
-        path.write_text(tiny.read_text() + "".join(f"\n{line}" for line in lines))
-        assert run_plan([str(path), "--ranks", "2", "--json"]) == 0
-        peak = json.loads(capsys.readouterr().out)["memory"]["peak"]
-        found: int = peak["lines_bytes"]["optimizer_state"]
-        return found
-
-    momentum = state_bytes("optimizer: sgd", "optimizer_options: {momentum: 0.9}")
-    assert state_bytes("optimizer: sgd") == 0
-    assert 2 * momentum < state_bytes() < 2.1 * momentum  # AdamW's two moments, and its steps
-    halves = state_bytes("optimizer_options: {moments: bf16}")
-    assert momentum < halves < 1.1 * momentum
-    assert momentum / 2 < state_bytes("optimizer_options: {moments: 8bit}") < 0.6 * momentum
 
 
-@pytest.mark.parametrize(
-    ("key", "collective", "shares"),
-    [
-        ("gather", "all_gather", {"int8": 0.55, "int4": 0.3}),
-        ("reduce", "reduce_scatter", {"bf16-a2a": 0.52, "int8-a2a": 0.27, "int4-a2a": 0.14}),
-    ],
-)
+@pytest.mark.parametrize(("key", "last"), [("gather", "int4"), ("reduce", "int4-a2a")])
 def test_a_format_is_planned_written_and_read_again(
-    key: str,
-    collective: str,
-    shares: dict[str, float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    refused: Refused,
+    key: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    """``shares`` are of what bf16 gathers send, and float32 reductions."""
     path = tmp_path / "train.yaml"
-    sent = {}
-    for kind in ("", *shares):
-        flags = ["demo", "--ranks", "2", "--json", *([f"--{key}", kind] if kind else [])]
-        flags += ["--precision", "bf16" if key == "gather" else "fp32"]
-        assert run_plan([*flags, "--write", str(path)]) == 0
-        assert getattr(load_config(path, {}), key) == (kind or None)
-        traffic = json.loads(capsys.readouterr().out)["traffic"]
-        sent[kind] = traffic["sent_bytes"][f"shard.{collective}"]
-    assert all(sent[kind] < share * sent[""] for kind, share in shares.items())
+    assert run_plan(["demo", "--ranks", "2", f"--{key}", last, "--write", str(path)]) == 0
+    assert getattr(load_config(path, {}), key) == last
+    capsys.readouterr()
     assert run_plan([str(path), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    last = [*shares][-1]
     assert again["candidate"][key] == last
     assert f"in {last}" in again["label"]
     told = refused(run_plan, "demo", f"--{key}s", last)
@@ -258,21 +222,6 @@ def test_gathers_are_encoded_only_where_there_is_something_to_gather(refused: Re
     coded = (run_plan, "demo", "--gather", "int8")
     assert "nothing is gathered at stage 0" in refused(*coded, "--stage", "0")
     assert "params='device'" in refused(*coded, "--offload-optimizer", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "moments"), [("adamw_bf16_moments", "bf16"), ("adamw_8bit", "8bit")]
-)
-def test_small_moments_are_planned_written_and_read_again(
-    name: str, moments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "train.yaml"
-    assert run_plan(["demo", "--ranks", "2", "--optimizer", name, "--write", str(path)]) == 0
-    config = load_config(path, {})
-    assert (config.optimizer, config.optimizer_options) == ("adamw", {"moments": moments})
-    capsys.readouterr()
-    assert run_plan([str(path), "--ranks", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["candidate"]["optimizer"] == name
 
 
 def test_blocks_that_a_plan_does_not_count_are_refused(
@@ -413,14 +362,6 @@ def test_a_simulation_shows_ranks_scaling_and_goodput_and_writes_its_files(
     assert facts["kind"] == "simulation"
 
 
-def test_a_straggler_slows_the_step(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = []
-    for flags in ([], ["--straggler", "1:3"]):
-        assert run_simulate([str(tiny), "--json", *flags]) == 0
-        steps.append(json.loads(capsys.readouterr().out)["time"]["step_s"])
-    assert steps[1] > steps[0]
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -466,33 +407,3 @@ def test_a_written_plan_trains_and_its_state_is_predicted_to_the_byte(tmp_path: 
     measured = [row["state_bytes"] for row in map(json.loads, steps) if "state_bytes" in row]
     assert measured
     assert set(measured) == {predicted}
-
-
-def test_a_run_with_its_state_in_host_memory_is_planned_so_and_written_again(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, written = tmp_path / "run.yaml", tmp_path / "written.yaml"
-    for stage in (3, 1):
-        path.write_text(f"{tiny.read_text()}\nstage: {stage}\noffload: cpu\n")
-        call = [str(path), "--ranks", "2", "--gpu", "h100-sxm", "--json", "--write", str(written)]
-        assert run_plan(call) == 0
-        found = json.loads(capsys.readouterr().out)
-        offload = found["candidate"]["offload"]
-        assert (offload["params"], offload["grads"], offload["optimizer"]) == ("cpu", "cpu", "cpu")
-        assert load_config(written, {}).offload == "cpu"
-    asked = [*call[:5], "--offload-optimizer", "host", "--offload-fraction", "0.5"]
-    assert run_plan([*asked, "--write", str(written)]) == 0
-    wanted = {"params": "cpu", "optimizer": "cpu", "fraction": 0.5}
-    assert load_config(written, {}).offload == wanted
-    assert run_plan([*asked, "--offload-step-on", "device", "--write", str(written)]) == 0
-    assert load_config(written, {}).offload == wanted | {"step_on": "device"}
-    capsys.readouterr()
-    assert run_plan([str(written), *call[1:6]]) == 0
-    found = json.loads(capsys.readouterr().out)["candidate"]["offload"]
-    assert (found["step_on"], found["fraction"]) == ("device", 0.5)
-    path.write_text(f"{tiny.read_text()}\noffload: nvme:/ssd\n")
-    capsys.readouterr()
-    assert run_plan(call) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["candidate"]["offload"]["optimizer"] == "nvme:/ssd"
-    assert load_config(written, {}).offload == "nvme:/ssd"

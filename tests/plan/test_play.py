@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.accounting import account
 from shardwise.plan.candidate import Candidate
@@ -74,42 +73,9 @@ def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
     return sum(-(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for s in shapes)
 
 
-def sent_by_ranks(units: list[Shapes], layout: str, num_ranks: int) -> tuple[int, int]:
-    """Return what rank 0 sends to gather and to reduce the units, without padding, in fp32."""
-    gathers = sum(owned(u, layout, num_ranks) for u in units) * (num_ranks - 1) * 4
-    total = sum(prod(s) for u in units for s in u)
-    return gathers, (total - sum(owned(u, layout, num_ranks) for u in units)) * 4
-
-
 def counts_of(units: list[Shapes]) -> int:
     """Return the bytes that tell a rank who had which gradient."""
     return sum(len(u) for u in units) * 4
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_a_step_sends_two_models_or_at_stage_3_three_less_what_is_kept(
-    stage: int, layout: str, num_ranks: int
-) -> None:
-    candidate = replace(
-        SMALL, stage=stage, layout=layout, num_shards=num_ranks, transport="point_to_point"
-    )
-    played = play(make_tape(MODEL), candidate, clips=False)
-    gathered = list(MODEL)
-    if stage == 3:
-        gathered += MODEL[2:-1]  # the embedding's backward needs none; root and last unit stay
-    gathers, _ = sent_by_ranks(gathered, layout, num_ranks)
-    _, reduces = sent_by_ranks(MODEL, layout, num_ranks)
-    expected = {
-        "shard.all_gather": gathers,
-        "shard.reduce_scatter": reduces + counts_of(MODEL) * (num_ranks - 1),
-    }
-    found = {k: v for k, v in played.program.sent_bytes.items() if v}
-    assert found == {k: v for k, v in expected.items() if v}
-    if num_ranks > 1:
-        num = {"shard.all_gather": len(gathered), "shard.reduce_scatter": 1}
-        assert played.program.num_collectives == num
 
 
 @pytest.mark.parametrize("transport", ["coalesced", "point_to_point"])
@@ -141,45 +107,6 @@ def test_padded_shares_are_sent_where_collectives_are_even() -> None:
     assert played.program.sent_bytes["shard.all_gather"] == shares * 2 * 4
     reduced = shares * 2 * 4 + counts_of(MODEL) * 2
     assert played.program.sent_bytes["shard.reduce_scatter"] == reduced
-
-
-@pytest.mark.parametrize("transport", ["coalesced", "point_to_point"])
-def test_replicas_send_the_slices_both_ways(transport: str) -> None:
-    candidate = replace(SMALL, num_shards=2, num_replicas=2, transport=transport)
-    played = play(make_tape(EVEN), candidate)
-    # A unit's slices, half of its elements, and one count for each parameter behind them.
-    numels = [sum(map(prod, u)) // 2 + len(u) for u in EVEN]
-    if transport == "coalesced":  # which needs halves of one size
-        numels = [-(-numel // 2) * 2 for numel in numels]
-    assert played.program.sent_bytes["replicate.all_reduce"] == sum(numels) * 4
-    assert played.program.num_collectives["replicate.all_reduce"] == 2 * len(EVEN)
-
-
-@pytest.mark.parametrize("every", ["step", "micro_batch"])
-def test_a_window_gathers_per_micro_batch_and_reduces_as_asked(every: str) -> None:
-    tape = make_tape(EVEN)
-    one, four = (
-        play(tape, replace(SMALL, accumulation=a, reduce_every=every)).program.sent_bytes
-        for a in (1, 4)
-    )
-    assert four["shard.all_gather"] == 4 * one["shard.all_gather"]
-    times = 4 if every == "micro_batch" else 1
-    assert four["shard.reduce_scatter"] == times * one["shard.reduce_scatter"]
-
-
-def test_a_kept_copy_is_gathered_once_per_step() -> None:
-    tape = make_tape(EVEN)
-    for stage in (1, 2):
-        one, four = (
-            play(tape, replace(SMALL, stage=stage, accumulation=a)).program.sent_bytes
-            for a in (1, 4)
-        )
-        assert four["shard.all_gather"] == one["shard.all_gather"]
-
-
-def test_what_is_recomputed_is_not_gathered_again() -> None:
-    plain, recomputed = (play(make_tape(MODEL, recomputes=r), SMALL) for r in (False, True))
-    assert plain.program.sent_bytes == recomputed.program.sent_bytes
 
 
 def test_only_clipping_sends_a_norm() -> None:
@@ -306,16 +233,6 @@ def play_model(model: list[Shapes], candidate: Candidate) -> Played:
     return play(make_tape(model, dtype), candidate)
 
 
-@given(models, candidates)
-@settings(max_examples=40)
-def test_a_higher_stage_rests_on_no_more(model: list[Shapes], candidate: Candidate) -> None:
-    slices = [
-        play_model(model, replace(candidate, stage=s, transport="coalesced")).resting.total
-        for s in (0, 1, 2, 3)
-    ]
-    assert slices == sorted(slices, reverse=True)
-
-
 @given(models, candidates, st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=60)
 def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(
@@ -354,16 +271,6 @@ def test_the_largest_unit_is_gathered_ahead_unless_asked() -> None:
         for b in (max(sizes[1:]), None)
     )
     assert asked == default
-
-
-def test_only_gradients_of_full_micro_batches_pile_up_where_the_step_reduces() -> None:
-    model = sum(prod(s) for u in EVEN for s in u)
-    for precision, size in (("fp32", 4), ("bf16", 4)):
-        played = play_model(
-            EVEN, replace(SMALL, precision=precision, accumulation=3, reduce_every="step")
-        )
-        grads = max(m.ledger.grad_full for m in played.peaks)
-        assert model * size <= grads <= model * (size + 2)
 
 
 def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment() -> None:
@@ -435,10 +342,3 @@ def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_f
         if isinstance(op.work, Compute) and op.phase == "backward":
             most = max(most, len(flying))
     assert most == in_flight
-
-
-def test_names_that_are_in_no_table_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'bf16'"):
-        play(make_tape(EVEN), replace(SMALL, precision="bf61"))
-    with pytest.raises(ConfigError, match="did you mean 'adamw'"):
-        play(make_tape(EVEN), replace(SMALL, optimizer="adamww"))

@@ -12,7 +12,6 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import Group, collective_seconds, place
 from shardwise.plan.machine.pricing import (
-    Efficiency,
     Prices,
     common_efficiencies,
     family_efficiencies,
@@ -154,19 +153,16 @@ def test_the_host_link_is_a_ranks_own_and_the_disks_are_shared() -> None:
 def test_adam_on_the_host_takes_its_bytes_over_the_ranks_share_of_dram() -> None:
     """30 bytes for each of 1.54e9 parameters take 113 ms at 2 x 204.8 GB/s."""
     two = make_cluster("A100", 2, host="dgx-a100")
-    prices = Prices(two, Candidate(num_shards=2), overrides={"host_memory": Efficiency(1, "", "")})
+    prices = Prices(two, Candidate(num_shards=2))
     work = Compute((Cost("memory", "float32", 0, int(30 * 1.54e9 / 2), 1),))
-    assert prices.seconds(op(work, "cpu")) == pytest.approx(0.113, abs=0.001)
+    share = prices.efficiencies["host_memory"].value
+    assert share * prices.seconds(op(work, "cpu")) == pytest.approx(0.113, abs=0.001)
 
 
-def test_the_table_can_be_overridden_by_name_only() -> None:
-    half = Efficiency(0.5, "half", "this test")
-    prices = Prices(H100, EIGHT, overrides={"memory": half})
-    assert prices.seconds(compute("memory", 0, 10**12)) == pytest.approx(1e12 / 1.675e12, rel=1e-4)
-    with pytest.raises(ConfigError, match=r"'memroy'.*memory"):
-        Prices(H100, EIGHT, overrides={"memroy": half})
-    with pytest.raises(ConfigError, match=r"memory=1\.5"):
-        Prices(H100, EIGHT, overrides={"memory": replace(half, value=1.5)})
+def test_fitted_entries_of_the_table_can_be_left_out() -> None:
+    prices = [Prices(H100, EIGHT, is_fitted=fits).efficiencies for fits in (True, False)]
+    singles = {**common_efficiencies(), **family_efficiencies()["H100"]}
+    assert prices == [{**singles, **family_efficiencies("fitted")["H100"]}, singles]
 
 
 def test_ranks_that_are_not_the_clusters_are_refused() -> None:

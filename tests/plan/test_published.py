@@ -11,10 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.margins import UNSEEN_MEMORY
@@ -156,121 +153,6 @@ def test_a_table_without_columns_has_no_rows_to_predict(published, tmp_path) -> 
 
 
 # -- cells: for each meaning several ways to write it
-CHECKPOINTING = {
-    "none": ["no", "none", "off", "False", "No AC", "w/o activation checkpointing", "disabled",
-             "no recompute", "selective []", "without grad checkpointing"],
-    "full": ["full", "yes", "Full AC", "full activation checkpointing", "grad checkpointing",
-             "gradient checkpointing", "act ckpt", "recompute", "every layer", "full recompute",
-             "activation-checkpointing: on", "transformer blocks"],
-    "selective": ["selective", "selective AC", "core_attn", "selective recompute",
-                  "selective core_attn", "partial", "selective activation recomputation"],
-    "per_op": ["per-op SAC", "SAC", "selective op", "per op", "op-level", "selective (op)",
-               "selective per-op AC"],
-}  # fmt: skip
-COMMENTS = [
-    "", " (recipe default)", " (script default, verify)", " (per the config)", " [see notes]",
-    " (8K stage)",
-]  # fmt: skip
-CASES = [str, str.upper, str.title, lambda text: text.replace(" ", "  "), lambda text: f" {text}."]
-OFFLOAD = {
-    Offload(): ["", "no", "None", "off", "0% of optimizer->CPU", "no offload"],
-    Offload("cpu", optimizer="cpu"): [
-        "CPU offload", "FSDP CPU offload, fused optimizer", "full CPU offload", "all",
-        "params -> CPU", "params+optimizer->CPU (cpu_adam)", "everything on host",
-        "parameters, gradients and optimizer states to CPU RAM", "CPU (1.5 TB host)",
-        "offload to the CPU", "all states in host RAM"],
-    Offload(optimizer="cpu"): [
-        "optimizer->CPU", "Optimizer states to host", "optim to NVMe",
-        "optimizer → Grace CPU, speculative", "optimizer+grad->CPU",
-        "gradients & optimizer to CPU"],
-    Offload(optimizer="cpu", fraction=0.25): [
-        "25% of optimizer->CPU", "25 % of the optimizer states to CPU"],
-    Offload(optimizer="cpu", activations="cpu"): [
-        "activations and optimizer in host memory where needed"],
-}  # fmt: skip
-STAGES = {
-    3: ["ZeRO-3", "zero3", "FSDP2(ZeRO-3)", "FSDP FULL_SHARD + CPU offload", "FSDP2+TP", "HSDP"],
-    2: ["ZeRO 2", "FSDP SHARD_GRAD_OP", "FSDP (ZeRO-2-like) + TP", "deepspeed stage 2"],
-    1: ["ZeRO-1(dp2)+tp2+pp4", "distributed optimizer", "Dist-Opt", "sharded_ddp fp16"],
-    0: ["DDP", "none", "FSDP NO_SHARD", "single GPU"],
-    None: ["ZeRO stage not stated", "3D", "TP+PP, DP=1"],
-}
-
-
-def ways(table: dict[Any, list[str]]) -> st.SearchStrategy[tuple[Any, str]]:
-    return st.sampled_from([(meaning, text) for meaning, texts in table.items() for text in texts])
-
-
-def test_cells_mean_the_same_however_they_are_written(cells) -> None:
-    @given(ways(CHECKPOINTING), st.sampled_from(COMMENTS), st.sampled_from(CASES))
-    def check_checkpointing(way: tuple[str, str], comment: str, written: Any) -> None:
-        assert cells.read_checkpointing(written(way[1]) + comment) == (way[0], ())
-
-    @given(ways(OFFLOAD), st.sampled_from(CASES[:3]))
-    def check_offload(way: tuple[Offload, str], written: Any) -> None:
-        found, unknown = cells.read_offload(row_of(cells, sharding="FSDP", offload=written(way[1])))
-        assert found == way[0] or found.fraction == 0
-        assert unknown == ()
-
-    check_checkpointing()
-    check_offload()
-    for stage, texts in STAGES.items():
-        for text in texts:
-            assert cells.read_stage(cells.normalized(text)) == stage, text
-    for text, group in (("ZeRO-1 within 8 GPUs (hybrid)", 8), ("FSDP group 64", 64)):
-        assert cells.read_group(cells.normalized(text)) == group
-    assert cells.read_group("fsdp2") is None
-
-
-def test_offload_under_stage_2_leaves_parameters_on_the_device(cells) -> None:
-    found, _ = cells.read_offload(row_of(cells, sharding="ZeRO-2", offload="CPU offload"))
-    assert (found.params, found.optimizer) == ("device", "cpu")
-    row = row_of(cells, sharding="ZeRO-2", system="DeepSpeed ZeRO-2, no offload")
-    assert cells.read_offload(row)[0] == Offload()
-
-
-def test_a_ladder_has_all_that_comes_before_its_rung(cells) -> None:
-    def rung(text: str) -> Any:
-        notes = f"cumulative ladder: {text}"
-        return cells.read_mechanisms(row_of(cells, system="torchtune", notes=notes))
-
-    first, last = rung("+packed dataset").candidate, rung("+8-bit AdamW").candidate
-    assert first == {"activation_checkpointing": "none", "offload": Offload()}
-    assert (last["activation_checkpointing"], last["optimizer"]) == ("full", "adamw_8bit")
-    assert last["step_in_backward"] and last["offload"].activations == "cpu"
-    for adapters in (rung("LoRA"), rung("QLoRA")):
-        assert adapters.has_adapters and "step_in_backward" not in adapters.candidate
-        assert "optimizer" not in adapters.candidate
-
-
-def test_adapters_are_known_by_the_system_the_model_or_the_notes(cells) -> None:
-    for given_cells in (
-        {"system": "fsdp_qlora", "model": "Llama-2-7B LoRA"},
-        {"system": "litgpt LoRA"},
-        {"system": "litgpt", "notes": "LoRA rank 64; no NVLink"},
-    ):
-        assert cells.read_mechanisms(row_of(cells, **given_cells)).has_adapters
-
-
 def test_unknown_words_are_reported(cells) -> None:
     assert cells.read_checkpointing("selective frobnicate")[1] == ("frobnicate",)
     assert cells.read_offload(row_of(cells, offload="CPU, gizmo"))[1] == ("gizmo",)
-
-
-def test_any_text_is_read_without_failing(cells) -> None:
-    @given(st.text(max_size=40), st.text(max_size=40))
-    def check(one: str, other: str) -> None:
-        for name in ("act_ckpt", "offload", "precision", "compile", "notes", "system"):
-            cells.read_mechanisms(row_of(cells, **{name: one, "sharding": other}))
-        assert all(isinstance(value, int) for value in cells.parse_arch(one).values())
-
-    check()
-
-
-def test_an_arch_is_read_by_letter(cells) -> None:
-    assert cells.parse_arch("L32 h4096 f14336 a32 kv8 V128256") == {
-        "L": 32, "h": 4096, "f": 14336, "a": 32, "kv": 8, "V": 128256,
-    }  # fmt: skip
-    assert cells.parse_arch("L? h14400 a? V250k") == {"h": 14400, "V": 250_000}
-    assert cells.parse_arch("L32 h4096 mlp_ratio 8/3 (swiglu) a32 V103168")["f"] == 11008
-    assert cells.parse_arch("") == {}

@@ -75,19 +75,10 @@ def test_a_few_bytes_without_a_unit_are_refused_with_what_was_meant(flag: str) -
         ({"offload": "{optimiser: cpu}"}, ["'optimiser'", "optimizer"]),
         ({"activation_checkpointing": "ful"}, ["did you mean 'full'"]),
         ({"ranks": 0}, ["--ranks", "greater than 0"]),
-        ({"ranks": "1e30"}, ["--ranks", "less than or equal to"]),
         ({"ranks": 1 << 21}, ["--ranks", "less than or equal to"]),
-        ({"micro_batch": -1}, ["--micro-batch"]),
-        ({"micro_batch": 10**30}, ["--micro-batch", "less than or equal to"]),
         ({"seq": "nan"}, ["--seq", "whole number", "nan"]),
-        ({"accumulation": 10**30}, ["--accumulation"]),
-        ({"params": "1e30"}, ["--params", f"{10**18}"]),
         ({"params": "nan"}, ["--params", "7e9"]),
-        ({"params": 0}, ["--params", "greater than 0"]),
-        ({"tokens_per_step": "1e30"}, ["--tokens-per-step"]),
         ({"tokens_per_step": "0"}, ["--tokens-per-step", "greater than 0"]),
-        ({"bucket_bytes": -1}, ["--bucket-bytes"]),
-        ({"offload_fraction": "nan"}, ["--offload-fraction"]),
         ({"offload_fraction": 1.5}, ["--offload-fraction"]),
         ({"max_memory": "0", "search": True}, ["--max-memory", "more than 0"]),
         ({"target_tokens_per_s": "inf", "search": True}, ["--target-tokens-per-s", "finite"]),
@@ -323,8 +314,6 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Pa
         ("lama-3-8b", {}, ["'llama-3-8b'"]),
         ("demo", {"gpu": "h10"}, ["'h10'", "H100"]),
         ("demo", {"link": "nvlnk4"}, ["'nvlnk4'", "nvlink4"]),
-        ("demo", {"network": "infinibnd-ndr"}, ["infiniband-ndr"]),
-        ("demo", {"precision": "bf17"}, ["'bf17'", "'bf16'"]),
         ("demo", {"optimizer": "adamv"}, ["'adamv'", "'adam"]),
         ("demo", {"ranks": 8, "gpus_per_node": 3}, ["--gpus-per-node"]),
         ("demo", {"offload_params": "cpu"}, ["params='cpu'", "let optimizer= be 'cpu'"]),
@@ -332,12 +321,10 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Pa
         ("demo", {"dp_replicate": 3, "ranks": 8}, ["dp_replicate=3 does not divide 8 ranks"]),
         ("demo", {"tp": 3, "ranks": 8}, ["tp=3 does not divide 8 ranks", "make tp 1, 2, 4 or 8"]),
         ("none.yaml", {}, ["none.yaml", "No such file"]),
-        ("none.json", {}, ["none.json", "No such file"]),
         ("none.py:make", {}, ["none.py", "no such file"]),
         ("none.py", {}, ["none.py:factory"]),
         ("some/model", {}, ["some/model", "Nothing is downloaded"]),
         ("demo", {"deepspeed": "none.json"}, ["none.json"]),
-        ("demo", {"accelerate": "none.yaml"}, ["none.yaml"]),
         ("demo", {"calibration": "none.json"}, ["none.json"]),
         (None, {}, ["MODEL", "--params"]),
     ],
@@ -354,26 +341,6 @@ def test_a_name_that_is_not_there_is_told_with_what_is_near(
     assert [word for word in words if word not in str(error.value)] == []
 
 
-@pytest.mark.parametrize(
-    ("flag", "content", "near"),
-    [
-        ("deepspeed", '{"zero_optimizations": {}}', "'zero_optimization'"),
-        ("deepspeed", '{"zero_optimization": {"stag": 3}}', "'stage'"),
-        ("accelerate", "num_processess: 3\n", "'num_processes'"),
-        ("accelerate", "fsdp_config:\n  fsdp_offload_param: true\n", "'fsdp_offload_params'"),
-    ],
-)
-def test_an_unknown_key_in_a_file_is_told_with_the_nearest(
-    flag: str, content: str, near: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "settings"
-    path.write_text(content)
-    with pytest.raises(ConfigError) as error:
-        set_up("demo", ask(**{flag: path}))
-    assert near in str(error.value)
-    assert str(path) in str(error.value)
-
-
 def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tiny.yaml: unknown key 'dimm'; did you mean 'dim'"):
         set_up_tiny(tmp_path, "dimm: 3\n")
@@ -388,6 +355,7 @@ def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path)
         "offload: {optimizer: cpu, fraction: 0.5, step_on: device}\n",
         "offload: nvme:/ssd\nactivation_checkpointing: true\n",
         "optimizer_options: {moments: 8bit}\n",
+        "optimizer_options: {moments: bf16}\n",
         "optimizer: sgd\noptimizer_options: {momentum: 0.9}\n",
         "accumulation: 3\naccumulation_order: breadth_first\nmicro_batch: 2\n",
         "pp: 2\npp_schedule: gpipe\naccumulation: 4\n",

@@ -43,48 +43,41 @@ _UNSAID = "as if it were not there"
 class Key:
     """One row of the table. ``plan`` and ``run``: why the key has no effect there, "" if read."""
 
-    kind: str
-    plan: str
-    run: str
-    ours: tuple[str, ...]
-    becomes: str
-    auto: str
-    answers: Mapping[str, tuple[str, str]]
-    values: Mapping[str, object]
-    least: int
-    most: int | None
+    kind: str = "any"
+    plan: str = ""
+    run: str = ""
+    ours: tuple[str, ...] = ()
+    becomes: str = ""
+    auto: str = ""
+    answers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
+    least: int = 0
+    most: int | None = None
 
 
-_DATA: JsonObject = tomllib.loads(
-    files("shardwise.interop").joinpath("foreign_keys.toml").read_text("utf-8")
-)
+_TEXT = files("shardwise.interop").joinpath("foreign_keys.toml").read_text("utf-8")
+_DATA: JsonObject = tomllib.loads(_TEXT)
 
 
-def _resolved(text: str) -> str:
-    return str(_DATA["reasons"][text[1:]]) if text.startswith("@") else text
+def _resolved(value: object) -> Any:
+    """Return a value with each name of a reason ("@name") replaced by the reason."""
+    if isinstance(value, str):
+        return _DATA["reasons"][value[1:]] if value.startswith("@") else value
+    if isinstance(value, dict):
+        return {key: _resolved(inner) for key, inner in value.items()}
+    return [_resolved(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _rows(section: str) -> Mapping[str, Key]:
     found = {}
-    for name, row in _DATA[section].items():
-        ours, why = row.get("ours", []), row.get("why", "")
+    for name, row in _resolved(_DATA[section]).items():
+        ours, why = row.pop("ours", []), row.pop("why", "")
         names = (ours,) if isinstance(ours, str) else tuple(ours)
-        becomes = row.get("becomes", ", ".join(names))
-        answers = {k: (fate, _resolved(text)) for k, (fate, text) in row.get("answers", {}).items()}
-        is_open = becomes if section.startswith("accelerate") and becomes else _UNSAID
-        found[name] = Key(
-            kind=row.get("kind", "any"),
-            plan=_resolved(row.get("plan", why)),
-            run=_resolved(row.get("run", why)),
-            ours=names,
-            becomes=becomes,
-            auto=_resolved(row.get("auto", is_open)),
-            answers=answers,
-            values=row.get("values", {}),
-            least=row.get("least", 0),
-            most=row.get("most"),
-        )
-        if "stage3" in row:
+        has_second_name = row.pop("stage3", False)
+        row = {"plan": why, "run": why, "ours": names, "becomes": ", ".join(names), **row}
+        is_open = row["becomes"] if section.startswith("accelerate") else ""
+        found[name] = Key(**{"auto": is_open or _UNSAID, **row})
+        if has_second_name:
             found[f"stage3_{name}"] = found[name]
     return found
 

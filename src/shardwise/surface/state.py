@@ -87,6 +87,13 @@ def _keep(engine: Engine) -> None:
                 param.leaves_scale = True
 
 
+class Member:
+    """One module with units, for the hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
 class ModuleState(_State):
     """The units of some modules: one unit, or one per mesh of their parameters."""
 
@@ -171,14 +178,14 @@ class ModuleState(_State):
             self.engine.reductions.allow_in_flight(most)
 
     # -- a forward pass (hooks.Watcher)
-    def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def before_forward(self, _: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Enter the units in order."""
         engine = self.lazy_init()
         for unit in self.units:
             args, kwargs = engine.before_forward(unit, args, kwargs)
         return args, kwargs
 
-    def after_forward(self, _: Any, output: object) -> object:
+    def after_forward(self, _: Member, output: object) -> object:
         """Leave the units in reverse order."""
         engine = self.lazy_init()
         for unit in reversed(self.units):
@@ -187,12 +194,12 @@ class ModuleState(_State):
 
     # -- names that torch reads
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Inputs:
-        return (args, kwargs) if self.suspended else self.before_forward(module, args, kwargs)
+        inputs = args, kwargs
+        return inputs if self.suspended else self.before_forward(Member(module), *inputs)
 
     def _post_forward(self, module: nn.Module, args: object, output: object) -> object:
-        if not self.suspended:
-            self.after_forward(module, output)
-        return output
+        found = None if self.suspended else self.after_forward(Member(module), output)
+        return output if found is None else found
 
     def _lazy_init(self) -> None:
         self.lazy_init()

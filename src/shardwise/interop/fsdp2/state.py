@@ -34,7 +34,7 @@ from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
 from shardwise.surface.methods import FSDPModule
-from shardwise.surface.state import ModuleState
+from shardwise.surface.state import Member, ModuleState
 from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
 from shardwise.unit.materialize import is_unwritten, poison
@@ -112,13 +112,6 @@ def _facts(engine: Engine) -> Iterator[str]:
         for param in unit.params:
             kind = "trainable" if param.sharded.requires_grad else "frozen"
             yield f"parameter '{param.name}' {param.shape} {param.sharded.dtype}, {kind}"
-
-
-class Member:
-    """One module of a call, for the hooks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
 
 class State(ModuleState):
@@ -276,12 +269,6 @@ class State(ModuleState):
                 state.awaited.clear()
         dtype = self.asked.mp.output_dtype
         return output if dtype is None or output is None else _cast(output, dtype)
-
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.before_forward(Member(module), args, kwargs)
-
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.after_forward(Member(module), output)
 
 
 def state_of(module: nn.Module) -> State | None:

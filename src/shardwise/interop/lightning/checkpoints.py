@@ -7,7 +7,8 @@ callbacks, schedulers, hyperparameters) is in its ``extra``, under the name ``li
 values: nothing is pickled. Every rank can also read a file that another strategy wrote.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
@@ -30,57 +31,33 @@ _COUNTS = ("step", "mu_product", "eta", "mu")  # states of torch's optimizers th
 State = dict[str, object]  # of one parameter, in an optimizer
 
 
-class _States(MutableMapping[torch.Tensor, State]):
-    """The states of several optimizers, by parameter."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._of = {
-            id(p): optimizer.state
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        self._all = [optimizer.state for optimizer in optimizers]
-
-    def __getitem__(self, param: torch.Tensor) -> State:
-        state = self._of[id(param)]
-        if param not in state:  # a defaultdict, which would make one
-            raise KeyError
-        found: State = state[param]
-        return found
-
-    def __setitem__(self, param: torch.Tensor, state: State) -> None:
-        self._of[id(param)][param] = state
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        del self._of[id(param)][param]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (param for state in self._all for param in state)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._all))
-
-
 class _AsOne:
     """Several optimizers as one: their groups in order, their states by parameter."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.param_groups = [group for o in optimizers for group in o.param_groups]
-        self.state = _States(optimizers)
-        ids = [id(p) for group in self.param_groups for p in group["params"]]
-        if len(ids) != len(set(ids)):
+        self.state = {param: state for o in optimizers for param, state in o.state.items()}
+        params = [p for group in self.param_groups for p in group["params"]]
+        if len(params) != len(set(params)):
             raise ConfigError(
                 "configure_optimizers: a parameter is in two optimizers, so a checkpoint could not "
                 "tell whose state is whose; give each parameter to one"
             )
 
 
-def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return an optimizer for `save` and `load`: the only one, a view of all, or None."""
-    if len(optimizers) > 1:
-        return _AsOne(optimizers)
-    return optimizers[0] if optimizers else None
+@contextmanager
+def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+    """Yield an optimizer for `save` and `load`: the only one, or all as one, or None."""
+    if len(optimizers) < 2:
+        yield optimizers[0] if optimizers else None
+        return
+    one = _AsOne(optimizers)
+    yield one
+    for optimizer in optimizers:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        found = {p: one.state[p] for p in params if p in one.state}
+        optimizer.state.clear()
+        optimizer.state.update(found)
 
 
 def check_hyper_parameters(*owners: object) -> None:
@@ -129,8 +106,8 @@ def save_lightning(
     whole = "optimizer_states" in checkpoint
     rest = {key: value for key, value in checkpoint.items() if key not in _STRATEGY_SAVES}
     rest.update({key: _with_text(rest[key]) for key in _HYPER_PARAMETERS if key in rest})
-    optimizer = _as_one(optimizers) if whole else None
-    save(path, module, optimizer, extra={"lightning": rest}, replace=True)
+    with _as_one(optimizers if whole else ()) as optimizer:
+        save(path, module, optimizer, extra={"lightning": rest}, replace=True)
 
 
 def load_lightning(
@@ -149,7 +126,8 @@ def load_lightning(
     """
     if path.is_file():
         return _load_file(path, module, optimizers, strict=strict, weights_only=weights_only)
-    loaded = load(path, module, _as_one(optimizers), strict=strict)
+    with _as_one(optimizers) as optimizer:
+        loaded = load(path, module, optimizer, strict=strict)
     rest = loaded.extra.get("lightning")
     if not isinstance(rest, dict):
         raise CheckpointError(

@@ -8,7 +8,7 @@ not: there backward and the optimizer run inside the step, and the submodules th
 are units themselves.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -48,19 +48,24 @@ _Callback: Any = _pl.Callback
 _FITTING = _pl.trainer.states.TrainerFn.FITTING
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_CONVERTED = {  # Lightning converts the module itself
-    "64-true": torch.float64,
-    "bf16-true": torch.bfloat16,
-    "16-true": torch.float16,
-}
-_DEFAULTS = {
-    "stage": 3,
-    "layout": "rows",
-    "precision": "fp32",
-    "schedule": None,
-}
+# Lightning converts the module itself
+_CONVERTED = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_DEFAULTS = {"stage": 3, "layout": "rows", "precision": "fp32", "schedule": None}
 _SCHEDULED = ("reduce_every", "prefetch_bytes", "bucket_bytes")
 _RENAMED = (*_SCHEDULED, "init")
+
+
+def _step_of(name: str, context: str) -> Callable[..., object]:
+    """Return a method that runs a step of the module. See Note [The step is a forward pass]."""
+
+    def step(strategy: Any, *args: object, **kwargs: object) -> object:
+        module = strategy.lightning_module
+        with getattr(strategy.precision_plugin, context)():
+            if not module.automatic_optimization:
+                return getattr(module, name)(*args, **kwargs)
+            return strategy._forward_redirection(module, module, name, *args, **kwargs)
+
+    return step
 
 
 class ShardwiseStrategy(_DDPStrategy):
@@ -167,13 +172,13 @@ class ShardwiseStrategy(_DDPStrategy):
         asked, has = self._asked_config(), engine.config
         schedule, default = options.get("schedule") or Schedule(), Schedule()
         names = [n for n in _SCHEDULED if getattr(schedule, n) != getattr(default, n)]
-        pairs = {n: (getattr(schedule, n), getattr(has, n)) for n in names}
-        if "layout" in options:
-            pairs["layout"] = asked.layout, has.layout
-        if "stage" in options:
-            pairs["stage"] = asked.stage.number, has.stage.number
-        if "precision" in options:
-            pairs["precision"] = asked.precision, _precision_of(engine, asked.precision)
+        pairs: dict[str, tuple[object, object]] = {
+            "layout": (asked.layout, has.layout),
+            "stage": (asked.stage.number, has.stage.number),
+            "precision": (asked.precision, _precision_of(engine, asked.precision)),
+        }
+        pairs = {n: pair for n, pair in pairs.items() if n in options}
+        pairs |= {n: (getattr(schedule, n), getattr(has, n)) for n in names}
         if isinstance(self._mesh, DeviceMesh):  # setup_environment() has converted tuples
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
         units = Units.of(options.get("units"))
@@ -202,32 +207,11 @@ class ShardwiseStrategy(_DDPStrategy):
         if dtype is not None and dtypes != {dtype}:
             raise _stays(name, f"parameters of {', '.join(sorted(map(str, dtypes)))}")
 
-    # -- steps: see Note [The step is a forward pass]
-    def training_step(self, *args: object, **kwargs: object) -> object:
-        """Run the module's training step as its forward pass."""
-        with self.precision_plugin.train_step_context():
-            return self._run("training_step", args, kwargs)
-
-    def validation_step(self, *args: object, **kwargs: object) -> object:
-        """Run the module's validation step as its forward pass."""
-        with self.precision_plugin.val_step_context():
-            return self._run("validation_step", args, kwargs)
-
-    def test_step(self, *args: object, **kwargs: object) -> object:
-        """Run the module's test step as its forward pass."""
-        with self.precision_plugin.test_step_context():
-            return self._run("test_step", args, kwargs)
-
-    def predict_step(self, *args: object, **kwargs: object) -> object:
-        """Run the module's predict step as its forward pass."""
-        with self.precision_plugin.predict_step_context():
-            return self._run("predict_step", args, kwargs)
-
-    def _run(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        module = self.lightning_module
-        if not module.automatic_optimization:
-            return getattr(module, name)(*args, **kwargs)
-        return self._forward_redirection(module, module, name, *args, **kwargs)
+    # -- steps
+    training_step = _step_of("training_step", "train_step_context")
+    validation_step = _step_of("validation_step", "val_step_context")
+    test_step = _step_of("test_step", "test_step_context")
+    predict_step = _step_of("predict_step", "predict_step_context")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -16,18 +16,13 @@ if TYPE_CHECKING:
     from shardwise.interop.transformers.trainer import Trainer as Trainer
     from shardwise.interop.transformers.trainer import trainer_class as trainer_class
 
-_HOMES = {
-    "CheckpointCallback": "shardwise.interop.transformers.trainer",
-    "ObserveCallback": "shardwise.interop.transformers.trainer",
-    "Trainer": "shardwise.interop.transformers.trainer",
-    "from_pretrained": "shardwise.interop.transformers.loading",
-    "load_weights": "shardwise.interop.transformers.loading",
-    "parallelize": "shardwise.interop.transformers.parallel",
-    "prepare": "shardwise.interop.transformers.saving",
-    "save_pretrained": "shardwise.interop.transformers.saving",
-    "trainer_class": "shardwise.interop.transformers.trainer",
+_NAMES = {
+    "loading": ("from_pretrained", "load_weights"),
+    "parallel": ("parallelize",),
+    "saving": ("prepare", "save_pretrained"),
+    "trainer": ("CheckpointCallback", "ObserveCallback", "Trainer", "trainer_class"),
 }
-
+_HOMES = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 __getattr__, __dir__ = lazily(
     __name__, _HOMES, lambda name: load_neighbour("transformers", wanted_by=f"{__name__}.{name}")

@@ -29,7 +29,6 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -39,7 +38,6 @@ from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.container import build_header, dtype_name, memory_of
 from shardwise.convert.export import index_text, plan_files
 from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE
-from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
 from shardwise.engine.model import compare_load, note_managed
 from shardwise.errors import ConfigError, StateError
@@ -294,28 +292,7 @@ def prepare(model: M) -> M:
     config = getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig) and not getattr(config, "distributed_config", None):
         config.distributed_config = DistributedConfig()
-    if not isinstance(model, FSDPModule):  # that class has the method
-        vars(model)["set_requires_gradient_sync"] = _GradientSync(model)
     return model
-
-
-class _GradientSync:
-    """The method ``set_requires_gradient_sync`` of one model; it is copied with the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._window = ExitStack()
-
-    def __call__(self, requires: bool) -> None:
-        """Delay reductions, or let the next backward pass reduce."""
-        if requires:
-            self._window.close()
-        else:
-            self._window.enter_context(accumulate(self._model, last=False))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _GradientSync:
-        """Return the method of the copied model, with no window open."""
-        return _GradientSync(memo[id(self._model)])
 
 
 def _save_adapters(model: Any, save_directory: str | Path, **options: Any) -> None:

@@ -20,7 +20,6 @@ neighbours in those and the tensor ranks, and the ranks that have the same ones 
 inside the data parallel axis.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -28,7 +27,7 @@ from typing import Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import Accelerator, Cluster, canonical_dtype, unknown
+from shardwise.plan.machine.hardware import Cluster, canonical_dtype
 from shardwise.plan.machine.links import (
     Group,
     all_to_all_seconds,
@@ -72,27 +71,6 @@ def family_efficiencies(kind: str = "families") -> Mapping[str, Mapping[str, Eff
     }
 
 
-def efficiencies_of(
-    accelerator: Accelerator, overrides: Mapping[str, Efficiency]
-) -> Mapping[str, Efficiency]:
-    """Return the table for an accelerator, overrides last.
-
-    **Raises** ConfigError for an unknown name, and for a share that is not in (0, 1].
-    """
-    for name, each in overrides.items():
-        if name not in common_efficiencies():
-            raise unknown("efficiency", name, {known: known for known in common_efficiencies()})
-        largest = math.inf if name.endswith("_s") else 1.0
-        if not 0 < each.value <= largest or math.isinf(each.value):
-            raise ConfigError(
-                f"efficiency {name}={each.value}: expected more than 0"
-                + ("" if largest > 1 else ", at most 1")
-            )
-    family = accelerator.family
-    own = (family_efficiencies(kind).get(family, {}) for kind in ("families", "fitted"))
-    return {**common_efficiencies(), **next(own), **next(own), **overrides}
-
-
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
 
 
@@ -125,16 +103,15 @@ class Pricer(Protocol):
 class Prices:
     """Prices of one candidate's operations on a cluster.
 
-    ``overrides`` replaces entries of the table of efficiencies by name. See Notes [How
-    computation is priced] and [How ranks are numbered].
+    ``is_fitted`` False: by single measurements alone. See Notes [How computation is priced] and
+    [How ranks are numbered].
 
-    **Raises** ConfigError where the candidate's ranks are not the cluster's, and for an unknown
-    entry in ``overrides``.
+    **Raises** ConfigError where the candidate's ranks are not the cluster's.
     """
 
     cluster: Cluster
     candidate: Candidate
-    overrides: Mapping[str, Efficiency] = field(default_factory=dict)
+    is_fitted: bool = True
     _known: dict[tuple[Compute | Collective | Transfer, bool, bool], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -146,12 +123,14 @@ class Prices:
                 f"{self.cluster.num_ranks}: {self.cluster.num_nodes} nodes of "
                 f"{self.cluster.node.num_accelerators}"
             )
-        _ = self.efficiencies  # unknown overrides are refused before anything is priced
 
     @cached_property
     def efficiencies(self) -> Mapping[str, Efficiency]:
-        """The table of efficiencies for this accelerator, overrides applied."""
-        return efficiencies_of(self.cluster.node.accelerator, self.overrides)
+        """The table of efficiencies for this accelerator."""
+        found, family = dict(common_efficiencies()), self.cluster.node.accelerator.family
+        for kind in ("families", "fitted")[: 1 + self.is_fitted]:
+            found |= family_efficiencies(kind).get(family, {})
+        return found
 
     @cached_property
     def groups(self) -> Mapping[str, Group]:

@@ -28,7 +28,6 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.config import UnitChoice
-from shardwise.engine.calls import Call
 from shardwise.engine.hooks import register_hooks
 from shardwise.engine.passes import Passes
 from shardwise.engine.tree import map_tensors, tensors_in
@@ -233,7 +232,7 @@ class _Span:
 class _Recorder:
     """Receives the calls of a model's units, as the engine does, and cuts the log into works.
 
-    `engine.passes` finds the moments. Nothing is gathered or reduced.
+    `engine.passes` finds the moments. Nothing is gathered, reduced or refused.
     """
 
     suspended = False
@@ -361,8 +360,10 @@ class _Recorder:
             self._passes.watch_outputs(call, output)
 
     # -- backward (passes.Listener)
-    def on_pass(self, order: list[int]) -> None:
-        """Do nothing: the first visit says that backward has begun."""
+    def _ignore(self, *_: object) -> None:
+        """Do nothing: what counts is units, and what raises ends the trace."""
+
+    on_pass = on_reached = on_call_over = on_cut = on_double = _ignore
 
     def on_grad(self, unit: _Unit, leaf: Tensor) -> None:
         """Note which gradient is there, and from which place in the log on."""
@@ -372,17 +373,11 @@ class _Recorder:
             release = Change(serial, -self.tracker.lives[serial].num_bytes)
             self._written.append((len(self.tracker.log), release))
 
-    def on_reached(self, call: Call) -> None:
-        """Do nothing: nothing is refused here."""
-
     def on_backward(self, unit: _Unit, is_first: bool) -> None:
         """Record the visit."""
         self._visit("before_backward", unit)
         self._begun = True
         self._backward.append(unit.index)
-
-    def on_call_over(self, call: Call) -> None:
-        """Do nothing: what counts is the unit."""
 
     def on_unit_over(self, unit: _Unit) -> None:
         """Record the visit; the gradients are not this unit's any more."""
@@ -401,12 +396,6 @@ class _Recorder:
         for unit in reversed(self.units):
             if self._passes.is_open(unit):
                 self._passes.close(unit)
-
-    def on_cut(self) -> None:
-        """Do nothing: what raises ends the trace."""
-
-    def on_double(self) -> None:
-        """Do nothing: a pass with create_graph=True is not traced."""
 
     # -- the tape
     def events(self) -> tuple[Work | Visit, ...]:

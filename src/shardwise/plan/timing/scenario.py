@@ -4,7 +4,6 @@ Ranks are numbered as the engine's mesh numbers them: rank ``replica * num_shard
 ranks of one shard group are neighbours.
 """
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -123,7 +122,7 @@ class Scenario:
 
 
 def _check_straggler(field: str, straggler: Straggler, num_ranks: int) -> None:
-    _check_factor(f"{field}.slowdown", straggler.slowdown)
+    _check_number(f"{field}.slowdown", straggler.slowdown, least=1)
     if (straggler.rank is None) == (straggler.fraction is None):
         raise ConfigError(
             f"{field}: expected either rank= or fraction=, got rank={straggler.rank} and "
@@ -132,16 +131,11 @@ def _check_straggler(field: str, straggler: Straggler, num_ranks: int) -> None:
     if straggler.rank is not None:
         check_whole(straggler.rank, f"{field}.rank", num_ranks - 1, least=0)
     if straggler.fraction is not None:
-        _check_number(f"{field}.fraction", straggler.fraction)
-        if straggler.fraction > 1:
-            raise ConfigError(
-                f"{field}.fraction={straggler.fraction}: expected a share of the ranks, 0 to 1; "
-                "for one rank say rank="
-            )
+        _check_number(f"{field}.fraction", straggler.fraction, most=1)
 
 
 def _check_slow_link(field: str, link: SlowLink, scenario: Scenario) -> None:
-    _check_factor(f"{field}.factor", link.factor)
+    _check_number(f"{field}.factor", link.factor, least=1)
     if (link.rank is None) == (link.group is None) or (link.axis is None) != (link.group is None):
         raise ConfigError(
             f"{field}: expected either rank=, or axis= and group=; got rank={link.rank}, "
@@ -150,25 +144,18 @@ def _check_slow_link(field: str, link: SlowLink, scenario: Scenario) -> None:
     if link.rank is not None:
         check_whole(link.rank, f"{field}.rank", scenario.num_ranks - 1, least=0)
     if link.group is not None:
-        _check_name(f"{field}.axis", link.axis, get_args(LinkAxis))
-        groups = scenario.num_replicas if link.axis == "shard" else scenario.num_shards
+        names, axis = get_args(LinkAxis), link.axis
+        if axis not in names:
+            hint = did_you_mean(str(axis), names)
+            raise ConfigError(f"{field}.axis={axis!r}: expected {' or '.join(names)}{hint}")
+        groups = scenario.num_replicas if axis == "shard" else scenario.num_shards
         check_whole(link.group, f"{field}.group", groups - 1, least=0)
 
 
-def _check_number(field: str, value: object, above_zero: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (above_zero and value == 0):  # type: ignore[operator]
-        wanted = "above 0" if above_zero else "0 or more"
+def _check_number(
+    field: str, value: object, above_zero: bool = False, least: float = 0, most: float = 1e300
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or (above_zero and value == 0):  # type: ignore[operator]
+        wanted = "above 0" if above_zero else f"{least} to {most:g}"
         raise ConfigError(f"{field}={value!r}: expected a number, {wanted}")
-
-
-def _check_factor(field: str, value: float) -> None:
-    _check_number(field, value)
-    if value < 1:
-        raise ConfigError(f"{field}={value!r}: expected 1 (as fast as the others) or more")
-
-
-def _check_name(field: str, value: object, names: tuple[str, ...]) -> None:
-    if value not in names:
-        hint = did_you_mean(str(value), names)
-        raise ConfigError(f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")
