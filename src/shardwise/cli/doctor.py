@@ -13,9 +13,8 @@ from shardwise.cli.flags import print_json
 from shardwise.cli.planned_run import with_planned_gains
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import diagnose
-from shardwise.monitor.findings import Diagnosis, Finding, Gain
+from shardwise.monitor.findings import Diagnosis, Finding
 from shardwise.monitor.record import RunRecord, read_run
-from shardwise.quantities import format_bytes
 from shardwise.terminal import open_console, printable
 
 _HEALTHY, _FOUND, _NOT_WHOLE = 0, 1, 2
@@ -77,19 +76,8 @@ def _card(finding: Finding) -> Panel:
         text = f"{was}+ {change.key}: {change.after}"
         lines.append(Text("\n".join(map(printable, text.split("\n"))), "cyan"))
     if finding.gain is not None:
-        lines.append(Text(f"expected: {_describe_gain(finding.gain)}", "green"))
+        lines.append(Text(f"expected: {finding.gain}", "green"))
     lines.append(Text(f"shardwise explain {finding.code}   {finding.doc}", "dim"))
     heading = f"[{colour}]{finding.code}  {finding.title} ({finding.severity})[/{colour}]"
     look = {"title_align": "left", "border_style": colour, "width": _CARD_WIDTH}
     return Panel(Text("\n").join(lines), title=heading, **look)  # type: ignore[arg-type]
-
-
-def _describe_gain(gain: Gain) -> str:
-    def amount(value: float) -> str:
-        return format_bytes(value) if gain.unit == "bytes" else f"{value:.3g} s of each step"
-
-    size = f"at least {amount(gain.low)}"
-    if gain.high is not None:
-        size = f"{amount(gain.low)} to {amount(gain.high)}"
-        size = size if gain.low > 0 else f"at most {amount(gain.high)}"
-    return f"{size} ({gain.source})"

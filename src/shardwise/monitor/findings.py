@@ -50,6 +50,14 @@ class Gain:
     source: str
     high: float | None = None
 
+    def __str__(self) -> str:
+        """Return it as one line, with its source."""
+        is_bytes, most = self.unit == "bytes", self.low if self.high is None else self.high
+        low, high = (format_bytes(n) if is_bytes else f"{n:.3g}" for n in (self.low, most))
+        size = f"{low} to {high}" if self.low > 0 else f"at most {high}"
+        size = f"at least {low}" if self.high is None else size
+        return f"{size}{'' if is_bytes else ' s of each step'} ({self.source})"
+
 
 @dataclass(frozen=True)
 class Finding:
