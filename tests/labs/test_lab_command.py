@@ -256,9 +256,14 @@ def test_lines_of_the_engine_stand_in_its_source(number: int) -> None:
         assert code in (ROOT / path).read_text(), path
 
 
-def test_the_doctor_finds_what_lab_10_provokes(tmp_path: Path) -> None:
+def test_the_doctor_finds_what_lab_10_provokes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     section = steps_of(labs()[10].page)["In the engine"]
     (script,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
-    script = script.replace("shardwise ", f"{sys.executable} -m shardwise ")
-    done = subprocess.run(script, shell=True, cwd=tmp_path, capture_output=True, text=True)
-    assert "SW010" in done.stdout, done.stdout + done.stderr
+    train, doctor = script.replace("\\\n", "").strip().splitlines()
+    command = [sys.executable, "-m", *train.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert "SW010" in CliRunner().invoke(app, doctor.split()[1:]).output

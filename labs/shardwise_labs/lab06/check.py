@@ -130,15 +130,19 @@ def check(judge: Judge) -> None:
     """Compare the reader's functions with the engine."""
     with judge.judging("rows"):
         _judge_rows(judge)
+    if not judge.has_met_all():
+        return
     step, truth = _truth(judge.rank)
-    with judge.judging("record"):
-        _judge_record(judge, step, truth)
-    with judge.judging("path"):
-        _judge_path(judge, truth)
-    with judge.judging("forms"):
-        _judge_forms(judge, step)
-    with judge.judging("sent"):
-        _judge_sent(judge, step)
+    for target, follow in (
+        ("record", lambda: _judge_record(judge, step, truth)),
+        ("path", lambda: _judge_path(judge, truth)),
+        ("forms", lambda: _judge_forms(judge, step)),
+        ("sent", lambda: _judge_sent(judge, step)),
+    ):
+        with judge.judging(target):
+            follow()
+        if not judge.has_met_all():
+            return
     judge.facts |= {"first": truth[0], "second": truth[1], "kept": f"{_kept(step):,}"}
 
 

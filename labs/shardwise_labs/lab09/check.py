@@ -161,15 +161,17 @@ def check(judge: Judge) -> None:
     """Compare the reader's arithmetic, training and scaler with one process."""
     with judge.judging("ulp"):
         _judge_ulp(judge)
+    if not judge.has_met_all():
+        return
     with judge.judging("gradient"):
         _judge_training(judge)
-    if judge.has_met_all():
-        with judge.judging("moves"):
-            _judge_moves(judge)
     with judge.judging("skip"):
         _judge_unscale(judge)
     with judge.judging("scale"):
         _judge_update(judge)
+    if judge.has_met_all():
+        with judge.judging("moves"):
+            _judge_moves(judge)
 
 
 def _judge_ulp(judge: Judge) -> None:

@@ -3,9 +3,9 @@
 `shardwise lab run 10 lab10_broken.py` trains as before, and shows what these rules say.
 """
 
-from lab10_failures import activation_finding, bucket_finding, mend, num_reductions
+from lab10_failures import bucket_finding, num_reductions
 
-__all__ = ["activation_finding", "bucket_finding", "mend", "num_reductions", "wrapping_finding"]
+__all__ = ["bucket_finding", "num_reductions", "wrapping_finding"]
 
 
 def wrapping_finding(unit_bytes: list[int]) -> str | None:
