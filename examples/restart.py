@@ -30,10 +30,8 @@ def train(folder: str, die_after: int | None) -> None:
     with shardwise.Checkpoints(folder, model, optimizer, memory_every=2) as checkpoints:
         loaded = checkpoints.load()  # from memory or from disk, whichever is newer
         done = (loaded.step or 0) if loaded else 0
-        say(
-            f"from step {done + 1}"
-            + (", of a copy in memory" * bool(loaded and loaded.from_memory))
-        )
+        where = "memory" if loaded and loaded.from_memory else "disk"
+        say(f"from step {done + 1}, loaded from {where}" if loaded else "from step 1")
         for step in range(done + 1, STEPS + 1):
             x, y = batch_of(step)
             loss = F.mse_loss(model(x), y)

@@ -4,11 +4,13 @@
     python tests/campaigns/restart.py [--trials 20] [--seed S]
 
 A trial draws a setting of tests/train/test_resume.py, how often the run saves to disk and copies to
-memory, and one to three kills. Each takes one rank, all ranks (a host whose memory stays), or the
-launcher too (then the run is started again by hand), at a moment after a step's line: in the next
-step, in a save, in a copy; or soon after the kill before, in the recovery itself. Each loss and
-gradient norm must have the bits of the run that nobody killed, and nothing may be left: no process
-and no copy in memory. A trial that fails prints what replays it; the exit code is 1 then.
+memory, and one to three kills. Each takes one rank, all ranks (a host whose memory stays), the
+launcher too or alone (then the run is started again by hand), or is a SIGTERM, at a moment after a
+step's line: in the next step, in a save, in a copy; or soon after the kill before, in the recovery
+itself. Each loss and gradient norm must have the bits of the run that nobody killed, and nothing
+may be left: no process and no copy in memory. It counts the kills that hit a run, and the loads
+from memory and from disk; without one from memory in all of it, it fails. A trial that fails prints
+what replays it; the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -34,11 +37,12 @@ sys.path[:0] = [str(HERE), str(HERE / "train")]
 import ranks  # noqa: E402 - found through the line above
 from programs import Program, is_running, start_program  # noqa: E402
 from resumes import TINY, curve_of, train, write_text  # noqa: E402
-from shardwise.checkpoint.memory import ROOT, memory_of  # noqa: E402
+from shardwise.checkpoint.memory import ROOT, folder_in_memory  # noqa: E402
 
 STEPS = 40
 LATEST_S = 0.05  # a kill's moment after the step's line
 IN_RECOVERY_S = 1.5  # or after the kill before
+WHOM = ("a rank", "all ranks", "all ranks", "launcher", "launcher alone", "SIGTERM")
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (1, {"stage": 0, "precision": "fp32"}),
     (2, {"stage": 3, "precision": "bf16"}),
@@ -65,7 +69,7 @@ class Trial:
         memory_every, save_every = draw.choice([(1, 0), (1, 3), (2, 0), (2, 5), (3, 2), (0, 1)])
         kills, step = list[tuple[str, int | None, float]](), 1
         for number in range(draw.choice([1, 1, 2, 3])):
-            whom = draw.choice(["a rank", "all ranks", "all ranks", "launcher"])
+            whom = draw.choice(WHOM)
             if number and draw.random() < 0.4:
                 kills.append((whom, None, draw.uniform(0, IN_RECOVERY_S)))
             else:
@@ -84,7 +88,7 @@ def quiet_curve(setting: int, folder: Path) -> list[tuple[int, str, str]]:
     return curve_of(output)
 
 
-def run_trial(trial: Trial, folder: Path, output: Path) -> str:
+def run_trial(trial: Trial, folder: Path, output: Path, counted: Counter[str]) -> str:
     """Run a trial; return what was wrong, or ""."""
     world_size, flags = SETTINGS[trial.setting]
     output.mkdir()
@@ -105,28 +109,34 @@ def run_trial(trial: Trial, folder: Path, output: Path) -> str:
         time.sleep(after_s)
         if not job.process.is_alive():
             break  # it was faster
-        pids = []
+        counted["kills"] += 1
+        pids: list[int] = []
         with suppress(FileNotFoundError):
             pids = job.ranks
         seen.update(pids)
-        for pid in pids[:1] if whom == "a rank" else pids:
+        victims = {"a rank": pids[:1], "launcher alone": [], "SIGTERM": []}.get(whom, pids)
+        for pid in victims:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if whom == "launcher" or world_size == 1:  # one rank is the launcher itself
+        if whom not in ("a rank", "all ranks") or world_size == 1:  # one rank launches nothing
             with suppress(ProcessLookupError):
-                os.kill(job.pid, signal.SIGKILL)
+                os.kill(job.pid, signal.SIGTERM if whom == "SIGTERM" else signal.SIGKILL)
             job.finish()
+            while any(map(is_running, seen)):  # they save, and end
+                time.sleep(0.01)
             job = start()
     with suppress(FileNotFoundError):  # it has ended
         seen.update(job.ranks)
-    code, _, err = job.finish()
+    code, out, err = job.finish()
+    for line in re.findall(r"^going on from step .*$", out, re.MULTILINE):
+        counted["loads from memory" if "(a copy in memory)" in line else "loads from disk"] += 1
     if code:
         return f"exit code {code}: {err[-3000:]}"
     if curve_of(output / "run") != quiet_curve(trial.setting, folder):
         return "the curve is not that of the quiet run"
     if left := [pid for pid in seen if is_running(pid)]:
         return f"processes are left: {left}"
-    if memory_of(output / "run" / "checkpoints", ROOT).exists():
+    if folder_in_memory(output / "run" / "checkpoints", ROOT).exists():
         return "copies are left in memory"
     return ""
 
@@ -152,23 +162,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     verdicts: Counter[str] = Counter()
-    num_kills = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(folder)
         for number in range(asked.first, asked.first + asked.trials):
             trial = Trial.drawn(asked.seed, number)
-            num_kills += len(trial.kills)
-            wrong = run_trial(trial, folder, folder / str(number))
+            wrong = run_trial(trial, folder, folder / str(number), verdicts)
             verdicts["failed" if wrong else "to the bit"] += 1
             if wrong:
                 print(f"FAILED: --seed {asked.seed} --first {number} --trials 1\n{trial}\n{wrong}")
             elif number % 25 == 24:
                 print(f"{number + 1} trials: {dict(verdicts)}", flush=True)
     ranks.close_all()
-    counts = {"seed": asked.seed, "trials": asked.trials, "kills": num_kills}
-    print(json.dumps({**counts, "verdicts": verdicts}))
-    return 1 if verdicts["failed"] else 0
+    print(json.dumps({"seed": asked.seed, "trials": asked.trials, "verdicts": verdicts}))
+    return 1 if verdicts["failed"] or not verdicts["loads from memory"] else 0
 
 
 if __name__ == "__main__":

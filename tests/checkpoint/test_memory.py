@@ -6,6 +6,7 @@ machine; what belongs to another host is read over TCP, as between machines.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import shardwise
-from inner import Files
+from inner import LOCK, Files
 from ranks import HANG_S, run_ranks, start_ranks
 from saving import Run, Setting, build, differences, take_step, truth_of
+from shardwise.checkpoint.memory import folder_in_memory
 from shardwise.errors import CheckpointError, ConfigError
 
 Truth = dict[str, Any]
@@ -212,6 +215,96 @@ def go_back(rank: int, num_ranks: int, root: Path, hosts: tuple[int, ...]) -> No
         pass
 
 
+def test_copies_do_not_count_once_the_run_has_gone_on_without_them(tmp_path: Path) -> None:
+    truths = run_ranks(train, 2, tmp_path, (2,))  # step 1 on disk, 2 and 3 in memory
+    again = run_ranks(save_without_copies, 2, tmp_path)
+    found = run_ranks(resume, 2, tmp_path, (2,))
+    same_on_all(found, 2, False, [[{}, truth] for truth in again])
+    assert differences(again[0], truths[0][1]), "the run went another way"
+
+
+def save_without_copies(rank: int, num_ranks: int, root: Path) -> Truth:
+    try:
+        with run_of(rank, root, (2,), memory_every=None) as (run, checkpoints):
+            assert checkpoints.load(extra=run.extra).step == 1
+            take_step(run, 7, norm=False)
+            checkpoints.save(2, extra=run.extra, wait=True)
+            truth = truth_of(run)
+            raise Crash
+    except Crash:
+        return truth
+
+
+def test_copies_do_not_count_beside_checkpoints_that_somebody_has_moved_away(
+    tmp_path: Path,
+) -> None:
+    run_ranks(train, 2, tmp_path, (2,))
+    shutil.move(tmp_path / "run/step-00000001", tmp_path / "elsewhere")
+    same_on_all(run_ranks(resume, 2, tmp_path, (2,)), None, False, None)
+
+
+def test_a_folder_of_another_user_or_job_is_refused_and_what_is_not_ours_stays(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "host0"
+    folder = folder_in_memory(tmp_path / "run", root)
+    folder.parent.mkdir(parents=True)
+    folder.parent.chmod(0o755)
+    run_ranks(load_raises, 2, tmp_path, (2,), "only this user may read and write")
+    folder.parent.chmod(0o700)
+    folder.mkdir(0o700)
+    (folder / "notes").mkdir()
+    lock = Files().lock(folder / LOCK)
+    run_ranks(load_raises, 2, tmp_path, (2,), "another job of this user keeps its copies there")
+    assert lock is not None
+    lock.release()
+    run_ranks(train, 2, tmp_path, (2,))
+    assert (folder / "notes").is_dir()
+
+
+def test_memory_that_somebody_has_emptied_ends_no_run(tmp_path: Path) -> None:
+    run_ranks(emptied, 2, tmp_path)
+
+
+def emptied(rank: int, num_ranks: int, root: Path) -> None:
+    with run_of(rank, root, (2,)) as (run, checkpoints):
+        for step in (1, 2, 3):
+            take_step(run, step)
+            assert checkpoints.copy_to_memory(step) is not None
+            checkpoints.finish()
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(root / "host0")
+            dist.barrier()
+
+
+def test_a_later_copy_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_ranks(fails_later, 2, tmp_path)
+
+
+def fails_later(rank: int, num_ranks: int, root: Path) -> None:
+    with run_of(rank, root, (2,)) as (run, checkpoints):
+        take_step(run, 1)
+        checkpoints.copy_to_memory(1)
+        checkpoints.finish()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(Files, "create", full_disk)
+            assert checkpoints.copy_to_memory(2) is not None
+            if rank == 0:
+                with pytest.warns(UserWarning, match="no copy of step 2 in memory: rank 1: "):
+                    checkpoints.finish()
+            else:
+                checkpoints.finish()
+        take_step(run, 3)
+        assert checkpoints.copy_to_memory(3) is not None
+        checkpoints.finish()
+
+
+def full_disk(files: Files, path: Path) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def test_a_newer_checkpoint_on_disk_comes_before_copies_in_memory(tmp_path: Path) -> None:
     truths = run_ranks(train, 2, tmp_path, (2,), saved=END - 1)
     same_on_all(run_ranks(resume, 2, tmp_path, (2,)), END - 1, False, truths)
@@ -277,7 +370,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(
         root = tmp_path / f"trial{trial}"
         killed = start_ranks(train, 2, root, hosts, copies=copies)
         until(lambda root=root: (root / "run/step-00000001/manifest.json").exists())
-        until(lambda root=root: bool(files_of(root, 0, "pending")) or gone(root))
+        until(lambda root=root: bool(files_of(root, 0, "pending-*")) or gone(root))
         time.sleep(0.01 * trial)  # the moments differ, nothing depends on them
         killed.kill(trial % 2)
         killed.kill(1 - trial % 2)

@@ -34,7 +34,7 @@ from roundings import (
 )
 from shardwise.checkpoint import checkpoints
 from shardwise.checkpoint.files import Files, Writer
-from shardwise.checkpoint.memory import ROOT, memory_of
+from shardwise.checkpoint.memory import ROOT, folder_in_memory
 from shardwise.errors import CheckpointError
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import StopRequest
@@ -321,6 +321,31 @@ def kill_job(job: Program) -> None:
     assert job.finish()[0] == -signal.SIGKILL
 
 
+class StopsIn(CountsSteps):
+    """Asks to stop after the n-th step."""
+
+    @property
+    def requested(self) -> bool:
+        self.num_steps += 1
+        return self.num_steps == self._die_in
+
+
+def stop_and_go_on(rank: int, world_size: int, flags: dict[str, Any]) -> list[str]:
+    said: list[str] = []
+    assert train(rank, world_size, flags, StopsIn(3)).saved_step == 3
+    train(rank, world_size, flags, said=said)
+    return said
+
+
+def test_a_run_that_is_stopped_saves_to_disk_where_it_else_copies_to_memory_alone(
+    tmp_path: Path,
+) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 5}
+    flags |= {"memory_every": 1, "resume": "auto"}
+    said, _ = run_ranks(stop_and_go_on, 2, flags)
+    assert said[0].startswith("going on from step 3 (") and "step-00000003" in said[0]
+
+
 @pytest.mark.slow
 def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -> None:
     flags = {"data": write_text(tmp_path), "dropout": 0.1, "schedule": "constant"}
@@ -328,7 +353,7 @@ def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -
     shape |= {"memory_every": 2, "resume": "auto"}
     common = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
     path = tmp_path / "parts" / "metrics.jsonl"
-    memory = memory_of(tmp_path / "parts" / "checkpoints", ROOT)
+    memory = folder_in_memory(tmp_path / "parts" / "checkpoints", ROOT)
     job = start_program(tmp_path, "shardwise", "train", *common, "--steps=100000", launches=True)
 
     def has_come_to(step: int) -> bool:

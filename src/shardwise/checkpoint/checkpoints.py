@@ -26,10 +26,12 @@ from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import items_to_write
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import (
+    NO_COPIES,
+    CopiesThatCount,
+    copies_that_count,
     is_usable,
     name_holder,
     rotate,
-    run_in_memory,
     step_name,
     steps_in,
     take_lock,
@@ -93,8 +95,8 @@ class Checkpoints:
         memory_folder: str | Path = ROOT,
         files: Files | None = None,
     ) -> None:
-        counts = {"keep_last": keep_last, "keep_every": keep_every, "memory_every": memory_every}
-        for name, value in counts.items():
+        given = {"keep_last": keep_last, "keep_every": keep_every, "memory_every": memory_every}
+        for name, value in given.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: expected 1 or more, or None")
         if copies < 0:
@@ -119,32 +121,39 @@ class Checkpoints:
         self.run = new_run(self._control)
         self._memory: MemoryTier | None = None
         self._memory_every = memory_every or 0
-        self._run_in_memory = ""  # on rank 0: the run whose copies in memory count
+        self._has_copied = False  # to memory
         try:
-            on_all_ranks(self._control, self._enter_folder)
+            counts = on_all_ranks(self._control, self._enter_folder)
             self._compare(memory_every or 0, copies)
             if memory_every is not None:
                 root = Path(memory_folder)
-                self._memory = MemoryTier(
-                    self.folder, self._control, root, copies, self._run_in_memory
-                )
+                self._memory = MemoryTier(self.folder, self._control, root, copies, counts)
         except BaseException:
             self._leave_folder()
             raise
         self._end_checks = self._engine.before_each_pass(self._check_in_pass)
 
-    def _enter_folder(self) -> None:
+    def _enter_folder(self) -> CopiesThatCount:
+        counts = NO_COPIES
         if self._control.rank == 0:
             if holds_checkpoint(self._files, self.folder):
                 raise ConfigError(
                     f"{self.folder} is one checkpoint, not a folder of them. Load it with "
                     "shardwise.load(), and keep those of this run in another folder"
                 )
-            self._run_in_memory = run_in_memory(self._files, self.folder)
-            self._lock = take_lock(self._files, self.folder, self.run, self._run_in_memory)
+            counts = copies_that_count(self._files, self.folder)
+            self._lock = take_lock(self._files, self.folder, self.run, counts)
             self.leftovers = clean_up(self._files, self.folder)
             self._unread = next(iter(steps_in(self._files, self.folder)), None)
         self._continue_run(entered=True)
+        return counts
+
+    def _note_copies(self, newest: int | None) -> None:
+        """Write down which copies count: of this run, up to a step, beside what is on disk."""
+        if self._lock is not None:
+            on_disk = next(iter(steps_in(self._files, self.folder)), -1)
+            counts = CopiesThatCount(self.run, -1 if newest is None else newest, on_disk)
+            name_holder(self._lock, self.run, counts)
 
     def _compare(self, *settings: int) -> None:
         """Compare the settings of copies in memory. **Raises** ConfigError if the ranks differ."""
@@ -158,12 +167,14 @@ class Checkpoints:
 
     def _leave_folder(self, clears_memory: bool = False) -> None:
         self._open = False
-        if self._memory is not None:
-            self._memory.close(clears_memory)
-            self._memory = None
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        try:
+            if self._memory is not None:
+                self._memory.close(clears_memory)
+                self._memory = None
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def reserve(self, *, extra: Mapping[str, object] = NOTHING) -> None:
         """Allocate the memory for background saves now, so the first save stalls no longer.
@@ -224,31 +235,33 @@ class Checkpoints:
 
         Due are the multiples of ``memory_every``, unless another save is in flight. A copy is
         loaded after a restart of the processes, if it is newer than the checkpoints on disk; it
-        does not count as saved. Its failure is raised as that of a `save`.
+        does not count as saved. If the first copy of the process fails, that is raised as of a
+        `save`; if a later one does, rank 0 warns, and the next one is tried.
 
         **Cost** as `save`; two such copies in the memory of the host, and of ``copies`` others.
 
         **Raises** as `save`; CheckpointError on all ranks if the memory is too small.
         """
-        memory = self._memory
-        if memory is None or checked_step(step) % self._memory_every or step == memory.newest:
-            return None
         self._check_open()
+        memory = self._memory
+        if memory is None or checked_step(step) % self._memory_every:
+            return None
         self.check()
-        if self._saving is not None:
+        if self._saving is not None or step == memory.newest:
             return None
 
         def staged(table: Table) -> Table:
             self._continue_run()
-            if self._lock is not None:
-                name_holder(self._lock, self.run, self.run)
             made = self._staged(table)
-            memory.check_room(self._staging.num_bytes)
+            if not self._has_copied:
+                memory.check_room(self._staging.num_bytes)
             return made
 
         def write(table: Table) -> Written:
             with self._tracer.span("save", line="checkpoint"):
-                return memory.write(table, step, self.run)
+                written = memory.write(table, step, self.run)
+                on_all_ranks(self._control, lambda: self._note_copies(step))
+                return written
 
         return self._start(step, extra, staged, write, f"the copy of step {step} to memory", True)
 
@@ -309,9 +322,14 @@ class Checkpoints:
                     path = self.folder / step_name(loaded.step or 0)
                     origin = Origin(path, loaded.step, loaded.run, bool(loaded.skipped))
                     self._engine.origin = origin
-                self._memory.keep_only(loaded.step if loaded.from_memory else None, loaded.run)
+                self._memory.keep_only(loaded.step if loaded.from_memory else None)
         self._unread = None
-        on_all_ranks(self._control, self._continue_run)
+
+        def go_on() -> None:
+            self._continue_run()
+            self._note_copies(None if self._memory is None else self._memory.newest)
+
+        on_all_ranks(self._control, go_on)
         return loaded
 
     def check_when_asked(self) -> None:
@@ -348,8 +366,17 @@ class Checkpoints:
         news, self._news = self._news, []
         for text in news:
             warnings.warn(text, stacklevel=2)
+        if saving.in_memory and self._has_copied and saving.failed:
+            with suppress(CheckpointError):  # the same on all ranks
+                saving.raise_once()
+            if self._control.rank == 0:
+                warnings.warn(
+                    f"no copy of step {saving.step} in memory: {saving.error}", stacklevel=2
+                )
+            return
         saving.raise_once()
         if saving.in_memory:
+            self._has_copied = True
             return
         path = self.folder / step_name(saving.step)
         self._origin = self._engine.origin = Origin(path, saving.step, self.run, is_saved=True)
@@ -388,6 +415,7 @@ class Checkpoints:
         if self._control.rank == 0:
             other_files = [written.other_files] if written.other_files else []
             try:
+                self._note_copies(None if self._memory is None else self._memory.newest)
                 rotated = rotate(
                     self._files, self.folder, self.run, *self._keep, step, self._skipped
                 )
@@ -566,7 +594,12 @@ class Saving:
     @property
     def failed(self) -> bool:
         """Tell whether it has failed."""
-        return self.done and self._ended.exception() is not None
+        return self.error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that it has failed with."""
+        return self._ended.exception() if self.done else None
 
     def wait(self) -> Written:
         """Return when the checkpoint is on disk. **Raises** the failure of the background."""

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.checkpoint.all_ranks import ask_first_rank, on_all_ranks
 from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
@@ -174,18 +174,32 @@ def is_usable(files: Files, folder: Path, step: int) -> bool:
 # -- the lock of a run
 
 
-def take_lock(files: Files, folder: Path, run: str, in_memory: str = "") -> Lock:
+class CopiesThatCount(NamedTuple):
+    """Which copies in memory may be loaded: those of ``run`` up to ``step``.
+
+    ``on_disk`` is the newest step on disk that the run knew of: if somebody has removed or moved it
+    away since, no copy counts. -1: none.
+    """
+
+    run: str = ""
+    step: int = -1
+    on_disk: int = -1
+
+
+NO_COPIES = CopiesThatCount()
+
+
+def take_lock(files: Files, folder: Path, run: str, copies: CopiesThatCount = NO_COPIES) -> Lock:
     """Make the folder and lock it for this run. **Raises** CheckpointError while another holds it.
 
-    ``in_memory`` is the run whose copies in memory count. A process that only tests the lock
-    (`lock_holder`) is waited for, a minute at most.
+    A process that only tests the lock (`lock_holder`) is waited for, a minute at most.
     """
     files.make_folders(folder)
     path = folder / LOCK
     for _ in range(LOCK_ATTEMPTS):
         lock = files.lock(path)
         if lock is not None:
-            name_holder(lock, run, in_memory)
+            name_holder(lock, run, copies)
             return lock
         asking = files.lock(path, shared=True)
         if asking is None:
@@ -201,19 +215,21 @@ def take_lock(files: Files, folder: Path, run: str, in_memory: str = "") -> Lock
     )
 
 
-def name_holder(lock: Lock, run: str, in_memory: str) -> None:
-    """Write into a lock's file who holds it, and the run whose copies in memory count."""
-    said = {"pid": os.getpid(), "host": socket.gethostname(), "run": run, "in_memory": in_memory}
+def name_holder(lock: Lock, run: str, copies: CopiesThatCount) -> None:
+    """Write into a lock's file who holds it, and which copies in memory count."""
+    said = {"pid": os.getpid(), "host": socket.gethostname(), "run": run, "in_memory": copies}
     lock.write(json.dumps(said))
 
 
-def run_in_memory(files: Files, folder: Path) -> str:
-    """Return the run whose copies in memory count, as the last holder wrote it; "" if unknown."""
+def copies_that_count(files: Files, folder: Path) -> CopiesThatCount:
+    """Return which copies in memory count, as the last holder of the lock wrote it."""
     try:
-        found = json.loads(read_text(files, folder / LOCK, _LOCK_CHARS))["in_memory"]
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
-        return ""
-    return found if isinstance(found, str) else ""
+        said = json.loads(read_text(files, folder / LOCK, _LOCK_CHARS))["in_memory"]
+        found = CopiesThatCount(str(said[0]), int(said[1]), int(said[2]))
+    except (OSError, ValueError, LookupError, TypeError, CheckpointError):
+        return NO_COPIES
+    is_there = found.on_disk < 0 or found.on_disk in steps_in(files, folder)
+    return found if is_there else NO_COPIES
 
 
 def lock_holder(files: Files, folder: Path) -> str | None:

@@ -10,22 +10,25 @@ background saves writes it:
 1. One rank of each host removes all copies but the newest, and makes a folder.
 2. Every rank writes its files there. The ranks exchange their rows of the manifest.
 3. Ranks read the files of other hosts that theirs is to hold, over TCP (`peers`).
-4. One rank of each host writes the manifest and gives the folder its name, on all hosts or none
-   that counts: a copy counts if the hosts together hold the files of every rank.
+4. One rank of each host writes the manifest and gives the folder its name. A copy counts if the
+   hosts together hold the files of every rank.
 
-So there are at most two copies, one of them whole. A copy never counts as saved: it is gone when
-the host restarts, and when the run ends.
+So there are at most two copies, and while one is written the other is whole. A copy never counts as
+saved: it is gone when the host restarts, and when the run ends.
 
 Note [Which copies are of this run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The folder in memory has a name made of the path of the checkpoints on disk, and that folder's lock
-file names the run whose copies count. Copies of another run, or of checkpoints that somebody has
-removed or moved away, are never loaded; the next copy removes them.
+The folder in memory has a name made of the path of the checkpoints on disk. That folder's lock file
+says which copies count (`folder.CopiesThatCount`); every save, load and copy writes it. Copies of
+another run, of a timeline that the run has left, or beside checkpoints that somebody has moved away
+are never loaded; the next copy removes them.
 """
 
 import json
 import os
 import socket
+import stat
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -35,9 +38,11 @@ import torch.distributed as dist
 from shardwise.checkpoint.all_ranks import on_all_ranks, rows_of_all_ranks
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.container import digest_of
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import (
+    LOCK,
     Chosen,
+    CopiesThatCount,
     difference_of_rank,
     names_of_rank,
     step_name,
@@ -50,22 +55,25 @@ from shardwise.checkpoint.peers import (
     PeerFiles,
     PeerReader,
     Server,
+    is_loopback,
+    is_pending,
     own_address,
 )
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.state import Table
-from shardwise.checkpoint.trash import remove_tree
+from shardwise.checkpoint.trash import is_step, remove_tree
 from shardwise.checkpoint.write import ROW_BYTES, Written, index_row, write_rank, write_small
 from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError
 
 ROOT = Path("/dev/shm")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NONCE_BYTES = 4
 _READ_BYTES = 16 << 20  # at once
 _NUM_COPIES = 2  # at most, of one step each
 
 
-def memory_of(folder: Path, root: Path) -> Path:
+def folder_in_memory(folder: Path, root: Path) -> Path:
     """Return where the copies of a run lie that keeps its checkpoints in ``folder``."""
     return root / f"shardwise-{os.getuid()}" / digest_of(os.fsencode(folder))
 
@@ -81,43 +89,88 @@ class _Copy(NamedTuple):
 class MemoryTier:
     """The copies of one run on all hosts. See Note [Copies in memory].
 
-    ``root`` is a folder in memory that outlives the processes. ``run`` is the run whose copies may
-    be loaded, as rank 0 has it. All ranks make it together, with the same settings, and call its
+    ``root`` is a folder in memory that outlives the processes. ``counts`` says which copies may be
+    loaded, as rank 0 has it. All ranks make it together, with the same settings, and call its
     methods together.
+
+    **Raises** CheckpointError on all ranks if the folder is another job's or another user's.
     """
 
-    def __init__(self, folder: Path, control: Control, root: Path, copies: int, run: str) -> None:
-        self._files, self._control, self._run = Files(), control, run
-        self.folder = memory_of(folder, root)
-        on_all_ranks(control, lambda: self._files.make_folders(self.folder))
-        said = exchange_any(control, self._host_name())
+    def __init__(
+        self, folder: Path, control: Control, root: Path, copies: int, counts: CopiesThatCount
+    ) -> None:
+        self._files, self._control, self._counts = Files(), control, counts
+        self.folder = folder_in_memory(folder, root)
+        self.newest: int | None = None  # the step of the newest whole copy
+        self._lock: Lock | None = None
+        self._server: Server | None = None
+        self._token = b""
+        self._addresses: dict[int, tuple[str, int]] = {}  # by the rank that leads a host
+        said = exchange_any(control, on_all_ranks(control, self._make_folder))
         hosts = list(dict.fromkeys(said))
         self._hosts = [[r for r, each in enumerate(said) if each == host] for host in hosts]
         self._host = hosts.index(said[control.rank])
         self._copies = min(copies, len(hosts) - 1)
         self._leads = self._hosts[self._host][0] == control.rank
-        self.newest: int | None = None  # the step of the newest whole copy
-        self._server: Server | None = None
-        self._token = b""
-        self._addresses: dict[int, tuple[str, int]] = {}  # by the rank that leads a host
-        if len(hosts) > 1:
-            self._listen()
+        try:
+            on_all_ranks(control, self._take_lock)
+            if len(hosts) > 1:
+                self._listen()
+        except BaseException:
+            self.close(clears=False)
+            raise
 
-    def _host_name(self) -> bytes:
-        """Name this rank's host by the file system in memory that its ranks share."""
-        place = os.stat(self.folder)
+    def _make_folder(self) -> bytes:
+        """Make the folder, which no other user may read; name this rank's host by it.
+
+        Ranks whose processes share the file system are on one host.
+        """
+        self._files.make_folders(self.folder.parent.parent)
+        for path in (self.folder.parent, self.folder):
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            found = os.lstat(path)
+            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
+                raise CheckpointError(
+                    f"{path} is to be a folder that only this user may read and write, and is not; "
+                    "remove it, or pass memory_folder="
+                )
         boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
-        return f"{boot} {place.st_dev} {place.st_ino}".encode()
+        return f"{boot} {found.st_dev} {found.st_ino}".encode()
+
+    def _take_lock(self) -> None:
+        """Hold the folder for this job: another one may use the same path of checkpoints."""
+        if self._leads:
+            self._lock = self._files.lock(self.folder / LOCK)
+            if self._lock is None:
+                raise CheckpointError(
+                    f"{self.folder}: another job of this user keeps its copies there, with "
+                    "checkpoints under the same path; pass another memory_folder="
+                )
 
     def _listen(self) -> None:
         """Start a server on each host; exchange the addresses."""
         self._token = self._control.broadcast(os.urandom(TOKEN_BYTES))
         store = getattr(dist.distributed_c10d._get_default_store(), "underlying_store", None)
-        if self._leads:
-            address = own_address(getattr(store, "host", None))
+        address = own_address(getattr(store, "host", None))
+        others = [row.decode() for row in exchange_any(self._control, address.encode())]
+        seen = [each for each in others if not is_loopback(each)]
+        if is_loopback(address) and seen:  # the store's host knows itself by another name
+            address = own_address(seen[0])
+
+        def start() -> bytes:
+            if not self._leads:
+                return b"[]"
+            if is_loopback(address) and seen:
+                raise CheckpointError(
+                    f"copies in memory: {socket.gethostname()} finds no address under which other "
+                    f"hosts ({seen[0]}) reach it; check its network, or pass copies=0"
+                )
             self._server = Server(self.folder, address, self._token)
-        own = [] if self._server is None else list(self._server.address)
-        rows = exchange_any(self._control, json.dumps(own).encode())
+            return json.dumps(self._server.address).encode()
+
+        rows = exchange_any(self._control, on_all_ranks(self._control, start))
         for rank, found in enumerate(map(json.loads, rows)):
             if found:
                 self._addresses[rank] = tuple(found)
@@ -127,27 +180,36 @@ class MemoryTier:
 
         **Raises** CheckpointError with the sizes and the remedy.
         """
-        folders = [self.folder / entry.name for entry in self._files.list(self.folder)]
-        held = sum(entry.size for folder in folders for entry in self._files.list(folder))
+        held, others = self._num_bytes(self.folder), self._num_bytes(self.folder.parent)
         wanted = num_bytes * len(self._hosts[self._host]) * (1 + self._copies) * _NUM_COPIES
         free = self._files.free_bytes(self.folder)
         if wanted > free + held:
             raise CheckpointError(
                 f"{self.folder}: the ranks of this host want {wanted} bytes for two copies of the "
-                f"state in memory, and {free + held} are free. Give that file system more room (in "
-                "a container, --shm-size), or leave out memory_every="
+                f"state in memory, and {free + held} are free; {others - held} are those of other "
+                f"jobs beside it: remove {self.folder.parent}/* of jobs that are gone. Or give "
+                "that file system more room (in a container, --shm-size), or leave out "
+                "memory_every="
             )
+
+    def _num_bytes(self, folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     def write(self, table: Table, step: int, run: str) -> Written:
         """Write a copy, on all hosts; return its size. See Note [Copies in memory].
 
-        **Cost** this rank's bytes once, hashed, and again for each of ``copies``, over TCP; five
-        exchanges of at most 34 bytes. **Raises** CheckpointError, the same on all ranks.
+        **Cost** this rank's bytes once, hashed, and again for each of ``copies``, over TCP; six
+        exchanges of at most 42 bytes. **Raises** CheckpointError, the same on all ranks.
         """
-        control, files, folder = self._control, self._files, self.folder / PENDING
+        control, files = self._control, self._files
+        nonce = os.urandom(_NONCE_BYTES)
 
-        def begin() -> None:
+        def begin() -> bytes:
+            self._make_folder()  # somebody may have removed it
             self._remove_all_but(self.newest)
+            return nonce
+
+        def make() -> None:
             if self._leads:
                 files.make_folder(folder)
 
@@ -157,7 +219,9 @@ class MemoryTier:
                 files.rename(folder, self.folder / step_name(step))
 
         manifest, part = assemble(control, table, run, step)
-        on_all_ranks(control, begin)
+        first, *_ = rows_of_all_ranks(control, begin, _NONCE_BYTES)
+        folder = self.folder / f"{PENDING}{first.hex()}"
+        on_all_ranks(control, make)
         rows = rows_of_all_ranks(
             control, lambda: write_rank(files, folder, manifest, part), ROW_BYTES
         )
@@ -165,13 +229,13 @@ class MemoryTier:
         # Every host seals it alone, so all have the same bytes: without the time.
         whole = manifest.model_copy(update={"ranks": ranks, "saved_at": ""})
         if self._copies:
-            on_all_ranks(control, lambda: self._copy_from_hosts(ranks))
+            on_all_ranks(control, lambda: self._copy_from_hosts(folder, ranks))
         on_all_ranks(control, give_name)
-        self.newest, self._run = step, run
+        self.newest = step
         sizes = [row.index_bytes + row.file_bytes for row in ranks]
         return Written(self.folder / step_name(step), sum(sizes), sizes[control.rank])
 
-    def _copy_from_hosts(self, rows: tuple[IndexRow, ...]) -> None:
+    def _copy_from_hosts(self, folder: Path, rows: tuple[IndexRow, ...]) -> None:
         """Copy this rank's share of the files of the hosts before this one."""
         here, num_hosts = self._hosts[self._host], len(self._hosts)
         before = [
@@ -181,7 +245,7 @@ class MemoryTier:
         pairs = [(ranks[0], rank) for ranks in before for rank in ranks]
         for leader, rank in pairs[here.index(self._control.rank) :: len(here)]:
             for name in names_of_rank(rank, rows[rank]):
-                path = self.folder / PENDING / name
+                path = folder / name
                 with (
                     PeerReader(path, self._addresses[leader], self._token) as reader,
                     self._files.create(path) as writer,
@@ -195,31 +259,34 @@ class MemoryTier:
 
         **Cost** two exchanges of some bytes for each saved rank; a broadcast of each manifest.
         """
-        run = self._control.broadcast(self._run.encode()).decode()
-        mine = self._held(run) if self._leads else {}
-        said = json.dumps([[*copy, ranks] for copy, (_, ranks) in mine.items()]).encode()
-        holders: dict[
-            _Copy, dict[int, int]
-        ] = {}  # the rank that leads a host with each rank's files
-        for leader, row in enumerate(exchange_any(self._control, said)):
-            for *copy, ranks in json.loads(row):
+        said = json.loads(self._control.broadcast(json.dumps(self._counts).encode()))
+        counts = CopiesThatCount(*said)
+        mine = on_all_ranks(self._control, lambda: self._held(counts))
+        row = json.dumps([[*copy, ranks] for copy, (_, ranks) in mine.items()]).encode()
+        rows = [json.loads(each) for each in exchange_any(self._control, row)]
+        holders: dict[_Copy, dict[int, int]] = {}  # by saved rank: who leads a host with its files
+        here = self._hosts[self._host][0]
+        for leader in sorted(range(len(rows)), key=lambda rank: rank != here):
+            for *copy, ranks in rows[leader]:
                 held = holders.setdefault(_Copy(*copy), {})
                 held.update(dict.fromkeys(set(ranks) - held.keys(), leader))
         found = []
         for copy in sorted(holders, reverse=True):
             held = holders[copy]
             if len(held) == copy.num_ranks:
-                data, _ = mine.get(copy, (b"", ()))
-                data = self._control.broadcast(data, held[0])
+                source = next(r for r, row in enumerate(rows) if [*copy] in [c[:3] for c in row])
+                data = self._control.broadcast(mine.get(copy, (b"", ()))[0], source)
                 path = self.folder / step_name(copy.step)
                 manifest = parse_manifest(data, str(path / MANIFEST))
-                found.append(Chosen(path, copy.step, manifest, data, self._files_of(held)))
+                away = {r: self._addresses[by] for r, by in held.items() if by != here}
+                files = PeerFiles(away, self._token)
+                found.append(Chosen(path, copy.step, manifest, data, files))
         return found
 
-    def _held(self, run: str) -> "dict[_Copy, tuple[bytes, list[int]]]":
-        """Return this host's copies of a run: the manifest, and whose files are here."""
+    def _held(self, counts: CopiesThatCount) -> dict[_Copy, tuple[bytes, list[int]]]:
+        """Return this host's copies that count: the manifest, and whose files are here."""
         found = {}
-        for step in steps_in(self._files, self.folder):
+        for step in steps_in(self._files, self.folder) if self._leads else ():
             path = self.folder / step_name(step)
             with suppress(CheckpointError, OSError):
                 data = read_small(self._files, path / MANIFEST)
@@ -230,22 +297,14 @@ class MemoryTier:
                     for rank, row in enumerate(manifest.ranks)
                     if not difference_of_rank(path, entries, rank, row)
                 ]
-                if (manifest.run, manifest.step) == (run, step):
+                if (manifest.run, manifest.step) == (counts.run, step) and step <= counts.step:
                     copy = _Copy(step, digest_of(data), manifest.num_ranks)
                     found[copy] = data, ranks
         return found
 
-    def _files_of(self, leaders: dict[int, int]) -> Files:
-        """Return the files of a copy; ``leaders`` lead the hosts with each saved rank's files."""
-
-        def address_of(rank: int) -> tuple[str, int] | None:
-            return self._addresses.get(leaders.get(rank, -1))
-
-        return PeerFiles(address_of, self._token)
-
-    def keep_only(self, step: int | None, run: str) -> None:
+    def keep_only(self, step: int | None) -> None:
         """Remove all copies but that of ``step``: of a run that goes on from elsewhere, all."""
-        self.newest, self._run = step, run
+        self.newest = step
         on_all_ranks(self._control, lambda: self._remove_all_but(step))
 
     def close(self, clears: bool) -> None:
@@ -253,11 +312,25 @@ class MemoryTier:
         if self._server is not None:
             self._server.close()
             self._server = None
-        if clears and self._leads:
-            self._remove_all_but(None)
-            self._files.remove_folder(self.folder)
+        try:
+            if clears and self._leads:
+                self._remove_all_but(None)
+                self._files.remove_file(self.folder / LOCK)
+                self._files.remove_folder(self.folder)
+        except FileNotFoundError:  # somebody was faster
+            pass
+        except OSError as error:
+            warnings.warn(f"{self.folder}: copies stay in memory: {error}", stacklevel=2)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def _remove_all_but(self, step: int | None) -> None:
-        for entry in self._files.list(self.folder) if self._leads else ():
-            if step is None or entry.name != step_name(step):
-                remove_tree(self._files, self.folder / entry.name)
+        if not self._leads:
+            return
+        with suppress(FileNotFoundError):
+            for entry in self._files.list(self.folder):
+                is_copy = is_step(entry.name) or is_pending(entry.name)
+                if is_copy and (step is None or entry.name != step_name(step)):
+                    remove_tree(self._files, self.folder / entry.name)

@@ -1,8 +1,8 @@
 """Files in the memory of other hosts, read over TCP by the ranks that need bytes of them.
 
-One rank of each host runs a `Server` for its folder. A `PeerFiles` opens a file here if it is here,
-and otherwise on a host that has it. Both sides show a token that the ranks have exchanged. It keeps
-out strangers who do not listen; as with gloo's own connections, nothing is encrypted.
+One rank of each host runs a `Server` for its folder. `PeerFiles` opens the files of some ranks here
+and of others on a host that has them. A connection begins with a token that the ranks have
+exchanged. As in gloo's own connections, nothing is encrypted.
 """
 
 import hmac
@@ -11,7 +11,7 @@ import re
 import socket
 import socketserver
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -21,13 +21,20 @@ from shardwise.checkpoint.manifest import is_ours
 from shardwise.checkpoint.trash import is_step
 from shardwise.errors import DamagedCheckpoint
 
-PENDING = "pending"  # the folder of a copy that is being written
+PENDING = "pending-"  # with a nonce: the folder of a copy that is being written
 TOKEN_BYTES = 16
 _SIZE = Struct("<q")  # of the file, or -1 if it cannot be read; the bytes asked for follow
 _MAX_LINE = 1024
 _AT_ONCE_BYTES = 16 << 20
+_LOOPBACK = "127.0.0.1"
 _TIMEOUT_S = 30.0  # a host that is silent for so long is gone
 _RANK = re.compile(r"rank([0-9]+)[.-]")
+_PENDING = re.compile(rf"{PENDING}[0-9a-f]{{8}}")
+
+
+def is_pending(name: str) -> bool:
+    """Tell whether this is the folder of a copy that is being written."""
+    return _PENDING.fullmatch(name) is not None
 
 
 class Server:
@@ -35,7 +42,7 @@ class Server:
 
     def __init__(self, folder: Path, host: str, token: bytes) -> None:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        how = {"address_family": family, "daemon_threads": True}
+        how = {"address_family": family, "daemon_threads": True, "request_queue_size": 128}
         kind = type("Listener", (socketserver.ThreadingTCPServer,), how)
         self._server: socketserver.ThreadingTCPServer = kind((host, 0), _handler(folder, token))
         run = self._server.serve_forever
@@ -61,11 +68,12 @@ def _handler(folder: Path, token: bytes) -> type[socketserver.StreamRequestHandl
             with suppress(OSError, ValueError, TypeError):  # the connection ends, the asker raises
                 if not hmac.compare_digest(self.rfile.read(TOKEN_BYTES), token):
                     return
+                self.connection.settimeout(None)  # a load may read other files meanwhile
                 while line := self.rfile.readline(_MAX_LINE):
                     self._answer(*json.loads(line))
 
         def _answer(self, step: str, name: str, offset: int, num_bytes: int) -> None:
-            is_copy = step == PENDING or is_step(step)
+            is_copy = is_step(step) or is_pending(step)
             if not (is_copy and is_ours(name) and 0 <= num_bytes <= _AT_ONCE_BYTES):
                 raise ValueError("no file of a checkpoint")
             try:
@@ -86,9 +94,13 @@ class PeerReader(Reader):
         self._address = address
         try:
             self._socket = socket.create_connection(address, _TIMEOUT_S)
+        except OSError as error:
+            raise self._unanswered(error) from error
+        try:
             self._socket.sendall(token)
             self.size = self._ask(0, memoryview(b""))
         except OSError as error:
+            self._socket.close()
             raise self._unanswered(error) from error
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -135,22 +147,17 @@ class PeerReader(Reader):
 class PeerFiles(Files):
     """The files of checkpoints that lie in the memory of several hosts.
 
-    ``address_of`` returns the server of a host that has the files of a saved rank.
+    ``address_of`` has the server of a host for each saved rank whose files are not here.
     """
 
-    def __init__(self, address_of: Callable[[int], tuple[str, int] | None], token: bytes) -> None:
+    def __init__(self, address_of: Mapping[int, tuple[str, int]], token: bytes) -> None:
         self._address_of, self._token = address_of, token
 
     def open(self, path: Path) -> Reader:
-        """Open a file here, or else on the host that has it."""
-        try:
-            return super().open(path)
-        except FileNotFoundError:
-            found = _RANK.match(path.name)
-            address = None if found is None else self._address_of(int(found[1]))
-            if address is None:
-                raise
-            return PeerReader(path, address, self._token)
+        """Open a file here, or on the host that has it."""
+        found = _RANK.match(path.name)
+        address = None if found is None else self._address_of.get(int(found[1]))
+        return super().open(path) if address is None else PeerReader(path, address, self._token)
 
 
 def own_address(seen_from: str | None) -> str:
@@ -161,4 +168,9 @@ def own_address(seen_from: str | None) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing: it chooses the interface
             return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    return _LOOPBACK
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address is that of every host for itself."""
+    return address == "::1" or address.startswith("127.")

@@ -153,7 +153,7 @@ class TrainConfig(StepKeys):
         ge=0,
     )
     restarts: int = key(
-        0, "Checkpoints", "how often ranks that have died are started again, by `ranks`", ge=0
+        0, "Checkpoints", "how often ranks that fail are started again, by `ranks`", ge=0
     )
     check_gradients: bool = key(
         False,

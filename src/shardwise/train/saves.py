@@ -172,7 +172,9 @@ class RunCheckpoints:
             self.finish(metrics)
             keeper.reserve()
             self._reserved = True
-        if every and (step % every == 0 or is_last):
+        # A run that is stopped saves to disk: its copies in memory go with it.
+        is_stopped = is_last and step < self._run.config.steps
+        if (every and (step % every == 0 or is_last)) or is_stopped:
             self._save(keeper, step, metrics)
         elif memory_every and not is_last:
             started_s = time.perf_counter()
