@@ -51,7 +51,7 @@ from shardwise.comm import collectives
 from shardwise.comm.control import GroupControl
 from shardwise.offload.home import Slab
 from shardwise.step import overlap as steps
-from shardwise.tensor.background_step import BackgroundStep
+from shardwise.step.background import BackgroundStep
 
 Clock = dict[str, int]
 Work = torch._C._distributed_c10d.Work

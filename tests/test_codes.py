@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_codes import decoded, decoded_block, fp8_numbers, wire_bytes
-from shardwise.comm.encoded import decode, encode
+from shardwise.codes.reduce import decode, encode
 from shardwise.layout.segments import build_layout
 from shardwise.layout.wire import Wire
 from shardwise.precisions import Coding

@@ -29,6 +29,7 @@ Reading order, which is also the import order (a file imports only from what sta
     tensor/                   ShardTensor: the optimizer's view, and its operations
     unit/                     one unit: storage, materialize, unit, reduce
     engine/                   order, prefetch, runtime, hooks, shard()
+    codes/                    gathers and reductions of fewer bytes
     surface/                  class, methods and copies of sharded modules
     offload/                  state on the host and in files; device buffers for its steps
     step/                     optimizer steps: in the background, on the device

@@ -18,8 +18,8 @@ from shardwise.hangs.abort import watch as watch
 from shardwise.mesh import Axis
 from shardwise.step.local_step import is_elementwise
 from shardwise.step.overlap import staging_bytes
-from shardwise.tensor.background_step import elements_of
 from shardwise.tensor.cut import axes_of_mesh
+from shardwise.tensor.elements import elements_of
 from shardwise.tensor.inner import plain_parts
 from shardwise.tensor.plain_state import owner_of
 from shardwise.trace import Stats, Traffic

@@ -1,7 +1,7 @@
 """Kill runs that restart by themselves, again and again; every curve must be that of a quiet run.
 
     make soak CAMPAIGN=restart TRIALS=500
-    python tests/campaigns/restart.py [--trials 20] [--seed S] [--json]
+    python tests/campaigns/restart.py [--trials 20] [--seed S]
 
 A trial draws a setting of tests/train/test_resume.py, how often the run saves to disk and copies to
 memory, and one to three kills. Each takes one rank, all ranks (a host whose memory stays), or the
@@ -152,11 +152,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     verdicts: Counter[str] = Counter()
+    num_kills = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(folder)
         for number in range(asked.first, asked.first + asked.trials):
             trial = Trial.drawn(asked.seed, number)
+            num_kills += len(trial.kills)
             wrong = run_trial(trial, folder, folder / str(number))
             verdicts["failed" if wrong else "to the bit"] += 1
             if wrong:
@@ -164,7 +166,8 @@ def main() -> int:
             elif number % 25 == 24:
                 print(f"{number + 1} trials: {dict(verdicts)}", flush=True)
     ranks.close_all()
-    print(json.dumps({"seed": asked.seed, "trials": asked.trials, "verdicts": verdicts}))
+    counts = {"seed": asked.seed, "trials": asked.trials, "kills": num_kills}
+    print(json.dumps({**counts, "verdicts": verdicts}))
     return 1 if verdicts["failed"] else 0
 
 

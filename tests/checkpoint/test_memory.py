@@ -217,6 +217,25 @@ def test_a_newer_checkpoint_on_disk_comes_before_copies_in_memory(tmp_path: Path
     same_on_all(run_ranks(resume, 2, tmp_path, (2,)), END - 1, False, truths)
 
 
+def test_a_damaged_checkpoint_above_the_copy_that_is_loaded_may_be_replaced(tmp_path: Path) -> None:
+    run_ranks(train, 2, tmp_path, (2,), saved=END - 1)
+    flip(tmp_path / f"run/step-{END - 1:08d}/rank00001-0.safetensors")
+    run_ranks(goes_on_and_saves, 2, tmp_path)
+
+
+def goes_on_and_saves(rank: int, num_ranks: int, root: Path) -> None:
+    with run_of(rank, root, (2,)) as (run, checkpoints):
+        if rank == 0:
+            with pytest.warns(UserWarning, match="a newer checkpoint is damaged"):
+                loaded = checkpoints.load(extra=run.extra)
+        else:
+            loaded = checkpoints.load(extra=run.extra)
+        assert loaded is not None and (loaded.step, loaded.from_memory) == (END - 2, True)
+        assert checkpoints.copy_to_memory(END - 2) is None, "it is there"
+        take_step(run, END - 1, norm=False)
+        checkpoints.save(END - 1, extra=run.extra, wait=True)
+
+
 def test_memory_that_is_too_small_is_refused_with_its_size_before_anything_is_written(
     tmp_path: Path,
 ) -> None:

@@ -125,7 +125,11 @@ LIES: dict[str, tuple[Callable[[Path, names.Metadata], object], type[Exception],
                 lambda f, t: t.state_dict_metadata.update(w=names.BytesStorageMetadata()),
                 "'w' is in no file",
             ),
-            ("no table", lambda f, t: setattr(t, "state_dict_metadata", [1]), "not a table"),
+            (
+                "no table",
+                lambda f, t: setattr(t, "state_dict_metadata", [1]),
+                "not as torch.distributed.checkpoint writes it",
+            ),
             (
                 "a long shape",
                 lambda f, t: setattr(t.state_dict_metadata["w"], "size", LONG),

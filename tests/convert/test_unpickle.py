@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -149,6 +150,20 @@ def test_a_tensor_that_stands_in_many_places_is_read_once(tmp_path: Path) -> Non
     file = TorchFile(tmp_path / "f.pt")
     with pytest.raises(CheckpointError, match="many times over"):
         file.plain(file.value, "it")
+
+
+def test_counters_and_numbers_of_numpy_come_back(tmp_path: Path) -> None:
+    """Schedulers of torch count milestones; scripts keep their best loss."""
+    value = {
+        "milestones": collections.Counter([2, 2, 5]),
+        "best": np.float64(0.1),
+        "n": np.int64(3),
+    }
+    torch.save(value, tmp_path / "f.pt")
+    file = TorchFile(tmp_path / "f.pt")
+    got = file.plain(file.value, "it")
+    assert got == value
+    assert [type(member) for member in got.values()] == [collections.Counter, float, int]
 
 
 def test_many_large_keys_of_different_hashes_are_read() -> None:

@@ -35,7 +35,7 @@ from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
 from shardwise.offload.home import Home
 from shardwise.step.state_files import StateFile
-from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.elements import elements_of
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),

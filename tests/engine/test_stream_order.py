@@ -34,8 +34,8 @@ from shardwise.engine.reductions import Reduction
 from shardwise.offload import activations, home
 from shardwise.offload.activations import _Input
 from shardwise.offload.lane import Lane
+from shardwise.step.background import BackgroundStep
 from shardwise.step.unit_step import UnitStep
-from shardwise.tensor.background_step import BackgroundStep
 from shardwise.unit import sums
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import _Part

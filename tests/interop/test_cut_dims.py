@@ -1,13 +1,15 @@
-"""Parameters that ``shard_placement_fn`` cuts along any dim: DTensor's shards, DDP's training."""
+"""Parameters that ``shard_placement_fn`` cuts along any dim: DTensor's shards and gradients.
 
-import copy
+Training along other dims is compared with torch's own in test_fully_shard.py.
+"""
+
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ranks import on_ranks
@@ -104,28 +106,6 @@ def train(model: nn.Module, rank: int) -> list[Tensor]:
         p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
         for p in model.parameters()
     ]
-
-
-@on_ranks(2)
-def test_training_along_another_dim_has_the_bits_of_ddp(rank):
-    torch.manual_seed(0)
-    plain = Net()
-    expected = train(nn.parallel.DistributedDataParallel(copy.deepcopy(plain)), rank)
-    for offload in (False, True):
-        for reshard in (True, False):
-            model = copy.deepcopy(plain)
-            options: dict[str, Any] = {"reshard_after_forward": reshard}
-            if offload:
-                options["offload_policy"] = CPUOffloadPolicy()
-            for module in (*model.blocks, model):
-                fully_shard(
-                    module,
-                    shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None,
-                    **options,
-                )
-            found = train(model, rank)
-            for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-                assert torch.equal(a, b), (offload, reshard, number)
 
 
 @on_ranks(2)

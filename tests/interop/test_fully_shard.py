@@ -88,7 +88,9 @@ def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
     ]
     if world == 2:
-        cases += [{"shard_placement_fn": LARGEST_EVEN}, {"mesh": mesh_of(2, 1)}]
+        along = {"shard_placement_fn": LARGEST_EVEN}
+        cases += [along, {**along, "offload_policy": OFFLOAD, "reshard_after_forward": False}]
+        cases += [{"mesh": mesh_of(2, 1)}]
     for options in cases:
         for accumulate in (1, 2) if options == {} else (2,):
             ours = steps(apply(fully_shard, stack(), **options), rank, accumulate=accumulate)

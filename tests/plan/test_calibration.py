@@ -23,10 +23,11 @@ from shardwise.plan.machine.calibration import (
     write_calibration,
 )
 from shardwise.plan.machine.links import Curve
-from shardwise.plan.model.tape import Cost, LiveBytes, Tape, TapeParam, TapeUnit, Visit, Work
+from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, OpPhase, Transfer
 from shardwise.plan.timing.simulate import simulate
+from test_play import EVEN, make_tape
 
 RATE = 1e9
 NAMES = (
@@ -262,32 +263,6 @@ def test_the_measured_machine_is_a_cluster_whose_ranks_share_its_memory() -> Non
 
 
 # -- the whole way
-def a_tape() -> Tape:
-    costs = tuple(Cost(kind, "float32", 1 << 20, 1 << 20, 1) for kind in ("matmul", "memory"))  # type: ignore[arg-type]
-    nothing = LiveBytes()
-
-    def work(phase: Any) -> Work:
-        return Work(0, phase, costs, nothing, nothing)
-
-    return Tape(
-        model="tiny",
-        units=(TapeUnit("", "Tiny", (TapeParam("weight", (64, 64), "float32"),)),),
-        events=(
-            Visit("before_forward", 0),
-            work("forward"),
-            Visit("after_forward", 0),
-            work("loss"),
-            Visit("before_backward", 0),
-            work("backward"),
-            Visit("after_backward", 0),
-        ),
-        micro_batch=1,
-        seq=8,
-        compute_dtype="float32",
-        activation_checkpointing="none",
-    )
-
-
 def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     arguments = ("bench", "--calibrate", "--quick", "--ranks", 2, "--output", path)
@@ -301,7 +276,7 @@ def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path: Path) -> None:
     for stage in range(4):
         candidate = replace(A_CANDIDATE, stage=stage)
         pricer = CalibratedPrices(found, candidate)
-        played = play(a_tape(), candidate)
+        played = play(make_tape(EVEN), candidate)
         simulated = simulate(played.program, pricer.seconds, overlap=pricer.overlap)
         assert 0 < simulated.step_s < math.inf
     assert cluster_of(found).num_ranks == 2

@@ -113,8 +113,7 @@ def test_what_cannot_be_read_names_file_and_key_as_for_a_run(
     assert str(path) in str(raised.value)
 
 
-def test_accelerate_fsdp_gives_stage_units_and_ranks(tmp_path: Path) -> None:
-    text = """
+FSDP = """
 distributed_type: FSDP
 mixed_precision: bf16
 num_processes: 8
@@ -127,15 +126,41 @@ fsdp_config:
   fsdp_activation_checkpointing: true
   fsdp_offload_params: true
 """
-    values, _ = read_accelerate(write_yaml(tmp_path, text))
-    assert values == {
-        "stage": 2,
-        "precision": "bf16",
-        "ranks": 8,
-        "units": ("LlamaDecoderLayer",),
-        "activation_checkpointing": "full",
-        "offload": "cpu",
-    }
+OF_FSDP = {
+    **{"stage": 2, "precision": "bf16", "ranks": 8, "units": ("LlamaDecoderLayer",)},
+    **{"activation_checkpointing": "full", "offload": "cpu"},
+}
+PLAIN = "distributed_type: MULTI_GPU\nmixed_precision: {}\nnum_processes: 4\n"
+HYBRID = "num_machines: {}\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: {}\n"
+ALONE = "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
+MESH = "num_processes: 8\nparallelism_config:\n" + "".join(
+    f"  parallelism_config_{name}_size: 2\n" for name in ("dp_replicate", "dp_shard", "tp")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "planned", "unused_key", "remedy"),
+    [
+        (FSDP, OF_FSDP, None, ""),
+        *((PLAIN.format(no), {"stage": 0, "precision": "fp32", "ranks": 4}, None, "")
+          for no in ("'no'", "no")),
+        *((HYBRID.format(2, name), {"stage": stage, "dp_replicate": 2, "ranks": 8}, None, "")
+          for name, stage in (("HYBRID_SHARD_ZERO2", 2), ("5", 2), ("4", 3))),
+        (HYBRID.format(4, "HYBRID_SHARD"), {"stage": 3, "dp_replicate": 4, "ranks": 8}, None, ""),
+        (HYBRID.format(4, "FULL_SHARD"), {"stage": 3, "ranks": 8},
+         "num_machines", "--gpus-per-node"),
+        (ALONE, {"stage": 3}, "fsdp_config.HYBRID_SHARD", "--dp-replicate"),
+        (MESH, {"dp_replicate": 2, "ranks": 8},
+         "parallelism_config.parallelism_config_tp_size", "--tp"),
+    ],
+)  # fmt: skip
+def test_an_accelerate_file_gives_stage_ranks_and_replicas(
+    text: str, planned: dict[str, Any], unused_key: str | None, remedy: str, tmp_path: Path
+) -> None:
+    values, report = read_accelerate(write_yaml(tmp_path, text))
+    assert values == planned
+    if unused_key is not None:
+        assert remedy in unused(report)[unused_key]
 
 
 def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path: Path) -> None:
@@ -144,13 +169,6 @@ def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path: Path) -> No
     values, _ = read_accelerate(write_yaml(tmp_path, text))
     assert values["stage"] == 3
     assert values["offload"] == Offload("nvme", None, "cpu", 0.3)
-
-
-def test_accelerate_without_a_strategy_is_replicated(tmp_path: Path) -> None:
-    text = "distributed_type: MULTI_GPU\nmixed_precision: 'no'\nnum_processes: 4\n"
-    for quoted in (text, text.replace("'", "")):
-        values, _ = read_accelerate(write_yaml(tmp_path, quoted))
-        assert values == {"stage": 0, "precision": "fp32", "ranks": 4}
 
 
 def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(
@@ -196,13 +214,6 @@ def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path: Path) -> Non
     assert "--activation-checkpointing full" in unused(report)["activation_checkpointing"]
 
 
-@pytest.mark.parametrize(("strategy", "stage"), [("HYBRID_SHARD_ZERO2", 2), ("5", 2), ("4", 3)])
-def test_every_hybrid_strategy_has_replicas(tmp_path: Path, strategy: str, stage: int) -> None:
-    text = f"num_machines: 2\nfsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
-    values, _ = read_accelerate(write_yaml(tmp_path, text))
-    assert values == {"stage": stage, "dp_replicate": 2}
-
-
 @pytest.mark.parametrize("text", ["'false'", "'False'", "false"])
 def test_a_flag_in_quotes_is_a_flag(tmp_path: Path, text: str) -> None:
     keys = ("fsdp_activation_checkpointing", "fsdp_offload_params", "fsdp_reshard_after_forward")
@@ -213,32 +224,6 @@ def test_a_flag_in_quotes_is_a_flag(tmp_path: Path, text: str) -> None:
     values, _ = read_accelerate(write_yaml(tmp_path, on))
     assert values["activation_checkpointing"] == "full"
     assert values["offload"] == "cpu"
-
-
-def test_a_mesh_of_accelerate_is_planned_with_its_replicas(tmp_path: Path) -> None:
-    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}
-    lines = "".join(f"  parallelism_config_{name}: {size}\n" for name, size in sizes.items())
-    text = f"num_processes: 8\nparallelism_config:\n{lines}"
-    values, report = read_accelerate(write_yaml(tmp_path, text))
-    assert values == {"dp_replicate": 2, "ranks": 8}
-    assert unused(report)["parallelism_config.parallelism_config_tp_size"].endswith("--tp")
-
-
-def test_hybrid_shards_have_a_replica_per_node(tmp_path: Path) -> None:
-    text = "num_machines: 4\nfsdp_config:\n  fsdp_sharding_strategy: {}\nnum_processes: 32\n"
-    values, report = read_accelerate(write_yaml(tmp_path, text.format("HYBRID_SHARD")))
-    assert values == {"stage": 3, "dp_replicate": 4, "ranks": 32}
-    assert unused(report) == {}
-    values, report = read_accelerate(write_yaml(tmp_path, text.format("FULL_SHARD")))
-    assert values == {"stage": 3, "ranks": 32}
-    assert "--gpus-per-node" in unused(report)["num_machines"]
-
-
-def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
-    text = "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
-    values, report = read_accelerate(write_yaml(tmp_path, text))
-    assert values["stage"] == 3
-    assert "--dp-replicate" in unused(report)["fsdp_config.HYBRID_SHARD"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from memory_cells import CONFIGS, LLAMA_LIKE
 from shardwise.errors import ConfigError
 from shardwise.plan.model.models import ModelSource, huggingface_source, module_source
 from shardwise.plan.model.presets import find_model, find_preset
@@ -23,29 +25,6 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
 
 MIB = 1 << 20
-SIZES: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GPT2: dict[str, Any] = {
-    "vocab_size": 2048,
-    "n_embd": 128,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "loss_type": "ForCausalLM",
-}
 FAMILIES = ["llama", "qwen3", "gemma", "gpt2", "mistral"]
 
 
@@ -58,10 +37,8 @@ def decoder_source(**keys: Any) -> ModelSource:
 
 
 def family_source(family: str, folder: Path) -> ModelSource:
-    import json
-
     path = folder / "config.json"
-    path.write_text(json.dumps({"model_type": family, **(GPT2 if family == "gpt2" else SIZES)}))
+    path.write_text(json.dumps({"model_type": family, **CONFIGS[family]}))
     return huggingface_source(path)
 
 
@@ -79,24 +56,22 @@ def tape_of(
     )
 
 
-MIXTRAL = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 3}
+MIXTRAL = {**LLAMA_LIKE, "num_local_experts": 8, "num_experts_per_tok": 3}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_cost_the_products_of_the_rows_that_they_are_given(
     tmp_path: Path, dtype: Any
 ) -> None:
-    import json
-
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "mixtral", **MIXTRAL}))
     tape = tape_of(huggingface_source(path), False, 2, 64, compute_dtype=dtype)
     works = [e for e in tape.events if isinstance(e, Work)]
     found = sum(c.flops for w in works for c in w.costs if c.kind == "matmul")
-    tokens, dim, ffn = 2 * 64, SIZES["hidden_size"], SIZES["intermediate_size"]
-    attention = 2 * dim * dim + 2 * dim * 2 * 32
-    expected = 2 * (attention + 8 * dim + 3 * 3 * dim * ffn) + dim * SIZES["vocab_size"]
+    tokens, dim, ffn = 2 * 64, LLAMA_LIKE["hidden_size"], LLAMA_LIKE["intermediate_size"]
+    attention = 2 * dim * dim + 2 * dim * 2 * 64
+    expected = 3 * (attention + 8 * dim + 3 * 3 * dim * ffn) + dim * LLAMA_LIKE["vocab_size"]
     assert found == 3 * 2 * tokens * expected
     assert tape.matmul_dtype == dtype
 

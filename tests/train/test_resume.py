@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from programs import Program, run_program, start_program
 from ranks import HANG_S, run_ranks
@@ -323,57 +322,38 @@ def kill_job(job: Program) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_die_are_started_again_and_go_on_from_memory_to_the_same_bits(
-    tmp_path: Path,
-) -> None:
-    flags = {**TINY, "data": write_text(tmp_path), "dropout": 0.1, "schedule": "constant"}
-    flags |= {"steps": 90}
-    run_ranks(change_ranks, 2, {**flags, "output": tmp_path / "straight"}, None)
-    flags |= {"output": tmp_path / "parts", "ranks": 2, "memory_every": 2}
-    flags |= {"resume": "auto", "restarts": 9}
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        yaml.safe_dump({k: str(v) if isinstance(v, Path) else v for k, v in flags.items()})
-    )
-    job = start_program(tmp_path, "shardwise", "train", config, launches=True)
+def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "dropout": 0.1, "schedule": "constant"}
+    shape = {**TINY, **flags, "output": tmp_path / "parts", "ranks": 2, "restarts": 9}
+    shape |= {"memory_every": 2, "resume": "auto"}
+    common = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
     path = tmp_path / "parts" / "metrics.jsonl"
-    for step, number in ((6, slice(1)), (12, slice(None))):  # a rank; all of the host
+    memory = memory_of(tmp_path / "parts" / "checkpoints", ROOT)
+    job = start_program(tmp_path, "shardwise", "train", *common, "--steps=100000", launches=True)
+
+    def has_come_to(step: int) -> bool:
+        has_copy = any(memory.glob("step-*/manifest.json"))
+        return has_copy and path.exists() and f'"step": {step},' in path.read_text()
+
+    for step, number in ((6, slice(1)), (12, slice(None)), (18, None)):  # a rank, all, the job
         deadline = time.monotonic() + HANG_S
-        while not (path.exists() and f'"step": {step},' in path.read_text()):
+        while not has_come_to(step):
             assert job.process.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
-        for pid in job.ranks[number]:
+        if number is None:
+            kill_job(job)
+        for pid in job.ranks[number] if number is not None else ():
             os.kill(pid, signal.SIGKILL)
-    code, out, err = job.finish()
-    assert code == 0, err
-    went_on = re.findall(r"^going on from step (\d+) \(a copy in memory\)$", out, re.MULTILINE)
-    assert len(went_on) == 2 and int(went_on[0]) >= 2, out
-    assert curve_of(tmp_path / "parts") == curve_of(tmp_path / "straight")
-    assert not memory_of(tmp_path / "parts" / "checkpoints", ROOT).exists()
-
-
-@pytest.mark.slow
-def test_a_job_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    flags = {"data": write_text(tmp_path), "dropout": 0.1, "schedule": "constant"}
-    shape = {**{"dim": 16, "layers": 2, "heads": 2, "seq": 16, "micro_batch": 2, "lr": 3e-2}}
-    shape |= {"sample_tokens": 2, "eval_windows": 3, "threads": 1, **flags}
-    common = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
-    common += ["--ranks=2", "--save-every=1", f"--output={tmp_path / 'parts'}", "--resume=auto"]
-    path = tmp_path / "parts" / "metrics.jsonl"
-    job = start_program(tmp_path, "shardwise", "train", *common, "--steps=100000", launches=True)
-    deadline = time.monotonic() + HANG_S
-    while not (path.exists() and '"step": 6,' in path.read_text()):
-        assert job.process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.02)
-    kill_job(job)
+    line = re.compile(r"^going on from step (\d+) \(a copy in memory\)$", re.MULTILINE)
+    went_on = line.findall(job.printed()[0])
+    assert len(went_on) == 2 and int(went_on[0]) >= 2
     reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
     ended = run_program("shardwise", "train", *common, f"--steps={reached + 4}", num_ranks=2)
     assert ended.returncode == 0, ended.stderr
     done = rf"step {reached + 4} of {reached + 4}: loss \d+\.\d+, .*took \S.*\n"
     assert re.fullmatch(done, ended.stderr), ended.stderr  # how far it is, and nothing else
-    line = r"^going on from step (\d+) .*\nchanged since then: steps: 100000 ->"
-    said = re.search(line, ended.stdout)
-    assert said is not None and reached - 2 <= int(said[1]) <= reached
+    assert "changed since then: steps: 100000 ->" in ended.stdout
+    assert line.findall(ended.stdout) and not memory.exists()
     flags |= {"output": tmp_path / "straight", "steps": reached + 4}
     run_ranks(change_ranks, 2, flags, None)
     assert curve_of(tmp_path / "parts") == curve_of(tmp_path / "straight")

@@ -231,7 +231,7 @@ class Checkpoints:
         **Raises** as `save`; CheckpointError on all ranks if the memory is too small.
         """
         memory = self._memory
-        if memory is None or checked_step(step) % self._memory_every:
+        if memory is None or checked_step(step) % self._memory_every or step == memory.newest:
             return None
         self._check_open()
         self.check()
@@ -307,7 +307,8 @@ class Checkpoints:
             if loaded is not None and self._memory is not None:
                 if loaded.from_memory:  # later saves are of its run, as after a load from disk
                     path = self.folder / step_name(loaded.step or 0)
-                    self._engine.origin = Origin(path, loaded.step, loaded.run)
+                    origin = Origin(path, loaded.step, loaded.run, bool(loaded.skipped))
+                    self._engine.origin = origin
                 self._memory.keep_only(loaded.step if loaded.from_memory else None, loaded.run)
         self._unread = None
         on_all_ranks(self._control, self._continue_run)

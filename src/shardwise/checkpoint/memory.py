@@ -96,7 +96,7 @@ class MemoryTier:
         self._host = hosts.index(said[control.rank])
         self._copies = min(copies, len(hosts) - 1)
         self._leads = self._hosts[self._host][0] == control.rank
-        self._newest: int | None = None
+        self.newest: int | None = None  # the step of the newest whole copy
         self._server: Server | None = None
         self._token = b""
         self._addresses: dict[int, tuple[str, int]] = {}  # by the rank that leads a host
@@ -147,7 +147,7 @@ class MemoryTier:
         control, files, folder = self._control, self._files, self.folder / PENDING
 
         def begin() -> None:
-            self._remove_all_but(self._newest)
+            self._remove_all_but(self.newest)
             if self._leads:
                 files.make_folder(folder)
 
@@ -167,7 +167,7 @@ class MemoryTier:
         if self._copies:
             on_all_ranks(control, lambda: self._copy_from_hosts(ranks))
         on_all_ranks(control, give_name)
-        self._newest, self._run = step, run
+        self.newest, self._run = step, run
         sizes = [row.index_bytes + row.file_bytes for row in ranks]
         return Written(self.folder / step_name(step), sum(sizes), sizes[control.rank])
 
@@ -245,7 +245,7 @@ class MemoryTier:
 
     def keep_only(self, step: int | None, run: str) -> None:
         """Remove all copies but that of ``step``: of a run that goes on from elsewhere, all."""
-        self._newest, self._run = step, run
+        self.newest, self._run = step, run
         on_all_ranks(self._control, lambda: self._remove_all_but(step))
 
     def close(self, clears: bool) -> None:

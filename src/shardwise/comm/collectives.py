@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from itertools import count
 from typing import Protocol
 from zlib import crc32
@@ -14,7 +15,7 @@ import torch.distributed as dist
 # first optimizer step, and gloo's threads then outlive destroy_process_group and abort at exit.
 import torch.distributed.nn.functional
 
-from shardwise.comm import coalesced, encoded, point_to_point
+from shardwise.comm import coalesced, point_to_point
 from shardwise.comm.control import Control, SoloControl, control_over
 from shardwise.comm.pending import (
     CollectiveId,
@@ -44,12 +45,31 @@ def next_number() -> int:
 
 
 class Transport(Protocol):
-    """Makes gathers: one of the two modules, in place, or a user's `packed.Packed`."""
+    """Makes gathers: one of the two modules, in place, or a user's own."""
 
     def start_all_gather(
         self, items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
     ) -> Pending:
         """Start gathering segments along ``axis`` into place."""
+
+
+class AllToAll(Protocol):
+    """An all-to-all of bytes, by either transport."""
+
+    def __call__(
+        self,
+        received: tuple[torch.Tensor, Sequence[int]],
+        sent: tuple[torch.Tensor, Sequence[int]],
+        axis: Axis,
+        collective: CollectiveId,
+        traffic: Traffic,
+        finish: Callable[[], None],
+        keep: object,
+    ) -> Pending:
+        """Send each rank its bytes, which lie in rank order, and receive this one's from each.
+
+        A rank's own sizes are 0.
+        """
 
 
 class UnitTransport(Transport, Protocol):
@@ -65,7 +85,7 @@ class UnitTransport(Transport, Protocol):
     ) -> Pending:
         """Start reducing segments along ``axis``."""
 
-    start_all_to_all: encoded.AllToAll
+    start_all_to_all: AllToAll
 
 
 class Comm:
@@ -136,12 +156,13 @@ class Comm:
     ) -> Pending:
         """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``.
 
-        If any part is encoded, all travel as bytes, see `encoded`.
+        If any part is encoded, all travel as bytes, by `codes`, which is not part of the core.
         """
         by, asked = self._transports[axis.name], (items, axis, collective, self.traffic, divisor)
         pending: Pending
         if any(coding is not None for item in items for coding in item.codings):
-            pending = encoded.start_reduce_scatter(*asked, by.start_all_to_all)
+            codes = import_module("shardwise.codes.reduce")
+            pending = codes.start_reduce_scatter(*asked, by.start_all_to_all)
         else:
             pending = by.start_reduce_scatter(*asked)
         return self.follow(pending, axis, collective)

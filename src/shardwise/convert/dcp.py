@@ -24,12 +24,11 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
-from shardwise.convert.dcp_metadata import Chunk, DcpMetadata, FileRange, read_dcp_metadata
+from shardwise.convert.dcp_metadata import WRITER, Chunk, DcpMetadata, FileRange, read_dcp_metadata
 from shardwise.convert.pieces import Piece, PieceSource, read_pieces
 from shardwise.convert.torch_file import ObjectFound, StoredTensor, TorchFile, explained
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-_WRITER = "torch.distributed.checkpoint"
 _OPEN_FILES = 64
 _LEFT_OUT = object()
 _OF_SGD = {"momentum", "dampening", "nesterov"}  # options that only torch's SGD has
@@ -49,7 +48,7 @@ def open_dcp(folder: Path) -> PieceSource:
     must not, or when its model is not known (see Note [Which key is which]); DamagedCheckpoint
     when files are missing or cut short.
     """
-    with explained(str(folder), _WRITER):
+    with explained(str(folder), WRITER):
         return _Folder(folder, read_dcp_metadata(folder)).source()
 
 

@@ -7,21 +7,21 @@ inside a file of this folder and do not share bytes.
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.checkpoint.manifest import is_grid
-from shardwise.convert.torch_file import DTYPES, is_plain_name, open_file, sizes_of
+from shardwise.convert.torch_file import DTYPES, explained, is_plain_name, open_file, sizes_of
 from shardwise.convert.unpickle import MAX_PICKLE_BYTES, PLAIN, Builder, Made, Name, read_pickle
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.layout.boxes import Region
 
 METADATA = ".metadata"
+WRITER = "torch.distributed.checkpoint"
 _MAX_PATH_PARTS = 64
 _BYTES_PER_PART = 16  # of the table, at the least
-_PREFIX = "torch.distributed.checkpoint."
+_PREFIX = f"{WRITER}."
 _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = _CLASSES = tuple(
     _PREFIX + name
     for name in (
@@ -54,8 +54,7 @@ _NAMES: Mapping[str, Builder | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(NamedTuple):
     """Bytes [begin, begin + length) of a file of the folder: one stream of torch.save."""
 
     file: str
@@ -63,16 +62,14 @@ class FileRange:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, saved as a separate tensor."""
 
     region: Region
     place: FileRange
 
 
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
+class DcpTensor(NamedTuple):
     """One tensor: its dtype (safetensors spelling), its shape, its boxes."""
 
     dtype: str
@@ -80,8 +77,7 @@ class DcpTensor:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DcpMetadata:
+class DcpMetadata(NamedTuple):
     """The entries of a folder by flattened key; ``paths`` are the keys before flattening."""
 
     tensors: Mapping[str, DcpTensor]
@@ -107,13 +103,8 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
             raise CheckpointError(f"{path}: {reader.size} bytes; at most {MAX_PICKLE_BYTES} fit")
         data = reader.read(0, reader.size)
     tree = read_pickle(data, str(path), _NAMES)
-    try:
+    with explained(str(path), WRITER):
         metadata = _Table(folder, len(data)).read(tree)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(
-            f"{path}: not a table as torch.distributed.checkpoint writes it: "
-            f"{type(error).__name__} {error}"
-        ) from None
     _check_files(folder, metadata)
     return metadata
 

@@ -9,7 +9,8 @@ The library reads only ``__metadata__``.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_REMEDY = "The folder mixes files of two saves, or is not whole: fetch it again"
 _FILE_NAME = re.compile(r"[\w-][\w. -]*\.safetensors", re.ASCII)
 
 
@@ -48,20 +50,21 @@ def open_huggingface(path: Path) -> PieceSource:
     **Raises** CheckpointError when there are no such weights, or when index and files disagree;
     DamagedCheckpoint when a file is not whole.
     """
-    files = Files()
-    try:
-        index = _index_of(path)
-        if index is None:
-            file = path / WEIGHTS_FILE if path.is_dir() else path
-            return _source(str(path), files, {file: _open(files, file)})
-        weight_map = _read_index(files, index)
-        opened = {}
-        for name in sorted(set(weight_map.values())):
-            opened[index.parent / name] = _open(files, index.parent / name)
-    except OSError as error:
-        raise CheckpointError(f"{path}: its weights cannot be read: {error}") from error
-    _compare(index, weight_map, {file.name: stored for file, (stored, _) in opened.items()})
-    return _source(str(path), files, opened)
+    index = _index_of(path)
+    if index is None:
+        return _open([path / WEIGHTS_FILE if path.is_dir() else path], str(path))
+    with _explained(path):
+        weight_map = _read_index(index)
+    names = sorted(set(weight_map.values()))
+    source = _open([index.parent / name for name in names], str(path), weight_map)
+    held = {info.name for info in source.tensors}
+    for key, name in weight_map.items():
+        if key not in held:
+            raise DamagedCheckpoint(
+                f"{index.parent / name} lacks tensor '{key}', which {index.name} puts there. "
+                f"{_REMEDY}"
+            )
+    return source
 
 
 def open_weight_files(paths: Sequence[Path]) -> PieceSource:
@@ -72,19 +75,7 @@ def open_weight_files(paths: Sequence[Path]) -> PieceSource:
     **Raises** CheckpointError when one cannot be read or two hold the same tensor;
     DamagedCheckpoint when one is not whole.
     """
-    files, opened = Files(), {}
-    homes: dict[str, Path] = {}
-    try:
-        for path in paths:
-            opened[path] = _open(files, path)
-            for key in opened[path][0]:
-                if homes.setdefault(key, path) != path:
-                    raise CheckpointError(
-                        f"tensor '{key}' is in {homes[key]} and in {path}; expected it in one"
-                    )
-    except OSError as error:
-        raise CheckpointError(f"the weights cannot be read: {error}") from error
-    return _source(str(paths[0]), files, opened)
+    return _open(paths, str(paths[0]))
 
 
 def follow_link(file: Path) -> Path:
@@ -107,14 +98,38 @@ def follow_link(file: Path) -> Path:
     return real
 
 
-def _source(
-    where: str, files: Files, opened: Mapping[Path, tuple[Mapping[str, Stored], int]]
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: its weights cannot be read: {error}") from error
+
+
+def _open(
+    paths: Sequence[Path], where: str, weight_map: Mapping[str, str] | None = None
 ) -> PieceSource:
-    """Return the tensors of opened files; each is whole in one of them."""
+    """Return the tensors of files; each is whole in one of them, the one that an index names.
+
+    **Raises** CheckpointError when a tensor is in two files, or in another than the index says.
+    """
+    files, homes = Files(), dict[str, Path]()
     index: dict[TensorInfo, list[Piece]] = {}
-    for file, (found, begin) in opened.items():
-        for stored in found.values():
-            info = TensorInfo("param", stored.key, stored.dtype, stored.lengths)
+    for file in paths:
+        with _explained(file):
+            found, begin = _read_header(files, file)
+        for key, stored in found.items():
+            named = weight_map.get(key) if weight_map is not None else file.name
+            if named != file.name:
+                says = f"puts it into {named}" if named else "does not know"
+                raise CheckpointError(
+                    f"{file} holds tensor '{key}', which the index {says}. {_REMEDY}"
+                )
+            if homes.setdefault(key, file) != file:
+                raise CheckpointError(
+                    f"tensor '{key}' is in {homes[key]} and in {file}; expected it in one"
+                )
+            info = TensorInfo("param", key, stored.dtype, stored.lengths)
             read = partial(_read, files, file, info, begin + stored.begin)
             index[info] = [flat_piece(0, info.numel, read)]
     return PieceSource(where, index)
@@ -152,7 +167,7 @@ def _index_of(path: Path) -> Path | None:
     return path / INDEX_FILE if has_index else None
 
 
-def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
+def _read_header(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
     """Return the tensors of a file, and the offset of their bytes."""
     real = follow_link(file)
     with files.open(real) as reader:
@@ -170,9 +185,9 @@ def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
     return stored, begin
 
 
-def _read_index(files: Files, index: Path) -> Mapping[str, str]:
+def _read_index(index: Path) -> Mapping[str, str]:
     """Return the file name of every tensor; the names can be joined to the folder safely."""
-    text = read_text(files, follow_link(index), MAX_HEADER_BYTES)
+    text = read_text(Files(), follow_link(index), MAX_HEADER_BYTES)
     value = loads(text.encode(), str(index))
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -184,24 +199,3 @@ def _read_index(files: Files, index: Path) -> Mapping[str, str]:
                 ".safetensors. Do not load what you do not trust"
             )
     return weight_map
-
-
-def _compare(
-    index: Path, weight_map: Mapping[str, str], found: Mapping[str, Mapping[str, Stored]]
-) -> None:
-    """Check that an index and its files hold the same tensors, each once."""
-    remedy = "The folder mixes files of two saves, or is not whole: fetch it again"
-    for name, stored in found.items():
-        for key in stored:
-            if weight_map.get(key) != name:
-                says = f"puts it into {weight_map[key]}" if key in weight_map else "does not know"
-                raise CheckpointError(
-                    f"{index.parent / name} holds tensor '{key}', which {index.name} {says}. "
-                    f"{remedy}"
-                )
-    for key, name in weight_map.items():
-        if key not in found[name]:
-            raise DamagedCheckpoint(
-                f"{index.parent / name} lacks tensor '{key}', which {index.name} puts there. "
-                f"{remedy}"
-            )

@@ -18,8 +18,8 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.conditions import Origin
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, ShardError
-from shardwise.tensor.background_step import finish_all
 from shardwise.unit.home import Folder
+from shardwise.unit.steps import finish_all
 from shardwise.unit.unit import Unit
 
 Model = nn.Module | Sequence[nn.Module]

@@ -31,9 +31,9 @@ from shardwise.engine.schedule import Schedule
 from shardwise.engine.seams import activations_of
 from shardwise.engine.tree import cast_floating
 from shardwise.errors import CollectiveError, ConfigError, StateError
-from shardwise.tensor.background_step import finish_all
 from shardwise.trace import FullParamLedger
 from shardwise.unit.states import GradState
+from shardwise.unit.steps import finish_all
 from shardwise.unit.unit import Unit
 
 _RANKS = CollectiveId("gather", "(ranks)", 0)

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
 from shardwise.monitor.record import LostUpdates as LostUpdatesLine
-from shardwise.tensor.background_step import elements_of, is_under_way
+from shardwise.step.background import is_under_way
+from shardwise.tensor.elements import elements_of
 from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
 from shardwise.unit.unit import Unit
 

@@ -35,7 +35,7 @@ from shardwise.names import join_units, name_of_unit
 from shardwise.quantities import format_bytes
 from shardwise.step.overlap import staging_bytes
 from shardwise.svg import order_of_kinds
-from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.elements import elements_of
 from shardwise.tensor.inner import plain_parts
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.states import GradState

@@ -198,10 +198,7 @@ def plan(
         step_s=slowest.window_s + fill_s + sends_s,
         matmul_dtype=in_time.matmul_dtype,
         flops_per_step=_flops_per_step(model, candidate, in_memory),
-        assumptions=tuple(
-            f"{a.name}: {f'{a.value:.4g} {a.unit}'.strip()}, {a.meaning} ({a.source})"
-            for a in prices.assumptions()
-        ),
+        assumptions=prices.assumptions(),
         notes=(
             *model.notes,
             *_pipeline_notes(memory.tapes, in_memory, in_time),

@@ -46,6 +46,7 @@ from shardwise.engine.runtime import Engine
 from shardwise.engine.schedule import in_forward_order
 from shardwise.errors import ConfigError
 from shardwise.offload.lane import Lane
+from shardwise.step.background import BackgroundStep
 from shardwise.step.local_step import (
     ELEMENTWISE,
     OVERLAP,
@@ -59,11 +60,11 @@ from shardwise.step.local_step import (
 )
 from shardwise.step.state_files import StateFiles, held_of
 from shardwise.step.unit_step import OnDevice, UnitStep, lock_pages
-from shardwise.tensor.background_step import BackgroundStep, finish_all
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.home import Home
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import ParamState
+from shardwise.unit.steps import finish_all
 from shardwise.unit.unit import Unit
 
 _LOG = logging.getLogger("shardwise")

@@ -25,7 +25,7 @@ from shardwise.offload.files import DiskFile
 from shardwise.offload.stripes import regions_of
 from shardwise.offload.transfers import Transfer
 from shardwise.step.local_step import Key, Params, State, SteppedByParts, sizes_of_state
-from shardwise.tensor.background_step import elements_of, set_elements
+from shardwise.tensor.elements import elements_of, set_elements
 from shardwise.tensor.plain_state import PLAIN_SCALARS
 from shardwise.unit.unit import Unit
 

@@ -35,7 +35,7 @@ from shardwise.offload.disk import BufferRead
 from shardwise.offload.lane import Lane
 from shardwise.step.local_step import Key, PlainStep
 from shardwise.step.state_files import StateFile, StateTensor
-from shardwise.tensor.background_step import elements_of, set_elements
+from shardwise.tensor.elements import elements_of, set_elements
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.home import Home
 from shardwise.unit.storage import Storage

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
-from shardwise.comm.packed import Packed
 from shardwise.engine.model import noted_state
 from shardwise.errors import ConfigError
+from shardwise.surface.packed import Packed, PackedSum
 from shardwise.surface.state import ModuleState, end_passes
 from shardwise.unit.unit import Unit
 
@@ -190,7 +190,7 @@ class FSDPModule(TorchFSDPModule):
                 f"(reduce={unit.precision.reduce!r}), and encoded ones are summed in rank order "
                 "by Shardwise. Give a dtype as reduce="
             )
-        state.change_sums(reduce_scatter=comm)
+        state.change_sums(own=PackedSum(comm))
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients, one flat tensor per dtype of the unit."""
@@ -232,7 +232,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._get_fsdp_state().units:
             own = (
                 getattr(unit.gather.transport, "all_gather", None),
-                unit.grads.sums.reduce_scatter,
+                unit.grads.sums.own,
             )
             if any(own):
                 raise AssertionError(

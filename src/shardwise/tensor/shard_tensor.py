@@ -25,7 +25,6 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import ShardError
-from shardwise.tensor.background_step import elements_of
 from shardwise.tensor.dispatch import (
     answer,
     check_conversion,
@@ -34,6 +33,7 @@ from shardwise.tensor.dispatch import (
     same_draws,
     set_property,
 )
+from shardwise.tensor.elements import elements_of
 from shardwise.tensor.inner import gather_whole
 from shardwise.tensor.operations import (
     DRAWS,

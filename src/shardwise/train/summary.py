@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.quantities import format_bytes, format_count
-from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.elements import elements_of
 from shardwise.train.config import TrainConfig
 
 _SPEED_MEMORY = 0.9

@@ -16,19 +16,44 @@ over that axis. A part is dropped when the parameters have changed. Source: FSDP
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Protocol
 
 import torch
 
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.memory import Memory
 from shardwise.layout.segments import Layout, Segment
+from shardwise.layout.wire import Wire
 from shardwise.mesh import Axis
 from shardwise.precisions import Coding
 from shardwise.stages import Stage
 from shardwise.trace import FullParamLedger
-from shardwise.unit.coded import CodedGather
 from shardwise.unit.home import Home, SlicesInFile
 from shardwise.unit.partial import Unreduced
+
+
+class CodedGather(Protocol):
+    """The gather of encoded slices, see `codes.gather`, which is not part of the core."""
+
+    items: Sequence[GatherItem]
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory of arriving bytes; empty between gathers."""
+
+    def start(self, slices: torch.Tensor, home: Home | None) -> Pending | None:
+        """Encode this rank's slices into its shares; return their copy from home, if any."""
+
+    def finish(self) -> None:
+        """Decode arrived bytes into the full copy; do nothing if no gather was started."""
+
+
+def _coded_gather(wire: Wire | None, rank: int, full: torch.Tensor) -> CodedGather | None:
+    if wire is None:
+        return None
+    made: CodedGather = import_module("shardwise.codes.gather").CodedGather(wire, rank, full)
+    return made
 
 
 class Storage:
@@ -282,7 +307,7 @@ class Shares:
     ) -> None:
         self._memory, self._full, self._slices = memory, full, slices
         self._home, self.file = home, file
-        self.coded = CodedGather.of(memory.wire, memory.rank, full)
+        self.coded = _coded_gather(memory.wire, memory.rank, full)
         self.resident: torch.Tensor | None = None
         self.resident_version: int | None = None
         if memory.copy_bytes:

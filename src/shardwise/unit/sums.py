@@ -27,22 +27,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import promote_types
 
-from shardwise.comm.packed import ReduceScatter, start_packed_sum
 from shardwise.comm.pending import CollectiveId, GatherItem, Pending, ReduceItem
 from shardwise.layout.segments import Layout, Segment, even_segment
 from shardwise.layout.wire import is_coded
+from shardwise.mesh import Axis
 from shardwise.precisions import Coding
+from shardwise.trace import Traffic
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.partial import Unreduced
 from shardwise.unit.storage import MeansMemory, Storage
 
 if TYPE_CHECKING:
     from shardwise.unit.unit import Unit
+
+
+class OwnSum(Protocol):
+    """Makes sums by the ``reduce_scatter`` of a user."""
+
+    @property
+    def reduce_scatter(self) -> object:
+        """The user's function: units with one of them share a collective."""
+
+    def start(
+        self,
+        items: Sequence[ReduceItem],
+        axis: Axis,
+        collective: CollectiveId,
+        traffic: Traffic,
+        divisor: float,
+    ) -> Pending:
+        """Reduce segments of one dtype along ``axis``; divide the sums."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,7 @@ class Sum:
     ``zero_fill``: a parameter without a gradient on any rank gets zeros. ``in_param_dtype``: unless
     `Precision.reduce` names a dtype, sums have that of the sharded parameter, else that of the
     gradients. ``all_reduces``: outside an accumulation window every micro-batch is summed over
-    replicas. ``reduce_scatter`` is a user's own collective. ``after_reduce`` is called with the
+    replicas. ``own`` makes sums by a user's own collective. ``after_reduce`` is called with the
     means, before anything else reads them.
     """
 
@@ -61,13 +80,13 @@ class Sum:
     zero_fill: bool = False
     in_param_dtype: bool = True
     all_reduces: bool = True
-    reduce_scatter: ReduceScatter | None = None
+    own: OwnSum | None = None
     after_reduce: Callable[[torch.Tensor], object] | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
         """The settings, with a user's functions by identity: they may not be comparable."""
-        own = (self.reduce_scatter, self.after_reduce)
+        own = (self.own and self.own.reduce_scatter, self.after_reduce)
         same = ((id(getattr(f, "__self__", f)), getattr(f, "__func__", None)) for f in own)
         return (self.divisor, self.zero_fill, self.in_param_dtype, self.all_reduces, *same)
 
@@ -187,7 +206,7 @@ class RunningSum:
         A user's collective gets gradients alone, without counts: it may send fewer bits, scaled by
         the largest number.
         """
-        axis, own = self._comm.axes.shard, self._how.reduce_scatter
+        axis, own = self._comm.axes.shard, self._how.own
         theirs: list[ReduceItem] = []
         if own is not None and axis.size > 1:
             theirs = [i for i in items if not i.counts and i.segment.owner is None]
@@ -198,7 +217,7 @@ class RunningSum:
         traffic, pendings = self._comm.traffic, list[Pending]()
         for each in by_dtype.values():
             assert own is not None
-            pending = start_packed_sum(own, each, axis, collective, traffic, divisor)
+            pending = own.start(each, axis, collective, traffic, divisor)
             pendings.append(self._comm.follow(pending, axis, collective))
         if items or not pendings:
             pendings.append(self._comm.start_reduce_scatter(items, axis, collective, divisor))

@@ -24,7 +24,6 @@ from shardwise.comm.collectives import Comm, Transport
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.config import Precision
 from shardwise.stages import UnitSettings
-from shardwise.tensor.background_step import BackgroundStep, finish_all
 from shardwise.unit.encodings import Apart
 from shardwise.unit.home import Home
 from shardwise.unit.param import Scheduler, ShardedParam
@@ -36,6 +35,7 @@ from shardwise.unit.states import (
     ParamState,
     check_transition,
 )
+from shardwise.unit.steps import RunningStep, finish_all
 from shardwise.unit.storage import Nearby, Storage
 from shardwise.unit.sums import RowsApart, Sum
 
@@ -125,8 +125,8 @@ class Unit:
         self.gather = gather or Gather()
         self.grads = Gradients(name, sums)
         self.slots = Slots(binds=not settings.stands_while_full)
-        self.steps: list[BackgroundStep] = []
-        self.writes: list[BackgroundStep] = []
+        self.steps: list[RunningStep] = []
+        self.writes: list[RunningStep] = []
 
     @property
     def module(self) -> nn.Module:

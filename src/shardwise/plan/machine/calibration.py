@@ -24,7 +24,7 @@ from shardwise.keys import checked_value, read_json
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
 from shardwise.plan.machine.links import Curve, Unit
-from shardwise.plan.machine.pricing import Assumption
+from shardwise.plan.machine.pricing import describe_figure
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.step.program import Collective, Op, OpPhase, Transfer
 from shardwise.spelling import did_you_mean
@@ -197,13 +197,14 @@ class CalibratedPrices:
                 seconds += cost.num_ops * curve.at(size / cost.num_ops)
         return seconds
 
-    def assumptions(self) -> tuple[Assumption, ...]:
+    def assumptions(self) -> tuple[str, ...]:
         """Return the figures that these prices stand on, for the report."""
         source = f"measured {self.calibration.measured_at}"
-        figures = [Assumption("overlap", self.overlap, "", "share that is hidden", source)]
+        figures = [describe_figure("overlap", self.overlap, "", "share that is hidden", source)]
         for name, curve in self.calibration.curves.items():
             unit = "FLOP/s" if curve.unit == "flops" else "B/s"
-            figures.append(Assumption(name, curve.peak_rate, unit, "best measured rate", source))
+            rate = curve.peak_rate, unit, "best measured rate", source
+            figures.append(describe_figure(name, *rate))
         return tuple(figures)
 
     def _curve_name(self, cost: Cost, phase: OpPhase) -> str:

@@ -116,16 +116,6 @@ class Group:
     ranks_per_node: int
     num_nodes: int
 
-    @property
-    def inner_steps(self) -> int:
-        """Steps of a ring, one way round, that stay inside a node."""
-        return self.num_ranks - self.num_nodes
-
-    @property
-    def outer_steps(self) -> int:
-        """Steps of a ring, one way round, that go between nodes."""
-        return self.num_nodes - 1
-
 
 @cache
 def place(num_ranks: int, stride: int, ranks_per_node: int) -> Group:
@@ -152,14 +142,9 @@ def collective_seconds(
     if kind == "all_to_all":
         return all_to_all_seconds(payload_bytes * (n - 1) / n, group, node)
     rounds = 2 if kind == "all_reduce" else 1
-    ring = _seconds(
-        payload_bytes,
-        rounds * (n - 1) / n,
-        rounds * group.inner_steps,
-        rounds * group.outer_steps,
-        group,
-        node,
-    )
+    # Steps of a ring that stay inside a node, and that go between nodes.
+    steps = rounds * (n - group.num_nodes), rounds * (group.num_nodes - 1)
+    ring = _seconds(payload_bytes, rounds * (n - 1) / n, *steps, group, node)
     if kind != "all_reduce":
         return ring
     inner, outer = 2 * math.log2(n / group.num_nodes), 2 * math.log2(group.num_nodes)

@@ -74,15 +74,9 @@ def family_efficiencies(kind: str = "families") -> Mapping[str, Mapping[str, Eff
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
 
 
-@dataclass(frozen=True)
-class Assumption:
-    """One figure that prices stand on, for the report."""
-
-    name: str
-    value: float
-    unit: str
-    meaning: str
-    source: str
+def describe_figure(name: str, value: float, unit: str, meaning: str, source: str) -> str:
+    """Describe one figure that prices stand on, for the report."""
+    return f"{name}: {f'{value:.4g} {unit}'.strip()}, {meaning} ({source})"
 
 
 class Pricer(Protocol):
@@ -95,7 +89,7 @@ class Pricer(Protocol):
     def overlap(self) -> float:
         """Share of the shorter that is hidden when a collective and a computation both run."""
 
-    def assumptions(self) -> tuple[Assumption, ...]:
+    def assumptions(self) -> tuple[str, ...]:
         """Return every figure that the prices stand on."""
 
 
@@ -198,7 +192,7 @@ class Prices:
             return max(device, launches)
         return device + launches
 
-    def assumptions(self) -> tuple[Assumption, ...]:
+    def assumptions(self) -> tuple[str, ...]:
         """Return every figure that these prices stand on, with its source, for the report."""
         node = self.cluster.node
         chip, host = node.accelerator, node.host
@@ -222,7 +216,7 @@ class Prices:
         if (ep := self.candidate.ep) > 1:
             meaning = "of the experts that tokens are sent to are other ranks': all get as many"
             figures.append(("balanced routing", 1 - 1 / ep, "", meaning, "counted in a run"))
-        return tuple(Assumption(*figure) for figure in figures)
+        return tuple(describe_figure(*figure) for figure in figures)
 
     def _cost_seconds(self, cost: Cost, again: float) -> float:
         """Return the device's seconds of operations of one class; attention takes ``again``."""

@@ -6,7 +6,7 @@ operations. This file puts them in program order.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -212,7 +212,7 @@ def _tape(shape: DecoderShape, run: Execution, name: str) -> Tape:
     **Source** ``data/layers.toml``, and the Notes of `activations`, `live` and `costs`.
     """
     live, kinds = live_of(shape, run), run.layers_of(shape)
-    made = {kind: _Layer.of(kind, live) for kind in set(kinds.values())}
+    made = {kind: _layer(kind, live) for kind in set(kinds.values())}
     embedding, root, head = _end_units(shape, run, live.layers)
     units = [root, *([embedding] if embedding else ())]
     passes: list[tuple[_Layer, range]] = []
@@ -231,16 +231,16 @@ def _tape(shape: DecoderShape, run: Execution, name: str) -> Tape:
     units += [head] if head else []
     # A checkpoint around a layer saves the stream that comes in.
     input_bytes = live.stream if run.runs_again else 0
-    ends = _ends(live)
+    enter, forward, loss, loss_backward, head_backward, norm_backward, leave = _ends(live)
     events: list[Work | Visit] = [Visit("before_forward", unit) for unit in whole]
-    events += _called(begin, ends.enter)
+    events += _called(begin, enter)
     for layer, numbers in passes:
         events += _called(numbers, layer.forward, input_bytes=input_bytes)
-    events += _called(end, ends.head)
-    events += [*(Visit("after_forward", unit) for unit in reversed(whole)), ends.loss]
+    events += _called(end, forward)
+    events += [*(Visit("after_forward", unit) for unit in reversed(whole)), loss]
     events += [Visit("before_backward", unit) for unit in reversed(whole)]
-    events.append(ends.loss_backward)  # the root's: the head is called with its gradient
-    events += [*_passed(end, whole, ends.head_backward), ends.norm_backward]
+    events.append(loss_backward)  # the root's: the head is called with its gradient
+    events += [*_passed(end, whole, head_backward), norm_backward]
     left = live.left_output
     for layer, numbers in reversed(passes):
         work, *others = layer.backward
@@ -249,7 +249,7 @@ def _tape(shape: DecoderShape, run: Execution, name: str) -> Tape:
         again = layer.recompute if run.runs_again else None
         events += _passed(numbers, whole, work, *others, again=again)
         left = 0
-    events += _passed(begin, whole, ends.leave)
+    events += _passed(begin, whole, leave)
     events += [Visit("after_backward", unit) for unit in reversed(whole)]  # at the pass's end
     # Bytes beside a micro-batch count until its last unit has ended.
     events.append(_work("backward", net=LiveBytes(-live.beside - live.left_output)))
@@ -312,47 +312,33 @@ def _work(
     return Work(0, phase, costs, peak, net)
 
 
-@dataclass(frozen=True)
-class _Layer:
+class _Layer(NamedTuple):
     """One layer: its units, that of its spread experts second if it has any, and their passes."""
 
     units: tuple[TapeUnit, ...]
     forward: Work
     recompute: Work
-    backward: tuple[Work, ...]  # of each unit
+    backward: list[Work]  # of each unit
 
-    @classmethod
-    def of(cls, shape: DecoderShape, live: CompiledLive) -> "_Layer":
-        """Make the layer of a shape with one kind of layers."""
-        run, units = live.run, _layer_units(shape, live.run)
-        moments = live.layer_backward(shape, [full_bytes(unit, run.dtype) for unit in units])
-        costs = [layer_costs(shape, run, backward=True), ()]
-        backward = [
-            Work(1, "backward", cost, peak, net, summed, replace(net, grads=0) if summed else None)
+
+def _layer(shape: DecoderShape, live: CompiledLive) -> _Layer:
+    """Make the layer of a shape with one kind of layers."""
+    run, units = live.run, _layer_units(shape, live.run)
+    moments = live.layer_backward(shape, [full_bytes(unit, run.dtype) for unit in units])
+    costs = [layer_costs(shape, run, backward=True), ()]
+    return _Layer(
+        units,
+        _work("forward", *live.layer_forward(shape), *layer_costs(shape, run)),
+        _work("recompute", *live.recompute(shape), *recomputed_costs(shape, run)),
+        [
+            Work(1, "backward", cost, peak, net, summed, summed and replace(net, grads=0))
             for cost, (peak, net, summed) in zip(costs, moments, strict=False)
-        ]
-        return cls(
-            units,
-            _work("forward", *live.layer_forward(shape), *layer_costs(shape, run)),
-            _work("recompute", *live.recompute(shape), *recomputed_costs(shape, run)),
-            tuple(backward),
-        )
+        ],
+    )
 
 
-class _Ends(NamedTuple):
-    """Works before and after the layers, in program order."""
-
-    enter: Work
-    head: Work
-    loss: Work
-    loss_backward: Work
-    head_backward: Work
-    norm_backward: Work
-    leave: Work
-
-
-def _ends(live: CompiledLive) -> _Ends:
-    """Return what a rank does beside its layers; without an end it does nothing there."""
+def _ends(live: CompiledLive) -> tuple[Work, Work, Work, Work, Work, Work, Work]:
+    """Return what a rank does beside its layers, in program order; without an end it is nothing."""
     shape, run, size = live.shape, live.run, live.size
     # Tables of positions are tiny; transformers makes more of them, and a mask.
     kernels = {"decoder": 10, "transformers": 17}.get(run.implementation, 2)
@@ -368,7 +354,7 @@ def _ends(live: CompiledLive) -> _Ends:
     if not run.last:
         nothing = _work("backward")
         forward, loss = _work("forward"), _work("loss")
-        return _Ends(enter, forward, loss, nothing, nothing, nothing, leave)
+        return enter, forward, loss, nothing, nothing, nothing, leave
     head = shape.vocab * shape.dim * size // run.tp
     peak, net = live.head_forward()
     flops, moved = shape.head_flops_per_token * run.tokens // run.tp, net.logits + net.activations
@@ -386,7 +372,7 @@ def _ends(live: CompiledLive) -> _Ends:
         have = run.tokens * shape.vocab // run.tp * size
         moves = max(of_loss[0].logits, have), max(again[0].logits, 0)
         costs = [Cost("memory", "float32", 0, 3 * each, 4) for each in moves]
-    return _Ends(
+    return (
         enter,
         _work("forward", peak, net, product, *norm),
         _work("loss", *of_loss, *costs[: run.loss != "fused"]),

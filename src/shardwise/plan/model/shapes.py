@@ -208,16 +208,11 @@ class DecoderShape:
         return self.attention_params + self.ffn_params() + 2 * self.norm_params
 
     @property
-    def embedding_params(self) -> int:
-        """Parameters of the token table and of learned positions."""
-        return (self.vocab + self.positions) * self.dim
-
-    @property
     def num_params(self) -> int:
         """All parameters, tied ones counted once."""
         layers = sum(self.of_layer(i).layer_params() for i in range(self.layers))
-        head = 0 if self.tied else self.vocab * self.dim
-        return layers + self.embedding_params + head + self.norm_params
+        tables = self.vocab * (1 if self.tied else 2) + self.positions
+        return layers + tables * self.dim + self.norm_params
 
     # -- FLOPs
     def layer_flops_per_token(self, seq: int, *, causal: bool = False) -> tuple[int, int]:

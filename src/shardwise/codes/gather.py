@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.comm.encoded import decode, encode
+from shardwise.codes.reduce import decode, encode
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES, Run, Wire
 from shardwise.unit.home import Home
@@ -53,11 +53,6 @@ class CodedGather:
         self._own_plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._staged: torch.Tensor | None = None
         self._free()
-
-    @classmethod
-    def of(cls, wire: Wire | None, rank: int, full: torch.Tensor) -> "CodedGather | None":
-        """Return the gather of a wire; None without a wire."""
-        return None if wire is None else cls(wire, rank, full)
 
     @torch.no_grad()
     def start(self, slices: torch.Tensor, home: Home | None) -> Pending | None:

@@ -23,12 +23,12 @@ transport. A rank's own addend is encoded too, on one rank as well: the sum does
 rank that computes it. Source of the all-to-all: "ZeRO++", arXiv 2306.10209, section 3.3.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from shardwise.comm.collectives import AllToAll
 from shardwise.comm.pending import CollectiveId, Pending, ReduceItem
 from shardwise.comm.point_to_point import sum_in_order
 from shardwise.comm.shares import BLOCK_NUMEL, owned_ranges
@@ -49,25 +49,6 @@ _LEVELS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 _LESS = 1 - 2.0**-22
 _SMALLEST = 2.0**-126
 _HALVES = 2.0**8
-
-
-class AllToAll(Protocol):
-    """An all-to-all of bytes, by either transport."""
-
-    def __call__(
-        self,
-        received: tuple[torch.Tensor, Sequence[int]],
-        sent: tuple[torch.Tensor, Sequence[int]],
-        axis: Axis,
-        collective: CollectiveId,
-        traffic: Traffic,
-        finish: Callable[[], None],
-        keep: object,
-    ) -> Pending:
-        """Send each rank its bytes, which lie in rank order, and receive this one's from each.
-
-        A rank's own sizes are 0.
-        """
 
 
 @dataclass(frozen=True)

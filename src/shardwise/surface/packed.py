@@ -99,36 +99,44 @@ class Packed:
         return Pending(key, [work] if work else [], unpack, (packed, output))
 
 
-def start_packed_sum(
-    reduce_scatter: ReduceScatter,
-    items: Sequence[ReduceItem],
-    axis: Axis,
-    collective: CollectiveId,
-    traffic: Traffic,
-    divisor: float,
-) -> Pending:
-    """Reduce segments of one dtype along ``axis`` by a user's reduce-scatter; divide the sums.
+@dataclass(frozen=True)
+class PackedSum:
+    """The transport of sums by a user's reduce-scatter; see `unit.sums.OwnSum`."""
 
-    **Cost** (ranks - 1) x the shares, padding included; a packed copy of the gradients.
-    """
-    widths = [item.segment.shard_numel for item in items]
-    dtype, device = items[0].out.dtype, items[0].out.device
-    rows = [each.view(axis.size, -1) for each in even_inputs(items, axis.size)]
-    packed = reduce_scatter.allocate((sum(widths) * axis.size,), dtype=dtype, device=device)
-    torch.cat(rows, dim=1, out=packed.view(axis.size, -1))
-    out = reduce_scatter.allocate((sum(widths),), dtype=dtype, device=device)
-    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, out.nbytes * (axis.size - 1))
-    key = key_of(collective, axis)
-    with collective_errors(key):
-        work = reduce_scatter(
-            output_tensor=out, input_tensor=packed, group=axis.group, op=dist.ReduceOp.SUM
+    reduce_scatter: ReduceScatter
+
+    def start(
+        self,
+        items: Sequence[ReduceItem],
+        axis: Axis,
+        collective: CollectiveId,
+        traffic: Traffic,
+        divisor: float,
+    ) -> Pending:
+        """Reduce segments of one dtype along ``axis``; divide the sums.
+
+        **Cost** (ranks - 1) x the shares, padding included; a packed copy of the gradients.
+        """
+        widths = [item.segment.shard_numel for item in items]
+        dtype, device = items[0].out.dtype, items[0].out.device
+        rows = [each.view(axis.size, -1) for each in even_inputs(items, axis.size)]
+        packed = self.reduce_scatter.allocate(
+            (sum(widths) * axis.size,), dtype=dtype, device=device
         )
+        torch.cat(rows, dim=1, out=packed.view(axis.size, -1))
+        out = self.reduce_scatter.allocate((sum(widths),), dtype=dtype, device=device)
+        traffic.add(f"{axis.name}.{collective.kind}", collective.unit, out.nbytes * (axis.size - 1))
+        key = key_of(collective, axis)
+        with collective_errors(key):
+            work = self.reduce_scatter(
+                output_tensor=out, input_tensor=packed, group=axis.group, op=dist.ReduceOp.SUM
+            )
 
-    def unpack() -> None:
-        for item, sums in zip(items, out.split(widths), strict=True):
-            torch.div(sums[: item.out.numel()], divisor, out=item.out)
+        def unpack() -> None:
+            for item, sums in zip(items, out.split(widths), strict=True):
+                torch.div(sums[: item.out.numel()], divisor, out=item.out)
 
-    return Pending(key, [work] if work else [], unpack, (packed, out))
+        return Pending(key, [work] if work else [], unpack, (packed, out))
 
 
 def _flat(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:

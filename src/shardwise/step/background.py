@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.listener import WAITS
 from shardwise.errors import ShardError
+from shardwise.tensor.elements import elements_of, set_elements
 from shardwise.trace import Tracer
 
 _STEP = "_step_under_way"
-_ELEMENTS: Any = DTensor.__dict__["_local_tensor"]
 
 
 class BackgroundStep:
@@ -105,30 +105,9 @@ class BackgroundStep:
             raise ShardError(why) from self._error
 
 
-def finish_all(steps: list[BackgroundStep]) -> None:
-    """Wait for the steps and empty the list.
-
-    **Raises** ShardError if a step has failed; the list then keeps all steps.
-    """
-    for step in steps:
-        step.wait()
-    steps.clear()
-
-
-def elements_of(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's elements without waiting, for their shape, dtype, device and bytes."""
-    found: torch.Tensor = _ELEMENTS.__get__(tensor)
-    return found
-
-
 def is_under_way(tensor: DTensor) -> bool:
     """Tell whether a step in progress reads or writes this rank's elements."""
     return _STEP in vars(tensor)
-
-
-def set_elements(tensor: DTensor, local: torch.Tensor) -> None:
-    """Replace the memory of this rank's elements without waiting."""
-    _ELEMENTS.__set__(tensor, local)
 
 
 @cache
@@ -145,7 +124,7 @@ def _waiting_class(base: type[DTensor]) -> type[DTensor]:
         step: BackgroundStep | None = vars(tensor).get(_STEP)
         if step is not None:
             step.wait()
-        _ELEMENTS.__set__(tensor, local)
+        set_elements(tensor, local)
 
     def copy(tensor: Any, memo: object) -> Any:
         tensor._local_tensor  # noqa: B018 - DTensor's deepcopy does not read this attribute
