@@ -74,6 +74,7 @@ class Lab:
     needs: tuple[str, ...] = ()  # files of earlier labs that it imports
     uses_engine: bool = False  # the reader's file imports shardwise
     starts_ranks: bool = False  # the check is one process, which starts ranks itself
+    hang_s: float = 20.0  # after which the ranks are stopped
 
     @property
     def file(self) -> str:

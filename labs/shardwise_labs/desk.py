@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise_labs.course import Lab, answers_in, intro_of, labs, line_of, steps_of
-from shardwise_labs.ranks import HANG_S, Job, Outcome, Verdict, run_job
+from shardwise_labs.ranks import Job, Outcome, Verdict, run_job
 
 SCORE = ".shardwise-labs.json"
 WIDTH = 80
@@ -89,7 +89,7 @@ def run(number: int, path: Path) -> str:
             raise LabError(
                 f"predict first: PREDICT in {path.name} has no number for {missing[0]!r}"
             )
-    job = Job(number, (str(path.resolve()),), lab.num_ranks[:1], is_check=False)
+    job = Job(number, (str(path.resolve()),), lab.num_ranks[:1], False, lab.hang_s)
     outcomes = run_job(job)
     if problem := failure(outcomes):
         return problem
@@ -126,11 +126,13 @@ class Checked:
         return "\n".join(lines)
 
 
-def check(number: int, path: Path, hang_s: float = HANG_S) -> Checked:
+def check(number: int, path: Path, hang_s: float | None = None) -> Checked:
     """Check the reader's file on ranks, and its answers; keep the score beside the file."""
     lab = lab_of(number)
     _answers(path, "PREDICT")
-    outcomes = run_job(Job(number, (str(path.resolve()),), lab.num_ranks, True, hang_s))
+    outcomes = run_job(
+        Job(number, (str(path.resolve()),), lab.num_ranks, True, hang_s or lab.hang_s)
+    )
     checked = judged(lab, path, outcomes)
     score = _score(path.parent)
     entry = score.setdefault(str(number), {})

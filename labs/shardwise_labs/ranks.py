@@ -24,7 +24,7 @@ from pathlib import Path
 
 from shardwise_labs.course import FOLDER, TRAINERS, labs, without_marks
 
-HANG_S = 20.0
+STACKS_S = 3.0  # for a rank to write its stacks
 GRACE_S = 2.0  # for the other ranks once one has failed
 
 
@@ -60,7 +60,7 @@ class Job:
     files: tuple[str, ...]
     num_ranks: tuple[int, ...]
     is_check: bool
-    hang_s: float = HANG_S
+    hang_s: float
 
 
 def run_job(job: Job) -> list[Outcome]:
@@ -164,7 +164,7 @@ def _run_group(job: Job, num_ranks: int, folder: Path) -> list[Outcome]:
         failed = [process for process in ranks if process.exitcode not in (None, 0)]
         if failed and not has_failed:
             has_failed, end = True, min(end, time.monotonic() + GRACE_S)
-    _stop(ranks)
+    _stop(ranks, scratch)
     return [
         _found(job, file, rank, num_ranks, scratch, ranks[rank].exitcode)
         for file in job.files
@@ -172,13 +172,19 @@ def _run_group(job: Job, num_ranks: int, folder: Path) -> list[Outcome]:
     ]
 
 
-def _stop(ranks: Sequence[BaseProcess]) -> None:
+def _stop(ranks: Sequence[BaseProcess], scratch: Path) -> None:
+    stacks = [scratch / f"{rank}.stacks" for rank, each in enumerate(ranks) if each.is_alive()]
     waiting = [process for process in ranks if process.is_alive()]
     for process in waiting:
         with suppress(ProcessLookupError):
             os.kill(process.pid or 0, signal.SIGUSR1)  # it writes its stacks
+    end = time.monotonic() + STACKS_S
+    while waiting and time.monotonic() < end:
+        time.sleep(0.1)
+        if all(path.exists() and path.stat().st_size for path in stacks):
+            break
     if waiting:
-        time.sleep(0.3)
+        time.sleep(0.2)  # the last of them may be writing
     for process in waiting:
         process.kill()
     for process in ranks:

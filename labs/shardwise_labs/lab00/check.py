@@ -136,7 +136,6 @@ def _judge_start(judge: Judge) -> None:
         "is rank 1's": wants[1],
     }
     problem = difference(f"the model on rank {judge.rank}", got, wants[0], known)  # type: ignore[arg-type]
-    # All ranks must fail alike, since they would wait for each other: only rank 1 differs.
     held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     missing = len({id(p) for p in model.parameters()} - held)
     problem = problem or (f"the optimizer lacks {missing} of 4 parameters" if missing else None)

@@ -90,7 +90,7 @@ def held(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def forms(module: nn.Module, step: Callable[[], None]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return what `held` says of `module.weight`: "rest", in "forward", and of its "grad" after."""
+    """Return `held(module.weight)` at "rest" and in "forward", and that of its "grad" after."""
     # GAP 4. In forward: a hook of the module (`register_forward_hook`) reads `module.weight` when
     # the module has run. Remove the hook after the step.
     found = {"rest": held(module.weight)}
@@ -108,7 +108,7 @@ def sent(own: list[int], others: list[int], num_tensors: int) -> tuple[int, int]
     For each unit, in order: bytes of this rank's slices, and bytes of the other rank's.
     """
     # GAP 5. A gather sends what this rank has, a reduction what the other one has. Each unit is
-    # gathered twice, but for the last. A reduction also counts who had a gradient: 4 bytes for
+    # gathered twice, but for the last. A reduction also counts ranks with a gradient: 4 bytes for
     # each parameter tensor.
     return 2 * sum(own) - own[-1], sum(others) + 4 * num_tensors
     # END

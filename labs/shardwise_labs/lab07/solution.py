@@ -32,7 +32,7 @@ class EarlyUnit(ShardedUnit):
     def start_gather(self) -> None:
         """Begin to gather, unless the unit is full or its gather is in flight already."""
         # GAP 1. As `gather` of lab 5: memory, then the slices of all ranks. With `async_op=True`
-        # `dist.all_gather(list of slices, shard)` returns at once; keep what it returns in `work`.
+        # `dist.all_gather(list of slices, shard)` returns at once; keep its result in `work`.
         if self.is_full or self.work is not None:
             return
         self.values.untyped_storage().resize_(self.values.numel() * 4)

@@ -79,7 +79,7 @@ def step_by_blocks(
 def step_ahead(values: Tensor, grad: Tensor, store: Store, step: int, lr: float, size: int) -> None:
     """The same, with the next block's read beside this block's step: two blocks in memory."""
     # GAP 3. `pool.submit(function, *arguments)` begins a call on another thread and returns a
-    # future; `future.result()` waits for what it returns. Begin the first read before the loop.
+    # future; `future.result()` waits for the result. Begin the first read before the loop.
     with ThreadPoolExecutor(1) as pool:
         cuts = blocks(len(values), size)
         coming = pool.submit(store.read, *cuts[0])

@@ -57,7 +57,7 @@ class MixedZero1:
             [p.data.flatten() for p in parameters]
         )
         # GAP 2. `self.flat`, a HalfFlat. `self.master`: this rank's slice of `values` in fp32 as an
-        # nn.Parameter with memory of its own. `self.optimizer`: Adam on it, foreach=False.
+        # nn.Parameter with separate memory. `self.optimizer`: Adam on it, foreach=False.
         self.flat = HalfFlat(parameters, values)
         self.master = nn.Parameter(values.chunk(num_ranks)[rank].clone())
         self.optimizer = torch.optim.Adam([self.master], lr=lr, foreach=False)

@@ -73,4 +73,5 @@ LAB = Lab(
     },
     needs=("lab03_zero1.py",),
     starts_ranks=True,
+    hang_s=90.0,
 )
