@@ -19,6 +19,7 @@ import test_tied_stages as tied  # noqa: E402
 
 import scenarios  # noqa: E402
 import shardwise.train.loop as gradients  # noqa: E402
+import test_counted_traffic as traffic  # noqa: E402
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
 import test_parallel_models as parallel  # noqa: E402
@@ -133,6 +134,11 @@ def test_a_thousand_steps_with_delays_in_the_thread_that_steps() -> None:
 
 def test_a_thousand_steps_with_delays_of_the_disk(tmp_path: Path) -> None:
     run_ranks(offload_files.with_a_slow_disk, 3, tmp_path, 1000)
+
+
+@pytest.mark.parametrize("num_ranks", traffic.RUNS)
+def test_every_plan_with_degrees_sends_what_its_run_does(num_ranks: int, tmp_path: Path) -> None:
+    traffic.check_runs(num_ranks, traffic.RUNS[num_ranks], tmp_path)
 
 
 @pytest.mark.parametrize("num_ranks", experts.MORE_CELLS)
