@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Self
 
-from shardwise.checkpoint.checkpoints import Checkpoints, Saving
+from shardwise.checkpoint.background import Saving
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.keys import names_in
