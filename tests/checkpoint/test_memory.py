@@ -297,8 +297,13 @@ def fails_later(rank: int, num_ranks: int, root: Path) -> None:
             else:
                 checkpoints.finish()
         take_step(run, 3)
-        assert checkpoints.copy_to_memory(3) is not None
+        assert checkpoints.copy_to_memory(3, extra=run.extra) is not None
         checkpoints.finish()
+        truth = truth_of(run)
+        take_step(run, 4)
+        loaded = checkpoints.load(extra=run.extra)
+        assert loaded is not None and (loaded.step, loaded.from_memory) == (3, True)
+        assert not differences(truth_of(run), truth)
 
 
 def full_disk(files: Files, path: Path) -> Any:

@@ -149,6 +149,8 @@ class Checkpoints:
             on_disk = next(iter(steps_in(self._files, self.folder)), -1)
             counts = CopiesThatCount(self.run, -1 if newest is None else newest, on_disk)
             name_holder(self._lock, self.run, counts)
+            if self._memory is not None:
+                self._memory.counts = counts
 
     def _compare(self, *settings: int) -> None:
         """Compare the settings of copies in memory. **Raises** ConfigError if the ranks differ."""

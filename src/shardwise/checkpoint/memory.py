@@ -99,7 +99,7 @@ class MemoryTier:
     def __init__(
         self, folder: Path, control: Control, root: Path, copies: int, counts: CopiesThatCount
     ) -> None:
-        self._files, self._control, self._counts = Files(), control, counts
+        self._files, self._control, self.counts = Files(), control, counts
         self.folder = folder_in_memory(folder, root)
         self.newest: int | None = None  # the step of the newest whole copy
         self._lock: Lock | None = None
@@ -259,7 +259,7 @@ class MemoryTier:
 
         **Cost** two exchanges of some bytes for each saved rank; a broadcast of each manifest.
         """
-        said = json.loads(self._control.broadcast(json.dumps(self._counts).encode()))
+        said = json.loads(self._control.broadcast(json.dumps(self.counts).encode()))
         counts = CopiesThatCount(*said)
         mine = on_all_ranks(self._control, lambda: self._held(counts))
         row = json.dumps([[*copy, ranks] for copy, (_, ranks) in mine.items()]).encode()
