@@ -14,7 +14,7 @@ from typing import Any
 from shardwise_labs.reader import describe
 from shardwise_labs.words import WrongAnswer
 
-WAIT_S, GRACE_S = 30.0, 1.0
+WAIT_S, GRACE_S = 120.0, 10.0  # what takes longer hangs, on any machine
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from shardwise_labs.given import LR, batch, loss_of, make_model, numel_of
 from shardwise_labs.judge import Judge
-from shardwise_labs.launcher import Ended, launch, result
+from shardwise_labs.launcher import WAIT_S, Ended, launch, result
 from shardwise_labs.reader import load
 from shardwise_labs.words import WrongAnswer, difference, tensor_of
 
@@ -87,8 +88,11 @@ def _train(
 
         def torn(state: object, file: Any, *_: object, **__: object) -> None:
             saves.append(0)
-            if len(saves) * EVERY < kill_in_save or rank != VICTIM:
+            is_torn = len(saves) * EVERY >= kill_in_save
+            if not is_torn or rank != VICTIM:
                 whole_save(state, file)
+                if is_torn:
+                    (folder / "saved").touch()
                 return
             buffer = io.BytesIO()
             whole_save(state, buffer)
@@ -98,6 +102,11 @@ def _train(
             else:
                 file.write(half)
                 file.flush()
+            end = (
+                time.monotonic() + WAIT_S / 4
+            )  # the other rank still receives what was sent before
+            while not (folder / "saved").exists() and time.monotonic() < end:
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
         def sync(file: int) -> None:
