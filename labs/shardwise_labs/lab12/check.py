@@ -102,9 +102,8 @@ def _train(
             else:
                 file.write(half)
                 file.flush()
-            end = (
-                time.monotonic() + WAIT_S / 4
-            )  # the other rank still receives what was sent before
+            # The other rank still receives what this one sent before.
+            end = time.monotonic() + WAIT_S / 4
             while not (folder / "saved").exists() and time.monotonic() < end:
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
