@@ -36,10 +36,14 @@ def own_process() -> Process:
     """Return this process."""
     machine = born = ""
     with suppress(OSError):
-        boot = Path(_PROCESSES, "sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        machine = f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
         born = _stat(os.getpid())[_BORN]
     return Process(os.getpid(), socket.gethostname(), machine, born)
+
+
+def boot_id() -> str:
+    """Return a text that is new at each start of the system. **Raises** OSError if unknown."""
+    return Path(_PROCESSES, "sys/kernel/random/boot_id").read_text().strip()
 
 
 def fate(process: Process, mine: Process) -> tuple[Life, str]:

@@ -375,7 +375,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_from_a_state_it_had(
         root = tmp_path / f"trial{trial}"
         killed = start_ranks(train, 2, root, hosts, copies=copies)
         until(lambda root=root: (root / "run/step-00000001/manifest.json").exists())
-        until(lambda root=root: bool(files_of(root, 0, "pending-*")) or gone(root))
+        until(lambda root=root: bool(files_of(root, 0, ".tmp-*")) or gone(root))
         time.sleep(0.01 * trial)  # the moments differ, nothing depends on them
         killed.kill(trial % 2)
         killed.kill(1 - trial % 2)

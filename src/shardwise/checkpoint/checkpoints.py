@@ -144,7 +144,7 @@ class Checkpoints:
         return counts
 
     def _note_copies(self, newest: int | None) -> None:
-        """Write down which copies count: of this run, up to a step, beside what is on disk."""
+        """Record which copies count: those of this run up to a step, and the newest on disk."""
         if self._lock is not None:
             on_disk = next(iter(steps_in(self._files, self.folder)), -1)
             counts = CopiesThatCount(self.run, -1 if newest is None else newest, on_disk)

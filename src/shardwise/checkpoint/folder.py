@@ -177,7 +177,7 @@ def is_usable(files: Files, folder: Path, step: int) -> bool:
 class CopiesThatCount(NamedTuple):
     """Which copies in memory may be loaded: those of ``run`` up to ``step``.
 
-    ``on_disk`` is the newest step on disk that the run knew of: if somebody has removed or moved it
+    ``on_disk`` is the newest step on disk that the run knew of: if it has been removed or moved
     away since, no copy counts. -1: none.
     """
 
@@ -216,7 +216,7 @@ def take_lock(files: Files, folder: Path, run: str, copies: CopiesThatCount = NO
 
 
 def name_holder(lock: Lock, run: str, copies: CopiesThatCount) -> None:
-    """Write into a lock's file who holds it, and which copies in memory count."""
+    """Write this process and the copies that count into a lock's file."""
     said = {"pid": os.getpid(), "host": socket.gethostname(), "run": run, "in_memory": copies}
     lock.write(json.dumps(said))
 

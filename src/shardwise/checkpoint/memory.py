@@ -3,7 +3,7 @@
 Note [Copies in memory]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A copy is a checkpoint in the format of those on disk, in a folder of a file system in memory, which
-outlives the processes that write it. Each host holds the files of its own ranks, and with
+outlives the processes that write it. Each host holds the files of its ranks, and with
 ``copies`` those of ranks of as many other hosts; every host has the manifest. The thread of
 background saves writes it:
 
@@ -20,7 +20,7 @@ Note [Which copies are of this run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The folder in memory has a name made of the path of the checkpoints on disk. That folder's lock file
 says which copies count (`folder.CopiesThatCount`); every save, load and copy writes it. Copies of
-another run, of a timeline that the run has left, or beside checkpoints that somebody has moved away
+another run, of a timeline that the run has left, or beside checkpoints that were moved away
 are never loaded; the next copy removes them.
 """
 
@@ -30,6 +30,7 @@ import socket
 import stat
 import warnings
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,26 +51,29 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.manifest import MANIFEST, IndexRow, parse_manifest, seal
 from shardwise.checkpoint.peers import (
-    PENDING,
+    AT_ONCE_BYTES,
     TOKEN_BYTES,
     PeerFiles,
     PeerReader,
     Server,
-    is_loopback,
-    is_pending,
     own_address,
 )
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.state import Table
-from shardwise.checkpoint.trash import is_step, remove_tree
-from shardwise.checkpoint.write import ROW_BYTES, Written, index_row, write_rank, write_small
+from shardwise.checkpoint.trash import is_step, is_temporary, remove_tree, temporary
+from shardwise.checkpoint.write import (
+    NONCE_BYTES,
+    ROW_BYTES,
+    Written,
+    index_row,
+    write_rank,
+    write_small,
+)
 from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError
+from shardwise.processes import boot_id
 
 ROOT = Path("/dev/shm")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NONCE_BYTES = 4
-_READ_BYTES = 16 << 20  # at once
 _NUM_COPIES = 2  # at most, of one step each
 
 
@@ -136,8 +140,10 @@ class MemoryTier:
                     f"{path} is to be a folder that only this user may read and write, and is not; "
                     "remove it, or pass memory_folder="
                 )
-        boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
-        return f"{boot} {found.st_dev} {found.st_ino}".encode()
+        name = socket.gethostname()
+        with suppress(OSError):
+            name = boot_id()
+        return f"{name} {found.st_dev} {found.st_ino}".encode()
 
     def _take_lock(self) -> None:
         """Hold the folder for this job: another one may use the same path of checkpoints."""
@@ -155,14 +161,16 @@ class MemoryTier:
         store = getattr(dist.distributed_c10d._get_default_store(), "underlying_store", None)
         address = own_address(getattr(store, "host", None))
         others = [row.decode() for row in exchange_any(self._control, address.encode())]
-        seen = [each for each in others if not is_loopback(each)]
-        if is_loopback(address) and seen:  # the store's host knows itself by another name
+        seen = [each for each in others if not ip_address(each).is_loopback]
+        if (
+            ip_address(address).is_loopback and seen
+        ):  # the store's host knows itself by another name
             address = own_address(seen[0])
 
         def start() -> bytes:
             if not self._leads:
                 return b"[]"
-            if is_loopback(address) and seen:
+            if ip_address(address).is_loopback and seen:
                 raise CheckpointError(
                     f"copies in memory: {socket.gethostname()} finds no address under which other "
                     f"hosts ({seen[0]}) reach it; check its network, or pass copies=0"
@@ -198,30 +206,28 @@ class MemoryTier:
     def write(self, table: Table, step: int, run: str) -> Written:
         """Write a copy, on all hosts; return its size. See Note [Copies in memory].
 
-        **Cost** this rank's bytes once, hashed, and again for each of ``copies``, over TCP; six
-        exchanges of at most 42 bytes. **Raises** CheckpointError, the same on all ranks.
+        **Cost** this rank's bytes once, hashed, and again for each of ``copies``, over TCP; a
+        broadcast, and five exchanges of at most 42 bytes.
+
+        **Raises** CheckpointError, the same on all ranks.
         """
         control, files = self._control, self._files
-        nonce = os.urandom(_NONCE_BYTES)
+        target = self.folder / step_name(step)
+        folder = temporary(target, control.broadcast(os.urandom(NONCE_BYTES)))
 
-        def begin() -> bytes:
-            self._make_folder()  # somebody may have removed it
+        def begin() -> None:
+            self._make_folder()  # it may have been removed
             self._remove_all_but(self.newest)
-            return nonce
-
-        def make() -> None:
             if self._leads:
                 files.make_folder(folder)
 
         def give_name() -> None:
             if self._leads:
                 write_small(files, folder / MANIFEST, seal(whole))
-                files.rename(folder, self.folder / step_name(step))
+                files.rename(folder, target)
 
         manifest, part = assemble(control, table, run, step)
-        first, *_ = rows_of_all_ranks(control, begin, _NONCE_BYTES)
-        folder = self.folder / f"{PENDING}{first.hex()}"
-        on_all_ranks(control, make)
+        on_all_ranks(control, begin)
         rows = rows_of_all_ranks(
             control, lambda: write_rank(files, folder, manifest, part), ROW_BYTES
         )
@@ -233,7 +239,7 @@ class MemoryTier:
         on_all_ranks(control, give_name)
         self.newest = step
         sizes = [row.index_bytes + row.file_bytes for row in ranks]
-        return Written(self.folder / step_name(step), sum(sizes), sizes[control.rank])
+        return Written(target, sum(sizes), sizes[control.rank])
 
     def _copy_from_hosts(self, folder: Path, rows: tuple[IndexRow, ...]) -> None:
         """Copy this rank's share of the files of the hosts before this one."""
@@ -250,8 +256,8 @@ class MemoryTier:
                     PeerReader(path, self._addresses[leader], self._token) as reader,
                     self._files.create(path) as writer,
                 ):
-                    for begin in range(0, reader.size, _READ_BYTES):
-                        data = reader.read(begin, min(_READ_BYTES, reader.size - begin))
+                    for begin in range(0, reader.size, AT_ONCE_BYTES):
+                        data = reader.read(begin, min(AT_ONCE_BYTES, reader.size - begin))
                         writer.write([memoryview(data)])
 
     def find(self) -> list[Chosen]:
@@ -303,7 +309,7 @@ class MemoryTier:
         return found
 
     def keep_only(self, step: int | None) -> None:
-        """Remove all copies but that of ``step``: of a run that goes on from elsewhere, all."""
+        """Remove all copies but that of ``step``; None: all."""
         self.newest = step
         on_all_ranks(self._control, lambda: self._remove_all_but(step))
 
@@ -317,7 +323,7 @@ class MemoryTier:
                 self._remove_all_but(None)
                 self._files.remove_file(self.folder / LOCK)
                 self._files.remove_folder(self.folder)
-        except FileNotFoundError:  # somebody was faster
+        except FileNotFoundError:  # it is gone already
             pass
         except OSError as error:
             warnings.warn(f"{self.folder}: copies stay in memory: {error}", stacklevel=2)
@@ -331,6 +337,6 @@ class MemoryTier:
             return
         with suppress(FileNotFoundError):
             for entry in self._files.list(self.folder):
-                is_copy = is_step(entry.name) or is_pending(entry.name)
+                is_copy = is_step(entry.name) or is_temporary(entry.name)
                 if is_copy and (step is None or entry.name != step_name(step)):
                     remove_tree(self._files, self.folder / entry.name)

@@ -18,23 +18,15 @@ from struct import Struct
 
 from shardwise.checkpoint.files import Files, Reader
 from shardwise.checkpoint.manifest import is_ours
-from shardwise.checkpoint.trash import is_step
+from shardwise.checkpoint.trash import is_step, is_temporary
 from shardwise.errors import DamagedCheckpoint
 
-PENDING = "pending-"  # with a nonce: the folder of a copy that is being written
 TOKEN_BYTES = 16
 _SIZE = Struct("<q")  # of the file, or -1 if it cannot be read; the bytes asked for follow
 _MAX_LINE = 1024
-_AT_ONCE_BYTES = 16 << 20
-_LOOPBACK = "127.0.0.1"
+AT_ONCE_BYTES = 16 << 20
 _TIMEOUT_S = 30.0  # a host that is silent for so long is gone
 _RANK = re.compile(r"rank([0-9]+)[.-]")
-_PENDING = re.compile(rf"{PENDING}[0-9a-f]{{8}}")
-
-
-def is_pending(name: str) -> bool:
-    """Tell whether this is the folder of a copy that is being written."""
-    return _PENDING.fullmatch(name) is not None
 
 
 class Server:
@@ -73,8 +65,8 @@ def _handler(folder: Path, token: bytes) -> type[socketserver.StreamRequestHandl
                     self._answer(*json.loads(line))
 
         def _answer(self, step: str, name: str, offset: int, num_bytes: int) -> None:
-            is_copy = is_step(step) or is_pending(step)
-            if not (is_copy and is_ours(name) and 0 <= num_bytes <= _AT_ONCE_BYTES):
+            is_copy = is_step(step) or is_temporary(step)
+            if not (is_copy and is_ours(name) and 0 <= num_bytes <= AT_ONCE_BYTES):
                 raise ValueError("no file of a checkpoint")
             try:
                 with Files().open(folder / step / name) as reader:
@@ -108,7 +100,7 @@ class PeerReader(Reader):
         rest = buffer.cast("B") if buffer.nbytes else buffer
         try:
             while rest.nbytes:
-                part, rest = rest[:_AT_ONCE_BYTES], rest[_AT_ONCE_BYTES:]
+                part, rest = rest[:AT_ONCE_BYTES], rest[AT_ONCE_BYTES:]
                 self._ask(offset, part)
                 offset += len(part)
         except OSError as error:
@@ -168,9 +160,4 @@ def own_address(seen_from: str | None) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing: it chooses the interface
             return str(probe.getsockname()[0])
-    return _LOOPBACK
-
-
-def is_loopback(address: str) -> bool:
-    """Tell whether an address is that of every host for itself."""
-    return address == "::1" or address.startswith("127.")
+    return "127.0.0.1"

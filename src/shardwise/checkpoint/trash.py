@@ -52,6 +52,11 @@ def temporary(target: Path, nonce: bytes) -> Path:
     return target.parent / f"{_TEMPORARY}{target.name}-{nonce.hex()}"
 
 
+def is_temporary(name: str) -> bool:
+    """Tell whether this is the folder of a checkpoint that is being written."""
+    return name.startswith(_TEMPORARY) and _LEFTOVER.fullmatch(name) is not None
+
+
 def is_step(name: str) -> bool:
     """Tell whether this is the name of a step's checkpoint."""
     return STEP.fullmatch(name) is not None
