@@ -333,10 +333,8 @@ class MemoryTier:
                 self._lock = None
 
     def _remove_all_but(self, step: int | None) -> None:
-        if not self._leads:
-            return
         with suppress(FileNotFoundError):
-            for entry in self._files.list(self.folder):
+            for entry in self._files.list(self.folder) if self._leads else ():
                 is_copy = is_step(entry.name) or is_temporary(entry.name)
                 if is_copy and (step is None or entry.name != step_name(step)):
                     remove_tree(self._files, self.folder / entry.name)
