@@ -114,7 +114,7 @@ def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
     rank, text = found
     for each in sorted({0, rank}):
         with suppress(OSError):
-            index = index_of(manifest, each, read_small(files, path / index_name(each)), path)
+            index, _ = index_of(manifest, each, read_small(files, path / index_name(each)), path)
             for number, file in enumerate(index.files):
                 name = file_name(each, number)
                 if sizes.get(name, file.num_bytes) != file.num_bytes:
