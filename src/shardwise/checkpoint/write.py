@@ -50,11 +50,11 @@ from shardwise.checkpoint.manifest import (
     seal,
 )
 from shardwise.checkpoint.trash import (
-    clean_up_before,
-    discard_replaced,
+    clean_up,
     hold,
     is_step,
     let_go,
+    remove_checkpoint,
     remove_tree,
     temporary,
 )
@@ -266,13 +266,13 @@ def write_small(files: Files, path: Path, data: bytes) -> None:
 def _prepare(files: Files, target: Path, nonce: bytes, replace: bool, held: ExitStack) -> Path:
     """Make the temporary folder and hold its lock; return the folder."""
     files.make_folders(target.parent)
-    entries = files.list(target.parent)
-    there = next((entry for entry in entries if entry.name == target.name), None)
+    there = next((e for e in files.list(target.parent) if e.name == target.name), None)
     if there is not None:
         if not replace:
             raise CheckpointError(_exists(target))
         _check_replaceable(files, target, there)
-    clean_up_before(files, target, entries)
+    with suppress(OSError):  # a leftover that cannot be removed does not fail the save
+        clean_up(files, target.parent, target.name)
     folder = temporary(target, nonce)
     held.callback(let_go, files, folder, hold(files, folder))
     files.make_folder(folder)
@@ -333,7 +333,7 @@ def _commit(
         raise
     if replaces:  # the new one is durable; if the old one cannot be removed, it is a leftover
         with suppress(OSError):
-            return discard_replaced(files, folder)
+            return remove_checkpoint(files, folder)
     return None
 
 
