@@ -111,10 +111,9 @@ def accounting_view(chosen: Accounting) -> RenderableType:
 
 
 def _plan_model(name: str | None, request: PlanRequest) -> int:
-    from shardwise.cli.plan_setup import limits_of, padding_notes, set_up, space_of
+    from shardwise.cli.plan_setup import assumed_notes, limits_of, padding_notes, set_up, space_of
     from shardwise.cli.plan_tables import plan_view, search_view
     from shardwise.cli.run_settings import check_writable, planned_yaml
-    from shardwise.plan.planning import asked_of
     from shardwise.plan.planning import plan as make_plan
     from shardwise.plan.report.facts import plan_facts, search_facts
     from shardwise.plan.searching import search
@@ -137,9 +136,8 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
         facts, view = partial(search_facts, result), partial(search_view, result)
     else:
         made = make_plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
-        made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
-        if setup.config is None:  # `shardwise train` runs its decoder in one way
-            made = asked_of(made, model, cluster, setup.given, prices_of)
+        notes = (*made.notes, *padding_notes(made), *setup.notes, *assumed_notes(setup))
+        made = replace(made, notes=notes)
         winner, fits = made, made.verdict != "will not fit"
         facts, view = partial(plan_facts, made), partial(plan_view, made)
     if request.write is not None and winner is not None and setup.config is not None:
