@@ -1,6 +1,8 @@
 """The samples of each rank and step on any number of ranks, and token files of any size."""
 
+import multiprocessing
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from models import assert_same_tensors
 from ranks import run_ranks
+from roundings import assert_all_rounded_alike, of_gradient
 from shardwise import accumulate, shard
 from shardwise.data import Samples, TokenFiles
 from shardwise.data.order import BatchShare, SampleOrder, permute
@@ -49,9 +51,7 @@ def test_blocks_keep_reads_in_a_few_regions_and_mix_them() -> None:
     assert sorted(taken) != list(range(16 * 50))
 
 
-@given(
-    micro_batch=st.integers(1, 5), num_micro_batches=st.integers(1, 20), ranks=st.integers(1, 8)
-)
+@given(micro_batch=st.integers(1, 5), num_micro_batches=st.integers(1, 20), ranks=st.integers(1, 8))
 def test_the_ranks_take_each_sample_of_a_step_once_in_as_many_passes(
     micro_batch: int, num_micro_batches: int, ranks: int
 ) -> None:
@@ -67,7 +67,8 @@ def test_the_ranks_take_each_sample_of_a_step_once_in_as_many_passes(
         for index in share.indices(number)
     ]
     assert sorted(counted) == list(range(micro_batch * num_micro_batches))
-    weights = sum(share.counts(n) / share.divisor for share in shares for n in range(share.num_passes))
+    passes = [(share, number) for share in shares for number in range(share.num_passes)]
+    weights = sum(share.counts(number) / share.divisor for share, number in passes)
     assert weights / ranks == pytest.approx(1)
 
 
@@ -75,7 +76,7 @@ class Items:
     """A dataset that notes what is read; item i is i."""
 
     def __len__(self) -> int:
-        return 40
+        return 60
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(index)])
@@ -84,7 +85,9 @@ class Items:
 def loader_of(kind: str, samples: Samples) -> Any:
     if kind == "stateful":
         stateful = pytest.importorskip("torchdata.stateful_dataloader")
-        return stateful.StatefulDataLoader(Items(), batch_sampler=samples, num_workers=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about torchdata's own calls
+            return stateful.StatefulDataLoader(Items(), batch_sampler=samples, num_workers=1)
     return DataLoader(Items(), batch_sampler=samples, num_workers=kind == "workers")  # type: ignore[arg-type]
 
 
@@ -92,7 +95,9 @@ def take(
     rank: int, world_size: int, state: dict[str, object] | None, num: int, kind: str
 ) -> tuple[list[tuple[int, int]], dict[str, object]]:
     """Take steps; return (step, sample) of all that counts, and the position."""
-    samples = Samples(40, global_batch=6, micro_batch=2, seed=5)
+    # Ranks of tests are daemons, which may not start a loader's workers.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    samples = Samples(60, global_batch=6, micro_batch=2, seed=5)
     if state is not None:
         samples.load_state_dict(state)
     taken: list[tuple[int, int]] = []
@@ -110,12 +115,12 @@ def all_taken(results: list[Any]) -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize("kind", ["plain", "workers", "stateful"])
 def test_no_sample_is_lost_or_seen_twice_when_the_number_of_ranks_changes(kind: str) -> None:
-    alone = take(0, 1, None, 9, "plain")
+    alone = run_ranks(take, 1, None, 9, "plain")
     first = run_ranks(take, 2, None, 4, kind)
     second = run_ranks(take, 3, first[0][1], 3, kind)
     third = run_ranks(take, 1, second[0][1], 2, kind)
     parts = all_taken(first) + all_taken(second) + all_taken(third)
-    assert parts == all_taken([alone]) and max(parts.values()) == 1
+    assert parts == all_taken(alone) and max(parts.values()) == 1
     assert third[0][1]["step"] == 9
 
 
@@ -161,10 +166,11 @@ def weights_after(rank: int, world_size: int, seeds_draws: bool) -> dict[str, to
     return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 
-def test_a_loop_takes_the_same_steps_on_any_number_of_ranks_also_where_passes_have_no_weight() -> None:
+def test_a_loop_takes_the_same_steps_on_any_number_of_ranks_also_with_empty_passes() -> None:
     alone = run_ranks(weights_after, 1, True)[0]
+    roundings = 3 * of_gradient(1, 4, over=8)
     for ranks in (2, 3):
-        assert_same_tensors(run_ranks(weights_after, ranks, True)[0], alone, rtol=1e-12)
+        assert_all_rounded_alike(run_ranks(weights_after, ranks, True)[0], alone, roundings)
 
 
 @pytest.fixture

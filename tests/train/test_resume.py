@@ -97,7 +97,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path: Path, case: int) -> 
     assert evals[0] == evals[1]
     if flags["precision"] == "fp16":
         norms = [line["grad_norm"] for line in ends[0] if "loss" in line]
-        assert None in norms and norms[-1] is not None, "steps were to be skipped, but not all"
+        assert None in norms and set(norms) != {None}, "steps were to be skipped, but not all"
 
 
 def change_ranks(
@@ -208,7 +208,7 @@ def draws_of_step(rank: int, world_size: int, flags: dict[str, Any]) -> list[lis
 def test_each_micro_batch_draws_its_own_masks_on_any_number_of_ranks(tmp_path: Path) -> None:
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "dropout": 0.1}
     flags |= {"global_batch": 8}
-    alone = sum(run_ranks(draws_of_step, 1, flags), [])
+    (alone,) = run_ranks(draws_of_step, 1, flags)
     assert len(set(map(tuple, alone))) == 4
     by_two = run_ranks(draws_of_step, 2, flags)
     assert [by_two[0][0], by_two[1][0], by_two[0][1], by_two[1][1]] == alone
