@@ -64,7 +64,8 @@ def test_every_linked_section_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_page_is_reached_from_the_index_or_the_readme(page: Path) -> None:
     index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    entries = (index, ROOT / "docs" / "decisions" / "README.md")
+    linked = {(e.parent / link).resolve() for e in entries for link in LINK.findall(e.read_text())}
     assert page == index or page.resolve() in linked
 
 

@@ -21,7 +21,8 @@ from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, Experts, gpt_shape, llama_shape
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.planning import Plan, plan
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import SearchResult, Space, search
 

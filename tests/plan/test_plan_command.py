@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -89,12 +88,6 @@ def test_json_has_the_plan_and_nothing_else(tiny: Path, capsys: pytest.CaptureFi
     assert facts["candidate"]["precision"] == "pure_bf16"
 
 
-def test_a_page_is_written(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "plan.html"
-    assert run_plan([str(tiny), "--html", str(page)]) == 0
-    assert page.read_text().startswith("<!doctype html>")
-
-
 def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(["--list"]) == 0
     text = words(capsys)
@@ -121,17 +114,15 @@ def test_an_accounting_of_a_model_or_with_a_search_is_refused(refused: Refused) 
 
 # -- a search
 def test_a_search_shows_the_winner_the_front_and_each_reason_once(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--search", "--layout", "rows", "--bucket-bytes", "1048576"]
     flags += ["--tokens-per-step", "256", "--micro-batch", "2"]
-    page = tmp_path / "search.html"
-    assert run_plan([str(tiny), *flags, "--html", str(page)]) == 0
+    assert run_plan([str(tiny), *flags]) == 0
     text = words(capsys)
     assert "candidates" in text
     assert "nothing is both faster and smaller" in text
     assert "why others lost" in text
-    assert "lost" in page.read_text()
     assert run_plan([str(tiny), *flags, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["winner"]["candidate"]["accumulation"] == 4
@@ -264,26 +255,17 @@ def test_degrees_that_a_run_refuses_are_not_written(tmp_path: Path, refused: Ref
 
 
 # -- files that cannot be written
-@pytest.mark.parametrize(
-    ("command", "flag", "more"),
-    [
-        (run_plan, "--html", []),
-        (run_plan, "--write", []),
-        (run_simulate, "--trace", []),
-        (run_simulate, "--svg", ["--sweep", "2"]),
-    ],
-)
+@pytest.mark.parametrize(("command", "flag"), [(run_plan, "--write"), (run_simulate, "--trace")])
 def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     command: Callable[[list[str]], int],
     flag: str,
-    more: list[str],
     tmp_path: Path,
     refused: Refused,
 ) -> None:
-    told = refused(command, "no-model", flag, tmp_path / "none" / "x", *more)
+    told = refused(command, "no-model", flag, tmp_path / "none" / "x")
     assert flag in told
     assert "none" in told
-    assert "folder" in refused(command, "no-model", flag, tmp_path, *more)
+    assert "folder" in refused(command, "no-model", flag, tmp_path)
 
 
 # -- flags that do not exist
@@ -291,7 +273,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     ("arguments", "hint"),
     [
         (["plan", "demo", "--stagee", "3"], "--stage"),
-        (["simulate", "demo", "--stragler", "1:2"], "--straggler"),
+        (["simulate", "demo", "--stragler", "1.2"], "--straggler"),
         (["plan", "demo", "--stage", "x"], "--stage"),
     ],
 )
@@ -341,19 +323,16 @@ def test_a_calibration_of_other_ranks_or_beside_a_device_is_refused(
 
 
 # -- simulate
-def test_a_simulation_shows_ranks_scaling_and_goodput_and_writes_its_files(
+def test_a_simulation_shows_scaling_and_goodput_and_writes_its_trace(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    svg, trace = tmp_path / "scaling.svg", tmp_path / "trace.json"
-    flags = "--ranks 8 --straggler 3:1.5 --jitter 0.05 --steps 3 --sweep 4,8 --mtbf-hours 5000"
-    arguments = [str(tiny), *flags.split(), "--svg", str(svg), "--trace", str(trace)]
+    trace = tmp_path / "trace.json"
+    flags = "--ranks 8 --straggler 1.5 --slow-link 2 --sweep 4,8 --mtbf-hours 5000"
+    arguments = [str(tiny), *flags.split(), "--trace", str(trace)]
     assert run_simulate(arguments) == 0
     text = words(capsys)
-    for part in ("ranks, the slowest first", "8 ranks:", "3 steps:", "what decides the step"):
+    for part in ("computing", "what decides the step", "scaling", "efficiency", "goodput"):
         assert part in text
-    for part in ("scaling", "efficiency", "goodput", "best time between checkpoints"):
-        assert part in text
-    assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
     assert json.loads(trace.read_text())
     assert run_simulate([*arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -365,20 +344,15 @@ def test_a_simulation_shows_ranks_scaling_and_goodput_and_writes_its_files(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--straggler", "x"], "straggler: expected rank:slowdown"),
-        (["--straggler", "1:2:3"], "straggler"),
-        (["--straggler", "9:2"], "0 to 1"),
-        (["--straggler", "1:nan"], "slowdown=nan"),
-        (["--slow-link", "a:b"], "slow_link: expected rank:factor"),
-        (["--slow-link", "shrd:0:2"], "'shard'"),
+        (["--straggler", "3:2"], "--straggler"),
+        (["--straggler", "0.5"], "--straggler"),
+        (["--straggler", "nan"], "--straggler"),
+        (["--slow-link", "x"], "--slow-link"),
         (["--sweep", "8,x"], "sweep: expected numbers"),
         (["--sweep", "0"], "sweep"),
         (["--sweep", "3", "--dp-replicate", "2"], "sweep: 3 ranks"),
-        (["--svg", "x.svg"], "--sweep"),
-        (["--jitter", "nan"], "--jitter"),
         (["--mtbf-hours", "0"], "--mtbf-hours"),
         (["--mtbf-hours", "inf"], "--mtbf-hours"),
-        (["--steps", "1e30"], "--steps"),
     ],
 )
 def test_a_scenario_that_makes_no_sense_is_told_by_its_flag(

@@ -16,7 +16,8 @@ from shardwise.plan.model.models import ModelSource
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.planning import Plan, plan
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import plan
 from shardwise.plan.searching import Limits, SearchResult, Space, search
 from shardwise.quantities import format_bytes
 

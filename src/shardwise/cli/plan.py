@@ -125,11 +125,9 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     from shardwise.plan.planning import asked_of
     from shardwise.plan.planning import plan as make_plan
     from shardwise.plan.report.facts import plan_facts, search_facts
-    from shardwise.plan.report.page import full_page, plans_html
     from shardwise.plan.searching import search
     from shardwise.progress import step_bar
 
-    check_target("html", request.html)
     check_target("write", request.write)
     setup = set_up(name, request)
     model, cluster, prices_of = setup.model, setup.cluster, setup.prices_of
@@ -143,27 +141,16 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
         with step_bar("plans") as progress:
             result = search(model, cluster, space_of(setup), limits, prices_of, progress)
         result = replace(result, notes=notes)
-        winner, plans, reasons, title = result.winner, result.pareto, result.reasons, "search"
-        fits, facts, view = (
-            winner is not None,
-            partial(search_facts, result),
-            partial(search_view, result),
-        )
+        winner, fits = result.winner, result.winner is not None
+        facts, view = partial(search_facts, result), partial(search_view, result)
     else:
         made = make_plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
         made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
         if setup.config is None:  # `shardwise train` runs its decoder in one way
             made = asked_of(made, model, cluster, setup.given, prices_of)
-        winner, plans, reasons, title = made, (made,), {}, made.model
-        fits, facts, view = (
-            made.verdict != "will not fit",
-            partial(plan_facts, made),
-            partial(plan_view, made),
-        )
+        winner, fits = made, made.verdict != "will not fit"
+        facts, view = partial(plan_facts, made), partial(plan_view, made)
     if request.write is not None and winner is not None and setup.config is not None:
         write_file("write", request.write, planned_yaml(winner, setup.config))
-    if request.html is not None:
-        page = full_page(plans_html(plans, reasons), f"Shardwise: {title}")
-        write_file("html", request.html, page)
     print_found(facts, view, request.json_)
     return 0 if fits else _NOTHING_FITS

@@ -25,7 +25,8 @@ from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planning import Model, Plan
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Model
 from shardwise.plan.request import ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state

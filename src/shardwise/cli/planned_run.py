@@ -18,7 +18,7 @@ from shardwise.monitor.record import folder_of
 
 if TYPE_CHECKING:
     from shardwise.monitor.record import RunRecord
-    from shardwise.plan.planned import Planned
+    from shardwise.plan.planned import Plan
     from shardwise.plan.request import PlanRequest
 
 _KEYS_OF_AXES = {"replicate": "dp_replicate"} | {name: name for name in ("tp", "pp", "cp", "ep")}
@@ -31,7 +31,7 @@ def config_of(record: RunRecord) -> Path | None:
     return config if config.exists() else None
 
 
-def plan_of_run(config: Path, record: RunRecord, **changed: object) -> tuple[Planned, bool]:
+def plan_of_run(config: Path, record: RunRecord, **changed: object) -> tuple[Plan, bool]:
     """Return the plan of what `shardwise train` ran; and whether its times are of the run's device.
 
     They are not of a device that the catalogue lacks, nor of the CPU, for which it has a
@@ -49,7 +49,7 @@ def plan_of_run(config: Path, record: RunRecord, **changed: object) -> tuple[Pla
     return _plan_of(str(config), request), _is_in_catalogue(cluster)
 
 
-def plan_of_loop(planned: str, record: RunRecord) -> tuple[Planned, bool]:
+def plan_of_loop(planned: str, record: RunRecord) -> tuple[Plan, bool]:
     """Return the plan of a loop of the user's own, as `plan_of_run` does.
 
     ``planned`` is what `shardwise plan` is given for it: a model and flags. Ranks, their devices,
@@ -95,7 +95,7 @@ def _is_in_catalogue(values: Mapping[str, object]) -> bool:
     return values.get("gpu", "cpu") != "cpu"
 
 
-def _plan_of(model: str | None, request: PlanRequest) -> Planned:
+def _plan_of(model: str | None, request: PlanRequest) -> Plan:
     from shardwise.cli.plan_setup import set_up
     from shardwise.plan.planning import plan
 
@@ -147,7 +147,7 @@ def _planned_value(change: Change) -> object:
     return change.after if is_word or isinstance(change.after, int) else None
 
 
-def _gain(before: Planned, after: Planned, is_timed: bool) -> Gain | None:
+def _gain(before: Plan, after: Plan, is_timed: bool) -> Gain | None:
     """Return memory that is saved or, with more of it, time; None where neither is."""
     held, holds = (each.memory.expected_bytes for each in (before, after))
     source = f"the plans of both settings; the device's peak, {held / 2**30:.3g} GiB"

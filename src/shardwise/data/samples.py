@@ -52,14 +52,14 @@ class Samples:
     Give it to a loader as ``batch_sampler`` and iterate `steps`. The loader may be torch's
     `DataLoader` or torchdata's `StatefulDataLoader`, with workers, over a dataset with
     ``num_samples`` items. Keep it in checkpoints as ``extra={"samples": samples}``: its position is
-    the last step whose passes were all taken, not what workers have read ahead. See Note [Samples
-    of a step].
+    the last step whose passes were all taken, not what workers have read ahead.
+    See Note [Samples of a step].
 
     ``global_batch`` and ``micro_batch`` count samples; ``global_batch`` is a multiple. ``axes`` are
     those given to `shard()`; by default all ranks are data-parallel. ``shuffle`` is True for a
     random order of all samples, False for theirs, or the number of consecutive samples of a block
-    that is read together. ``seeds_draws`` seeds torch's generators before each pass: see Note
-    [Random numbers of a micro-batch].
+    that is read together. ``seeds_draws`` seeds torch's generators before each pass:
+    see Note [Random numbers of a micro-batch].
 
     **Raises** ConfigError for sizes that do not fit.
     """

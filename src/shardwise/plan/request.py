@@ -339,7 +339,6 @@ class PlanRequest(ModelRequest):
         None, "Search", "tensor x pipeline x context degrees to compare, e.g. 1x1x1,8x1x1,8x4x1"
     )
 
-    html: Path | None = key(None, "Output", "write a report to this HTML file")
     write: Path | None = key(None, "Output", "write the plan as a file for `shardwise train`")
 
     @field_validator("degrees", mode="before")
@@ -379,25 +378,15 @@ class PlanRequest(ModelRequest):
 class SimulateRequest(ModelRequest):
     """A step's keys, and what happens in the cluster while it runs."""
 
-    steps: int = key(1, "Scenario", "steps to simulate; more than 1 with jitter", gt=0, le=100_000)
-    seed: int = key(0, "Scenario", "seed of everything random", ge=0)
-    straggler: Words = key(
-        None, "Scenario", "slow ranks: rank:slowdown or share%:slowdown, e.g. 17:1.5,1%:1.2"
-    )
-    slow_link: Words = key(
-        None, "Scenario", "slow links: rank:factor, or shard/replicate:group:factor"
-    )
-    jitter: float = key(0.0, "Scenario", "spread of each operation's time (sigma)", ge=0, lt=3)
+    straggler: float = key(1.0, "Scenario", "how often as long the slowest device takes", ge=1)
+    slow_link: float = key(1.0, "Scenario", "how often as long the slowest link takes", ge=1)
     mtbf_hours: float | None = key(
         None, "Scenario", "mean hours between failures of one device", gt=0
     )
-    detect_s: float = key(60.0, "Scenario", "seconds until a failure is known", ge=0)
-    restart_s: float = key(300.0, "Scenario", "seconds until the job runs again", ge=0)
+    restart_s: float = key(420.0, "Scenario", "seconds from a failure until it trains again", ge=0)
     checkpoint_interval_s: float = key(1800.0, "Scenario", "seconds between saves", gt=0)
     checkpoint_stall_s: float | None = key(
         None, "Scenario", "seconds a save stops training; unset: a copy to the host", ge=0
     )
-    checkpoint_load_s: float = key(60.0, "Scenario", "seconds a load takes", ge=0)
     sweep: Words = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
-    svg: Path | None = key(None, "Output", "write the scaling curve to this SVG file")
     trace: Path | None = key(None, "Output", "write the step as a Chrome trace (Perfetto opens it)")

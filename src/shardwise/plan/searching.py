@@ -43,7 +43,8 @@ from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import memory_interval, node_room
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import full_bytes
-from shardwise.plan.planning import Memory, Model, Plan, num_groups, plan, plan_memory
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Memory, Model, num_groups, plan, plan_memory
 from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
 from shardwise.plan.step.program import Compute
@@ -140,12 +141,6 @@ class SearchResult:
     num_played: int
     num_candidates: int
     notes: tuple[str, ...] = ()
-
-    def _repr_html_(self) -> str:
-        """Show the search in a notebook."""
-        from shardwise.plan.report.page import plans_html
-
-        return plans_html(self.pareto, self.reasons)
 
     @property
     def reasons(self) -> Mapping[str, Sequence[Candidate]]:
