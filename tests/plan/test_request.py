@@ -357,7 +357,6 @@ def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path)
         "optimizer_options: {moments: 8bit}\n",
         "optimizer_options: {moments: bf16}\n",
         "optimizer: sgd\noptimizer_options: {momentum: 0.9}\n",
-        "accumulation: 3\naccumulation_order: breadth_first\nmicro_batch: 2\n",
         "pp: 2\npp_schedule: gpipe\naccumulation: 4\n",
         "tp: 2\ncp: 2\n",
         "cp: 2\ncp_method: heads\n",
@@ -373,6 +372,11 @@ def test_a_plan_that_becomes_a_run_is_planned_as_the_same_again(more: str, tmp_p
     again = set_up(str(path), ask())
     assert again.candidate == first.candidate
     assert run_of(again.candidate, load_config(path, {})) == load_config(path, {})
+
+
+def test_a_run_whose_micro_batches_go_layer_by_layer_has_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="accumulation_order: plans have depth_first alone"):
+        set_up_tiny(tmp_path, "accumulation: 3\naccumulation_order: breadth_first\n")
 
 
 # -- presets that `shardwise train` can train

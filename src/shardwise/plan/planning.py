@@ -25,8 +25,7 @@ Note [Long windows]
 The micro-batches of an accumulation window are alike but for the first and the last. A window
 longer than three is played with two and with three, and each further one adds the difference. What
 is read from disks from the step's begin on hides behind the whole window, not behind each of its
-micro-batches: there the window is played up to 32 of them. Where all micro-batches go through a
-unit before the next, each adds to the peak of memory, and all are played.
+micro-batches: there the window is played up to 32 of them.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -307,8 +306,6 @@ def play_shown(tape: Tape, candidate: Candidate) -> Played:
 
 
 def _num_shown(candidate: Candidate) -> int:
-    if candidate.in_rounds:
-        return candidate.accumulation
     disks = "nvme" in candidate.offload.tiers
     return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
 

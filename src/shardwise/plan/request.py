@@ -18,7 +18,6 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload, offload_of, resolve_offload
 from shardwise.keys import flag_of, key, read_fields
 from shardwise.plan.candidate import (
-    AccumulationOrder,
     Checkpointing,
     ContextMethod,
     Kernels,
@@ -149,17 +148,9 @@ class StepKeys(BaseModel):
         gt=0,
         le=_MOST,
     )
-    accumulation_order: AccumulationOrder = key(
-        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
-    )
 
     @model_validator(mode="after")
     def _check_step(self) -> Self:
-        if self.pp > 1 and self.accumulation_order == "breadth_first":
-            raise ValueError(
-                "accumulation_order: expected depth_first with pp, as pp_schedule is the order of "
-                "a pipeline's passes, got breadth_first"
-            )
         if self.gather is not None and self.stage == 0:
             raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
         return self
