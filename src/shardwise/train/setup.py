@@ -8,9 +8,10 @@ would keep it. The sharded model's hooks form reference cycles, so garbage is co
 argument, so this file imports it before a group exists, and not the first optimizer step.
 
 Note [Generators of the ranks]
-All ranks draw the weights from `seed`. Dropout draws by micro-batch, see Note [Random numbers of a
-micro-batch]: the masks of a step do not depend on the number of ranks. Pipelines and breadth-first
-accumulation run all passes of a rank in one call, so there the first micro-batch's seed is for all.
+All ranks draw the weights from `seed`. Dropout draws by micro-batch, so that the masks of a step do
+not depend on the number of ranks: see Note [Random numbers of a micro-batch]. Pipelines and
+breadth-first accumulation run all passes of a rank in one call, so there the first micro-batch's
+seed is for all.
 """
 
 import gc
