@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.plan_setup import Setup, limits_of, padding_notes, set_up, space_of
+from shardwise.cli.plan_setup import (
+    Setup,
+    assumed_notes,
+    limits_of,
+    padding_notes,
+    set_up,
+    space_of,
+)
 from shardwise.cli.run_settings import run_of, run_of_shape
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -18,7 +25,7 @@ from shardwise.plan.candidate import Candidate, planned_offload
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
-from shardwise.plan.planning import asked_of, plan
+from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest, SimulateRequest
 from shardwise.plan.searching import search
 from shardwise.quantities import parse_size
@@ -217,15 +224,14 @@ def test_the_layout_is_chosen_unless_it_was_given(tmp_path: Path) -> None:
         set_up(str(path), ask(units="LlamaDecoderLayer", kernels="compiled"))
 
 
-def test_nothing_is_asked_where_all_is_told_or_no_answer_matters() -> None:
+def test_a_plan_names_the_kernels_that_it_assumes(tmp_path: Path) -> None:
     told = {"kernels": "eager", "loss": "eager", "optimizer_kernel": "fused"}
-    for name in (None, *told):
+    for name in told:
         flags = {key: value for key, value in told.items() if key != name}
-        setup = set_up("llama-3-8b", ask(ranks=8, **flags))
-        made = plan(setup.model, setup.cluster, setup.candidate)
-        made = asked_of(made, setup.model, setup.cluster, setup.given, setup.prices_of)
-        assert [q.setting for q in made.questions] == [name] * (name is not None)
-        assert (made.possible is None) == (name is None)
+        (note,) = assumed_notes(set_up("llama-3-8b", ask(ranks=8, **flags)))
+        assert note.startswith(f"assumed: --{name.replace('_', '-')} {told[name]}; ")
+    assert not assumed_notes(set_up("llama-3-8b", ask(ranks=8, **told)))
+    assert not assumed_notes(set_up_tiny(tmp_path))
 
 
 def test_a_simulation_has_no_keys_of_a_search() -> None:

@@ -269,6 +269,22 @@ def _with_layout(candidate: Candidate, model: Model) -> tuple[Candidate, tuple[s
     )
 
 
+def assumed_notes(setup: Setup) -> tuple[str, ...]:
+    """Name the settings of a model's kernels that the user has not decided.
+
+    `shardwise train` runs its decoder in one way, and a module that is traced says how it runs.
+    """
+    names = ("kernels", "loss", "optimizer_kernel")
+    assumed = [
+        f"{flag_of(name)} {getattr(setup.candidate, name)}"
+        for name in names
+        if name not in setup.given
+    ]
+    if not assumed or setup.config is not None or not isinstance(setup.model, ShapedModel):
+        return ()
+    return (f"assumed: {', '.join(assumed)}; other kernels take other memory and time",)
+
+
 def padding_notes(made: Plan) -> tuple[str, ...]:
     """Tell of padding that is worth another layout."""
     padding, shards = made.played.padding_bytes, made.played.resting.param_shards

@@ -357,9 +357,7 @@ class PlanRequest(ModelRequest):
     @model_validator(mode="after")
     def _check_accounting(self) -> Self:
         used = {"params", "ranks", "stage", "precision", "optimizer", "dp_replicate"}
-        used |= {"accumulation", "reduce_every", "gpus_per_node", "json_"}
-        offload = {name for name in self.model_fields_set if name.startswith("offload")}
-        unused = sorted(self.model_fields_set - used - offload | offload & {"offload_activations"})
+        unused = sorted(self.model_fields_set - used - {"accumulation", "reduce_every", "json_"})
         if self.params is not None and unused:
             flags = ", ".join(map(flag_of, unused))
             raise ValueError(f"params: an accounting without a model has no use for {flags}")

@@ -127,7 +127,9 @@ class TrainConfig(StepKeys):
     seed: int = key(0, "Optimizer", "seed of weights, data order and sample", ge=0)
 
     data: Path | None = key(
-        None, "Data", "text file, JSONL file or folder; unset: Python's standard library"
+        None,
+        "Data",
+        "text, JSONL or `.npy` tokens, a file or a folder; unset: Python's standard library",
     )
     tokenizer: Path | None = key(None, "Data", "tokenizer.json; unset: bytes")
     eval_every: int = key(0, "Data", "steps between evaluations; 0: at the end only", ge=0)
