@@ -20,7 +20,7 @@ from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -291,6 +291,13 @@ def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(
     for command in ("report", "doctor"):
         assert call_command(command, [str(tmp_path / "runs" / "first")]) == 0
     assert (tmp_path / "runs" / "first" / "report.html").exists()
+
+
+def test_the_version_is_the_same_in_each_file() -> None:
+    citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert {m and m[1] for m in (citation, package, newest)} == {shardwise.__version__}
 
 
 def test_the_readme_is_short() -> None:
