@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import programs
 import shardwise
 import shardwise.keys
 from generate_pages import import_graph, module_name, pages, rooms
+from shardwise.cli.main import call_command
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
@@ -242,8 +244,53 @@ def losses_in(out: str) -> list[float]:
 def test_the_program_of_the_readme_runs_and_learns(tmp_path: Path) -> None:
     (program,) = [code for code in code_blocks(ROOT / "README.md", "python") if "init_" in code]
     (tmp_path / "program.py").write_text(program)
-    losses = re.findall(r"loss ([\d.]+)", programs.torchrun(str(tmp_path / "program.py")))
+    done = programs.run_program(tmp_path / "program.py", num_ranks=2, cwd=tmp_path)
+    losses = re.findall(r"loss ([\d.]+)", done.stdout)
     assert len(losses) == 2 and all(float(loss) < 0.6 for loss in losses)
+
+
+def plans_on(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each `shardwise plan` of a page, with the lines that the page says it prints."""
+    blocks = FENCE.findall(page.read_text())
+    for (kind, command), (printed_as, printed) in pairwise(blocks):
+        if kind == "sh" and command.startswith("shardwise plan") and printed_as == "text":
+            yield command.removeprefix("shardwise plan").strip(), printed.splitlines()
+
+
+CHOOSE = ROOT / "docs" / "choose.md"
+
+
+@pytest.mark.parametrize(("arguments", "lines"), list(plans_on(CHOOSE)))
+def test_plans_print_what_the_page_on_choices_says(
+    arguments: str,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (config,) = code_blocks(CHOOSE, "json")
+    (tmp_path / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    code = call_command("plan", arguments.split())
+    printed = capsys.readouterr().out
+    assert not [line for line in lines if line.rstrip() not in printed]
+    assert code == lines[0].startswith("will not fit")
+
+
+@pytest.mark.slow
+def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(
+    tmp_path: Path,
+) -> None:
+    page = ROOT / "docs" / "start.md"
+    (program,) = code_blocks(page, "python")
+    (tmp_path / "first.py").write_text(program)
+    done = programs.run_program(tmp_path / "first.py", num_ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (printed,) = code_blocks(page, "text")
+    assert printed in done.stdout
+    for command in ("report", "doctor"):
+        assert call_command(command, [str(tmp_path / "runs" / "first")]) == 0
+    assert (tmp_path / "runs" / "first" / "report.html").exists()
 
 
 def test_the_readme_is_short() -> None:
