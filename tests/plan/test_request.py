@@ -136,11 +136,6 @@ def test_a_search_has_no_accumulation_beside_a_step_in_backward() -> None:
     assert result.pareto and all(made.candidate.accumulation == 1 for made in result.pareto)
 
 
-def test_degrees_to_compare_leave_no_single_one() -> None:
-    with pytest.raises(ConfigError, match="leave out --cp"):
-        ask(search=True, degrees="8x1x1", cp=2)
-
-
 def test_tokens_may_be_counted_in_powers_of_two() -> None:
     for text, tokens in (("4Mi", 1 << 22), ("4M", 4 * 10**6), ("16ki", 1 << 14)):
         assert ask(tokens_per_step=text).tokens_per_step == tokens
@@ -428,17 +423,6 @@ def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:
     assert run_of_shape(llama_shape(2, 64, 4, 2, 160, 100), 16) is not None
     assert run_of_shape(llama_shape(2, 64, 4, 2, 170, 100), 16) is None
     assert run_of_shape(llama_shape(2, 60, 4, 2, 160, 100), 16) is None
-
-
-def test_degrees_to_compare_are_searched_by_the_formulas_of_the_shape() -> None:
-    request = ask(search=True, degrees="1x1x1, 2x2x1", ranks=8)
-    assert request.degrees == ((1, 1, 1), (2, 2, 1))
-    setup = set_up("llama-3.2-1b", request)
-    assert isinstance(setup.model, ShapedModel)
-    assert space_of(setup).degrees == request.degrees
-    for wrong in ("8x1", "8x0x1", "axbxc", ""):
-        with pytest.raises(ConfigError, match="expected tensor x pipeline x context"):
-            ask(search=True, degrees=wrong)
 
 
 def test_a_search_that_traces_our_own_decoder_tries_finer_units(tmp_path: Path) -> None:

@@ -352,7 +352,6 @@ def space_of(setup: Setup) -> Space:
     **Raises** ConfigError where it refuses all of them.
     """
     base, given, model = setup.candidate, setup.given, setup.model
-    request = setup.request if isinstance(setup.request, PlanRequest) else PlanRequest()
     ranks, node = setup.cluster.num_ranks, setup.cluster.node
     is_wide = isinstance(model, ShapedModel) and setup.config is None
     varies_all = is_wide and not setup.is_written
@@ -361,7 +360,7 @@ def space_of(setup: Setup) -> Space:
         """Return the user's value of a setting, or those that are tried."""
         return (own,) if name in given or not others else others
 
-    degrees = request.degrees or ((base.degrees,) if not is_wide else _degrees(setup))
+    degrees = _degrees(setup) if is_wide else (base.degrees,)
     if setup.is_written and setup.config is not None:
         degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
     # Muon steps on whole matrices; finer units are the parts of a block, where the decoder is ours.
@@ -382,8 +381,6 @@ def space_of(setup: Setup) -> Space:
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
         bucket_bytes=tried("bucket_bytes", base.bucket_bytes, 1 << 20, 25 << 20),
         reduce_every=(base.reduce_every,),
-        gathers=request.gathers or (base.gather,),
-        reduces=request.reduces or (base.reduce,),
         activation_checkpointing=tried(
             "activation_checkpointing",
             base.activation_checkpointing,

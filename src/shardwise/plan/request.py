@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
@@ -72,14 +72,6 @@ def read_words(value: object) -> object:
     ):
         raise ValueError("expected names, separated by commas")
     return words if words is None else tuple(word.strip() for word in words)
-
-
-def _read_formats(value: object) -> object:
-    """Return formats that are written with commas between; "none" is without."""
-    words = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, list | tuple):
-        return value
-    return tuple(None if word in ("none", None) else str(word).strip() for word in words)
 
 
 Count = Annotated[int, BeforeValidator(_read_count)]
@@ -316,42 +308,14 @@ class PlanRequest(ModelRequest):
     target_tokens_per_s: float | None = key(
         None, "Search", "tokens per second that a plan has to reach", gt=0
     )
-    gathers: Annotated[tuple[GatherName | None, ...] | None, BeforeValidator(_read_formats)] = key(
-        None,
-        "Search",
-        "formats of gathers to compare, e.g. none,int8; they change what is computed",
-    )
-    reduces: Annotated[tuple[ReduceName | None, ...] | None, BeforeValidator(_read_formats)] = key(
-        None,
-        "Search",
-        "formats of reductions to compare, e.g. none,int8-a2a; they change what is computed",
-    )
-    degrees: tuple[tuple[int, int, int], ...] | None = key(
-        None, "Search", "tensor x pipeline x context degrees to compare, e.g. 1x1x1,8x1x1,8x4x1"
-    )
 
     write: Path | None = key(None, "Output", "write the plan as a file for `shardwise train`")
 
-    @field_validator("degrees", mode="before")
-    @classmethod
-    def _split_degrees(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        if not re.fullmatch(r"(\s*[1-9]\d*x[1-9]\d*x[1-9]\d*\s*(,|$))+", value):
-            raise ValueError("expected tensor x pipeline x context, such as 8x4x1,8x2x2")
-        return tuple(tuple(map(int, part.split("x"))) for part in value.split(","))
-
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        for name in ("max_memory", "target_tokens_per_s", "degrees", "gathers", "reduces"):
+        for name in ("max_memory", "target_tokens_per_s"):
             if getattr(self, name) is not None and not self.search:
                 raise ValueError(f"{name}: it limits a search; add --search")
-        alone = sorted({"tp", "pp", "cp"} & self.model_fields_set)
-        for name in ("gather", "reduce"):
-            if getattr(self, f"{name}s") is not None and getattr(self, name) is not None:
-                raise ValueError(f"{name}s: it has the formats to compare, so leave out --{name}")
-        if self.degrees is not None and alone:
-            raise ValueError(f"degrees: it has all three, so leave out {flag_of(alone[0])}")
         return self
 
     @model_validator(mode="after")
