@@ -15,6 +15,7 @@ import programs
 import shardwise
 import shardwise.keys
 from generate_pages import import_graph, module_name, pages, rooms
+from palette import colours
 from shardwise.cli.main import call_command
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
@@ -291,6 +292,11 @@ def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(
     for command in ("report", "doctor"):
         assert call_command(command, [str(tmp_path / "runs" / "first")]) == 0
     assert (tmp_path / "runs" / "first" / "report.html").exists()
+
+
+def test_the_site_finds_the_colours_of_report_pages() -> None:
+    light, dark = colours()
+    assert light.keys() == dark.keys() and not set(light.items()) & set(dark.items())
 
 
 def test_the_version_is_the_same_in_each_file() -> None:
