@@ -91,7 +91,7 @@ bench-offload: $(RUN_STAMP)
 	$(BIN)/python benchmarks/optimizer_step.py
 
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
-# `restart` kills training runs that restart by themselves. `matrices` runs every cell of the largest
+# `restart` kills training runs that restart by themselves; in `elastic` nodes join and leave one. `matrices` runs every cell of the largest
 # tables of which the suite has covering samples. `mutants` puts small defects into the source, which
 # the suite must find.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
@@ -103,6 +103,7 @@ soak: $(DEV_STAMP)
 	  case $$campaign in \
 	    matrices) $(BIN)/python -m pytest tests/campaigns/matrices.py ;; \
 	    restart) $(BIN)/python tests/campaigns/restart.py --trials $(TRIALS) --seed $(SEED) ;; \
+	    elastic) $(BIN)/python tests/campaigns/elastic.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    mutants) $(BIN)/python tests/campaigns/mutants.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    *) $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) ;; \
 	  esac || exit 1; \

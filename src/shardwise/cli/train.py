@@ -154,6 +154,8 @@ def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
     if not result.stopped:
         say(format_result(result, config))
         return 0
+    if place.world_size > place.local_world_size:
+        stop.linger()
     kept = result.saved_step == result.steps
     hint = "; it is saved, go on with --resume auto" if kept else ""
     reason = "the launcher is gone" if stop.is_orphan else "as asked"
