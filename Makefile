@@ -6,7 +6,7 @@
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
 #   make pages   write docs/files.md, errors.md and findings.md from the source
 #   make bench-offload   time steps with state in host memory and in files
-#   make docs    build the site into build/site
+#   make docs    build the site into build/site        make test-site   open it in Chromium
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +18,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo test test-kernels check format pages docs bench bench-ckpt bench-offload soak fuzz clean
+.PHONY: help venv demo test test-kernels check format pages docs test-site bench bench-ckpt bench-offload soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -71,6 +71,11 @@ pages: $(RUN_STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build -c docs/site -d build/site-cache -q -W --keep-going . build/site
 	@echo build/site/index.html
+
+test-site: docs $(DEV_STAMP)
+	@which chromium chromium-browser google-chrome google-chrome-stable | grep -q . || \
+	  { echo 'make test-site needs a browser: apt-get install chromium'; exit 1; }
+	$(BIN)/python -m pytest -n 2 tests/campaigns/site_pages.py
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/step_time.py

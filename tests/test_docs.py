@@ -15,12 +15,13 @@ import programs
 import shardwise
 import shardwise.keys
 from generate_pages import import_graph, module_name, pages, rooms
+from palette import colours
 from shardwise.cli.main import call_command
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -291,6 +292,18 @@ def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(
     for command in ("report", "doctor"):
         assert call_command(command, [str(tmp_path / "runs" / "first")]) == 0
     assert (tmp_path / "runs" / "first" / "report.html").exists()
+
+
+def test_the_site_finds_the_colours_of_report_pages() -> None:
+    light, dark = colours()
+    assert light.keys() == dark.keys() and not set(light.items()) & set(dark.items())
+
+
+def test_the_version_is_the_same_in_each_file() -> None:
+    citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert {m and m[1] for m in (citation, package, newest)} == {shardwise.__version__}
 
 
 def test_the_readme_is_short() -> None:

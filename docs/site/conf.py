@@ -6,6 +6,7 @@ file's text.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from html import escape
 from itertools import chain
@@ -39,28 +40,10 @@ html_favicon = "static/icon.svg"
 html_copy_source = html_show_sourcelink = html_use_index = False
 pygments_style, pygments_dark_style = "a11y-light", "a11y-dark"
 
+sys.path.insert(0, str(ROOT / "docs"))
+from palette import colours  # noqa: E402
 
-def _colours() -> Iterator[dict[str, str]]:
-    """Yield the theme's light and dark colours: those of report pages and pictures."""
-    report = (ROOT / "src/shardwise/monitor/page.html.j2").read_text(encoding="utf-8")
-    accents = re.findall(r"\.line,.*stroke:(#\w+)", (ROOT / "src/shardwise/svg.css").read_text())
-    for rule, accent in zip(re.findall(r":root \{.*--paper.*\}", report), accents, strict=True):
-        of = dict(re.findall(r"--(\w+): (#\w+)", rule))
-        yield {
-            "color-background-primary": of["paper"],
-            "color-background-secondary": of["card"],
-            "color-background-hover": of["line"],
-            "color-background-border": of["line"],
-            "color-foreground-primary": of["text"],
-            "color-foreground-secondary": of["quiet"],
-            "color-foreground-muted": of["quiet"],
-            "color-brand-primary": accent,
-            "color-brand-content": accent,
-            "color-brand-visited": accent,
-        }
-
-
-_light, _dark = _colours()
+_light, _dark = colours()
 html_theme_options = {
     "top_of_page_buttons": [],
     "light_css_variables": _light,
