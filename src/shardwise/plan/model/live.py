@@ -64,8 +64,9 @@ class DecoderLive:
         self._is_float32 = run.dtype == "float32"
         # True if norms keep the stream itself, and not a copy of it in float32.
         self._norms_hold_input = self._is_float32 or shape.norm == "layer" or not run.is_eager
-        # The built-in decoder has whole logits on each rank of a tensor group, other losses a part.
-        self._is_whole = run.loss in _EAGER and run.tp > 1
+        # The built-in decoder has whole logits on each rank of a tensor group.
+        is_parallel = run.loss in ("loss_parallel", "vocab_parallel") or not run.is_eager
+        self._is_whole = run.tp > 1 and not is_parallel
         self._logits = self._local_logits * (run.tp if self._is_whole else 1)
         self._logits = 0 if run.loss == "fused" else self._logits
         # The caller has logits until backward ends, as a pipeline's last stage or with such a loss.
