@@ -67,8 +67,10 @@ pages: $(RUN_STAMP)
 	$(BIN)/python docs/generate_pages.py
 	$(BIN)/shardwise explain --markdown > docs/findings.md
 
-# A warning of the builder, such as a link to a page that is not there, is an error.
+# A warning of the builder, such as a link to a page that is not there, is an error. All pages are
+# written anew, since each has the navigation of all.
 docs: $(DOCS_STAMP)
+	rm -rf build/site build/site-cache
 	$(BIN)/sphinx-build -c docs/site -d build/site-cache -q -W --keep-going . build/site
 	@echo build/site/index.html
 

@@ -111,18 +111,18 @@ def _signature(node: ast.stmt, name: str | None = None) -> str:
         return f"class {name or node.name}{bases}:"
     if not isinstance(node, ast.FunctionDef):
         return ast.unparse(node)
-    result = f" -> {ast.unparse(node.returns)}: ..." if node.returns else ": ..."
-    arguments = ast.unparse(node.args)
-    line = f"def {name or node.name}({arguments}){result}"
-    if len(line) <= LONGEST_LINE:
-        return line
     each: list[str] = []
-    for part in arguments.split(", "):
+    for part in ast.unparse(node.args).split(", "):
         if each and len(re.findall(r"[\[({]", each[-1])) > len(re.findall(r"[])}]", each[-1])):
             each[-1] += f", {part}"  # this comma is inside brackets
         else:
             each.append(part)
-    return "\n    ".join([f"def {name or node.name}(", *(f"{e}," for e in each)]) + f"\n){result}"
+    each = [re.sub(r"^(\w+: .+)=", r"\1 = ", one) for one in each]
+    head = f"def {name or node.name}("
+    tail = (f") -> {ast.unparse(node.returns)}" if node.returns else ")") + ": ..."
+    if len(line := head + ", ".join(each) + tail) <= LONGEST_LINE:
+        return line
+    return "\n    ".join([head, *(f"{one}," for one in each)]) + f"\n{tail}"
 
 
 def _as_markdown(node: ast.Module | Documented) -> str:

@@ -255,7 +255,8 @@ def plans_on(page: Path) -> Iterator[tuple[str, list[str]]]:
     blocks = FENCE.findall(page.read_text())
     for (kind, command), (printed_as, printed) in pairwise(blocks):
         if kind == "sh" and command.startswith("shardwise plan") and printed_as == "text":
-            yield command.removeprefix("shardwise plan").strip(), printed.splitlines()
+            arguments = command.removeprefix("shardwise plan").replace("\\\n", "")
+            yield arguments.strip(), printed.splitlines()
 
 
 CHOOSE = ROOT / "docs" / "choose.md"
