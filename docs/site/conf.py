@@ -34,6 +34,7 @@ html_theme = "furo"
 html_title = project
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_additional_pages = {"index": "to_docs.html"}
 templates_path = ["templates"]
 html_favicon = "static/icon.svg"
@@ -116,12 +117,12 @@ def _pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _fold_navigation(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object
 ) -> None:
-    """Fold the groups of the navigation but the first and the current one."""
+    """Fold the groups of the navigation but the current one; on the entry page but the first."""
     if "furo_navigation_tree" not in context:
         return
     groups = CAPTION.findall(context["furo_navigation_tree"])
+    opened = next((n for n, (_, pages) in enumerate(groups) if "current-page" in pages), 0)
     context["furo_navigation_tree"] = "".join(
-        f"<details{' open' * (number == 0 or 'current-page' in pages)}>"
-        f"<summary>{caption}</summary>{pages}</details>"
+        f"<details{' open' * (number == opened)}><summary>{caption}</summary>{pages}</details>"
         for number, (caption, pages) in enumerate(groups)
     )

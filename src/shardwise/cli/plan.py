@@ -123,7 +123,10 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     setup = set_up(name, request)
     model, cluster, prices_of = setup.model, setup.cluster, setup.prices_of
     if request.write is not None:
-        check_writable(model.name, setup.candidate, setup.config)
+        asked = setup.candidate
+        if request.search and "accumulation" not in setup.given:  # the search finds enough
+            asked = replace(asked, accumulation=asked.pp)
+        check_writable(model.name, asked, setup.config)
     if request.search:
         limits, notes = limits_of(setup), setup.notes
         if limits.tokens_per_step is not None and setup.tokens_per_step is None:
