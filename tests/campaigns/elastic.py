@@ -152,7 +152,8 @@ def run_changes(num: int, seed: int, folder: Path, counted: Counter[str]) -> str
     if left := [pid for pid in nodes.pids if psutil.pid_exists(pid)]:
         return f"processes are left: {left}"
     if folder_in_memory(nodes.output / "checkpoints", ROOT).exists():
-        return "copies are left in memory"
+        held = sorted(folder_in_memory(nodes.output / "checkpoints", ROOT).rglob("*"))
+        return f"copies are left in memory: {held}; {said[-3000:]}"
     return compare(nodes, folder / "clean")
 
 

@@ -43,6 +43,7 @@ from shardwise.train.saves import RunCheckpoints
 from shardwise.train.summary import format_result
 
 STEPS = 7
+PARTS = ["imports", "process group", "rebuild", "load", "first step"]
 # Every stage, precision, layout, 1 to 3 ranks; with and without accumulation, checkpointing, ties.
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (1, {"stage": 0, "precision": "fp32", "layout": "rows", "accumulation": 2, "grad_clip": 0}),
@@ -79,7 +80,12 @@ def straight_and_died(
     said: list[str] = []
     result = train(rank, world_size, {**flags, **saving}, said=said)
     done = (die_in - 1) // save_every * save_every
-    assert [line.split(" (")[0] for line in said] == [f"going on from step {done}"] * (done > 0)
+    assert [line.split(" (")[0] for line in said[:1]] == [f"going on from step {done}"] * (done > 0)
+    if rank == 0 and done:  # the verdict on the run before
+        lost = die_in - 1 - done
+        again = f"{lost} of its steps are taken again" if lost else "none of its steps is lost"
+        assert said[-2].startswith("the run before: ") and said[-2].endswith(again)
+        assert re.search(r"first step [\d.e-]+$", said[-1])
     assert len(result.losses) == STEPS - done
 
 
@@ -379,6 +385,17 @@ def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -
     line = re.compile(r"^going on from step (\d+) \(a copy in memory\)$", re.MULTILINE)
     went_on = line.findall(job.printed()[0])
     assert len(went_on) == 2 and int(went_on[0]) >= 2
+    verdicts = re.findall(r"^the run before: (.*)$", job.printed()[0], re.MULTILINE)
+    assert len(verdicts) == 2
+    # One rank left its error, or its launcher ended it first; of all ranks none left any.
+    assert (
+        "rank 0 (process" in verdicts[0] or "ranks 0" in verdicts[0] or "rank 0 on" in verdicts[0]
+    )
+    assert "left no error: killed" in verdicts[1]
+    restarts = [line["restart"] for line in lines_of(tmp_path / "parts") if "restart" in line]
+    assert all(restart["from_memory"] for restart in restarts) and restarts
+    for restart in restarts:
+        assert [*restart["parts_s"]][-5:] == PARTS and min(restart["parts_s"].values()) >= 0
     reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
     ended = run_program("shardwise", "train", *common, f"--steps={reached + 4}", num_ranks=2)
     assert ended.returncode == 0, ended.stderr

@@ -34,6 +34,7 @@ from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import Pipeline, generate
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.picture import write_picture
+from shardwise.train.recovery import Ending, StartClock, recovery_of, tell
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import RunCheckpoints
 from shardwise.train.setup import (
@@ -87,25 +88,33 @@ def train(
     NonFiniteLossError if the loss is not a number, CheckpointError if a checkpoint could not be
     saved or loaded, ReplicaError or ReplayError if bits differ that must be equal.
     """
-    started_s = time.perf_counter()
+    started_s, clock = time.perf_counter(), StartClock(knows_birth=True)
+    clock.mark("imports")
     with join_ranks(place, config.threads) as device:
+        clock.mark("process group")
         run = prepare_run(config, place, device)
         if config.check_gradients:
             say(str(check_run_gradients(run)))
-        result = train_prepared(run, stop, say)
+        clock.mark("rebuild")
+        result = train_prepared(run, stop, say, clock)
     result.wall_s = time.perf_counter() - started_s
     return result
 
 
 def train_prepared(
-    run: Run, stop: StopRequest, say: Callable[[str], None] = lambda line: None
+    run: Run,
+    stop: StopRequest,
+    say: Callable[[str], None] = lambda line: None,
+    clock: StartClock | None = None,
 ) -> RunResult:
     """Take all steps of a run from `prepare_run`; see `train`."""
     config, place = run.config, run.place
-    first = place.rank == 0
+    first, clock = place.rank == 0, clock or StartClock()
     with RunCheckpoints(run) as saves:  # locks the folder before a file in it changes
         loaded = saves.resume(say)
         done = loaded.step if loaded is not None else 0
+        clock.mark("load")
+        ending = Ending.of(config) if first and loaded is not None else None
         if first:
             part = config_path(config).with_suffix(".part")
             part.write_text(dump_config(config), encoding="utf-8")
@@ -124,6 +133,13 @@ def train_prepared(
                 stop.listen()
                 for step in range(done + 1, config.steps + 1):
                     _take_step(run, step, stop, metrics, advance, saves, result, observation)
+                    if step == done + 1 and loaded is not None and ending is not None:
+                        clock.mark("first step")
+                        restart = recovery_of(ending, clock, done, loaded.from_memory)
+                        tell(restart, say)
+                        metrics.write(step=done, restart=vars(restart))
+                        if observation is not None:
+                            observation.note(restart)
                     if result.stopped:
                         break
                 saves.finish(metrics)

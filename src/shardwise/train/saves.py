@@ -46,6 +46,7 @@ class Resumed(NamedTuple):
     """The step that a run resumed from, and the bytes that this rank read: a line of metrics."""
 
     step: int
+    from_memory: bool
     load_s: float
     loaded_bytes: int
     load_bytes_per_s: float
@@ -151,7 +152,9 @@ class RunCheckpoints:
         say(f"going on from step {loaded.step} ({where})")
         for line in lines:
             say(f"changed since then: {line}")
-        return Resumed(loaded.step, load_s, loaded.num_bytes, loaded.num_bytes / load_s)
+        return Resumed(
+            loaded.step, loaded.from_memory, load_s, loaded.num_bytes, loaded.num_bytes / load_s
+        )
 
     @property
     def failed(self) -> bool:
