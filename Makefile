@@ -6,6 +6,7 @@
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
 #   make pages   write docs/files.md, errors.md and findings.md from the source
 #   make bench-offload   time steps with state in host memory and in files
+#   make docs    build the site into build/site        make test-site   open it in Chromium
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,12 +16,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Empty files that say what is installed; they go stale when the dependencies change.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo test test-kernels check format pages bench bench-ckpt bench-offload soak fuzz clean
+.PHONY: help venv demo test test-kernels check format pages docs test-site bench bench-ckpt bench-offload soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,9s/^# *//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11+")'
@@ -33,6 +35,10 @@ $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV_STAMP): $(RUN_STAMP)
 	$(PIP) -e '.[test,dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(RUN_STAMP)
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 venv: $(RUN_STAMP)
@@ -60,6 +66,18 @@ format: $(DEV_STAMP)
 pages: $(RUN_STAMP)
 	$(BIN)/python docs/generate_pages.py
 	$(BIN)/shardwise explain --markdown > docs/findings.md
+
+# A warning of the builder, such as a link to a page that is not there, is an error. All pages are
+# written anew, since each has the navigation of all.
+docs: $(DOCS_STAMP)
+	rm -rf build/site build/site-cache
+	$(BIN)/sphinx-build -c docs/site -d build/site-cache -q -W --keep-going . build/site
+	@echo build/site/index.html
+
+test-site: docs $(DEV_STAMP)
+	@which chromium chromium-browser google-chrome google-chrome-stable | grep -q . || \
+	  { echo 'make test-site needs a browser: apt-get install chromium'; exit 1; }
+	$(BIN)/python -m pytest -n 2 tests/campaigns/site_pages.py
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/step_time.py

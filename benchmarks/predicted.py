@@ -222,12 +222,12 @@ def predict(
     played = play(tape, candidate)
     prices = CalibratedPrices(calibration, candidate)
     simulated = simulate(played.program, prices.seconds, overlap=prices.overlap)
-    phases = dict(simulated.slowest.phase_s)
+    phases = dict(simulated.phase_s)
     return {
         "step_s": simulated.step_s,
-        "compute_s": simulated.slowest.compute_s,
-        "communication_s": simulated.slowest.communication_s,
-        "exposed_s": simulated.slowest.exposed_s,
+        "compute_s": simulated.compute_s,
+        "communication_s": simulated.communication_s,
+        "exposed_s": simulated.exposed_s,
         "phase_s": phases,
         "peak_bytes": played.peak.ledger.total,
         "num_params": tape.num_params,

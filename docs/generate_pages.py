@@ -1,8 +1,8 @@
-"""Write the pages that are made from the source: files.md and errors.md.
+"""Write the pages that are made from other files: lists of files, errors, names and decisions.
 
-Run it after a change of a module's or an error's docstring, or after a file was added, moved or
-removed: ``make pages``, or ``python docs/generate_pages.py``. tests/test_docs.py compares the
-committed pages with the source.
+Run it after a change of the docstring of a module, an error or a public name, or after a file or a
+decision was added, moved or removed: ``make pages``, or ``python docs/generate_pages.py``.
+tests/test_docs.py compares the committed pages with the source.
 
 files.md lists rooms in the order of the table in ``shardwise.__doc__``. Inside a room a file stands
 below all files that it imports.
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+
+from generate_api import api_page
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "src" / "shardwise"
@@ -33,12 +35,22 @@ say which rank, unit, file or setting is meant, what was expected, what came, an
 | error | derives from | meaning | what to do | module |
 |---|---|---|---|---|
 """
+DECISIONS_INTRODUCTION = """# Decisions
+
+What was decided, why, and what follows from it. `make pages` writes this list.
+
+"""
 
 
 @cache
 def pages() -> dict[str, str]:
     """Return the text of each generated page by its name."""
-    return {"files.md": files_page(), "errors.md": errors_page()}
+    return {
+        "files.md": files_page(),
+        "errors.md": errors_page(),
+        "decisions/README.md": decisions_page(),
+        "api.md": api_page(),
+    }
 
 
 @cache
@@ -151,6 +163,15 @@ def errors_page() -> str:
         for module, node in errors
     )
     return ERRORS_INTRODUCTION + rows
+
+
+def decisions_page() -> str:
+    """Return decisions/README.md: the title of each decision."""
+    rows = ""
+    for path in sorted((DOCS / "decisions").glob("[0-9]*.md")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        rows += f"- [{title}]({path.name})\n"
+    return DECISIONS_INTRODUCTION + rows
 
 
 def error_classes() -> list[tuple[str, ast.ClassDef]]:

@@ -1,4 +1,4 @@
-"""The charts of reports and plans, as SVG text: lines, bars, stacked areas and timelines."""
+"""The charts of reports, as SVG text: lines, bars, stacked areas and timelines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -50,23 +50,9 @@ class Bar(NamedTuple):
     parts: Mapping[str, float]
 
 
-def bars_chart(
-    title: str,
-    rows: Sequence[Bar],
-    write: Callable[[float], str],
-    *,
-    described: str = "",
-    limit: tuple[str, float] | None = None,
-    interval: tuple[str, float, float] | None = None,
-    extent: float = 0.0,
-    has_style: bool = False,
-) -> str:
-    """Draw rows of stacked bars to one scale, which reaches at least to ``extent``.
-
-    ``write`` writes a value. ``limit`` is a name and a value, drawn as a line; ``interval`` a text
-    and two values, drawn as a bar below.
-    """
-    most = max(extent, *(sum(row.parts.values()) for row in rows))
+def bars_chart(title: str, rows: Sequence[Bar], write: Callable[[float], str]) -> str:
+    """Draw rows of stacked bars to one scale; ``write`` writes a value."""
+    most = max(sum(row.parts.values()) for row in rows)
     across = Axis(0.0, most or 1.0, _EDGE, svg.WIDTH - _EDGE)
     kinds = dict.fromkeys(kind for row in rows for kind, value in row.parts.items() if value)
     parts, top = [heading(_EDGE, 20, title, 13)], 58.0
@@ -86,23 +72,12 @@ def bars_chart(
                 look = f'text-anchor="middle" class="{look}"'
                 parts.append(text(x + width / 2, top + 15, f"{share:.0%}", look))
         top += _BAR + 30
-    if limit is not None and limit[1] <= across.high:
-        x = across.at(limit[1])
-        parts.append(element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=36, y2=top - 24))
-        anchor, beside = ("end", -5) if x > svg.WIDTH / 2 else ("start", 5)
-        parts.append(text(x + beside, 40, limit[0], f'text-anchor="{anchor}"'))
-    if interval is not None:
-        words, low, high = interval
-        x = min(across.at(low), svg.WIDTH - _EDGE - 2)
-        parts.append(draw_bar(x, top - 22, max(across.at(high) - x, 2), 6, "#7a828c", words))
-        parts.append(text(_EDGE, top, words))
-        top += 22
     legend, bottom = svg.squares(kinds, _EDGE, top)
-    described = described or "; ".join(
+    described = "; ".join(
         f"{name}: {', '.join(f'{svg.name_of_kind(k)} {write(v)}' for k, v in held.items())}"
         for name, held in rows
     )
-    return document((svg.WIDTH, bottom), title, f"{described}.", [*parts, *legend], has_style)
+    return document((svg.WIDTH, bottom), title, f"{described}.", [*parts, *legend], has_style=False)
 
 
 # -- stacked areas
@@ -216,8 +191,7 @@ def timeline_chart(
     length_ms: float,
     *,
     described: str = "",
-    most: int = 1200,
-    has_style: bool = False,
+    most: int,
 ) -> str:
     """Draw groups of rows of spans over time; about ``most`` bars, see Note [Few shapes].
 
@@ -238,7 +212,7 @@ def timeline_chart(
     parts += svg.draw_ticks(across, top, ticks)
     kinds = dict.fromkeys(s.kind for _, rows in groups for spans in rows.values() for s in spans)
     legend, bottom = svg.squares(kinds, _EDGE, top + 42)
-    return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=has_style)
+    return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=False)
 
 
 def _draw_row(spans: Sequence[Span], across: Axis, top: float, shortest: float) -> list[str]:

@@ -94,7 +94,7 @@ def main() -> None:
         data = (folder / MANIFEST).read_bytes()
         back = timed("read the manifest", lambda: parse_manifest(data, "manifest"))
         checkpoint = timed("number its tensors", lambda: Checkpoint(Files(), folder, back))
-        timed("read the indexes it needs", lambda: [checkpoint.index_of(r).extents for r in owners])
+        timed("read the indexes it needs", lambda: list(map(checkpoint.extents_of, owners)))
         wanted = list(wanted_by(manifest, reader, readers))
         memory = memoryview(bytearray(1 << 28))
         chunks = timed("plan what is read", lambda: plan(checkpoint, wanted, memory))

@@ -29,7 +29,6 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Entry, Files, Lock, Reader, Writer, read_text
 from shardwise.checkpoint.folder import (
     LOCK,
-    Rotated,
     check_quickly,
     choose,
     lock_holder,

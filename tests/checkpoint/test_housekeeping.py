@@ -22,7 +22,6 @@ from inner import (
     LOCK,
     Checkpoints,
     Files,
-    Rotated,
     check_quickly,
     clean_up,
     lock_holder,
@@ -50,11 +49,10 @@ def test_the_newest_and_the_multiples_are_kept_and_all_else_goes(
     keep_last: int | None, keep_every: int | None
 ) -> None:
     disk = disk_with(1, {step: chr(ord("A") + n) for n, step in enumerate(STEPS)})
-    rotated = rotate(disk, RUN, "run", keep_last, keep_every, max(STEPS))
+    assert not rotate(disk, RUN, "run", keep_last, keep_every, max(STEPS))
     newest_ones = STEPS if keep_last is None else STEPS[-keep_last:]
     multiples = [step for step in STEPS if keep_every and step % keep_every == 0]
-    assert set(rotated.steps) == set(STEPS) - set(newest_ones) - set(multiples)
-    assert set(steps_in(disk, RUN)) == set(STEPS) - set(rotated.steps)
+    assert set(steps_in(disk, RUN)) == {*newest_ones, *multiples}
 
 
 def damage(disk: Files, step: int, name: str = "rank00000-0.safetensors") -> None:
@@ -87,8 +85,9 @@ def test_rotation_counts_no_checkpoint_that_fails_the_quick_check_and_removes_no
 
 def test_rotation_removes_no_checkpoint_of_another_run() -> None:
     disk = disk_with(1, {1: "A", 2: "B", 3: "C"})
-    assert rotate(disk, RUN, "another run", 1, None, 3) == Rotated()
-    assert rotate(disk, RUN, "run", 1, None, 3) == Rotated((1, 2))
+    rotate(disk, RUN, "another run", 1, None, 3)
+    assert steps_in(disk, RUN) == [3, 2, 1]
+    rotate(disk, RUN, "run", 1, None, 3)
     assert steps_in(disk, RUN) == [3]
 
 
@@ -166,7 +165,7 @@ def test_what_is_not_proved_ours_is_never_removed_and_what_is_kept_is_reported(
     given_back = "step-00000001-other-files"  # a removal of ours that a user's folder stopped
     assert set(left.kept) == {FOREIGN[2], given_back, FOREIGN[4], ".tmp-step-00000003-00c0ffee"}
     (folder / given_back).rename(folder / FOREIGN[3])
-    assert rotate(Files(), folder, "run", 1, None, 99) == Rotated()
+    assert not rotate(Files(), folder, "run", 1, None, 99)
     assert snapshot(tmp_path) == before
 
 
@@ -374,7 +373,7 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", pauses.append)
+    monkeypatch.setattr("shardwise.checkpoint.trash.time.sleep", pauses.append)
     files = Asked(4)
     take_lock(files, tmp_path, "mine").release()
     assert files.num_tries == len(pauses) + 1 > 6
@@ -394,7 +393,7 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
 
     held: list[Any] = []
     asking = Files().lock(tmp_path / LOCK, shared=True)
-    monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", hold_while_asked)
+    monkeypatch.setattr("shardwise.checkpoint.trash.time.sleep", hold_while_asked)
     with pytest.raises(CheckpointError, match=r"\(run other\) saves checkpoints there"):
         take_lock(Files(), tmp_path, "mine")
     assert "(run other)" in str(lock_holder(Files(), tmp_path))

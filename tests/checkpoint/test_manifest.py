@@ -105,12 +105,8 @@ def index() -> RankIndex:
     )
 
 
-def test_an_index_is_read_back_and_its_boxes_are_found() -> None:
-    back = parse_index(seal(index()), "x")
-    assert back == index()
-    assert back.extents[0, 0] == ("rank00001-0.safetensors", 16, 28, "b" * 32)
-    assert back.extents[1, 0] == ("rank00001-0.safetensors", 28, 32, "c" * 32)
-    assert set(back.extents) == {(0, 0), (1, 0)}
+def test_an_index_is_read_back() -> None:
+    assert parse_index(seal(index()), "x") == index()
 
 
 SEALED = {"manifest": seal(manifest_of([{"w": (3, 2)}], 2, "rows")), "index": seal(index())}
@@ -197,7 +193,7 @@ def test_what_is_sealed_but_wrong_is_refused_with_its_place(name: str) -> None:
         if which == "manifest":
             parse_manifest(data, "the/file")
         else:
-            list(parse_index(data, "the/file").extents)
+            parse_index(data, "the/file")
     assert str(caught.value).startswith("the/file: ")
 
 

@@ -148,7 +148,7 @@ def test_one_ranks_boxes_are_found_without_looking_at_others(
     for layout, at_most in (("rows", 1), ("flat", 5)):
         calls.clear()
         found = list(llama(MANY, layout).all_boxes(5))
-        assert len(found) == len(calls) <= at_most * 3 * 1002
+        assert len(calls) <= len(found) <= at_most * 3 * 1002
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:

@@ -124,31 +124,6 @@ def write(folder: Path, run: Run, stage: int, world: int, tag: str = "step7") ->
     return home
 
 
-def write_universal(home: Path, run: Run, stage: int, world: int) -> Path:
-    """Write what DeepSpeed's converter makes of such a tag: a folder for each parameter."""
-    home.mkdir()
-    groups: Any = _options([[0], [1]] if stage < 3 else _numbers(run))
-    common: dict[str, Any] = {"loss_scaler": LossScaler(), "param_groups": groups}
-    with deepspeed_names():
-        for rank in range(world if stage == 3 else 1):
-            name = f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt"
-            torch.save(_model(run, stage, world, rank), home / name)
-        for group in run.groups:
-            for name, tensor in group.items():
-                (home / "zero" / name).mkdir(parents=True)
-                whole = {"fp32": tensor, **{key: run.states[key][name] for key in run.states}}
-                for key, value in whole.items():
-                    torch.save({"cat_dim": 0, "param": value}, home / "zero" / name / f"{key}.pt")
-                if stage < 3:
-                    torch.save(torch.tensor(run.step), home / "zero" / name / "step.pt")
-        if stage == 3:
-            states = {number: _state(run, {}) for number in range(len(_sub_groups(run)))}
-            common["optimizer_state_dict"] = {"state": states, "param_groups": groups}
-        common["zero_stage"] = ZeroStageEnum(stage)
-        torch.save(common, home / "zero" / "optimizer_state.pt")
-    return home
-
-
 def _model(run: Run, stage: int, world: int, rank: int) -> dict[str, Any]:
     trained = {name: tensor for group in run.groups for name, tensor in group.items()}
     module: Any = OrderedDict(run.buffers)

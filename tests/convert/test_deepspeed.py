@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from convert import fake_deepspeed
-from convert.fake_deepspeed import STATES, Run, make_run, write, write_universal
+from convert.fake_deepspeed import STATES, Run, make_run, write
 from convert.sources import Command, check_slices, infos_of
 from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -85,42 +85,6 @@ def test_the_optimizers_class_is_torchs_name_for_it(
     optimizer = open_deepspeed(home).optimizer
     assert optimizer is not None
     assert optimizer.class_name == expected
-
-
-@pytest.mark.parametrize(("stage", "world"), [(1, 1), (2, 2), (3, 2), (3, 3)])
-def test_universal_checkpoints_are_read_as_well(stage: int, world: int, tmp_path: Path) -> None:
-    run = make_run()
-    source = open_deepspeed(write_universal(tmp_path / "u", run, stage, world))
-    infos, expected = infos_of(source), expected_tensors(run)
-    assert set(infos) == set(expected)
-    for key, tensor in expected.items():
-        check_slices(source, infos[key], tensor)
-    assert (source.step, source.tied) == (7, {"head.weight": "emb.weight"})
-    assert source.optimizer is not None
-    assert [group["params"] for group in source.optimizer.groups] == [list(g) for g in run.groups]
-
-
-@pytest.mark.parametrize("lost", ["cube/fp32.pt", "cube", "optimizer_state.pt"])
-def test_what_a_universal_checkpoint_lacks_is_named(lost: str, tmp_path: Path) -> None:
-    home = write_universal(tmp_path / "u", make_run(), 2, 1)
-    (home / "zero" / lost).rename(tmp_path / "elsewhere")
-    with pytest.raises(DamagedCheckpoint, match=f"{lost}.* is missing"):
-        open_deepspeed(home)
-
-
-def test_a_universal_parameter_of_another_size_is_named(tmp_path: Path) -> None:
-    home = write_universal(tmp_path / "u", make_run(), 2, 1)
-    torch.save({"param": torch.ones(3)}, home / "zero" / "cube" / "exp_avg.pt")
-    with pytest.raises(DamagedCheckpoint, match=r"cube/exp_avg\.pt: 3 elements; 'cube'"):
-        open_deepspeed(home)
-
-
-def test_a_universal_parameters_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
-    home = write_universal(tmp_path / "u", make_run(), 2, 1)
-    path = home / "mp_rank_00_model_states.pt"
-    edit(path, lambda saved: saved["param_shapes"][0].update({"../../x": (1,)}))
-    with pytest.raises(CheckpointError, match="no plain name"):
-        open_deepspeed(home)
 
 
 def test_the_tag_is_the_one_asked_for_or_the_latest_or_the_folder_itself(tmp_path: Path) -> None:

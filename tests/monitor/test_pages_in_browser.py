@@ -36,17 +36,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         Finding("B1", "warning", "small", "verdict", {"x": 2.0}, "why"),
     )
     judged = Diagnosis(findings)
-    settings = folder / "settings.yaml"
-    text = "".join(f"{key}: {value}\n" for key, value in KEYS.items())
-    settings.write_text(f"{text}warmup_steps: 0\n")
-    assert run_plan([str(settings), "--html", str(folder / "plan.html")]) == 0
-    few = ["--search", str(settings), "--micro-batch", "2"]
-    assert run_plan([*few, "--html", str(folder / "search.html")]) == 0
     return {
         "one run": report_html([ShownRun("run", run, judged)]),
         "two runs": report_html([ShownRun("run", run), ShownRun("other", other, judged)]),
-        "a plan": (folder / "plan.html").read_text(),
-        "a search": (folder / "search.html").read_text(),
     }
 
 

@@ -10,7 +10,8 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
-from shardwise.plan.planning import Plan, plan
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import plan
 
 SEQ = 64
 SHAPE = llama_shape(3, 64, 4, 2, 160, 320)

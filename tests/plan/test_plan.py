@@ -24,7 +24,8 @@ from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.margins import MemoryInterval
 from shardwise.plan.model.shapes import DecoderShape
-from shardwise.plan.planning import Plan, plan
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import plan
 
 FEW = settings(max_examples=25)
 STAGES = st.integers(0, 3)

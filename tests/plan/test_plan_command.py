@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -89,12 +88,6 @@ def test_json_has_the_plan_and_nothing_else(tiny: Path, capsys: pytest.CaptureFi
     assert facts["candidate"]["precision"] == "pure_bf16"
 
 
-def test_a_page_is_written(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "plan.html"
-    assert run_plan([str(tiny), "--html", str(page)]) == 0
-    assert page.read_text().startswith("<!doctype html>")
-
-
 def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(["--list"]) == 0
     text = words(capsys)
@@ -121,17 +114,15 @@ def test_an_accounting_of_a_model_or_with_a_search_is_refused(refused: Refused) 
 
 # -- a search
 def test_a_search_shows_the_winner_the_front_and_each_reason_once(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--search", "--layout", "rows", "--bucket-bytes", "1048576"]
     flags += ["--tokens-per-step", "256", "--micro-batch", "2"]
-    page = tmp_path / "search.html"
-    assert run_plan([str(tiny), *flags, "--html", str(page)]) == 0
+    assert run_plan([str(tiny), *flags]) == 0
     text = words(capsys)
     assert "candidates" in text
     assert "nothing is both faster and smaller" in text
     assert "why others lost" in text
-    assert "lost" in page.read_text()
     assert run_plan([str(tiny), *flags, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["winner"]["candidate"]["accumulation"] == 4
@@ -141,7 +132,7 @@ def test_a_search_shows_the_winner_the_front_and_each_reason_once(
 def test_a_search_shows_winners_and_five_reasons_and_the_flags_that_make_the_winner(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ["demo", "--ranks", "2", "--gpu", "rtx4090", "--degrees", "1x1x1"]
+    flags = ["demo", "--ranks", "2", "--gpu", "rtx4090", "--tp", "1", "--pp", "1", "--cp", "1"]
     assert run_plan([*flags, "--search"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 45
@@ -202,7 +193,7 @@ def test_the_optimizer_of_a_run_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "last"), [("gather", "int4"), ("reduce", "int4-a2a")])
 def test_a_format_is_planned_written_and_read_again(
-    key: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+    key: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.yaml"
     assert run_plan(["demo", "--ranks", "2", f"--{key}", last, "--write", str(path)]) == 0
@@ -212,16 +203,12 @@ def test_a_format_is_planned_written_and_read_again(
     again = json.loads(capsys.readouterr().out)
     assert again["candidate"][key] == last
     assert f"in {last}" in again["label"]
-    told = refused(run_plan, "demo", f"--{key}s", last)
-    assert f"{key}s: it limits a search" in told
-    both = ("demo", "--search", f"--{key}s", last, f"--{key}", last)
-    assert f"leave out --{key}" in refused(run_plan, *both)
 
 
 def test_gathers_are_encoded_only_where_there_is_something_to_gather(refused: Refused) -> None:
     coded = (run_plan, "demo", "--gather", "int8")
     assert "nothing is gathered at stage 0" in refused(*coded, "--stage", "0")
-    assert "params='device'" in refused(*coded, "--offload-optimizer", "cpu")
+    assert "params='device'" in refused(*coded, "--offload", "{optimizer: cpu}")
 
 
 def test_blocks_that_a_plan_does_not_count_are_refused(
@@ -236,7 +223,7 @@ def test_blocks_that_a_plan_does_not_count_are_refused(
     ("flags", "reason"),
     [
         (["gpt2"], "gpt2"),
-        (["demo", "--offload-optimizer", "nvme"], "--offload nvme:/local/ssd"),
+        (["demo", "--offload", "{optimizer: nvme}"], "--offload nvme:/local/ssd"),
         (["demo", "--activation-checkpointing", "selective"], "selective"),
         (["demo", "--optimizer", "lion"], "'lion'"),
         (["demo", "--precision", "pure_bf16"], "'bf16'"),
@@ -258,32 +245,23 @@ def test_degrees_that_a_run_refuses_are_not_written(tmp_path: Path, refused: Ref
     asked = (run_plan, run, "--ranks", "4", "--write", path)
     assert "tp: expected a divisor of kv_heads 2, got 4" in refused(*asked, "--tp", "4")
     assert "accumulation: expected at least pp 2" in refused(*asked, "--pp", "2")
-    search = (*asked, "--search", "--degrees")
-    assert "tp: expected a divisor of kv_heads 2, got 4" in refused(*search, "4x1x1")
+    search = (*asked, "--search", "--tp", "4")
+    assert "tp: expected a divisor of kv_heads 2, got 4" in refused(*search)
     assert not path.exists()
 
 
 # -- files that cannot be written
-@pytest.mark.parametrize(
-    ("command", "flag", "more"),
-    [
-        (run_plan, "--html", []),
-        (run_plan, "--write", []),
-        (run_simulate, "--trace", []),
-        (run_simulate, "--svg", ["--sweep", "2"]),
-    ],
-)
+@pytest.mark.parametrize(("command", "flag"), [(run_plan, "--write"), (run_simulate, "--trace")])
 def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     command: Callable[[list[str]], int],
     flag: str,
-    more: list[str],
     tmp_path: Path,
     refused: Refused,
 ) -> None:
-    told = refused(command, "no-model", flag, tmp_path / "none" / "x", *more)
+    told = refused(command, "no-model", flag, tmp_path / "none" / "x")
     assert flag in told
     assert "none" in told
-    assert "folder" in refused(command, "no-model", flag, tmp_path, *more)
+    assert "folder" in refused(command, "no-model", flag, tmp_path)
 
 
 # -- flags that do not exist
@@ -291,7 +269,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     ("arguments", "hint"),
     [
         (["plan", "demo", "--stagee", "3"], "--stage"),
-        (["simulate", "demo", "--stragler", "1:2"], "--straggler"),
+        (["simulate", "demo", "--stragler", "1.2"], "--straggler"),
         (["plan", "demo", "--stage", "x"], "--stage"),
     ],
 )
@@ -341,19 +319,16 @@ def test_a_calibration_of_other_ranks_or_beside_a_device_is_refused(
 
 
 # -- simulate
-def test_a_simulation_shows_ranks_scaling_and_goodput_and_writes_its_files(
+def test_a_simulation_shows_scaling_and_goodput_and_writes_its_trace(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    svg, trace = tmp_path / "scaling.svg", tmp_path / "trace.json"
-    flags = "--ranks 8 --straggler 3:1.5 --jitter 0.05 --steps 3 --sweep 4,8 --mtbf-hours 5000"
-    arguments = [str(tiny), *flags.split(), "--svg", str(svg), "--trace", str(trace)]
+    trace = tmp_path / "trace.json"
+    flags = "--ranks 8 --straggler 1.5 --slow-link 2 --sweep 4,8 --mtbf-hours 5000"
+    arguments = [str(tiny), *flags.split(), "--trace", str(trace)]
     assert run_simulate(arguments) == 0
     text = words(capsys)
-    for part in ("ranks, the slowest first", "8 ranks:", "3 steps:", "what decides the step"):
+    for part in ("computing", "what decides the step", "scaling", "efficiency", "goodput"):
         assert part in text
-    for part in ("scaling", "efficiency", "goodput", "best time between checkpoints"):
-        assert part in text
-    assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
     assert json.loads(trace.read_text())
     assert run_simulate([*arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -365,20 +340,15 @@ def test_a_simulation_shows_ranks_scaling_and_goodput_and_writes_its_files(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--straggler", "x"], "straggler: expected rank:slowdown"),
-        (["--straggler", "1:2:3"], "straggler"),
-        (["--straggler", "9:2"], "0 to 1"),
-        (["--straggler", "1:nan"], "slowdown=nan"),
-        (["--slow-link", "a:b"], "slow_link: expected rank:factor"),
-        (["--slow-link", "shrd:0:2"], "'shard'"),
+        (["--straggler", "3:2"], "--straggler"),
+        (["--straggler", "0.5"], "--straggler"),
+        (["--straggler", "nan"], "--straggler"),
+        (["--slow-link", "x"], "--slow-link"),
         (["--sweep", "8,x"], "sweep: expected numbers"),
         (["--sweep", "0"], "sweep"),
         (["--sweep", "3", "--dp-replicate", "2"], "sweep: 3 ranks"),
-        (["--svg", "x.svg"], "--sweep"),
-        (["--jitter", "nan"], "--jitter"),
         (["--mtbf-hours", "0"], "--mtbf-hours"),
         (["--mtbf-hours", "inf"], "--mtbf-hours"),
-        (["--steps", "1e30"], "--steps"),
     ],
 )
 def test_a_scenario_that_makes_no_sense_is_told_by_its_flag(

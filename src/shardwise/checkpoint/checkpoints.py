@@ -413,10 +413,8 @@ class Checkpoints:
             other_files = [written.other_files] if written.other_files else []
             try:
                 self._note_copies(None if self._memory is None else self._memory.newest)
-                rotated = rotate(
-                    self._files, self.folder, self.run, *self._keep, step, self._skipped
-                )
-                other_files += rotated.other_files
+                of_run = self._files, self.folder, self.run
+                other_files += rotate(*of_run, *self._keep, step, self._skipped)
             except (OSError, CheckpointError) as error:  # the new one is safe; `finish` warns
                 self._news.append(f"old checkpoints stay: {explain(error)}")
             self._news += [tell_other_files(path) for path in other_files]

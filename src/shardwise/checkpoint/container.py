@@ -140,9 +140,10 @@ def build_header(stored: Sequence[Stored], metadata: Mapping[str, str] | None = 
 
 
 def read_header(reader: Reader, where: str) -> tuple[dict[str, Stored], int]:
-    """Return the tensors of a file by key, and the offset of the first byte after the header.
+    """Return the whole tensors of a file by key, and the offset of the first byte after the header.
 
-    **Raises** DamagedCheckpoint when the header is incomplete, or does not cover the file exactly.
+    **Raises** DamagedCheckpoint when the header is incomplete, or does not cover the file exactly;
+    CheckpointError when the tensors may be slices.
     """
     if reader.size < _LENGTH_BYTES:
         raise DamagedCheckpoint(f"{where}: {reader.size} bytes are no safetensors file")
@@ -152,6 +153,11 @@ def read_header(reader: Reader, where: str) -> tuple[dict[str, Stored], int]:
             f"{where}: its header claims {header_bytes} bytes; the file has {reader.size}"
         )
     text = reader.read(_LENGTH_BYTES, header_bytes)
+    if b'"DCP_SHARDING_INFO"' in text:
+        raise CheckpointError(
+            f"{where} is a part of a sharded checkpoint, whose tensors may be slices. Open that "
+            "checkpoint by its own format, or consolidate it first"
+        )
     begin = _LENGTH_BYTES + header_bytes
     return parse_header(text, reader.size - begin, where), begin
 

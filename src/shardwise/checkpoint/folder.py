@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from shardwise.checkpoint.manifest import (
     parse_manifest,
 )
 from shardwise.checkpoint.read import read_small
-from shardwise.checkpoint.trash import LOCK_ATTEMPTS, LOCK_RETRY_S, STEP, remove_checkpoint
+from shardwise.checkpoint.trash import STEP, remove_checkpoint, take
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
     rank, text = found
     for each in sorted({0, rank}):
         with suppress(OSError):
-            index = index_of(manifest, each, read_small(files, path / index_name(each)), path)
+            index, _ = index_of(manifest, each, read_small(files, path / index_name(each)), path)
             for number, file in enumerate(index.files):
                 name = file_name(each, number)
                 if sizes.get(name, file.num_bytes) != file.num_bytes:
@@ -190,29 +189,20 @@ NO_COPIES = CopiesThatCount()
 
 
 def take_lock(files: Files, folder: Path, run: str, copies: CopiesThatCount = NO_COPIES) -> Lock:
-    """Make the folder and lock it for this run. **Raises** CheckpointError while another holds it.
+    """Make the folder and lock it for this run.
 
-    A process that only tests the lock (`lock_holder`) is waited for, a minute at most.
+    **Raises** CheckpointError while another run holds it.
     """
     files.make_folders(folder)
     path = folder / LOCK
-    for _ in range(LOCK_ATTEMPTS):
-        lock = files.lock(path)
-        if lock is not None:
-            name_holder(lock, run, copies)
-            return lock
-        asking = files.lock(path, shared=True)
-        if asking is None:
-            raise CheckpointError(
-                f"{folder}: {_holder(files, path)} saves checkpoints there; choose another folder, "
-                "or end that run"
-            )
-        asking.release()
-        time.sleep(LOCK_RETRY_S)
-    raise CheckpointError(
-        f"{path}: processes that only test this lock (`shardwise ckpt`) have held it for a minute. "
-        "One of them may be stopped: end it"
-    )
+
+    def busy() -> str:
+        holder = _holder(files, path)
+        return f"{folder}: {holder} saves checkpoints there; choose another folder, or end that run"
+
+    lock = take(files, path, busy)
+    name_holder(lock, run, copies)
+    return lock
 
 
 def name_holder(lock: Lock, run: str, copies: CopiesThatCount) -> None:
@@ -257,14 +247,6 @@ def _holder(files: Files, path: Path) -> str:
 # -- rotation
 
 
-@dataclass(frozen=True)
-class Rotated:
-    """Steps that a rotation removed, and the folders of files in them that were not ours."""
-
-    steps: tuple[int, ...] = ()
-    other_files: tuple[Path, ...] = ()
-
-
 def rotate(
     files: Files,
     folder: Path,
@@ -273,11 +255,12 @@ def rotate(
     keep_every: int | None,
     saved: int,
     damaged: Collection[int] = (),
-) -> Rotated:
+) -> list[Path]:
     """Remove this run's checkpoints that are neither the newest ``keep_last`` nor multiples.
 
-    ``saved`` is the step that was saved just now; it stays. ``damaged`` are steps that a load found
-    damaged, which only shows when they are read: they do not count and are not removed.
+    Returns the folders of files in them that are not ours. ``saved`` is the step that was saved
+    just now; it stays. ``damaged`` are steps that a load found damaged, which only shows when they
+    are read: they do not count and are not removed.
 
     See Note [What may be removed]. **Raises** OSError; a checkpoint or a leftover remains then.
     """
@@ -289,14 +272,14 @@ def rotate(
             if check_quickly(files, folder / step_name(step))[0].run == run:
                 ours.append(step)
     if saved not in ours:
-        return Rotated()
+        return []
     going = [
         step
         for step in sorted(ours[keep_last:])
         if step != saved and not (keep_every and step % keep_every == 0)
     ]
     left = [remove_checkpoint(files, folder / step_name(step)) for step in going]
-    return Rotated(tuple(going), tuple(path for path in left if path is not None))
+    return [path for path in left if path is not None]
 
 
 # -- the checkpoint to load

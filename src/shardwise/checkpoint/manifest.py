@@ -23,7 +23,7 @@ rank knows the writer of each of its tensors before it knows those of other rank
 
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -44,12 +44,14 @@ from pydantic import (
 
 from shardwise.checkpoint.container import (
     DIGEST_CHARS,
+    Stored,
     digest_of,
     element_bytes,
     is_dtype,
     num_chunks,
+    place,
 )
-from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
+from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.layout.boxes import Box, Region, boxes_of_range, full_region
 from shardwise.layout.segments import Layout, build_layout
@@ -141,8 +143,8 @@ def validated(kind: type[_PartT], value: object, where: str) -> _PartT:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))[:_SHOWN_CHARS]
-        raise DamagedCheckpoint(f"{where}: {place}: {first['msg']}") from None
+        field = ".".join(map(str, first["loc"]))[:_SHOWN_CHARS]
+        raise DamagedCheckpoint(f"{where}: {field}: {first['msg']}") from None
 
 
 # -- the manifest
@@ -240,6 +242,18 @@ class IndexRow(SealedPart):
     file_bytes: Count
 
 
+class Content(NamedTuple):
+    """One ``box`` of a tensor in a file of a rank, with its entry in the header.
+
+    ``number`` counts the tensors of the manifest, and behind them the rank's own. Bytes count from
+    the end of the header.
+    """
+
+    number: int
+    box: Box
+    stored: Stored
+
+
 class Manifest(SealedPart):
     """The description of a whole checkpoint; its file is written last."""
 
@@ -314,7 +328,9 @@ class Manifest(SealedPart):
                 return ()
             held = self.built_layouts[row.layout].piece(row.index or 0, shard)
             lo, hi = held.lo, held.hi
-        boxes = boxes_of_range(row.shape, lo, hi)
+        # A parameter and its optimizer state are cut in the same way: computed once.
+        same = row.shape, lo, hi
+        boxes = self._boxes.get(same) or self._boxes.setdefault(same, boxes_of_range(*same))
         if not row.of:
             return boxes
         return tuple(replace(box, offsets=tuple(map(add, row.at, box.offsets))) for box in boxes)
@@ -329,8 +345,30 @@ class Manifest(SealedPart):
             range(len(self.tensors)), key=lambda n: -element_bytes(self.tensors[n].dtype)
         )
         for number in by_width:
-            for place, box in enumerate(self.boxes_of(number, rank)):
-                yield number, place, box
+            for file, box in enumerate(self.boxes_of(number, rank)):
+                yield number, file, box
+
+    def files_of(self, rank: int, own: Sequence[TensorRow]) -> list[list[Content]]:
+        """Lay out the tensors in each file of a rank; those of its ``own`` end the first file."""
+        rows, num_shared = (*self.tensors, *own), len(self.tensors)
+        files: dict[int, list[tuple[int, Box]]] = {}
+        for number, file, box in self.all_boxes(rank):
+            files.setdefault(file, []).append((number, box))
+        for number, row in enumerate(own, num_shared):
+            box = Box(row.region.at, row.shape, 0, prod(row.shape))
+            files.setdefault(0, []).append((number, box))
+        found = []
+        for _, listed in sorted(files.items()):
+            keys = [f"rank{rank:05d}." * (n >= num_shared) + rows[n].info.key for n, _ in listed]
+            named = zip(keys, listed, strict=True)
+            boxes = [(key, rows[n].dtype, box.lengths, box.offsets) for key, (n, box) in named]
+            stored = zip(listed, place(boxes), strict=True)
+            found.append([Content(number, box, each) for (number, box), each in stored])
+        return found
+
+    @cached_property
+    def _boxes(self) -> dict[tuple[tuple[int, ...], int, int], tuple[Box, ...]]:
+        return {}
 
     def _mesh_of(self, row: TensorRow) -> MeshRow:
         return self.tables[self.layouts[row.layout or 0].mesh]
@@ -431,44 +469,18 @@ def is_grid(of: tuple[int, ...], pieces: Sequence[Region]) -> bool:
     return len({piece.at for piece in filled}) == len(filled) == cells
 
 
-def optimizer_info(row: OptimizerRow, decode: Callable[[Any], object]) -> OptimizerInfo:
-    """Return the optimizer's values as they were saved, through ``decode``.
-
-    **Raises** DamagedCheckpoint when they are not an optimizer's groups and state.
-    """
-    groups, state = decode(row.groups), decode(row.state)
-
-    def is_of(kind: type, value: object) -> bool:
-        return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-    if isinstance(groups, list) and isinstance(state, dict) and is_of(dict, groups):
-        of_groups = all(is_of(str, group.get("params")) for group in groups)
-        if of_groups and is_of(str, list(state)) and is_of(dict, list(state.values())):
-            return OptimizerInfo(row.class_name, tuple(groups), state)
-    raise DamagedCheckpoint("the optimizer's groups or state are not those of an optimizer")
-
-
 # -- the index of a rank
 
 
 class BoxRow(NamedTuple):
     """One box in the files of a rank: its tensor, its place, and the digests of its chunks.
 
-    It ends where the next box of its file begins; its shape is computed from the manifest.
+    Its shape and its size are computed from the manifest.
     """
 
     tensor: Count
     file: _NumFiles
     begin: Count
-    digests: str
-
-
-class Extent(NamedTuple):
-    """Bytes [begin, end) of the file ``name``: one box of a tensor, and its chunks' digests."""
-
-    name: str
-    begin: int
-    end: int
     digests: str
 
 
@@ -502,58 +514,53 @@ class RankIndex(SealedPart):
     own: Rows[OwnRow]
     values: dict[str, Any]
 
-    @cached_property
-    def extents(self) -> dict[tuple[int, int], Extent]:
-        """The bytes of each box, by (tensor number, file)."""
-        ends = {number: file.num_bytes for number, file in enumerate(self.files)}
-        if self.own:
-            ends[0] = self.own[0].begin
-        found = {}
-        for row in reversed(self.boxes):
-            name, end = file_name(self.rank, row.file), ends.get(row.file, 0)
-            found[row.tensor, row.file] = Extent(name, row.begin, end, row.digests)
-            ends[row.file] = row.begin
-        return found
 
-    def extent_of_own(self, row: OwnRow) -> Extent:
-        """Return the bytes of a tensor of this rank alone."""
-        return Extent(file_name(self.rank, 0), row.begin, row.begin + row.num_bytes, row.digests)
+class Extent(NamedTuple):
+    """Bytes [begin, end) of the file ``name``: one box of a tensor, and its chunks' digests."""
 
-    def find_difference(self, tensors: Sequence[TensorRow]) -> str:
-        """Describe what does not fit the manifest's tensors; return "" if all fits.
+    name: str
+    begin: int
+    end: int
+    digests: str
+    box: Box
 
-        Boxes have the order of `Manifest.all_boxes`. The rank's own tensors follow them, without a
-        gap up to the end of the file.
-        """
-        if len(self.extents) != len(self.boxes):
-            return "a box stands in it twice"
-        if any(box.tensor >= len(tensors) or box.file >= len(self.files) for box in self.boxes):
-            return "it names a tensor or a file that does not exist"
-        if len({own.info.key for own in self.own}) != len(self.own) or (
-            self.own and not self.files
-        ):
-            return "its own tensors stand twice, or in no file"
-        whole = {tensor.info for tensor in tensors if tensor.layout is None}
-        strange = [own.name for own in self.own if own.kind != "extra" and own.info not in whole]
-        if strange:
-            return f"a rank cannot have its own '{strange[0]}'"
-        before = dict[int, tuple[int, int]]()
-        for box in self.boxes:
-            extent = self.extents[box.tensor, box.file]
-            width = element_bytes(tensors[box.tensor].dtype)
-            order = (-width, box.tensor)
-            if extent.end <= box.begin or order <= before.get(box.file, (-width - 1, 0)):
-                return f"the tensor at byte {box.begin} of file {box.file} is not the next one"
-            if len(extent.digests) != num_chunks(extent.end - box.begin) * DIGEST_CHARS:
-                return f"a tensor of file {box.file} has not all its digests"
-            before[box.file] = order
-        end = self.own[0].begin if self.own else 0
-        for own in self.own:
-            if own.begin != end or len(own.digests) != num_chunks(own.num_bytes) * DIGEST_CHARS:
-                return f"its own '{own.name}' is not described right"
-            end += own.num_bytes
-        is_end = not self.own or end == self.files[0].num_bytes
-        return "" if is_end else "file 0 does not end with its last tensor"
+
+Extents = Mapping[int, Sequence[Extent]]  # by the number of the tensor, as in `Content`
+
+
+def find_extents(manifest: Manifest, index: RankIndex) -> Extents:
+    """Return the bytes of a rank's tensors, which must be those of the manifest.
+
+    They stand in the order of `Manifest.files_of`, without a gap up to the end of each file.
+
+    **Raises** ValueError naming the first tensor that is not described right.
+    """
+    whole = {row.info for row in manifest.tensors if row.layout is None} if index.own else ()
+    for own in index.own:
+        if own.kind != "extra" and own.info not in whole:
+            raise ValueError(f"a rank cannot have its own '{own.name}'")
+    if len({own.info.key for own in index.own}) != len(index.own):
+        raise ValueError("one of its own tensors stands in it twice")
+    rows = [*index.boxes]
+    for number, own in enumerate(index.own, len(manifest.tensors)):
+        rows.append(BoxRow(number, 0, own.begin, own.digests))
+    rows.sort(key=lambda row: row.file)
+    files = manifest.files_of(index.rank, index.own)
+    expected = [(c.number, file) for file, contents in enumerate(files) for c in contents]
+    if len(files) != len(index.files) or [(row.tensor, row.file) for row in rows] != expected:
+        raise ValueError("its tensors are not those that the manifest gives this rank")
+    extents: dict[int, list[Extent]] = {}
+    for file, contents in enumerate(files):
+        name, of_file = file_name(index.rank, file), rows[: len(contents)]
+        del rows[: len(contents)]
+        for (number, box, stored), row in zip(contents, of_file, strict=True):
+            begin, end = (of_file[0].begin + at for at in (stored.begin, stored.end))
+            if row.begin != begin or len(row.digests) != num_chunks(end - begin) * DIGEST_CHARS:
+                raise ValueError(f"{name}: '{stored.key}' is not described right")
+            extents.setdefault(number, []).append(Extent(name, begin, end, row.digests, box))
+        if end != index.files[file].num_bytes:
+            raise ValueError(f"{name} does not end with its last tensor")
+    return extents
 
 
 def parse_index(data: bytes, where: str) -> RankIndex:
@@ -561,8 +568,8 @@ def parse_index(data: bytes, where: str) -> RankIndex:
     return validated(RankIndex, unseal(data, where), where)
 
 
-def index_of(manifest: Manifest, rank: int, data: bytes, folder: Path) -> RankIndex:
-    """Return a rank's index from its file, checked against the manifest.
+def index_of(manifest: Manifest, rank: int, data: bytes, folder: Path) -> tuple[RankIndex, Extents]:
+    """Return a rank's index from its file, checked against the manifest, and where its tensors are.
 
     **Raises** DamagedCheckpoint naming the first difference. An index that is whole, with another
     digest than the manifest says, is of another save.
@@ -586,6 +593,7 @@ def index_of(manifest: Manifest, rank: int, data: bytes, folder: Path) -> RankIn
     ):
         if found != wanted:
             raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {wanted}")
-    if text := index.find_difference(manifest.tensors):
-        raise DamagedCheckpoint(f"{where}: {text}")
-    return index
+    try:
+        return index, find_extents(manifest, index)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{where}: {error}") from None

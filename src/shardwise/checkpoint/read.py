@@ -18,11 +18,11 @@ target is never read by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.checkpoint.container import (
     CHUNK_BYTES,
@@ -38,17 +38,18 @@ from shardwise.checkpoint.manifest import (
     MANIFEST,
     MAX_PART_BYTES,
     Extent,
+    Extents,
     Manifest,
+    OptimizerRow,
     OwnRow,
     RankIndex,
     index_name,
     index_of,
-    optimizer_info,
     parse_manifest,
 )
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 from shardwise.errors import CheckpointError, DamagedCheckpoint
-from shardwise.layout.boxes import Box, Overlap, Region, full_region, owners_of
+from shardwise.layout.boxes import Region, full_region, owners_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,8 +102,7 @@ class Checkpoint:
             manifest = parse_manifest(read_small(files, folder / MANIFEST), str(folder / MANIFEST))
         self.manifest = manifest
         self._readers: dict[str, Reader] = {}
-        self._indexes: dict[int, RankIndex] = {}
-        self._cuts: dict[tuple[int | None, ...], list[tuple[int, int, Box, int, int]]] = {}
+        self._indexes: dict[int, tuple[RankIndex, Extents]] = {}
 
     @property
     def tensors(self) -> Sequence[TensorInfo]:
@@ -154,15 +154,14 @@ class Checkpoint:
         from shardwise.checkpoint.values import decode
 
         index = self.index_of(rank)
-        own = {row.name: row for row in index.own if row.kind == "extra"}
+        own = {row.name: (row, e) for row, e in self._own_of(rank) if row.kind == "extra"}
         where = str(self.folder / index_name(rank))
 
         def tensor(place: str) -> torch.Tensor:
-            row = own.pop(place, None)  # each is at one place only
-            if row is None:
+            if place not in own:  # each is at one place only
                 raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
+            row, extent = own.pop(place)
             out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
-            extent = index.extent_of_own(row)
             self._fill(list(chunks_in(extent, row.info.key, memory_of(out))))
             return out
 
@@ -181,7 +180,12 @@ class Checkpoint:
             self.opened.add(index_name(rank))
             self.num_bytes += len(data)
             self._indexes[rank] = index_of(self.manifest, rank, data, self.folder)
-        return self._indexes[rank]
+        return self._indexes[rank][0]
+
+    def extents_of(self, rank: int) -> Extents:
+        """Return where the tensors of a rank are, as its index says."""
+        self.index_of(rank)
+        return self._indexes[rank][1]
 
     def is_cut(self, tensor: TensorInfo) -> bool:
         """Tell whether the ranks that saved held slices of it; else it was whole on each."""
@@ -225,7 +229,7 @@ class Checkpoint:
         """
         want, width = piece or full_region(tensor.shape), element_bytes(tensor.dtype)
         if self._own and (tensor, want) in self._own:
-            own = self.index_of(self.rank).extent_of_own(self._own[tensor, want])
+            own = self._own[tensor, want]
             return list(chunks_in(own, tensor.key, out, lo * width, hi * width)) if lo < hi else []
         chunks: list[Chunk] = []
         for number in self.manifest.rows_of[tensor]:
@@ -240,18 +244,6 @@ class Checkpoint:
                 into = Scattered(have, begin * width, end * width, want, lo, out, width)
                 chunks += [c for c in self._chunks_of(number, begin, end, into) if c.out]
         return chunks
-
-    def extent_of(self, number: int, file: int, box: Box, rank: int) -> Extent:
-        """Return the bytes of a box. **Raises** DamagedCheckpoint if they are too few or many."""
-        row = self.manifest.tensors[number]
-        found = self.index_of(rank).extents.get((number, file))
-        expected = (box.hi - box.lo) * element_bytes(row.dtype)
-        if found is None or found.end - found.begin != expected:
-            raise DamagedCheckpoint(
-                f"{self.folder / index_name(rank)}: tensor '{row.name}' is cut otherwise than the "
-                f"manifest says: expected {expected} bytes for {box}, got {found}"
-            )
-        return found
 
     def read_chunks(self, chunks: Sequence[Chunk]) -> Iterator[int]:
         """Read the chunks, sorted by file and place; yield the wanted bytes of each call.
@@ -299,48 +291,35 @@ class Checkpoint:
         self._readers.clear()
 
     @cached_property
-    def _own(self) -> dict[tuple[TensorInfo, Region], OwnRow]:
+    def _own(self) -> dict[tuple[TensorInfo, Region], Extent]:
         """Buffers and optimizer tensors that the rank saved for itself, as ranks differ."""
-        own = self.index_of(self.rank).own
-        return {(row.info, row.region): row for row in own if row.kind != "extra"}
+        own = self._own_of(self.rank)
+        return {(row.info, row.region): extent for row, extent in own if row.kind != "extra"}
+
+    def _own_of(self, rank: int) -> list[tuple[OwnRow, Extent]]:
+        own, extents = self.index_of(rank).own, self.extents_of(rank)
+        first = len(self.manifest.tensors)
+        return [(row, extents[number][0]) for number, row in enumerate(own, first)]
 
     def _chunks_of(
         self, number: int, lo: int, hi: int, out: memoryview | Scattered
     ) -> Iterator[Chunk]:
         """Yield the chunks around elements [lo, hi) of one row of the manifest."""
-        row = self.manifest.tensors[number]
-        width = element_bytes(row.dtype)
-        for rank, file, box, begin, end in self._parts(number, lo, hi):
-            extent = self.extent_of(number, file, box, rank)
-            inside = out[(begin - lo) * width : (end - lo) * width]
-            bounds = (begin - box.lo) * width, (end - box.lo) * width
-            yield from chunks_in(extent, row.info.key, inside, *bounds)
-
-    def _parts(self, number: int, lo: int, hi: int) -> list[tuple[int, int, Box, int, int]]:
-        """Return (rank, file, box, begin, end) for each box that has some of elements [lo, hi)."""
-        row, manifest = self.manifest.tensors[number], self.manifest
         if hi <= lo:
-            return []
-        # A parameter and its optimizer state are cut in the same way: computed once.
-        turn = manifest.turn_of(number) if row.layout is not None else None
-        same = (row.layout, row.index, turn, lo, hi)
-        if row.layout is not None and same in self._cuts:
-            return self._cuts[same]
-        if row.layout is None:
-            owners = [Overlap(row.rank, lo, hi)]
-        else:
-            layout = manifest.built_layouts[row.layout]
-            owners = [
-                Overlap(manifest.writer_of(number, o.rank), o.lo, o.hi)
-                for o in owners_of(layout, row.index or 0, lo, hi)
-            ]
-        self._cuts[same] = [
-            (owner.rank, file, box, max(box.lo, owner.lo), min(box.hi, owner.hi))
-            for owner in owners
-            for file, box in enumerate(manifest.boxes_of(number, owner.rank))
-            if max(box.lo, owner.lo) < min(box.hi, owner.hi)
-        ]
-        return self._cuts[same]
+            return
+        row, manifest = self.manifest.tensors[number], self.manifest
+        width, ranks = element_bytes(row.dtype), [row.rank]
+        if row.layout is not None:
+            owners = owners_of(manifest.built_layouts[row.layout], row.index or 0, lo, hi)
+            ranks = [manifest.writer_of(number, owner.rank) for owner in owners]
+        for rank in ranks:
+            for extent in self.extents_of(rank).get(number, ()):
+                box = extent.box
+                begin, end = max(box.lo, lo), min(box.hi, hi)
+                if begin < end:
+                    inside = out[(begin - lo) * width : (end - lo) * width]
+                    bounds = (begin - box.lo) * width, (end - box.lo) * width
+                    yield from chunks_in(extent, row.info.key, inside, *bounds)
 
     def _fill(self, chunks: Sequence[Chunk]) -> None:
         for _ in self.read_chunks(chunks):
@@ -367,6 +346,23 @@ class Checkpoint:
                 f"{self.folder / chunk.name}: tensor '{chunk.key}' is damaged in the bytes "
                 f"{chunk.begin} to {chunk.begin + chunk.num_bytes} of the file"
             )
+
+
+def optimizer_info(row: OptimizerRow, decode: Callable[[Any], object]) -> OptimizerInfo:
+    """Return the optimizer's values as they were saved, through ``decode``.
+
+    **Raises** DamagedCheckpoint when they are not an optimizer's groups and state.
+    """
+    groups, state = decode(row.groups), decode(row.state)
+
+    def is_of(kind: type, value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+    if isinstance(groups, list) and isinstance(state, dict) and is_of(dict, groups):
+        of_groups = all(is_of(str, group.get("params")) for group in groups)
+        if of_groups and is_of(str, list(state)) and is_of(dict, list(state.values())):
+            return OptimizerInfo(row.class_name, tuple(groups), state)
+    raise DamagedCheckpoint("the optimizer's groups or state are not those of an optimizer")
 
 
 # -- chunks

@@ -22,7 +22,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,8 @@ from shardwise.errors import CheckpointError
 
 # A process that tests a lock holds it for an instant, which is long under load. A process that is
 # stopped in that instant holds it until it is continued.
-LOCK_RETRY_S = 0.1
-LOCK_ATTEMPTS = 600
+_LOCK_RETRY_S = 0.1
+_LOCK_ATTEMPTS = 600
 STEP = re.compile(r"step-([0-9]{8,12})")
 _TEMPORARY = ".tmp-"
 _REMOVED = ".old-"
@@ -62,7 +62,27 @@ def is_step(name: str) -> bool:
     return STEP.fullmatch(name) is not None
 
 
-# -- locks of temporary folders
+# -- locks
+
+
+def take(files: Files, path: Path, busy: Callable[[], str]) -> Lock:
+    """Take a lock; wait for processes that only test it (`is_held`), a minute at most.
+
+    **Raises** CheckpointError with the text of ``busy`` if another process holds it; OSError.
+    """
+    for _ in range(_LOCK_ATTEMPTS):
+        lock = files.lock(path)
+        if lock is not None:
+            return lock
+        asking = files.lock(path, shared=True)
+        if asking is None:
+            raise CheckpointError(busy())
+        asking.release()
+        time.sleep(_LOCK_RETRY_S)
+    raise CheckpointError(
+        f"{path}: processes that only test this lock (`shardwise ckpt`) have held it for a minute. "
+        "One of them may be stopped: end it"
+    )
 
 
 def hold(files: Files, folder: Path) -> Lock | None:
@@ -72,18 +92,13 @@ def hold(files: Files, folder: Path) -> Lock | None:
     """
     path = _lock_of(folder)
     try:
-        for _ in range(LOCK_ATTEMPTS):
-            lock = files.lock(path)
-            if lock is not None:
-                return lock
-            time.sleep(LOCK_RETRY_S)
+        return take(files, path, lambda: f"{path}: another process holds it, and should not")
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         with suppress(OSError):
             files.remove_file(path)
         return None
-    raise CheckpointError(f"{path}: another process holds it, and should not: remove it by hand")
 
 
 def let_go(files: Files, folder: Path, lock: Lock | None) -> None:
@@ -100,26 +115,12 @@ def is_held(files: Files, folder: Path) -> bool:
     if not any(entry.name == _lock_of(folder).name for entry in files.list(folder.parent)):
         return False
     lock = files.lock(_lock_of(folder), shared=True)
-    if lock is not None:
-        _give_back(files, folder, lock)
+    let_go(files, folder, lock)  # the save may have ended just now: then this made the file anew
     return lock is None
 
 
 def _lock_of(folder: Path) -> Path:
     return folder.parent / f"{folder.name}{_LOCKED}"
-
-
-def _give_back(files: Files, folder: Path, lock: Lock) -> None:
-    """Release a lock that was free; remove its file if the folder is gone."""
-    try:
-        is_left = any(entry.name == folder.name for entry in files.list(folder.parent))
-    except OSError:
-        lock.release()
-        raise
-    if is_left:
-        lock.release()
-    else:  # the save has ended, perhaps just now: then our call made the lock file anew
-        let_go(files, folder, lock)
 
 
 # -- leftovers
@@ -138,29 +139,26 @@ def leftovers_in(files: Files, folder: Path) -> list[Entry]:
     return [entry for entry in files.list(folder) if _target_of(entry.name)]
 
 
-def clean_up(
-    files: Files, folder: Path, of: Callable[[str], bool] = lambda target: True
-) -> Leftovers:
-    """Remove leftovers of interrupted saves whose target's name satisfies ``of``.
+def clean_up(files: Files, folder: Path, of: str = "") -> Leftovers:
+    """Remove leftovers of interrupted saves, or only those of saves to the name ``of``.
 
-    A save in progress is left alone and not listed. See Note [What may be removed] and Note
-    [Who writes there].
+    If that is a step's name, those of any step are removed. A save in progress is left alone and
+    not listed. See Note [What may be removed] and Note [Who writes there].
     """
     going: list[tuple[str, Path]] = []
     removed, kept = [], []
     for entry in files.list(folder):
         path = folder / entry.name.removesuffix(_LOCKED)
         target = _target_of(path.name)
-        if not target or not of(target):
+        is_step_too = is_step(of) and is_step(target)
+        if not target or (of and of != target and not is_step_too):
             continue
         try:
             if not entry.name.endswith(_LOCKED):
                 away = _claim(files, path, entry)
                 going += [(entry.name, away)] if away is not None else []
             elif entry.kind == "file" and not entry.size:  # ours are empty
-                lock = files.lock(folder / entry.name)
-                if lock is not None:
-                    _give_back(files, path, lock)
+                let_go(files, path, files.lock(folder / entry.name, shared=True))
         except FileNotFoundError:  # the save was committed, or another process removed it
             continue
         except (OSError, CheckpointError):
@@ -180,20 +178,6 @@ def clean_up(
     return Leftovers(tuple(removed), tuple(kept))
 
 
-def clean_up_before(files: Files, target: Path, entries: Iterable[Entry]) -> None:
-    """Remove the leftovers of earlier saves to ``target``; of any step, if it is a step's folder.
-
-    ``entries`` is the folder's listing. A leftover that cannot be removed does not fail the save.
-    """
-
-    def of(name: str) -> bool:
-        return name == target.name or (is_step(target.name) and is_step(name))
-
-    if any(of(_target_of(entry.name.removesuffix(_LOCKED))) for entry in entries):
-        with suppress(OSError):
-            clean_up(files, target.parent, of)
-
-
 def _target_of(name: str) -> str:
     """Return the name of the checkpoint that a leftover belongs to; "" for other names."""
     match = _LEFTOVER.fullmatch(name)
@@ -211,7 +195,7 @@ def _claim(files: Files, path: Path, entry: Entry) -> Path | None:
         if not is_step(_target_of(entry.name)):
             _check_ours(files, path)
         return path
-    lock = files.lock(_lock_of(path))
+    lock = files.lock(_lock_of(path), shared=True)  # a writer's lock is not shared
     if lock is None:
         return None
     try:
@@ -231,7 +215,9 @@ def _check_ours(files: Files, path: Path) -> None:
 
 
 def remove_checkpoint(files: Files, path: Path) -> Path | None:
-    """Remove a checkpoint; half of one never stands under its name.
+    """Remove a checkpoint, or one under the temporary name of that which replaced it.
+
+    Half of one never stands under its name.
 
     Returns the folder of the files in it that are not ours, if it held any. **Raises** OSError; a
     checkpoint or a leftover remains then.
@@ -239,11 +225,6 @@ def remove_checkpoint(files: Files, path: Path) -> Path | None:
     away = _rename_away(files, path)
     files.sync_folder(path.parent)
     return empty(files, away)
-
-
-def discard_replaced(files: Files, folder: Path) -> Path | None:
-    """Remove a replaced checkpoint, which got the temporary name of the one that replaced it."""
-    return empty(files, _rename_away(files, folder))
 
 
 def remove_tree(files: Files, path: Path) -> None:

@@ -11,7 +11,7 @@ tensors as we do.
 This needs neither torch nor other ranks: it runs anywhere, on any user's checkpoint.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import (
     MANIFEST,
-    Extent,
     FileRow,
     Manifest,
     file_name,
@@ -137,8 +136,7 @@ class _Check:
     def _check_rank(self, checkpoint: Checkpoint, rank: int, names: Sequence[str]) -> None:
         name, before = index_name(rank), checkpoint.num_bytes
         try:
-            index = checkpoint.index_of(rank)
-            tensors = sorted(_expected(checkpoint, rank), key=lambda each: each[1][4:])
+            index, extents = checkpoint.index_of(rank), checkpoint.extents_of(rank)
         except (OSError, CheckpointError) as error:
             self._found(name, "", error)
             if names:
@@ -146,14 +144,16 @@ class _Check:
             return
         finally:
             self._count(checkpoint.num_bytes - before)
-        for name, row in zip(names, index.files, strict=True):
-            inside = [each for each in tensors if each[0].name == name]
+        contents = checkpoint.manifest.files_of(rank, index.own)
+        for file, (name, row) in enumerate(zip(names, index.files, strict=True)):
+            tensors = [(each.stored, extents[each.number][file]) for each in contents[file]]
             try:
-                self._check_header(checkpoint, name, row, [stored for _, stored in inside])
+                stored = [s._replace(begin=e.begin, end=e.end) for s, e in tensors]
+                self._check_header(checkpoint, name, row, stored)
             except (OSError, CheckpointError) as error:
                 self._found(name, "", error)
-            for extent, stored in inside:
-                key = stored.key.removeprefix(f"rank{rank:05d}.")  # of a tensor of this rank alone
+            for each, extent in tensors:
+                key = each.key.removeprefix(f"rank{rank:05d}.")  # of a tensor of this rank alone
                 self._check_tensor(checkpoint, list(chunks_in(extent, key)))
 
     def _check_tensor(self, checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> None:
@@ -209,23 +209,3 @@ class _Check:
             text = explain(text).replace(f"{self._path / file}: ", "")
             text = text.replace(f"{self._path}/", "").removeprefix(f"{self._path}: ")
         self.findings.append(Finding(file, tensor, text + more))
-
-
-def _expected(checkpoint: Checkpoint, rank: int) -> Iterator[tuple[Extent, Stored]]:
-    """Yield the tensors that must be in the files of a rank, with their entries in the header.
-
-    **Raises** DamagedCheckpoint.
-    """
-    manifest, index = checkpoint.manifest, checkpoint.index_of(rank)
-    boxes = list(manifest.all_boxes(rank))
-    for number, file, box in boxes:
-        extent, row = checkpoint.extent_of(number, file, box, rank), manifest.tensors[number]
-        bounds = extent.begin, extent.end
-        yield extent, Stored(row.info.key, row.dtype, box.lengths, box.offsets, *bounds)
-    if len(index.boxes) != len(boxes):
-        text = f"{len(index.boxes)} boxes, expected {len(boxes)}: some are not this rank's"
-        raise DamagedCheckpoint(f"{checkpoint.folder / index_name(rank)}: {text}")
-    for own in index.own:
-        key, extent = f"rank{rank:05d}.{own.info.key}", index.extent_of_own(own)
-        bounds = extent.begin, extent.end
-        yield extent, Stored(key, own.dtype, own.shape, own.region.at, *bounds)

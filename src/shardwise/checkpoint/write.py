@@ -20,10 +20,9 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.all_ranks import on_all_ranks, rows_of_all_ranks
 from shardwise.checkpoint.container import (
@@ -33,7 +32,6 @@ from shardwise.checkpoint.container import (
     build_header,
     chunk_digests,
     digest_of,
-    place,
 )
 from shardwise.checkpoint.files import Entry, Files, Writer
 from shardwise.checkpoint.folder import find_difference
@@ -52,11 +50,11 @@ from shardwise.checkpoint.manifest import (
     seal,
 )
 from shardwise.checkpoint.trash import (
-    clean_up_before,
-    discard_replaced,
+    clean_up,
     hold,
     is_step,
     let_go,
+    remove_checkpoint,
     remove_tree,
     temporary,
 )
@@ -155,43 +153,28 @@ def write_checkpoint(
     return Written(target, sum(sizes), sizes[control.rank], left)
 
 
-class _Entry(NamedTuple):
-    """A tensor for a file of a rank: its key, dtype and box there, its bytes, its row of the index.
-
-    ``row`` is called with the begin and the digests of the bytes.
-    """
-
-    box: tuple[str, str, tuple[int, ...], tuple[int, ...]]
-    read: Callable[[], memoryview]
-    row: Callable[[int, str], BoxRow | OwnRow]
-
-
 def write_rank(
     files: Files, folder: Path, manifest: Manifest, part: Part, progress: Progress | None = None
 ) -> bytes:
     """Write the files and the index of one rank, synced; return the row for the manifest."""
-    contents: dict[int, list[_Entry]] = {}
-    for number, file, box in manifest.all_boxes(part.rank):
-        row = manifest.tensors[number]
-        described = row.info.key, row.dtype, box.lengths, box.offsets
-        entry = _Entry(described, partial(part.read, number, box), partial(BoxRow, number, file))
-        contents.setdefault(file, []).append(entry)
-    for row, read in part.own:
-        described = f"rank{part.rank:05d}.{row.info.key}", row.dtype, row.shape, row.region.at
-        contents.setdefault(0, []).append(_Entry(described, read, partial(_own_row, row)))
     file_rows: list[FileRow] = []
-    rows: list[BoxRow | OwnRow] = []
-    for file, entries in sorted(contents.items()):
-        assert len({entry.box[0] for entry in entries}) == len(entries), "one key twice in a file"
-        placed = place([entry.box for entry in entries])
-        header = build_header(placed)
-        num_bytes = len(header) + placed[-1].end
+    boxes: list[BoxRow] = []
+    own: list[OwnRow] = []
+    for file, contents in enumerate(manifest.files_of(part.rank, [row for row, _ in part.own])):
+        header = build_header([content.stored for content in contents])
+        num_bytes = len(header) + contents[-1].stored.end
         with _new_file(files, folder / file_name(part.rank, file), num_bytes) as writer:
             batch = _Batch(writer, progress)
             batch.add(memoryview(header))
-            for stored, entry in zip(placed, entries, strict=True):
-                digests = _add_tensor(batch, entry.read(), stored)
-                rows.append(entry.row(len(header) + stored.begin, digests))
+            for number, box, stored in contents:
+                begin, place = len(header) + stored.begin, number - len(manifest.tensors)
+                if place < 0:
+                    digests = _add_tensor(batch, part.read(number, box), stored)
+                    boxes.append(BoxRow(number, file, begin, digests))
+                else:
+                    row, read = part.own[place]
+                    digests = _add_tensor(batch, read(), stored)
+                    own.append(OwnRow(**row.model_dump(), begin=begin, digests=digests))
             batch.flush()
         file_rows.append(FileRow(num_bytes=num_bytes, header=digest_of(header)))
     index = seal(
@@ -201,18 +184,14 @@ def write_rank(
             step=manifest.step,
             rank=part.rank,
             files=tuple(file_rows),
-            boxes=tuple(row for row in rows if isinstance(row, BoxRow)),
-            own=tuple(row for row in rows if isinstance(row, OwnRow)),
+            boxes=tuple(boxes),
+            own=tuple(own),
             values=dict(part.values),
         )
     )
     write_small(files, folder / index_name(part.rank), index)
     total = sum(row.num_bytes for row in file_rows)
     return _ROW.pack(len(index), len(file_rows), total, bytes.fromhex(digest_of(index)))
-
-
-def _own_row(row: TensorRow, begin: int, digests: str) -> OwnRow:
-    return OwnRow(**row.model_dump(), begin=begin, digests=digests)
 
 
 def index_row(row: bytes) -> IndexRow:
@@ -287,13 +266,13 @@ def write_small(files: Files, path: Path, data: bytes) -> None:
 def _prepare(files: Files, target: Path, nonce: bytes, replace: bool, held: ExitStack) -> Path:
     """Make the temporary folder and hold its lock; return the folder."""
     files.make_folders(target.parent)
-    entries = files.list(target.parent)
-    there = next((entry for entry in entries if entry.name == target.name), None)
+    there = next((e for e in files.list(target.parent) if e.name == target.name), None)
     if there is not None:
         if not replace:
             raise CheckpointError(_exists(target))
         _check_replaceable(files, target, there)
-    clean_up_before(files, target, entries)
+    with suppress(OSError):  # a leftover that cannot be removed does not fail the save
+        clean_up(files, target.parent, target.name)
     folder = temporary(target, nonce)
     held.callback(let_go, files, folder, hold(files, folder))
     files.make_folder(folder)
@@ -354,7 +333,7 @@ def _commit(
         raise
     if replaces:  # the new one is durable; if the old one cannot be removed, it is a leftover
         with suppress(OSError):
-            return discard_replaced(files, folder)
+            return remove_checkpoint(files, folder)
     return None
 
 

@@ -14,7 +14,7 @@ _COMMANDS = {  # each is a function in the file of its name
     "train": "Train a decoder on text, on local ranks or under torchrun.",
     "convert": "Convert a DeepSpeed or accelerate file to a YAML, or back.",
     "plan": "Predict what fits and how fast it is, without a device.",
-    "simulate": "Simulate steps on thousands of ranks, and failures.",
+    "simulate": "Simulate a step in time, numbers of ranks, and failures.",
     "report": "Draw observed runs as one HTML page.",
     "top": "Watch an observed run in the terminal.",
     "doctor": "Find what is wrong with an observed run, and remedies.",

@@ -20,8 +20,7 @@ from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import accelerators, links
 from shardwise.plan.model.presets import find_preset, preset_names
-from shardwise.plan.planned import time_rows
-from shardwise.plan.planning import Plan
+from shardwise.plan.planned import Plan, time_rows
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import Rejected
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
@@ -46,7 +45,7 @@ def plan_view(plan: Plan) -> RenderableType:
         *(_headline(plan), Text(), _verdict(plan), Text()),
         *(_memory_table(plan), Text(), _time_table(plan)),
         *map(_dim_line, plan.notes),
-        _dim_line(f"{len(plan.assumptions)} figures and their sources are in --json, --html"),
+        _dim_line(f"{len(plan.assumptions)} figures and their sources are in --json"),
     )
 
 
@@ -108,35 +107,19 @@ def flags_of(candidate: Candidate) -> list[str]:
 
 
 def simulation_view(plan: Plan) -> RenderableType:
-    """Show a simulated step: how long, on which ranks, and what decides it."""
+    """Show a simulated step: how long, and what decides it."""
     parts: list[RenderableType] = [_headline(plan), Text()]
     parts.append(_speed(plan) if plan.verdict == "fits" else _verdict(plan))
     if plan.verdict == "will not fit":
         parts.append(Text(_WOULD_FAIL, style=_VERDICT_STYLES["will not fit"]))
     simulated = plan.simulated
-    rows = [
-        (f"{run.rank:,}", *map(_seconds, (run.step_s, run.compute_s, run.skew_s, run.exposed_s)))
-        for run in simulated.ranks
-    ]
-    columns = ">rank >step >computing >waiting_for_others >communication_not_hidden"
-    parts += [Text(), _table(columns, rows, f"ranks, the slowest first{_of_micro_batches(plan)}")]
-    spread, steps, ranks = simulated.rank_s, simulated.step_spread, simulated.scenario.num_ranks
-    lines = []
-    if ranks > 1:
-        lines.append(
-            f"{ranks:,} ranks: {spread.minimum_s:.3g} to {spread.maximum_s:.3g} s, median "
-            f"{spread.median_s:.3g} s"
-        )
-    if len(simulated.steps_s) > 1:
-        lines.append(
-            f"{len(simulated.steps_s):,} steps: {steps.minimum_s:.3g} to {steps.maximum_s:.3g} s, "
-            f"median {steps.median_s:.3g} s, 95th percentile {steps.p95_s:.3g} s"
-        )
+    rows = [(row.name, _seconds(row.seconds)) for row in time_rows(plan) if not row.is_part]
+    title = f"time of a rank{_of_micro_batches(plan)}"
     critical = sorted(simulated.critical_s.items(), key=lambda item: -item[1])
     total = sum(seconds for _, seconds in critical) or 1.0
     shares = ", ".join(f"{kind.replace('_', '-')} {s / total:.0%}" for kind, s in critical)
-    lines.append(f"what decides the step: {shares}")
-    return Group(*parts, Text("\n".join(lines)))
+    decides = Text(f"what decides the step: {shares}")
+    return Group(*parts, Text(), _table(" >", rows, title), decides)
 
 
 def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
@@ -205,7 +188,7 @@ def _headline(plan: Plan) -> Text:
 
 
 def _verdict(plan: Plan) -> Text:
-    """Show the verdict, and the settings that were not given, with the consequences."""
+    """Show the verdict, and the speed."""
     text = Text(plan.verdict, style=_VERDICT_STYLES[plan.verdict])
     sizes = plan.memory.low_bytes, plan.memory.high_bytes, plan.capacity_bytes
     binary, decimal = (
@@ -214,19 +197,6 @@ def _verdict(plan: Plan) -> Text:
     parts: list[str | Text] = [text, f": {binary} a rank ({decimal})\n", _speed(plan)]
     if plan.room.missing is not None:
         parts.insert(2, f"{plan.room.missing}\n")
-    if (possible := plan.possible) is not None:
-        parts += [
-            Text("\nnot told: ", style="bold"),
-            f"{format_bytes(possible.low_bytes)} to {format_bytes(possible.high_bytes)} and "
-            f"{possible.low_s:.3g} to {possible.high_s:.3g} s over all answers; above is the first "
-            "of each",
-        ]
-        for question in plan.questions:
-            said = ", ".join(
-                f"{each.value} up to {format_bytes(each.high_bytes)} in {each.step_s:.3g} s"
-                for each in question.answers
-            )
-            parts.append(f"\n  {flag_of(question.setting)}? {said}")
     return Text.assemble(*parts)
 
 
@@ -274,13 +244,13 @@ def _time_table(plan: Plan) -> RenderableType:
     program = plan.played.program
     sent = ", ".join(f"{k} {format_bytes(b)}" for k, b in program.sent_bytes.items())
     lines = [
-        f"communication: {plan.simulated.slowest.overlap:.0%} hidden; sent by a rank in a step: "
+        f"communication: {plan.simulated.overlap:.0%} hidden; sent by a rank in a step: "
         f"{sent or 'nothing'}"
     ]
     if copied := program.copied_bytes:
         parts = (f"{k.replace('_', ' ')} {format_bytes(b)}" for k, b in copied.items())
         lines.append(f"copied by a rank in a step: {', '.join(parts)}")
-    title = f"time of the slowest rank{_of_micro_batches(plan)}"
+    title = f"time of a rank{_of_micro_batches(plan)}"
     return Group(_table(" >", rows, title), Text("\n".join(lines), style="dim"))
 
 

@@ -1,10 +1,9 @@
-"""`shardwise simulate`: scenario, one step or a sweep, files to write."""
+"""`shardwise simulate`: one step or a sweep, failures, a timeline to write."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,17 +14,11 @@ from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
-from shardwise.plan.candidate import Candidate
-from shardwise.plan.planning import Plan, plan
+from shardwise.plan.machine.pricing import Slowed
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import plan
 from shardwise.plan.request import SimulateRequest
-from shardwise.plan.timing.scaling import (
-    Goodput,
-    ScalingRow,
-    expected_goodput,
-    scaling_rows,
-    scaling_svg,
-)
-from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
+from shardwise.plan.timing.scaling import Goodput, ScalingRow, expected_goodput, scaling_rows
 from shardwise.plan.timing.timeline import simulated_trace
 from shardwise.progress import step_bar
 
@@ -37,88 +30,33 @@ _DOES_NOT_FIT = 1
 
 @takes_keys(SimulateRequest, "model", str, MODEL)
 def simulate(_: typer.Context, model: str | None, flags: Mapping[str, object]) -> int:
-    """Play a step on all ranks of a cluster: stragglers, noise, slow links, failures, scaling.
+    """Simulate a step on a cluster: slow devices and links, failures, scaling.
 
-    The step is the one that `shardwise plan` shows. --sweep compares numbers of ranks, --svg draws
-    them; --trace writes a timeline that Perfetto opens.
+    The step is the one that `shardwise plan` shows. --sweep compares numbers of ranks; --trace
+    writes a timeline that Perfetto opens.
     """
     request = check_keys(SimulateRequest, {}, flags, None, "simulate")
     return list_names() if request.list_ else _simulate_model(model, request)
 
 
 def _simulate_model(name: str | None, request: SimulateRequest) -> int:
-    check_target("svg", request.svg)
     check_target("trace", request.trace)
-    if request.svg is not None and not request.sweep:
-        raise ConfigError("svg: it shows numbers of ranks; give them with --sweep 8,16,32")
-    _counts(request.sweep or ())
+    counts = _counts(request.sweep or ())
     setup = set_up(name, request)
     made = _simulated(setup, request)
     goodput = _goodput(made, request)
-    rows = _sweep(setup, request) if request.sweep else ()
+    rows = _sweep(setup, request, counts) if counts else ()
     if request.trace is not None:
         trace = simulated_trace(made.simulated, made.candidate.accumulation)
         write_file("trace", request.trace, json.dumps(trace))
-    if request.svg is not None:
-        write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))
     view = partial(_view, made, goodput, rows, request.checkpoint_interval_s)
     print_found(partial(_facts, made, goodput, rows), view, request.json_)
     return _DOES_NOT_FIT if made.verdict == "will not fit" else 0
 
 
 def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
-    candidate = setup.candidate
-    return plan(
-        setup.model,
-        setup.cluster,
-        candidate,
-        prices=setup.prices_of(candidate),
-        scenario=scenario_of(request, candidate),
-    )
-
-
-def scenario_of(request: SimulateRequest, candidate: Candidate) -> Scenario:
-    """Return the scenario that the flags describe. **Raises** ConfigError naming the flag."""
-    failures = None
-    if request.mtbf_hours is not None:
-        # A rank of the scenario is all devices of a model's copy: each of them may fail.
-        devices = candidate.world_size // candidate.data_parallel
-        failures = Failures(request.mtbf_hours / devices, request.detect_s, request.restart_s)
-    return Scenario(
-        num_shards=candidate.num_shards,
-        num_replicas=candidate.num_replicas,
-        num_steps=request.steps,
-        stragglers=tuple(_straggler(text) for text in request.straggler or ()),
-        slow_links=tuple(_slow_link(text) for text in request.slow_link or ()),
-        jitter_sigma=request.jitter,
-        failures=failures,
-        seed=request.seed,
-    )
-
-
-def _straggler(text: str) -> Straggler:
-    who, _, slowdown = text.partition(":")
-    try:
-        if who.endswith("%"):
-            return Straggler(float(slowdown), fraction=float(who[:-1]) / 100)
-        return Straggler(float(slowdown), rank=int(who))
-    except ValueError:
-        raise ConfigError(
-            f"straggler: expected rank:slowdown or share%:slowdown (17:1.5 or 1%:1.2), got {text!r}"
-        ) from None
-
-
-def _slow_link(text: str) -> SlowLink:
-    *where, factor = text.split(":")
-    try:
-        if len(where) == 1:
-            return SlowLink(float(factor), rank=int(where[0]))
-        axis, group = where
-        return SlowLink(float(factor), axis=axis, group=int(group))  # type: ignore[arg-type]
-    except ValueError:
-        raise ConfigError(
-            f"slow_link: expected rank:factor or axis:group:factor (3:2, shard:0:2), got {text!r}"
-        ) from None
+    prices = Slowed(setup.prices_of(setup.candidate), request.straggler, request.slow_link)
+    return plan(setup.model, setup.cluster, setup.candidate, prices=prices)
 
 
 def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
@@ -129,15 +67,16 @@ def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
     if stall_s is None:
         state, link = made.played.resting, made.cluster.node.host.device_link
         stall_s = (state.param_shards + state.optimizer_state) / link.achieved_bytes_per_s
-    checkpoints = Checkpoints(
-        request.checkpoint_interval_s, stall_s, stall_s, request.checkpoint_load_s
+    return expected_goodput(
+        made.step_s,
+        mtbf_s=request.mtbf_hours * 3600 / made.candidate.world_size,
+        back_s=request.restart_s,
+        interval_s=request.checkpoint_interval_s,
+        stall_s=stall_s,
     )
-    scenario = replace(made.simulated.scenario, checkpoints=checkpoints)
-    return expected_goodput(made.step_s, scenario)
 
 
-def _sweep(setup: Setup, request: SimulateRequest) -> tuple[ScalingRow, ...]:
-    counts = _counts(request.sweep or ())
+def _sweep(setup: Setup, request: SimulateRequest, counts: Sequence[int]) -> tuple[ScalingRow, ...]:
     setups = [at_ranks(setup, count) for count in counts]
     rows = []
     with step_bar("simulating") as progress:

@@ -1,4 +1,4 @@
-"""A DeepSpeed ZeRO checkpoint, stages 1 to 3 or universal, as a source, without DeepSpeed.
+"""A DeepSpeed ZeRO checkpoint of stages 1 to 3 as a source, without DeepSpeed.
 
 `torch_file` reads the files, so objects that DeepSpeed pickles beside tensors (its loss scaler, the
 stage, addresses of fragments) are described and never made. The fp32 master weights are read, not
@@ -19,11 +19,6 @@ one or more per rank and group.
 
 In both, the n-th flat has the n-th of ``param_shapes`` and the n-th state of the optimizer, as if
 flats were the parameters.
-
-Note [Universal checkpoints]
-DeepSpeed's own converter makes them of ZeRO's files: a folder for each parameter, with whole
-weights and states. The model's files stay as they were; ``zero/optimizer_state.pt`` has the groups
-and, of stage 3, the step counts.
 """
 
 import re
@@ -68,8 +63,6 @@ _NAMES: Mapping[str, Builder | None] = dict.fromkeys(
         "deepspeed.utils.tensor_fragment.fragment_address",
     )
 )
-_UNIVERSAL = "zero"  # the folder of a universal checkpoint
-_WEIGHTS = "fp32.pt"  # in each parameter's folder
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -89,8 +82,6 @@ def open_deepspeed(folder: Path, tag: str | None = None) -> PieceSource:
         optims, models = _list_files(home)
         files = [TorchFile(path, _NAMES, any_name=True) for path in models]
         shapes = [_shapes_of(of_flat) for of_flat in files[0].value["param_shapes"]]
-        if not optims:
-            return _source(home, files, _read_universal(home, shapes))
         states = [TorchFile(path, _NAMES) for path in optims]
         _check_ranks(home, files, states)
         return _source(home, files, _read_partitions(states, shapes))
@@ -242,12 +233,12 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
                 )
             if by_rank.setdefault(int(match[1] or 0), folder / name) != folder / name:
                 raise DamagedCheckpoint(f"{folder}: several files *_{kind}_states.pt of one rank")
-        is_universal = kind == "optim" and not by_rank and _UNIVERSAL in names
-        num_files = 0 if is_universal else max(by_rank, default=0) + 1
+        num_files = max(by_rank, default=0) + 1
         if missing := sorted(set(range(num_files)) - set(by_rank)):
             raise DamagedCheckpoint(
                 f"{folder}: zero_pp_rank_{missing[0]}_mp_rank_00_{kind}_states.pt is missing: that "
-                "rank's file is lost, or it was saved without ZeRO, which is not read"
+                "rank's file is lost, or it was saved without ZeRO, or converted to a universal "
+                "checkpoint: import the checkpoint that was converted"
             )
         lists.append([by_rank[rank] for rank in range(num_files)])
     return lists[0], lists[1]
@@ -430,50 +421,6 @@ def _address(value: object) -> tuple[int, int]:
     if not all(type(n) is int and n >= 0 for n in (start, numel)):
         raise ValueError("an address without numbers")
     return start, numel
-
-
-def _read_universal(folder: Path, shapes: Sequence[Shapes]) -> _Trained:
-    """Read the tables of all parameters' files. See Note [Universal checkpoints].
-
-    **Raises** DamagedCheckpoint when a parameter is missing or has another size.
-    """
-    home = folder / _UNIVERSAL
-    common = TorchFile(home / "optimizer_state.pt", _NAMES)
-    trained = _Trained(_stage_of(common.value, common.where))
-    trained.add_groups(common, common.value["param_groups"], shapes)
-    inner = common.value.get("optimizer_state_dict") or {}
-    for number, of_flat in enumerate(shapes):
-        state = inner["state"].get(number, {}) if "state" in inner else {}
-        for name, shape in of_flat.items():
-            if not is_plain_name(name):
-                raise CheckpointError(
-                    f"{home}: parameter {name!r:.80} is no plain name of a folder"
-                )
-            if "step" in state:
-                trained.add_scalar(name, "step", common.plain(state["step"], "step"), common)
-            _add_param(trained, home / name, name, shape)
-    return trained
-
-
-def _add_param(trained: _Trained, folder: Path, name: str, shape: tuple[int, ...]) -> None:
-    files = [entry.name for entry in Files().list(folder)] if folder.is_dir() else []
-    if _WEIGHTS not in files:
-        raise DamagedCheckpoint(f"{folder / _WEIGHTS} is missing; load another checkpoint")
-    for file_name in (_WEIGHTS, *(f for f in files if f.endswith(".pt") and f != _WEIGHTS)):
-        file = TorchFile(folder / file_name, _NAMES)
-        stored: Any = file.value["param"] if isinstance(file.value, Mapping) else file.value
-        key = "" if file_name == _WEIGHTS else file_name.removesuffix(".pt")
-        if not isinstance(stored, StoredTensor) or (key and not stored.shape and shape):
-            trained.add_scalar(name, key, file.plain(stored, key), file)
-        elif stored.numel != prod(shape):
-            raise DamagedCheckpoint(
-                f"{file.where}: {stored.numel} elements; '{name}' of shape {shape} has "
-                f"{prod(shape)}"
-            )
-        else:
-            kind: Kind = "optimizer" if key else "param"
-            info = TensorInfo(kind, name, stored.dtype, shape, key)
-            trained.index[info] = [_part(file, stored, 0, stored.numel)]
 
 
 # -- checks of values

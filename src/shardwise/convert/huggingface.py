@@ -4,7 +4,6 @@ Note [Why not safe_open]
 The library's ``get_slice`` cuts boxes, and a range of the flat tensor is several boxes. It cuts no
 scalars. It maps the file, so a file that is truncated meanwhile kills the process instead of
 raising. Here a flat range is a range of bytes: `container.read_header` and one read at an offset.
-The library reads only ``__metadata__``.
 """
 
 import os
@@ -15,11 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from shardwise.checkpoint.container import (
     MAX_HEADER_BYTES,
-    Stored,
     element_bytes,
     memory_of,
     read_header,
@@ -116,8 +113,8 @@ def _open(
     files, homes = Files(), dict[str, Path]()
     index: dict[TensorInfo, list[Piece]] = {}
     for file in paths:
-        with _explained(file):
-            found, begin = _read_header(files, file)
+        with _explained(file), files.open(follow_link(file)) as reader:
+            found, begin = read_header(reader, str(file))
         for key, stored in found.items():
             named = weight_map.get(key) if weight_map is not None else file.name
             if named != file.name:
@@ -165,24 +162,6 @@ def _index_of(path: Path) -> Path | None:
             "transformers load them and save_pretrained() them as safetensors"
         )
     return path / INDEX_FILE if has_index else None
-
-
-def _read_header(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
-    """Return the tensors of a file, and the offset of their bytes."""
-    real = follow_link(file)
-    with files.open(real) as reader:
-        stored, begin = read_header(reader, str(file))
-    try:
-        with safe_open(real, framework="numpy") as opened:  # "pt" would map the whole file
-            metadata = opened.metadata() or {}
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{file}: {error}") from error
-    if "DCP_SHARDING_INFO" in metadata:
-        raise CheckpointError(
-            f"{file} is a part of a sharded checkpoint, whose tensors may be slices. Open that "
-            "checkpoint by its own format, or consolidate it first"
-        )
-    return stored, begin
 
 
 def _read_index(index: Path) -> Mapping[str, str]:

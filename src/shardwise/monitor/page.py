@@ -24,7 +24,7 @@ from shardwise.monitor.summary import (
     write_figure,
 )
 from shardwise.names import name_of_unit
-from shardwise.plan.planned import Planned
+from shardwise.plan.planned import Plan
 from shardwise.quantities import format_bytes, format_count, format_duration
 
 MOST_RUNS, LIMIT_BYTES = 8, 300_000
@@ -48,7 +48,7 @@ class ShownRun:
     name: str
     record: RunRecord
     diagnosis: Diagnosis | None = None
-    plan: Planned | None = None
+    plan: Plan | None = None
     is_planned_device: bool = False
     notes: Sequence[str] = ()
 
@@ -174,7 +174,7 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
     }
 
 
-def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
+def _planned_lines(plan: Plan, has_other: bool) -> dict[str, int]:
     """Return the peak of a plan by the kinds that were measured.
 
     Without ``has_other`` only the engine's memory was measured, whose peak is returned.

@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from shardwise.plan.searching import Space as Space
     from shardwise.plan.searching import search as search
     from shardwise.plan.step.play import play as play
-    from shardwise.plan.timing.scenario import Scenario as Scenario
     from shardwise.plan.timing.simulate import simulate as simulate
 
 _HOMES = {
     "Candidate": "shardwise.plan.candidate",
     "Limits": "shardwise.plan.searching",
     "Offload": "shardwise.homes",
-    "Scenario": "shardwise.plan.timing.scenario",
     "Space": "shardwise.plan.searching",
     "TracedModel": "shardwise.plan.model.traced",
     "account": "shardwise.plan.accounting",

@@ -11,47 +11,20 @@ from shardwise.plan.margins import MemoryInterval, NodeRoom
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Stream
-from shardwise.plan.timing.breakdown import COMMUNICATING, OFFLOADING
-from shardwise.plan.timing.simulate import Simulated
+from shardwise.plan.timing.breakdown import COMMUNICATING, OFFLOADING, Simulated
 
 Verdict = Literal["fits", "tight", "will not fit"]
 
 
-class Answer(NamedTuple):
-    """Memory and time of a plan if a setting has this value."""
-
-    value: str
-    low_bytes: int
-    high_bytes: int
-    step_s: float
-
-
-class Question(NamedTuple):
-    """A setting that was not given, with its possible values; the first one is assumed."""
-
-    setting: str
-    answers: tuple[Answer, ...]
-
-
-class Possible(NamedTuple):
-    """The range of a plan over all answers to its questions."""
-
-    low_bytes: int
-    high_bytes: int
-    low_s: float
-    high_s: float
-
-
 @dataclass(frozen=True)
-class Planned:
+class Plan:
     """The cost of a candidate on a cluster; ``memory`` is an interval of one rank's device bytes.
 
     ``flops_per_step`` are those of the model on all ranks, recomputation left out, as for the MFU.
     ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
-    which its stages send. ``model_parallel_s`` is the part of the slowest rank's computing, by
-    axis, that is collectives of tensor, context and expert parallelism; ``simulated`` counts it as
-    computing. ``questions`` are about settings that were not given, ``possible`` is the range over
-    their answers; None: nothing is open.
+    which its stages send. ``model_parallel_s`` is the part of a rank's computing, by axis,
+    that is collectives of tensor, context and expert parallelism; ``simulated`` counts it as
+    computing.
     """
 
     model: str
@@ -73,8 +46,6 @@ class Planned:
     fill_s: float = 0.0
     sends_s: float = 0.0
     model_parallel_s: Mapping[str, float] = field(default_factory=dict)
-    questions: tuple[Question, ...] = ()
-    possible: Possible | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -102,8 +73,8 @@ class Planned:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of the whole step in which the slowest rank does nothing but communicate."""
-        run = self.simulated.slowest
+        """Seconds of the whole step in which a rank does nothing but communicate."""
+        run = self.simulated
         exposed = run.exposed_s + sum(self.model_parallel_s.values())
         rest = self.step_s - self.fill_s - self.sends_s
         return self.sends_s + (rest * exposed / run.step_s if run.step_s > 0 else 0.0)
@@ -138,12 +109,12 @@ class TimeRow(NamedTuple):
     is_part: bool = False
 
 
-def time_rows(plan: Planned) -> list[TimeRow]:
+def time_rows(plan: Plan) -> list[TimeRow]:
     """Return the lines: computing, waiting and idle add up to the simulated time.
 
     A stream's phases follow its line; they are busy time, hidden or not.
     """
-    run = plan.simulated.slowest
+    run = plan.simulated
     rows = [TimeRow("computing", run.compute_s), *_phases(plan, ("compute",))]
     rows += [
         TimeRow(f"of it, {axis} parallel collectives", seconds, True)
@@ -165,9 +136,9 @@ def time_rows(plan: Planned) -> list[TimeRow]:
     return rows
 
 
-def _phases(plan: Planned, streams: Iterable[Stream]) -> list[TimeRow]:
+def _phases(plan: Plan, streams: Iterable[Stream]) -> list[TimeRow]:
     found: Counter[str] = Counter()
-    busy = plan.simulated.slowest.stream_phase_s
+    busy = plan.simulated.stream_phase_s
     for stream in streams:
         for phase, seconds in busy.get(stream, {}).items():
             found[phase] += seconds  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Plan one candidate on a cluster: memory and time, with a verdict and open questions.
+"""Plan one candidate on a cluster: memory and time, with a verdict.
 
 Note [What a plan composes]
 The model's tape (`tracing` or `shaped`) is played under the candidate by the engine's own
@@ -25,18 +25,11 @@ Note [Long windows]
 The micro-batches of an accumulation window are alike but for the first and the last. A window
 longer than three is played with two and with three, and each further one adds the difference. What
 is read from disks from the step's begin on hides behind the whole window, not behind each of its
-micro-batches: there the window is played up to 32 of them. Where all micro-batches go through a
-unit before the next, each adds to the peak of memory, and all are played.
-
-Note [Noise and long windows]
-The difference of two noisy steps is mostly noise. With jitter the difference is that of two quiet
-steps, times how much longer noise makes a step on average; so many steps are averaged that some
-thousands of operations are.
+micro-batches: there the window is played up to 32 of them.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple, Protocol
 
 from shardwise.errors import ConfigError
@@ -54,17 +47,15 @@ from shardwise.plan.margins import (
 )
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, Work
-from shardwise.plan.planned import Answer, Planned, Possible, Question
+from shardwise.plan.planned import Plan
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Compute
-from shardwise.plan.timing.scenario import Scenario
-from shardwise.plan.timing.simulate import Simulated, simulate
+from shardwise.plan.timing.breakdown import Simulated
+from shardwise.plan.timing.simulate import simulate
 
 _LONGEST_PLAYED = 3
 _LONGEST_WITH_DISKS = 32
-_AVERAGED_OPS = 20_000  # their mean is within a few per cent where sigma is 1
-_AVERAGED_RANK_OPS = 4_000_000  # many ranks need fewer: each waits for the slowest of many
 
 
 class Model(Protocol):
@@ -91,17 +82,6 @@ class Model(Protocol):
 
     def tape(self, candidate: Candidate) -> Tape:
         """Return one rank's micro-batch under the candidate's batch, precision and degrees."""
-
-
-@dataclass(frozen=True)
-class Plan(Planned):
-    """The cost of a candidate on a cluster; a notebook shows it as HTML."""
-
-    def _repr_html_(self) -> str:
-        """Show the plan in a notebook."""
-        from shardwise.plan.report.page import plans_html
-
-        return plans_html([self])
 
 
 class Memory(NamedTuple):
@@ -161,7 +141,6 @@ def plan(
     *,
     prices: Pricer | None = None,
     memory: Memory | None = None,
-    scenario: Scenario | None = None,
 ) -> Plan:
     """Plan one candidate; ``prices`` are the cluster's own unless a calibration gave others.
 
@@ -174,7 +153,7 @@ def plan(
     memory = memory or plan_memory(model, cluster, candidate)
     prices = prices or Prices(cluster, candidate)
     windows = {
-        number: time_window(tape, candidate.with_context_shards, played, prices, scenario)
+        number: time_window(tape, candidate.with_context_shards, played, prices)
         for (number, tape), played in zip(memory.tapes.items(), memory.played.values(), strict=True)
     }
     others = candidate.pp - 1
@@ -252,7 +231,7 @@ def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played
 
 
 def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
-    """Return the seconds of the degrees' collectives in what the slowest rank computed."""
+    """Return the seconds of the degrees' collectives in what a rank computed."""
     ops = [op for op in simulated.program.ops if op.stream == "compute"]
     alone: dict[CostKind, float] = dict.fromkeys(DEGREE_KINDS, 0.0)
     for op in ops:
@@ -266,7 +245,7 @@ def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
     if not any(by_axis.values()):
         return {}
     computing = sum(prices.seconds(op) for op in ops)
-    return {axis: simulated.slowest.compute_s * s / computing for axis, s in by_axis.items() if s}
+    return {axis: simulated.compute_s * s / computing for axis, s in by_axis.items() if s}
 
 
 def _pipeline_notes(stages: Mapping[int, Tape], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:
@@ -326,39 +305,28 @@ def play_shown(tape: Tape, candidate: Candidate) -> Played:
 
 
 def _num_shown(candidate: Candidate) -> int:
-    if candidate.in_rounds:
-        return candidate.accumulation
     disks = "nvme" in candidate.offload.tiers
     return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
 
 
-def time_window(
-    tape: Tape, candidate: Candidate, played: Played, prices: Pricer, scenario: Scenario | None
-) -> Window:
+def time_window(tape: Tape, candidate: Candidate, played: Played, prices: Pricer) -> Window:
     """Simulate a step of one stage, of which ``play_shown`` gave ``played``.
 
-    **Cost** one more play; with jitter, up to a few thousand operations more on each rank.
+    **Cost** one more play.
 
-    **Source** see Notes [Long windows] and [Noise and long windows].
+    **Source** see Note [Long windows].
     """
 
-    def time(played: Played, within: Scenario | None = scenario) -> Simulated:
-        return simulate(played.program, prices.seconds, within, overlap=prices.overlap)
+    def time(played: Played) -> Simulated:
+        return simulate(played.program, prices.seconds, overlap=prices.overlap)
 
     shown, simulated = _num_shown(candidate), time(played)
     more = candidate.accumulation - shown
     if not more and candidate.pp == 1:
         return Window(played, simulated, simulated.step_s, simulated.step_s / shown)
-    quiet = scenario and replace(scenario, jitter_sigma=0.0)
     # A window of one has no shorter one: there the difference is to that of two.
     other = play(tape, replace(candidate, accumulation=shown - 1 if shown > 1 else 2))
-    noisy = scenario is not None and scenario.jitter_sigma > 0
-    quiet_s = time(played, quiet).step_s if noisy else simulated.step_s
-    micro_batch_s = abs(quiet_s - time(other, quiet).step_s)
-    if scenario is not None and noisy and quiet_s > 0:
-        ops = min(_AVERAGED_OPS, _AVERAGED_RANK_OPS // scenario.num_ranks)
-        steps = max(scenario.num_steps, -(-ops // len(played.program.ops)))
-        micro_batch_s *= time(played, replace(scenario, num_steps=steps)).step_s / quiet_s
+    micro_batch_s = abs(simulated.step_s - time(other).step_s)
     window_s = simulated.step_s + more * micro_batch_s
     if more:
         program, less = played.program, other.program
@@ -375,70 +343,3 @@ def time_window(
 def _extend(longer: Mapping[str, int], shorter: Mapping[str, int], more: int) -> dict[str, int]:
     """Add ``more`` times what one more micro-batch added."""
     return {key: value + more * (value - shorter.get(key, 0)) for key, value in longer.items()}
-
-
-# -- settings that were not given
-_WORTH_ASKING = 0.01  # of memory, or of the step
-# Other values of a setting than the assumed one, in the words of its flag.
-_OTHERS: dict[str, tuple[str, ...]] = {
-    "kernels": ("compiled",),
-    "loss": ("held", "chunked", "compiled"),
-    "optimizer_kernel": ("foreach",),
-}
-
-
-def asked_of(
-    made: Plan,
-    model: Model,
-    cluster: Cluster,
-    told: Set[str],
-    prices_of: Callable[[Candidate], Pricer],
-) -> Plan:
-    """Return a plan with the questions whose answers would change it, and all that it may be then.
-
-    ``told`` are the settings that the user has decided. Nothing is asked of a model that is traced:
-    its file says how it runs.
-
-    **Cost** a plan for every combination of answers: some dozen.
-    """
-    if not isinstance(model, ShapedModel):
-        return made
-    base = made.candidate
-    others = {name: values for name, values in _OTHERS.items() if name not in told}
-    if base.activation_checkpointing == "selective":  # some systems call per_op selective
-        others["activation_checkpointing"] = ("per_op",)
-    if not others:
-        return made
-    choices = {name: (getattr(base, name), *values) for name, values in others.items()}
-
-    def planned(candidate: Candidate) -> Plan:
-        if candidate == base:
-            return made
-        return plan(model, cluster, candidate, prices=prices_of(candidate))
-
-    every = [
-        planned(replace(base, **dict(zip(choices, values, strict=True))))
-        for values in product(*choices.values())
-    ]
-    questions = []
-    for name, values in choices.items():
-        answers = [planned(replace(base, **{name: value})) for value in values]
-        if any(_differs(each, made) for each in answers):
-            said = zip(answers, values, strict=True)
-            rows = ((v, e.memory.low_bytes, e.memory.high_bytes, e.step_s) for e, v in said)
-            questions.append(Question(name, tuple(Answer(*row) for row in rows)))
-    if not questions:
-        return made
-    possible = Possible(
-        min(each.memory.low_bytes for each in every),
-        max(each.memory.high_bytes for each in every),
-        min(each.step_s for each in every),
-        max(each.step_s for each in every),
-    )
-    return replace(made, questions=tuple(questions), possible=possible)
-
-
-def _differs(one: Plan, other: Plan) -> bool:
-    """Tell whether two plans differ by more than what a plan is off by anyway."""
-    pairs = (one.memory.high_bytes, other.memory.high_bytes), (one.step_s, other.step_s)
-    return any(abs(a - b) > _WORTH_ASKING * b for a, b in pairs)

@@ -43,11 +43,11 @@ from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import memory_interval, node_room
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import full_bytes
-from shardwise.plan.planning import Memory, Model, Plan, num_groups, plan, plan_memory
+from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Memory, Model, num_groups, plan, plan_memory
 from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
 from shardwise.plan.step.program import Compute
-from shardwise.precisions import GatherName, ReduceName
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES, LayoutName, ReduceEvery
 
@@ -57,8 +57,6 @@ _TRIED = {  # settings of a candidate, and the field of the space that has their
     "units": "units",
     "bucket_bytes": "bucket_bytes",
     "reduce_every": "reduce_every",
-    "gather": "gathers",
-    "reduce": "reduces",
 }
 _TURNED = {name: _TRIED[name] for name in ("layout", "units", "bucket_bytes", "reduce_every")}
 _KNOBS = (*_TURNED.values(), "prefetch_units")
@@ -91,8 +89,6 @@ class Space:
     prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base
     bucket_bytes: Sequence[int] = (1 << 20,)
     reduce_every: Sequence[ReduceEvery | None] = (None,)
-    gathers: Sequence[GatherName | None] = (None,)  # formats change the results
-    reduces: Sequence[ReduceName | None] = (None,)
     activation_checkpointing: Sequence[str] = ("none", "full")
     micro_batches: Sequence[int] = ()
     offloads: Sequence[Offload] = (Offload(),)
@@ -140,12 +136,6 @@ class SearchResult:
     num_played: int
     num_candidates: int
     notes: tuple[str, ...] = ()
-
-    def _repr_html_(self) -> str:
-        """Show the search in a notebook."""
-        from shardwise.plan.report.page import plans_html
-
-        return plans_html(self.pareto, self.reasons)
 
     @property
     def reasons(self) -> Mapping[str, Sequence[Candidate]]:
@@ -265,7 +255,7 @@ def _families(space: Space, base: Candidate, offloads: Sequence[Offload]) -> Ite
         try:
             candidate = replace(base, offload=offload, **settings)
         except ConfigError:
-            if settings["gather"] is None:
+            if base.gather is None:
                 raise
             continue  # gathers cannot be encoded there
         stage = STAGES[candidate.stage]

@@ -21,6 +21,7 @@ import shardwise
 from shardwise.check.compare_ranks import check_replicas
 from shardwise.check.one_process import GradientReport, check_gradients
 from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.data.order import BatchShare
 from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
@@ -28,7 +29,7 @@ from shardwise.monitor.observer import Observation, observe
 from shardwise.parallel.routing import balance_experts
 from shardwise.progress import Advance, run_bar
 from shardwise.quantities import format_bytes
-from shardwise.train.checks import metrics_path, picture_path
+from shardwise.train.checks import config_path, metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import Pipeline, generate
 from shardwise.train.launch import RankPlace, StopRequest
@@ -44,7 +45,7 @@ from shardwise.train.setup import (
     shard_decoder,
 )
 from shardwise.train.summary import RunResult, StateBytes, count_state
-from shardwise.train.text import rank_indices, read_windows
+from shardwise.train.text import read_windows
 
 
 class NonFiniteLossError(ShardwiseError, ArithmeticError):
@@ -106,7 +107,9 @@ def train_prepared(
         loaded = saves.resume(say)
         done = loaded.step if loaded is not None else 0
         if first:
-            (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            part = config_path(config).with_suffix(".part")
+            part.write_text(dump_config(config), encoding="utf-8")
+            part.replace(config_path(config))
         result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
         try:
             with (
@@ -161,7 +164,7 @@ def check_run_gradients(run: Run) -> GradientReport:
     part, num_parts = run.part_of_batch
     indices = range(config.micro_batch * num_parts)
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
-    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
+    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows))
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         inputs, wanted, *positions = batch
@@ -320,26 +323,38 @@ def _compute_step(run: Run, step: int) -> StepReport:
 
 def _passes(run: Run, step: int) -> Tensor:
     """Run forward and backward of all micro-batches; return this rank's mean loss."""
-    num, model = run.accumulation, run.model
+    share, model = run.share, run.model
+    num = share.num_passes
+    counts = [share.counts(number) for number in range(num)]
     if run.pipeline is not None or run.config.accumulation_order == "breadth_first":
+        run.seed_draws(step, 0)
         rows = run.cut(*run.train_batch(step, *range(num)))
         with shardwise.accumulate(model, last=True), rows as (ids, targets, positions):
             if run.pipeline is not None:
                 return run.pipeline.step(ids, targets, positions)
-            batches = list(zip(ids.chunk(num), targets.chunk(num), strict=True))
+            batches = list(zip(ids.chunk(num), targets.chunk(num), counts, strict=True))
             loss_sum = shardwise.accumulate(
-                model, lambda batch: model(*batch, positions), batches, order="breadth_first"
+                model,
+                lambda batch: _counted(model(*batch[:2], positions), batch[2]),
+                batches,
+                order="breadth_first",
             )
-            run.scaler.scale(loss_sum / num).backward()
-        return loss_sum.detach() / num
+            run.scaler.scale(loss_sum / share.divisor).backward()
+        return loss_sum.detach() / share.divisor
     loss_sum = torch.zeros((), device=run.device)
     for number in range(num):
         batch = run.train_batch(step, number)
+        run.seed_draws(step, number)
         with shardwise.accumulate(model, last=number == num - 1), run.cut(*batch) as inputs:
-            loss = model(*inputs)  # a mean over as many tokens on every rank
-            run.scaler.scale(loss / num).backward()
+            loss = _counted(model(*inputs), counts[number])  # over as many tokens on every rank
+            run.scaler.scale(loss / share.divisor).backward()
         loss_sum += loss.detach()
-    return loss_sum / num
+    return loss_sum / share.divisor
+
+
+def _counted(loss: Tensor, counts: bool) -> Tensor:
+    """Return the loss of a pass; 0 if it has no micro-batch, but with a backward pass."""
+    return loss if counts else loss * 0
 
 
 @torch.no_grad()
@@ -351,13 +366,13 @@ def evaluate(run: Run) -> float:
     """
     config, (part, num_parts) = run.config, run.part_of_batch
     run.model.eval()
-    rows = config.micro_batch * (run.accumulation if run.pipeline is not None else 1)
+    rows = config.micro_batch * (run.share.num_passes if run.pipeline is not None else 1)
     total, count = 0.0, 0.0
     for number in range(math.ceil(config.eval_windows / (rows * num_parts))):
-        indices = rank_indices(rows, number, part, num_parts)
+        indices = BatchShare(rows, rows, part, num_parts).indices(number)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
-        whole = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
+        whole = (x.to(run.device) for x in read_windows(run.stream, windows))
         with run.cut(*whole) as (ids, targets, positions):
             if run.pipeline is None:
                 logits = run.model(ids, None, positions)

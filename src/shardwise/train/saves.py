@@ -3,8 +3,8 @@
 Note [A resumed run]
 ~~~~~~~~~~~~~~~~~~~~
 It takes bit-identical steps. A step depends on state in the checkpoint (parameters, optimizer, loss
-scaler, each rank's generators) and on pure functions of the config and the step's number (data,
-learning rate). The config is therefore in the checkpoint too: a changed key is refused if it makes
+scaler) and on pure functions of the config and the step's number (data, random numbers, learning
+rate). The config is therefore in the checkpoint too: a changed key is refused if it makes
 another model, and reported if it changes the steps.
 
 Note [When a save fails]
@@ -70,9 +70,9 @@ def find_changes(
             )
     lines = []
     if saved_ranks != ranks:
-        lines.append(
-            f"ranks: {saved_ranks} -> {ranks}; random numbers (dropout) go on from new seeds"
-        )
+        in_one_call = now.get("pp") != 1 or now.get("accumulation_order") == "breadth_first"
+        draws = "; dropout draws other random numbers" if now.get("dropout") and in_one_call else ""
+        lines.append(f"ranks: {saved_ranks} -> {ranks}{draws}")
     return lines + [
         "data: the text files have changed since"
         if key == "source"

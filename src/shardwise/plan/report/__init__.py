@@ -1,1 +1,1 @@
-"""Plans for programs and people: ``facts`` (plain data), ``pictures`` (SVG), ``page`` (HTML)."""
+"""Plans for programs: plain data."""

@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.planned import Planned
+from shardwise.plan.planned import Plan
 from shardwise.plan.searching import SearchResult
 from shardwise.plan.step.ledger import Moment
+from shardwise.plan.timing.breakdown import Simulated
 from shardwise.plan.timing.scaling import Goodput, ScalingRow
-from shardwise.plan.timing.simulate import Simulated
 
 
-def plan_facts(plan: Planned) -> dict[str, object]:
+def plan_facts(plan: Plan) -> dict[str, object]:
     """Return a plan as plain data."""
     played = plan.played
     return {
@@ -28,11 +28,6 @@ def plan_facts(plan: Planned) -> dict[str, object]:
         "candidate": candidate_facts(plan.candidate),
         "label": plan.label,
         "verdict": plan.verdict,
-        "not_told": [
-            {"setting": question.setting, "answers": [a._asdict() for a in question.answers]}
-            for question in plan.questions
-        ],
-        "possible": plan.possible._asdict() if plan.possible is not None else None,
         "memory": {
             "capacity_bytes": plan.capacity_bytes,
             "low_bytes": plan.memory.low_bytes,
@@ -95,7 +90,7 @@ def search_facts(result: SearchResult) -> dict[str, object]:
     }
 
 
-def _brief(plan: Planned) -> dict[str, object]:
+def _brief(plan: Plan) -> dict[str, object]:
     return {
         "candidate": candidate_facts(plan.candidate),
         "label": plan.label,
@@ -111,9 +106,8 @@ def _brief(plan: Planned) -> dict[str, object]:
     }
 
 
-def simulated_facts(simulated: Simulated) -> dict[str, object]:
-    """Return the times of the slowest rank, and how ranks and steps are spread."""
-    run = simulated.slowest
+def simulated_facts(run: Simulated) -> dict[str, object]:
+    """Return the times of a simulated step."""
     return {
         "simulated_s": run.step_s,
         "compute_s": run.compute_s,
@@ -126,10 +120,8 @@ def simulated_facts(simulated: Simulated) -> dict[str, object]:
         "busy_s": dict(run.busy_s),
         "phase_s": dict(run.phase_s),
         "stream_phase_s": {s: dict(phases) for s, phases in run.stream_phase_s.items()},
-        "critical_path_s": dict(simulated.critical_s),
+        "critical_path_s": dict(run.critical_s),
         "units": [asdict(unit) for unit in run.unit_times],
-        "over_ranks": asdict(simulated.rank_s),
-        "over_steps": asdict(simulated.step_spread),
     }
 
 
@@ -185,7 +177,7 @@ def candidate_facts(candidate: Candidate) -> dict[str, object]:
     return {**asdict(candidate), "num_ranks": candidate.world_size}
 
 
-def _moment(plan: Planned, moment: Moment) -> dict[str, object]:
+def _moment(plan: Plan, moment: Moment) -> dict[str, object]:
     return {
         "phase": moment.phase,
         "unit": plan.unit_name(moment.unit),

@@ -1,14 +1,14 @@
-"""The time of one rank's step: busy, waiting, hidden, exposed; by phase and by unit.
+"""The time of a rank's step: busy, waiting, hidden, exposed; by phase and by unit.
 
 Note [Exposed time]
 The step is cut at every begin and end of an operation. A moment at which the compute stream runs is
-computing; whatever else runs then is hidden. Of the rest, a moment at which a collective runs, or
-has been issued and waits for another rank, is exposed communication; of the others, one at which
-a copy, a host core or a disk works is exposed offload. So the three and the idle rest add up to
-the step, and two collectives at once are not counted twice.
+computing; whatever else runs then is hidden. Of the rest, a moment at which a collective runs is
+exposed communication; of the others, one at which a copy, a host core or a disk works is exposed
+offload. So the three and the idle rest add up to the step, and two collectives at once are not
+counted twice.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +22,8 @@ _KINDS = {"compute": 0, **dict.fromkeys(COMMUNICATING, 1), **dict.fromkeys(OFFLO
 
 
 class Span(NamedTuple):
-    """One operation on one rank: ready, begun (a collective may wait for other ranks), ended."""
+    """The begin and the end of an operation of a program."""
 
-    op: int
-    ready_s: float
     start_s: float
     end_s: float
 
@@ -41,27 +39,25 @@ class UnitTimes:
 
 
 @dataclass(frozen=True)
-class RankRun:
-    """One rank's step; ``spans`` are in program order, ``begin_s`` is when the rank began it."""
+class Simulated:
+    """A simulated step of one rank, with a span for each operation of the program."""
 
     program: Program
-    rank: int
-    begin_s: float
     spans: tuple[Span, ...]
 
     @cached_property
-    def end_s(self) -> float:
+    def step_s(self) -> float:
         """End of the last operation."""
-        return max((span.end_s for span in self.spans), default=self.begin_s)
+        return max((span.end_s for span in self.spans), default=0.0)
 
     @property
-    def step_s(self) -> float:
-        """Seconds from this rank's begin to its end."""
-        return self.end_s - self.begin_s
+    def num_micro_batches(self) -> int:
+        """Micro-batches in the program; a step may have more, see Note [Long windows]."""
+        return 1 + max((op.micro_batch for op in self.program.ops), default=0)
 
     @cached_property
     def busy_s(self) -> Mapping[Stream, float]:
-        """Seconds that each stream worked; waiting for other ranks is not work."""
+        """Seconds that each stream worked."""
         return {stream: sum(phases.values()) for stream, phases in self.stream_phase_s.items()}
 
     @property
@@ -69,14 +65,9 @@ class RankRun:
         """Seconds that the compute stream worked."""
         return self.busy_s.get("compute", 0.0)
 
-    @cached_property
-    def skew_s(self) -> float:
-        """Seconds that issued collectives waited for other ranks, summed."""
-        return sum(span.start_s - span.ready_s for span in self.spans)
-
     @property
     def communication_s(self) -> float:
-        """Seconds in which a collective ran or waited for other ranks; the union, not the sum."""
+        """Seconds in which a collective ran; the union, not the sum."""
         hidden = self._moments[True, True, False] + self._moments[True, True, True]
         return self.exposed_s + hidden
 
@@ -118,8 +109,7 @@ class RankRun:
     def stream_phase_s(self) -> Mapping[Stream, Mapping[str, float]]:
         """Busy seconds by stream, and by phase on it."""
         found: dict[Stream, defaultdict[str, float]] = {}
-        for span in self.spans:
-            op = self.program.ops[span.op]
+        for op, span in zip(self.program.ops, self.spans, strict=True):
             phases = found.setdefault(op.stream, defaultdict(float))
             phases[op.phase] += span.end_s - span.start_s
         return found
@@ -129,9 +119,8 @@ class RankRun:
         """One row for each unit, in the program's order of units."""
         count = len(self.program.unit_names)
         compute, communication, waited = ([0.0] * count for _ in range(3))
-        free = self.begin_s
-        for span in self.spans:
-            op = self.program.ops[span.op]
+        free = 0.0
+        for op, span in zip(self.program.ops, self.spans, strict=True):
             unit = op.unit if 0 <= op.unit < count else None
             seconds = span.end_s - span.start_s
             if op.stream == "compute":
@@ -145,14 +134,45 @@ class RankRun:
         return tuple(UnitTimes(*row) for row in rows)
 
     @cached_property
+    def critical_path(self) -> tuple[int, ...]:
+        """Operations that decide the step, in order of time.
+
+        Each begins when the one before ends. Had one been shorter, the step would have been.
+        """
+        ops, ends = self.program.ops, [span.end_s for span in self.spans]
+        previous, newest = list[int](), dict[Stream, int]()
+        for index, op in enumerate(ops):
+            previous.append(newest.get(op.stream, -1))
+            newest[op.stream] = index
+        index = ends.index(self.step_s) if self.step_s > 0 else -1
+        path = list[int]()
+        while index != -1:
+            path.append(index)
+            last, inputs = 0.0, (previous[index], *ops[index].after)
+            index = -1
+            for each in inputs:
+                if each != -1 and ends[each] > last:
+                    last, index = ends[each], each
+        return tuple(reversed(path))
+
+    @property
+    def critical_s(self) -> Mapping[str, float]:
+        """Seconds of the critical path by kind of work: what to make faster first."""
+        seconds: Counter[str] = Counter()
+        for index in self.critical_path:
+            start_s, end_s = self.spans[index]
+            seconds[category(self.program.ops[index])] += end_s - start_s  # type: ignore[assignment]
+        return seconds
+
+    @cached_property
     def _moments(self) -> Mapping[tuple[bool, bool, bool], float]:
         """Seconds by whether it computes, communicates, offloads; see Note [Exposed time]."""
         edges = []
-        for span in self.spans:
-            kind = _KINDS[self.program.ops[span.op].stream]
-            edges += [(span.ready_s, kind, 1), (span.end_s, kind, -1)]
+        for op, span in zip(self.program.ops, self.spans, strict=True):
+            kind = _KINDS[op.stream]
+            edges += [(span.start_s, kind, 1), (span.end_s, kind, -1)]
         found: defaultdict[tuple[bool, bool, bool], float] = defaultdict(float)
-        running, before = [0, 0, 0], self.begin_s
+        running, before = [0, 0, 0], 0.0
         for at, kind, change in sorted(edges):
             found[running[0] > 0, running[1] > 0, running[2] > 0] += at - before
             running[kind] += change
