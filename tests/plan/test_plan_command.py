@@ -208,7 +208,7 @@ def test_a_format_is_planned_written_and_read_again(
 def test_gathers_are_encoded_only_where_there_is_something_to_gather(refused: Refused) -> None:
     coded = (run_plan, "demo", "--gather", "int8")
     assert "nothing is gathered at stage 0" in refused(*coded, "--stage", "0")
-    assert "params='device'" in refused(*coded, "--offload-optimizer", "cpu")
+    assert "params='device'" in refused(*coded, "--offload", "{optimizer: cpu}")
 
 
 def test_blocks_that_a_plan_does_not_count_are_refused(
@@ -223,7 +223,7 @@ def test_blocks_that_a_plan_does_not_count_are_refused(
     ("flags", "reason"),
     [
         (["gpt2"], "gpt2"),
-        (["demo", "--offload-optimizer", "nvme"], "--offload nvme:/local/ssd"),
+        (["demo", "--offload", "{optimizer: nvme}"], "--offload nvme:/local/ssd"),
         (["demo", "--activation-checkpointing", "selective"], "selective"),
         (["demo", "--optimizer", "lion"], "'lion'"),
         (["demo", "--precision", "pure_bf16"], "'bf16'"),

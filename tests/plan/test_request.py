@@ -86,7 +86,6 @@ def test_a_few_bytes_without_a_unit_are_refused_with_what_was_meant(flag: str) -
         ({"seq": "nan"}, ["--seq", "whole number", "nan"]),
         ({"params": "nan"}, ["--params", "7e9"]),
         ({"tokens_per_step": "0"}, ["--tokens-per-step", "greater than 0"]),
-        ({"offload_fraction": 1.5}, ["--offload-fraction"]),
         ({"max_memory": "0", "search": True}, ["--max-memory", "more than 0"]),
         ({"target_tokens_per_s": "inf", "search": True}, ["--target-tokens-per-s", "finite"]),
         ({"max_memory": "1GB"}, ["max_memory", "--search"]),
@@ -148,28 +147,16 @@ def test_the_tokens_of_the_helps_example_make_a_step() -> None:
         set_up("llama-3-8b", ask(ranks=64, tokens_per_step="4M"))
 
 
-def test_a_fraction_of_a_file_that_offloads_nothing_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 3}}')
-    with pytest.raises(ConfigError, match="--offload-optimizer cpu"):
-        set_up_tiny(tmp_path, deepspeed=path, offload_fraction=0.5)
-    with pytest.raises(ConfigError, match="--offload-optimizer cpu"):
-        set_up_tiny(tmp_path, offload_optimizer="device", offload_step_on="device")
-
-
-def test_flags_of_parts_go_over_the_value_of_a_run(tmp_path: Path) -> None:
+def test_a_flag_goes_over_the_value_of_a_run(tmp_path: Path) -> None:
     def found(more: str = "", **flags: Any) -> Offload:
         return set_up_tiny(tmp_path, more, **flags).candidate.offload
 
     assert (
         found("offload: cpu\n") == found(offload="cpu") == Offload("cpu", "cpu", "cpu", 1, "host")
     )
-    nvme = found("offload: nvme:/ssd\n", offload_params="device", offload_fraction=0.5)
-    assert nvme == Offload("device", "cpu", "nvme:/ssd", 0.5, "host")
-    assert found("offload: cpu\n", offload_optimizer="device", offload_params="device") == Offload()
+    assert found("offload: cpu\n", offload={}) == Offload()
     asked = "{optimizer: nvme, step_on: device}"
     assert found("offload: cpu\n", offload=asked) == Offload("device", "cpu", "nvme", 1, "device")
-    assert found(offload_optimizer="host") == Offload("device", "cpu", "cpu", 1, "host")
 
 
 def test_ranks_that_do_not_fill_nodes_are_told_by_their_flag() -> None:
@@ -317,8 +304,8 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Pa
         ("demo", {"link": "nvlnk4"}, ["'nvlnk4'", "nvlink4"]),
         ("demo", {"optimizer": "adamv"}, ["'adamv'", "'adam"]),
         ("demo", {"ranks": 8, "gpus_per_node": 3}, ["--gpus-per-node"]),
-        ("demo", {"offload_params": "cpu"}, ["params='cpu'", "let optimizer= be 'cpu'"]),
-        ("demo", {"offload_params": "hots"}, ["params='hots'", "'cpu' (host memory)"]),
+        ("demo", {"offload": "{params: cpu}"}, ["params='cpu'", "let optimizer= be 'cpu'"]),
+        ("demo", {"offload": "{params: hots}"}, ["params='hots'", "'cpu' (host memory)"]),
         ("demo", {"dp_replicate": 3, "ranks": 8}, ["dp_replicate=3 does not divide 8 ranks"]),
         ("demo", {"tp": 3, "ranks": 8}, ["tp=3 does not divide 8 ranks", "make tp 1, 2, 4 or 8"]),
         ("none.yaml", {}, ["none.yaml", "No such file"]),

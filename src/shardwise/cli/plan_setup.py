@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.cli.run_settings import planned_keys, run_of_shape, trainable_degrees
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload
+from shardwise.homes import Offload, offload_of
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate, Kernels, LossKind
@@ -174,11 +174,13 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
     # Gloo sends point to point, as the engine does there.
     is_gpu = cluster.node.accelerator.asynchronous
     transport = "coalesced" if is_gpu else "point_to_point"
-    candidate = Candidate(**settings | {"offload": request.offloaded, "transport": transport})
+    candidate = Candidate(
+        **settings | {"offload": offload_of(request.offload), "transport": transport}
+    )
     moves_inputs = candidate.offload.activations != "device"
     if moves_inputs and candidate.activation_checkpointing != "full":
         raise ConfigError(
-            "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
+            "offload: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
         )
     axes = request.axes.over(cluster.num_ranks)
@@ -393,8 +395,7 @@ def space_of(setup: Setup) -> Space:
         kernels=_kernels(setup) if varies_all else (None,),
         narrows=is_wide,
         fills_pipelines=setup.is_written or (is_wide and "accumulation" not in given),
-        may_move_inputs=not given & {"offload", "offload_activations"}
-        and node.accelerator.asynchronous,
+        may_move_inputs="offload" not in given and node.accelerator.asynchronous,
     )
 
 
@@ -437,7 +438,8 @@ def _kernels(setup: Setup) -> tuple[tuple[Kernels, LossKind], ...]:
 def _offloads(setup: Setup) -> tuple[Offload, ...]:
     """Return where state may rest; a device that is the host has nowhere else."""
     offload = setup.candidate.offload
-    is_given = any(name.startswith("offload") for name in setup.given - {"offload_activations"})
+    # Where activations alone are given, state may rest anywhere.
+    is_given = "offload" in setup.given and (offload.moves_state or offload.activations == "device")
     if is_given or not setup.cluster.node.accelerator.asynchronous:
         return (offload,)
     wholly = Offload(optimizer="cpu"), Offload("cpu", optimizer="cpu")

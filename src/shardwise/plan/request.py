@@ -6,7 +6,6 @@ add their own. A setting is decided if it is in ``model_fields_set``.
 
 import re
 from collections.abc import Mapping, Set
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -15,14 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload, offload_of, resolve_offload
+from shardwise.homes import offload_of, resolve_offload
 from shardwise.keys import flag_of, key, read_fields
 from shardwise.plan.candidate import (
     Checkpointing,
     ContextMethod,
     Kernels,
     PipelineSchedule,
-    planned_offload,
 )
 from shardwise.precisions import GatherName, ReduceName, plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
@@ -83,7 +81,6 @@ _PlannedOffload = Annotated[
     str | dict[str, object] | None, BeforeValidator(partial(_read_offload, names_folders=False))
 ]
 _Room = Annotated[int | None, BeforeValidator(_read_size)]
-_Place = Annotated[str | None, BeforeValidator(lambda place: "cpu" if place == "host" else place)]
 
 
 class StepKeys(BaseModel):
@@ -212,19 +209,6 @@ class ModelRequest(StepKeys):
         "Offload",
         "where state rests, as a run has it: cpu, nvme, nvme:FOLDER or fields of shardwise.Offload",
     )
-    offload_params: _Place = key(None, "Offload", "where slices rest: device, cpu or nvme[:FOLDER]")
-    offload_grads: _Place = key(None, "Offload", "where reduced gradients rest; unset: cpu")
-    offload_optimizer: _Place = key(None, "Offload", "where optimizer state rests")
-    offload_fraction: float | None = key(
-        None, "Offload", "share of what is offloaded, in whole units; unset: all", ge=0, le=1
-    )
-    offload_step_on: Literal["host", "device"] | None = key(
-        None, "Offload", "where what is offloaded is stepped; unset: host"
-    )
-    offload_activations: _Place = key(
-        None, "Offload", "where inputs of checkpointed blocks are until they are computed again"
-    )
-
     global_batch: int | None = key(None, "", "windows per step, of a file; it has no flag")
     tokens_per_step: Annotated[int | None, BeforeValidator(_read_tokens)] = key(
         None,
@@ -266,27 +250,6 @@ class ModelRequest(StepKeys):
         names = ModelRequest.model_fields.keys() - out
         made = self.model_copy(update={name: values[name] for name in names & values.keys()})
         made.model_fields_set.intersection_update(given | (names & decided))
-        return made
-
-    @property
-    def offloaded(self) -> Offload:
-        """Where state rests: ``offload``, with what ``offload_params`` and the like say over it.
-
-        **Raises** ConfigError as `shard()` does, and for a share of nothing, or a step of nothing.
-        """
-        offload: dict[str, object] = asdict(planned_offload(offload_of(self.offload)))
-        prefix = "offload_"
-        given = {name.removeprefix(prefix): value for name, value in self if prefix in name}
-        given = {name: value for name, value in given.items() if value is not None}
-        if "optimizer" in given:  # gradients and the step follow it
-            offload |= {"grads": None, "step_on": None}
-        made = planned_offload(offload_of(offload | given))
-        for name in ("fraction", "step_on"):
-            if given.get(name) not in (None, "host") and made.optimizer == "device":
-                raise ConfigError(
-                    f"offload_{name}: nothing is offloaded; add --offload-optimizer cpu or nvme, "
-                    "or leave it out"
-                )
         return made
 
 
