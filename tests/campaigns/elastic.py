@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,16 @@ class Nodes:
         self.running.remove(node)
 
     @property
-    def has_stepped(self) -> bool:
-        """Tell whether the nodes that run have taken some steps together."""
+    def num_loads(self) -> int:
+        """How often the run has gone on."""
+        path = self.output / "metrics.jsonl"
+        return sum("load_s" in line for line in lines_of(self.output)) if path.exists() else -1
+
+    def has_stepped(self, num_loads: int) -> bool:
+        """Tell whether the nodes took some steps together since the run had gone on so often."""
         for node in self.running:
             self.pids.update(child.pid for child in node.children(recursive=True))
-        if not (self.output / "metrics.jsonl").exists():
+        if self.num_loads <= num_loads:
             return False
         lines = [line for line in lines_of(self.output) if "loss" in line or "load_s" in line]
         since = max((n for n, line in enumerate(lines) if "load_s" in line), default=-1)
@@ -129,11 +135,12 @@ def run_changes(num: int, seed: int, folder: Path, counted: Counter[str]) -> str
     nodes, draw, counts = Nodes(folder), random.Random(seed), [1]
     nodes.join()
     try:
-        until(lambda: nodes.has_stepped, "the first steps")
+        until(lambda: nodes.has_stepped(-1), "the first steps")
         for number in range(num):
+            before = nodes.num_loads
             how = change(nodes, draw)
             counts.append(len(nodes.running))
-            until(lambda: nodes.has_stepped, f"steps on {counts[-1]} nodes")
+            until(partial(nodes.has_stepped, before), f"steps on {counts[-1]} nodes")
             counted[how] += 1
             print(f"change {number + 1}: {how}, {counts[-1]} nodes", file=sys.stderr, flush=True)
         first, *others = nodes.running
