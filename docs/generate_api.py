@@ -91,17 +91,14 @@ def _section(module: str, name: str, home: str, node: Documented) -> str:
         lines += [f"    {ast.unparse(f)}" for f in node.body if isinstance(f, ast.AnnAssign)]
         public = (m for m in node.body if isinstance(m, ast.FunctionDef) and m.name[0] != "_")
         methods = [m for m in public if ast.get_docstring(m)]
-        lines += [indent(_signature(m), "    ") for m in node.body if _is_init(m)]
+        inits = (m for m in node.body if getattr(m, "name", "") == "__init__")
+        lines += [indent(_signature(m), "    ") for m in inits]
     path = _path_of(home).relative_to(DOCS.parent).as_posix()
     code = "\n".join(lines) + " ..." * (len(lines) == 1 and lines[0].endswith(":"))
     text = f"\n### {module}.{name}\n\n```python\n{code}\n```\n\n{_as_markdown(node)}\n"
     for method in methods:
         text += f"\n```python\n{_signature(method)}\n```\n\n{_as_markdown(method)}\n"
     return f"{text}\nSource: [{path}](../{path})\n"
-
-
-def _is_init(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
 
 
 def _signature(node: ast.stmt, name: str | None = None) -> str:

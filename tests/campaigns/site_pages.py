@@ -180,3 +180,18 @@ def test_search_finds_pages_without_another_host(how: str, tab: Tab, address: st
     )
     assert found > 5
     assert not [url for url in tab.requests if not url.startswith((start, "data:"))]
+
+
+def test_what_a_reader_would_not_like_is_seen(tab: Tab, address: str) -> None:
+    tab.resize(390, 900)
+    tab.open(address + KINDS[0])
+    tab.console.clear()
+    tab.run(
+        """document.querySelector("article").insertAdjacentHTML("beforeend",
+        "<p style='color:#eee;background:#fff'>faint</p><div style='width:2000px'>wide</div>"
+        + "<img src='https://example.com/a.png'>")"""
+    )
+    tab.resize(390, tab.run(HEIGHT))
+    assert tab.run(LOOK)["faint"][0][0] == "faint"
+    assert len(tab.run(CUT)) == 1
+    assert any("example.com" in line for line in tab.console)
