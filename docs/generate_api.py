@@ -72,7 +72,7 @@ def _imported_for_types(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]
 
 def _definition(module: str, name: str) -> tuple[str, Documented]:
     """Return the module and the node that define a name, which other modules may import."""
-    for node in reversed(tree_of(module).body):  # what is overloaded stands last
+    for node in reversed(tree_of(module).body):  # an overloaded function's last definition
         if isinstance(node, Documented) and name == getattr(node, "name", None):
             return module, node
         if isinstance(node, ast.Assign) and name == ast.unparse(node.targets[0]):

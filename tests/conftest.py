@@ -17,6 +17,12 @@ import ranks
 torch.set_num_threads(ranks.NUM_THREADS)
 ranks.collect_rarely()
 
+# For this process and all that tests start. A thread that wakes up then interrupts no other one,
+# which may hold a connection's lock: gloo's thread would try to lock it, again and again, until the
+# other thread goes on.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # Inductor's cache does not ask which vector registers it compiled for: a folder for each kind.
 _CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability().lower()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), _CACHE)))

@@ -41,7 +41,7 @@ class Tab:
         return result
 
     def _next(self) -> Message:
-        """Return the browser's next message; note what it says of the page."""
+        """Return the browser's next message; record errors and requests of the page."""
         while b"\0" not in self._unread:
             more = os.read(self._from, 1 << 16)
             assert more, "the browser has ended"

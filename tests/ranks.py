@@ -434,10 +434,6 @@ def _serve(
     stacks = open(f"{scratch}/{rank}.stacks", "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if hasattr(os, "SCHED_BATCH"):
-        # A thread that wakes up interrupts no other one, which may hold a connection's lock:
-        # gloo's thread would try to lock it, again and again, until the other thread goes on.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     collect_rarely()
     gc.freeze()  # what was imported before the fork need not be looked at by every collection
     try:

@@ -1,7 +1,7 @@
 """Settings of the site that `make docs` builds from the Markdown pages of the repository.
 
 Navigation is read from docs/index.md: each heading with links is a group. A linked README.md of a
-folder adds the pages that it links to. A link to a file that is no page leads to a page with that
+folder adds the pages that it links to. A link to a file of another kind leads to a page with that
 file's text.
 """
 
@@ -92,7 +92,7 @@ def _resolved(docname: str, target: str) -> PurePosixPath:
 
 
 def _link_to_files(app: Sphinx, doctree: nodes.document) -> None:
-    """Let links to files that are no pages lead to pages with their text."""
+    """Let links to source files lead to pages with their text."""
     docname = app.env.docname
     up = "../" * docname.count("/")
     for link in list(doctree.findall(download_reference)):

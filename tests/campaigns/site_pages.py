@@ -34,7 +34,7 @@ HEIGHT = "document.documentElement.scrollHeight"
 LOOK = (
     f"(() => {{ {MEASURE}; return look({{contentDocument: document, contentWindow: window}}) }})()"
 )
-# Words that end beyond the window and cannot be scrolled to: the theme cuts what is too wide.
+# Words that end beyond the window and cannot be scrolled to: the theme cuts wide boxes.
 CUT = """[...document.querySelectorAll("article *")].filter(e => {
   for (let box = e; box.tagName != "ARTICLE"; box = box.parentElement)
     if (["auto", "scroll"].includes(getComputedStyle(box).overflowX)) return false;
