@@ -24,6 +24,7 @@ from shardwise.train.launch import (
     RankPlace,
     StopRequest,
     launch_local_ranks,
+    leave,
 )
 
 _MOST_RANKS = 10**8
@@ -143,6 +144,7 @@ def read_run(
 
 def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
     from shardwise.train.loop import train
+    from shardwise.train.replay import ReplayError
     from shardwise.train.summary import format_result
 
     def say(line: str) -> None:
@@ -150,7 +152,12 @@ def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
             terminal.say(line + "\n")
 
     config = check_run(config, place.world_size)
-    result = train(config, place, stop, say)
+    try:
+        result = train(config, place, stop, say)
+    except ReplayError as error:
+        if config.on_fault == "leave" and leave(place, error.rank):
+            terminal.complain(f"rank {place.rank}: this node leaves the run\n")
+        raise
     if not result.stopped:
         say(format_result(result, config))
         return 0

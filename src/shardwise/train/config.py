@@ -172,6 +172,20 @@ class TrainConfig(StepKeys):
         0, "Checkpoints", "steps between steps computed twice and compared; 0: never", ge=0
     )
 
+    integrity: float = key(
+        0.0,
+        "Checkpoints",
+        "share of the time for both checks in turns, such as 0.01; 0: only those asked for above",
+        ge=0,
+        lt=1,
+    )
+    on_fault: Literal["stop", "leave"] = key(
+        "stop",
+        "Checkpoints",
+        "if a replayed step differs: end the run, or the node of the first rank named, so that "
+        "torchrun goes on without it",
+    )
+
     predicted_step_s: float | None = key(
         None, "Plan", "seconds per step that the plan expects; compared at the end", gt=0
     )

@@ -108,6 +108,18 @@ class StopRequest:
         self._noted = True
 
 
+def leave(place: RankPlace, rank: int) -> bool:
+    """End this node's agent if ``rank`` is of this node and there are others; tell if it does.
+
+    Ranks of a node have consecutive numbers. Torchrun goes on with the nodes that are left.
+    """
+    size = place.local_world_size
+    is_here = rank // size == place.rank // size and size < place.world_size
+    if is_here and place.local_rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    return is_here
+
+
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:
     """Run `python -m shardwise <arguments>` as local ranks and wait for them.
 

@@ -32,6 +32,7 @@ from shardwise.quantities import format_bytes
 from shardwise.train.checks import config_path, metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import Pipeline, generate
+from shardwise.train.integrity import IntegrityBudget
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.picture import write_picture
 from shardwise.train.recovery import Ending, StartClock, recovery_of, tell
@@ -131,8 +132,10 @@ def train_prepared(
                 if loaded is not None:
                     metrics.write(**loaded._asdict())
                 stop.listen()
+                budget = IntegrityBudget(config.integrity)
                 for step in range(done + 1, config.steps + 1):
-                    _take_step(run, step, stop, metrics, advance, saves, result, observation)
+                    parts = metrics, advance, saves, result, observation
+                    _take_step(run, step, stop, budget, *parts)
                     if step == done + 1 and loaded is not None and ending is not None:
                         clock.mark("first step")
                         restart = recovery_of(ending, clock, done, loaded.from_memory)
@@ -217,6 +220,7 @@ def _take_step(
     run: Run,
     step: int,
     stop: StopRequest,
+    budget: IntegrityBudget,
     metrics: JsonLines,
     advance: Advance,
     saves: RunCheckpoints,
@@ -226,7 +230,8 @@ def _take_step(
     """Take one step; then write its figures and, if due, check, evaluate and save."""
     config, tokens = run.config, run.global_batch * run.config.seq
     sent_before, started_s = _sent_bytes(run), time.perf_counter()
-    report = train_step(run, step, stop, saves.failed, observation)
+    compares = budget.agreed == "replicas" or _is_multiple(step, config.check_replicas_every)
+    report = train_step(run, step, stop, saves.failed, observation, budget)
     step_s = time.perf_counter() - started_s
     peak_bytes = peak_memory_bytes(run.device)
     metrics.write(
@@ -260,8 +265,9 @@ def _take_step(
             f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
             "warmup_steps, or set grad_clip"
         )
-    if _is_multiple(step, config.check_replicas_every):
-        check_replicas(run.model, run.optimizer)
+    if compares:
+        with budget.comparing():
+            check_replicas(run.model, run.optimizer)
     result.stopped = report.stop
     is_last = step == config.steps or result.stopped
     is_due = is_last or _is_multiple(step, config.eval_every)
@@ -290,17 +296,20 @@ def train_step(
     stop: StopRequest,
     save_failed: bool = False,
     observation: Observation | None = None,
+    budget: IntegrityBudget | None = None,
 ) -> StepReport:
     """Take one optimizer step over the global batch.
 
     A step that is computed twice is observed the second time.
 
-    **Cost** one collective of four numbers beside those of the model.
+    **Cost** one collective of five numbers beside those of the model.
 
     **Raises** ReplayError if the step was computed twice and gave other bits on any rank.
     """
-    difference = 0
-    if _is_multiple(step, run.config.replay_every):
+    difference, begun_s = 0, time.perf_counter()
+    budget = budget or IntegrityBudget(0.0)
+    is_replayed = budget.agreed == "replay" or _is_multiple(step, run.config.replay_every)
+    if is_replayed:
         first_only = iter([_paused(observation)])
 
         def compute() -> StepReport:
@@ -310,8 +319,12 @@ def train_step(
         local, difference = compute_twice(run, compute, lambda result: result.numbers)
     else:
         local = _compute_step(run, step)
-    sums = [local.loss / run.place.world_size, stop.requested, save_failed, difference > 0]
-    loss, num_stopping, num_failed, num_differing = all_reduce_scalars([float(s) for s in sums])
+    budget.note_step(time.perf_counter() - begun_s, is_replayed)
+    asked = budget.ask() if run.place.rank == 0 else 0
+    sums = [local.loss / run.place.world_size, stop.requested, save_failed, difference > 0, asked]
+    totals = all_reduce_scalars([float(s) for s in sums])
+    loss, num_stopping, num_failed, num_differing, check = totals
+    budget.agree(int(check))
     if num_differing:
         raise_difference(run, step, difference, local.numbers)
     return replace(local, loss=loss, stop=num_stopping > 0, save_failed=num_failed > 0)
