@@ -69,13 +69,6 @@ class CollectiveKey:
         return self.members or ranks_of(self.group)
 
 
-def describe_key(key: str) -> str:
-    """Return the description of a collective from its `CollectiveKey.key`."""
-    _, axis, kind, index, rest = key.split(_SEPARATOR, 4)
-    unit, _, about = rest.rpartition(_SEPARATOR)
-    return CollectiveKey(kind, unit, int(index), axis, None, about=about).text
-
-
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the global ranks of a group. **Raises** KeyError if torch has no such group."""
     return tuple(dist.get_process_group_ranks(group))

@@ -77,11 +77,6 @@ class BatchShare:
         return self.global_batch // self.micro_batch
 
     @property
-    def is_even(self) -> bool:
-        """Tell whether every pass has a micro-batch."""
-        return self.num_micro_batches % self.num_parts == 0
-
-    @property
     def divisor(self) -> float:
         """What a mean loss of a micro-batch is divided by, so that ranks' means are the step's."""
         return self.num_micro_batches / self.num_parts
