@@ -6,7 +6,7 @@
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
 #   make pages   write docs/files.md, errors.md and findings.md from the source
 #   make bench-offload   time steps with state in host memory and in files
-#   make docs    build the site into build/site
+#   make docs    build the site into build/site        make test-site   open it in Chromium
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +18,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo test test-kernels check format pages docs bench bench-ckpt bench-offload soak fuzz clean
+.PHONY: help venv demo test test-kernels check format pages docs test-site bench bench-ckpt bench-offload soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -67,10 +67,17 @@ pages: $(RUN_STAMP)
 	$(BIN)/python docs/generate_pages.py
 	$(BIN)/shardwise explain --markdown > docs/findings.md
 
-# A warning of the builder, such as a link to a page that is not there, is an error.
+# A warning of the builder, such as a link to a page that is not there, is an error. All pages are
+# written anew, since each has the navigation of all.
 docs: $(DOCS_STAMP)
+	rm -rf build/site build/site-cache
 	$(BIN)/sphinx-build -c docs/site -d build/site-cache -q -W --keep-going . build/site
 	@echo build/site/index.html
+
+test-site: docs $(DEV_STAMP)
+	@which chromium chromium-browser google-chrome google-chrome-stable | grep -q . || \
+	  { echo 'make test-site needs a browser: apt-get install chromium'; exit 1; }
+	$(BIN)/python -m pytest -n 2 tests/campaigns/site_pages.py
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/step_time.py
@@ -84,7 +91,7 @@ bench-offload: $(RUN_STAMP)
 	$(BIN)/python benchmarks/optimizer_step.py
 
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
-# `restart` kills training runs that restart by themselves. `matrices` runs every cell of the largest
+# `restart` kills training runs that restart by themselves; in `elastic` nodes join and leave one. `matrices` runs every cell of the largest
 # tables of which the suite has covering samples. `mutants` puts small defects into the source, which
 # the suite must find.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
@@ -96,6 +103,7 @@ soak: $(DEV_STAMP)
 	  case $$campaign in \
 	    matrices) $(BIN)/python -m pytest tests/campaigns/matrices.py ;; \
 	    restart) $(BIN)/python tests/campaigns/restart.py --trials $(TRIALS) --seed $(SEED) ;; \
+	    elastic) $(BIN)/python tests/campaigns/elastic.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    mutants) $(BIN)/python tests/campaigns/mutants.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    *) $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) ;; \
 	  esac || exit 1; \

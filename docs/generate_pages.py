@@ -1,8 +1,8 @@
-"""Write the pages that are made from other files: files.md, errors.md and the list of decisions.
+"""Write the pages that are made from other files: lists of files, errors, names and decisions.
 
-Run it after a change of a module's or an error's docstring, or after a file or a decision was
-added, moved or removed: ``make pages``, or ``python docs/generate_pages.py``. tests/test_docs.py
-compares the committed pages with the source.
+Run it after a change of the docstring of a module, an error or a public name, or after a file or a
+decision was added, moved or removed: ``make pages``, or ``python docs/generate_pages.py``.
+tests/test_docs.py compares the committed pages with the source.
 
 files.md lists rooms in the order of the table in ``shardwise.__doc__``. Inside a room a file stands
 below all files that it imports.
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+
+from generate_api import api_page
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "src" / "shardwise"
@@ -47,6 +49,7 @@ def pages() -> dict[str, str]:
         "files.md": files_page(),
         "errors.md": errors_page(),
         "decisions/README.md": decisions_page(),
+        "api.md": api_page(),
     }
 
 

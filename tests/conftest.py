@@ -1,5 +1,6 @@
 """What holds for every test: as many threads as ranks have, reasons for skips, no process left."""
 
+import gc
 import getpass
 import os
 import tempfile
@@ -14,6 +15,13 @@ import ranks
 
 # As many threads here as in the ranks: a sum in this process and in theirs has the same bits.
 torch.set_num_threads(ranks.NUM_THREADS)
+ranks.collect_rarely()
+
+# For this process and all that tests start. A thread that wakes up then interrupts no other one,
+# which may hold a connection's lock: gloo's thread would try to lock it, again and again, until the
+# other thread goes on.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Inductor's cache does not ask which vector registers it compiled for: a folder for each kind.
 _CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability().lower()}"
@@ -32,69 +40,61 @@ settings.load_profile("shardwise")
 # Files that take long, longest first: none is left for one worker alone at the end, where those of
 # few tests come.
 FIRST = (
-    "plan/test_composed_memory.py",
-    "test_docs.py",
-    "engine/test_overlap.py",
-    "parallel/test_experts.py",
-    "engine/test_offload_files.py",
-    "engine/test_stream_order.py",
-    "plan/test_counted_traffic.py",
-    "interop/test_pipeline_schedules.py",
-    "engine/test_skipped_layers.py",
-    "interop/test_lightning.py",
+    "labs/test_lab_command.py",
+    "train/test_resume.py",
+    "plan/test_one_model.py",
+    "interop/test_torch_features.py",
     "engine/test_scenarios.py",
     "train/test_command.py",
-    "train/test_resume.py",
-    "train/test_degrees_of_runs.py",
-    "checkpoint/test_save_load.py",
-    "plan/test_expert_degrees.py",
-    "engine/test_parity.py",
-    "interop/test_transformers_trainer.py",
-    "interop/test_transformers_parallel.py",
-    "checkpoint/test_pieces.py",
+    "test_hangs.py",
+    "test_architecture.py",
+    "monitor/test_doctor_runs.py",
+    "test_docs.py",
+    "interop/test_lightning.py",
     "plan/test_play_ranks.py",
-    "interop/test_accelerate.py",
-    "checkpoint/test_any_to_any.py",
-    "checkpoint/test_crashes.py",
-    "interop/test_transformers_loading.py",
-    "checkpoint/test_errors.py",
-    "train/test_same_bits.py",
-    "test_shard_tensor_sweep.py",
-    "plan/test_memory_matrix.py",
-    "checkpoint/test_kills.py",
-    "interop/test_peft_adapters.py",
-    "test_offload_disk.py",
-    "test_optim_checkpoints.py",
-    "interop/test_fully_shard.py",
-    "test_zero_from_scratch.py",
-    "test_shard_tensor_optimizers.py",
-    "engine/test_counting.py",
-    "interop/test_own_gather.py",
-    "checkpoint/test_parallel_models.py",
-    "plan/test_plan_command.py",
+    "interop/test_pipeline_schedules.py",
+    "checkpoint/test_memory.py",
+    "engine/test_stream_order.py",
+    "test_shard_tensor.py",
     "test_traffic_memory.py",
-    "interop/test_torch_features.py",
-    "plan/test_calibration.py",
-    "engine/test_parity_precision.py",
-    "test_shard_tensor_steps.py",
+    "interop/test_transformers_parallel.py",
+    "interop/test_transformers_trainer.py",
+    "checkpoint/test_save_load.py",
+    "engine/test_overlap.py",
     "engine/test_breadth_first.py",
-    "engine/test_activations.py",
+    "parallel/test_experts.py",
+    "plan/test_counted_traffic.py",
     "test_waits.py",
-    "checkpoint/test_hostile.py",
-    "engine/test_tensor_parallel.py",
-    "test_plain_state.py",
-    "interop/test_transformers_generate.py",
-    "checkpoint/test_damage.py",
+    "engine/test_rank_differences.py",
+    "engine/test_offload_files.py",
+    "interop/test_accelerate.py",
+    "engine/test_parity_precision.py",
+    "checkpoint/test_crashes.py",
+    "engine/test_skipped_layers.py",
+    "plan/test_tracing.py",
+    "train/test_degrees_of_runs.py",
+    "train/test_same_bits.py",
+    "checkpoint/test_shared_folder.py",
+    "plan/test_calibration.py",
     "engine/test_pipelines_composed.py",
-    "engine/test_tied_stages.py",
-    "engine/test_placements.py",
-    "interop/test_fully_shard_axes.py",
-    "train/test_same_losses.py",
-    "engine/test_pipeline_gradients.py",
-    "test_shard_tensor_draws.py",
-    "train/test_check_gradients.py",
-    "checkpoint/test_rank_of_stages.py",
-    "interop/test_fully_shard_surface.py",
+    "plan/test_composed_memory.py",
+    "engine/test_activations.py",
+    "checkpoint/test_pieces.py",
+    "test_ranks.py",
+    "checkpoint/test_parallel_models.py",
+    "test_shard_tensor_steps.py",
+    "interop/test_foreign_files.py",
+    "engine/test_encoded_runs.py",
+    "test_zero_from_scratch.py",
+    "test_shard_tensor_sweep.py",
+    "test_optim_checkpoints.py",
+    "plan/test_memory_matrix.py",
+    "plan/test_plan_command.py",
+    "engine/test_double_backward.py",
+    "engine/test_matrices_settings.py",
+    "plan/test_simulate.py",
+    "interop/test_fully_shard.py",
+    "interop/test_own_gather.py",
 )
 
 
@@ -124,6 +124,10 @@ def _sort_for_workers(items: list[pytest.Item]) -> None:
         return turns.get(item.path, len(turns)), -num_tests[item.path]
 
     items.sort(key=turn)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay: no collection need look at them
 
 
 def pytest_sessionfinish() -> None:

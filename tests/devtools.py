@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 Message = dict[str, Any]
-TAB = {"key": "Tab", "code": "Tab", "windowsVirtualKeyCode": 9}
 
 
 class Tab:
@@ -42,7 +41,7 @@ class Tab:
         return result
 
     def _next(self) -> Message:
-        """Return the browser's next message; note what it says of the page."""
+        """Return the browser's next message; record errors and requests of the page."""
         while b"\0" not in self._unread:
             more = os.read(self._from, 1 << 16)
             assert more, "the browser has ended"
@@ -85,10 +84,16 @@ class Tab:
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
+    def press(self, key: str, code: str, number: int) -> None:
+        """Press a key, which the protocol knows by three names."""
+        text = {"text": key} if len(key) == 1 else {}
+        of = {"key": key, "code": code, "windowsVirtualKeyCode": number}
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, **of, **text)
+
     def press_tab(self) -> None:
         """Press the tab key."""
-        for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, **TAB)
+        self.press("Tab", "Tab", 9)
 
     def picture(self, path: Path) -> None:
         """Write what the window shows as a PNG file."""

@@ -434,6 +434,7 @@ def _serve(
     stacks = open(f"{scratch}/{rank}.stacks", "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    collect_rarely()
     gc.freeze()  # what was imported before the fork need not be looked at by every collection
     try:
         if not fresh:  # a launched process has a device for each group
@@ -507,6 +508,11 @@ def _reset_state() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)
+
+
+def collect_rarely() -> None:
+    """Let Python look for cycles every 50 000 new objects, not every 700."""
+    gc.set_threshold(50_000, 10, 10)
 
 
 def seed_torch() -> None:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import programs
 import shardwise
 import shardwise.keys
 from generate_pages import import_graph, module_name, pages, rooms
+from palette import colours
+from shardwise.cli.main import call_command
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -117,21 +120,21 @@ def test_every_cited_note_stands_in_the_code() -> None:
     titles = {
         title
         for path in SOURCES
-        for title in re.findall(r"^Note \[(.+)\]$", path.read_text(), re.M)
+        for title in re.findall(r"^ *Note \[(.+)\]$", path.read_text(), re.M)
     }
     for page in PAGES:
         cited = re.findall(r"Note \[([^\]]+)\]", " ".join(page.read_text().split()))
         assert set(cited) <= titles, f"{page_id(page)}: {set(cited) - titles}"
 
 
-def test_every_cited_method_stands_in_the_code() -> None:
+def test_every_cited_method_or_field_stands_in_the_code() -> None:
     defined = {
-        f"{outer.name}.{inner.name}"
+        f"{outer.name}.{inner.name if isinstance(inner, ast.FunctionDef) else inner.target.id}"
         for path in SOURCES
         for outer in ast.walk(ast.parse(path.read_text()))
         if isinstance(outer, ast.ClassDef)
         for inner in outer.body
-        if isinstance(inner, ast.FunctionDef)
+        if isinstance(inner, (ast.FunctionDef, ast.AnnAssign))
     }
     classes = {name.split(".")[0] for name in defined} - {"Precision"}
     for page in PAGES:
@@ -242,8 +245,66 @@ def losses_in(out: str) -> list[float]:
 def test_the_program_of_the_readme_runs_and_learns(tmp_path: Path) -> None:
     (program,) = [code for code in code_blocks(ROOT / "README.md", "python") if "init_" in code]
     (tmp_path / "program.py").write_text(program)
-    losses = re.findall(r"loss ([\d.]+)", programs.torchrun(str(tmp_path / "program.py")))
+    done = programs.run_program(tmp_path / "program.py", num_ranks=2, cwd=tmp_path)
+    losses = re.findall(r"loss ([\d.]+)", done.stdout)
     assert len(losses) == 2 and all(float(loss) < 0.6 for loss in losses)
+
+
+def plans_on(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each `shardwise plan` of a page, with the lines that the page says it prints."""
+    blocks = FENCE.findall(page.read_text())
+    for (kind, command), (printed_as, printed) in pairwise(blocks):
+        if kind == "sh" and command.startswith("shardwise plan") and printed_as == "text":
+            arguments = command.removeprefix("shardwise plan").replace("\\\n", "")
+            yield arguments.strip(), printed.splitlines()
+
+
+CHOOSE = ROOT / "docs" / "choose.md"
+
+
+@pytest.mark.parametrize(("arguments", "lines"), list(plans_on(CHOOSE)))
+def test_plans_print_what_the_page_on_choices_says(
+    arguments: str,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (config,) = code_blocks(CHOOSE, "json")
+    (tmp_path / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    code = call_command("plan", arguments.split())
+    printed = capsys.readouterr().out
+    assert not [line for line in lines if line.rstrip() not in printed]
+    assert code == lines[0].startswith("will not fit")
+
+
+@pytest.mark.slow
+def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(
+    tmp_path: Path,
+) -> None:
+    page = ROOT / "docs" / "start.md"
+    (program,) = code_blocks(page, "python")
+    (tmp_path / "first.py").write_text(program)
+    done = programs.run_program(tmp_path / "first.py", num_ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (printed,) = code_blocks(page, "text")
+    assert printed in done.stdout
+    for command in ("report", "doctor"):
+        assert call_command(command, [str(tmp_path / "runs" / "first")]) == 0
+    assert (tmp_path / "runs" / "first" / "report.html").exists()
+
+
+def test_the_site_finds_the_colours_of_report_pages() -> None:
+    light, dark = colours()
+    assert light.keys() == dark.keys() and not set(light.items()) & set(dark.items())
+
+
+def test_the_version_is_the_same_in_each_file() -> None:
+    citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert {m and m[1] for m in (citation, package, newest)} == {shardwise.__version__}
 
 
 def test_the_readme_is_short() -> None:

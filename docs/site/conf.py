@@ -1,11 +1,12 @@
 """Settings of the site that `make docs` builds from the Markdown pages of the repository.
 
 Navigation is read from docs/index.md: each heading with links is a group. A linked README.md of a
-folder adds the pages that it links to. A link to a file that is no page leads to a page with that
+folder adds the pages that it links to. A link to a file of another kind leads to a page with that
 file's text.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from html import escape
 from itertools import chain
@@ -33,34 +34,17 @@ html_theme = "furo"
 html_title = project
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_additional_pages = {"index": "to_docs.html"}
 templates_path = ["templates"]
 html_favicon = "static/icon.svg"
 html_copy_source = html_show_sourcelink = html_use_index = False
 pygments_style, pygments_dark_style = "a11y-light", "a11y-dark"
 
+sys.path.insert(0, str(ROOT / "docs"))
+from palette import colours  # noqa: E402
 
-def _colours() -> Iterator[dict[str, str]]:
-    """Yield the theme's light and dark colours: those of report pages and pictures."""
-    report = (ROOT / "src/shardwise/monitor/page.html.j2").read_text(encoding="utf-8")
-    accents = re.findall(r"\.line,.*stroke:(#\w+)", (ROOT / "src/shardwise/svg.css").read_text())
-    for rule, accent in zip(re.findall(r":root \{.*--paper.*\}", report), accents, strict=True):
-        of = dict(re.findall(r"--(\w+): (#\w+)", rule))
-        yield {
-            "color-background-primary": of["paper"],
-            "color-background-secondary": of["card"],
-            "color-background-hover": of["line"],
-            "color-background-border": of["line"],
-            "color-foreground-primary": of["text"],
-            "color-foreground-secondary": of["quiet"],
-            "color-foreground-muted": of["quiet"],
-            "color-brand-primary": accent,
-            "color-brand-content": accent,
-            "color-brand-visited": accent,
-        }
-
-
-_light, _dark = _colours()
+_light, _dark = colours()
 html_theme_options = {
     "top_of_page_buttons": [],
     "light_css_variables": _light,
@@ -108,7 +92,7 @@ def _resolved(docname: str, target: str) -> PurePosixPath:
 
 
 def _link_to_files(app: Sphinx, doctree: nodes.document) -> None:
-    """Let links to files that are no pages lead to pages with their text."""
+    """Let links to source files lead to pages with their text."""
     docname = app.env.docname
     up = "../" * docname.count("/")
     for link in list(doctree.findall(download_reference)):
@@ -133,12 +117,12 @@ def _pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _fold_navigation(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object
 ) -> None:
-    """Fold the groups of the navigation but the first and the current one."""
+    """Fold the groups of the navigation but the current one; on the entry page but the first."""
     if "furo_navigation_tree" not in context:
         return
     groups = CAPTION.findall(context["furo_navigation_tree"])
+    opened = next((n for n, (_, pages) in enumerate(groups) if "current-page" in pages), 0)
     context["furo_navigation_tree"] = "".join(
-        f"<details{' open' * (number == 0 or 'current-page' in pages)}>"
-        f"<summary>{caption}</summary>{pages}</details>"
+        f"<details{' open' * (number == opened)}><summary>{caption}</summary>{pages}</details>"
         for number, (caption, pages) in enumerate(groups)
     )

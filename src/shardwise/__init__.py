@@ -43,11 +43,12 @@ Reading order, which is also the import order (a file imports only from what sta
     checkpoint/               checkpoints: write, commit, find, verify, read
     convert/                  import and export of other checkpoint formats
     monitor/                  records of a run: spans, figures, memory
+    data/                     samples of each rank and step, token files
     train/                    the recipe behind `shardwise train`
     interop/                  other libraries: fully_shard, DeepSpeed, Hugging Face, Lightning ...
     cli/                      parse, call, print
 
-Public names: those of ``__all__``, of the groups `check`, `debug`, `optim`, `parallel` and
+Public names: those of ``__all__``, of the groups `check`, `data`, `debug`, `optim`, `parallel` and
 `interop`, and of `config` and `errors`. They are imported on first use, so that the command line
 answers without loading torch.
 """
@@ -61,6 +62,7 @@ from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
     from shardwise import check as check
+    from shardwise import data as data
     from shardwise import debug as debug
     from shardwise import interop as interop
     from shardwise import optim as optim
@@ -96,7 +98,9 @@ _HOMES = {
     "save": "shardwise.checkpoint.save_load",
     "shard": "shardwise.engine.api",
 }
-_GROUPS = {name: f"shardwise.{name}" for name in ("check", "debug", "interop", "optim", "parallel")}
+_GROUPS = {
+    name: f"shardwise.{name}" for name in ("check", "data", "debug", "interop", "optim", "parallel")
+}
 # Names of version 0.1, which go with 0.3: where each is now, by its group and name there.
 _RENAMED = {
     "ContextParallel": "parallel.ContextParallel",

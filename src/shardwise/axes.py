@@ -94,6 +94,12 @@ class Axes:
         copies = self.dp_replicate * self.dp_shard
         return rank // (self.cp * self.tp) % copies, copies
 
+    def peer_in_part(self, rank: int) -> int:
+        """Return a rank's place among those with its part of the batch; call `over` before."""
+        inner = self.cp * self.tp
+        copies = self.dp_replicate * self.dp_shard
+        return rank // (inner * copies) * inner + rank % inner
+
     @property
     def _dense(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in DENSE}

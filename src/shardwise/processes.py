@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,15 @@ def own_process() -> Process:
 def boot_id() -> str:
     """Return a text that is new at each start of the system. **Raises** OSError if unknown."""
     return Path(_PROCESSES, "sys/kernel/random/boot_id").read_text().strip()
+
+
+def seconds_since_birth() -> float:
+    """Return how long ago this process was started; 0 if the system does not tell."""
+    with suppress(AttributeError, OSError):
+        ticks = int(_stat(os.getpid())[_BORN])
+        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return max(0.0, now_s - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
 
 
 def fate(process: Process, mine: Process) -> tuple[Life, str]:

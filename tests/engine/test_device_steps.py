@@ -24,7 +24,6 @@ from shardwise.errors import ShardError
 from shardwise.offload.home import Home
 from shardwise.offload.lane import Lane, Load
 from shardwise.offload.loads import cut
-from shardwise.plan.accounting import account
 from shardwise.step import local_step as apart
 from shardwise.step import unit_step
 
@@ -101,10 +100,6 @@ def count_bytes(rank: int, world_size: int) -> None:
         train(model, optimizer, 1, clip=None)
         optimizer.state_dict()
         assert sum(sizes) == 16 * numel  # and both moments
-    where = Offload("cpu", "cpu", "cpu", step_on="device")
-    fetched = account(numel, 1, 3, "fp32", "adamw", "cpu").traffic.to_device_bytes
-    planned = account(numel, 1, 3, "fp32", "adamw", where).traffic.to_device_bytes
-    assert planned - fetched == sum(sizes)
     assert max(sizes) <= LOAD_BYTES < sum(sizes) / 5
     staged = stats(model, optimizer).bytes_by_place["device"] - stats(model).bytes_by_place.get(
         "device", 0

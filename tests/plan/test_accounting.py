@@ -25,11 +25,9 @@ from ranks import run_ranks
 from shardwise.cli.plan import accounting_view
 from shardwise.config import Precision
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload
 from shardwise.plan.accounting import (
     MAX_PARAMS,
     Accounting,
-    Bytes,
     Setup,
     account,
     accounting_facts,
@@ -45,7 +43,7 @@ def largest_model(memory: int | str, setup: Setup) -> int:
     low, high = 0, MAX_PARAMS + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = Accounting(middle, setup).total.device <= parse_count(memory)
+        fits = Accounting(middle, setup).device_bytes <= parse_count(memory)
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -224,11 +222,11 @@ def test_the_lines_are_what_the_engine_holds_and_sends(num_ranks: int) -> None:
         stage, precision = held["stage"], held["precision"]
         expected = account(num_params, num_ranks, stage, precision, accumulation=2)
         values = expected.parameters + expected.master_weights
-        assert held["values"] == values.device > 0, held
-        assert held["window"] == expected.gradients.device > 0, held
-        assert held["state"] == expected.optimizer_state.device > 0, held
+        assert held["values"] == values > 0, held
+        assert held["window"] == expected.gradients > 0, held
+        assert held["state"] == expected.optimizer_state > 0, held
         if stage != 1:  # it reduces at the end of the window, and then holds a shard
-            assert held["grads"] == expected.gradients.device, held
+            assert held["grads"] == expected.gradients, held
         if precision == "fp32":  # over gloo other precisions may send in the computing dtype
             sent = expected.traffic.shard_sent_bytes
             if stage == 3:  # of two units the last is gathered once per micro-batch
@@ -238,62 +236,8 @@ def test_the_lines_are_what_the_engine_holds_and_sends(num_ranks: int) -> None:
             assert held["sent"] == sent, held
 
 
-# -- offload
-
-
-def test_zero_offload_leaves_two_bytes_on_the_device_and_puts_fourteen_on_the_host() -> None:
-    found = account("13B", 1, 2, "zero_paper", offload=Offload(optimizer="cpu"))
-    assert (found.device_bytes, found.host_bytes) == (26 * GB, 14 * 13 * GB)
-
-
-@pytest.mark.parametrize(
-    ("precision", "offload", "to_host", "to_device", "read", "written"),
-    [
-        ("zero_paper", Offload(optimizer="cpu"), 2, 2, 0, 0),
-        ("bf16", Offload(optimizer="cpu"), 4, 4, 0, 0),  # the masters are cast on the device
-        ("bf16", Offload("cpu", None, "cpu"), 4, 8, 0, 0),
-        ("bf16", Offload(optimizer="cpu", step_on="device"), 4 + 12, 16, 0, 0),
-        ("bf16", Offload("cpu", None, "cpu", step_on="device"), 4 + 12, 16 + 8, 0, 0),
-        ("bf16", Offload("cpu", "nvme", "nvme"), 4, 8, 4 + 8, 4 + 8),
-        ("zero_paper", Offload(params="cpu", optimizer="cpu"), 2, 4, 0, 0),
-        ("zero_paper", Offload(optimizer="nvme"), 2, 2, 12, 12),
-        ("zero_paper", Offload(params="nvme", optimizer="nvme"), 2, 4, 12 + 4, 12 + 2),
-        ("fp32", Offload(params="nvme", optimizer="nvme"), 4, 8, 12 + 8, 12),
-        ("fp32", Offload(params="nvme", optimizer="cpu"), 4, 8, 4 + 8, 4),
-    ],
-)
-def test_traffic_of_offload_is_so_many_bytes_per_parameter(
-    precision: str, offload: Offload, to_host: int, to_device: int, read: int, written: int
-) -> None:
-    traffic = account(8 * GB, 8, 3, precision, offload=offload).traffic
-    found = (
-        traffic.to_host_bytes,
-        traffic.to_device_bytes,
-        traffic.nvme_read_bytes,
-        traffic.nvme_written_bytes,
-    )
-    assert found == (to_host * GB, to_device * GB, read * GB, written * GB)
-
-
-def test_everything_on_nvme_leaves_the_device_empty_and_gradients_on_the_host() -> None:
-    found = account("1T", 512, offload=Offload(params="nvme", optimizer="nvme"))
-    assert found.device_bytes == 0
-    assert found.host_bytes == found.gradients.host == 4 * 10**12 // 512
-    assert found.nvme_bytes == (4 + 8) * 10**12 // 512
-    in_paper = account("1T", 512, precision="zero_paper", offload=Offload("nvme", None, "nvme"))
-    assert in_paper.nvme_bytes == (2 + 4 + 8) * 10**12 // 512
-
-
-def test_host_memory_of_a_node_does_not_grow_with_the_number_of_nodes() -> None:
-    offload = Offload(optimizer="cpu")
-    nodes = [account("8.03B", 8 * n, 2, offload=offload).host_bytes_per_node for n in range(1, 9)]
-    assert nodes == sorted(nodes, reverse=True) and nodes[0] > 7 * nodes[-1]
-    assert account(GB, 2, 2, offload=offload).host_bytes_per_node == 16 * GB
-
-
 # -- properties
 
-homes = st.sampled_from(["cpu", "nvme"])
 names = st.sampled_from(sorted(PRECISIONS))
 optimizers = st.sampled_from(sorted(OPTIMIZERS))
 counts = st.integers(1, 10**15)
@@ -302,8 +246,6 @@ counts = st.integers(1, 10**15)
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     stage = draw(st.integers(0, 3))
-    away = Offload(draw(homes | st.just("device")), draw(homes), draw(homes), draw(st.floats(0, 1)))
-    away = replace(away, step_on=draw(st.sampled_from([None, "host", "device"])))
     every: Literal["step", "micro_batch"] | None = draw(
         st.sampled_from([None, "step", "micro_batch"])
     )
@@ -313,7 +255,6 @@ def setups(draw: st.DrawFn) -> Setup:
         replicas=draw(st.integers(1, 3000)),
         precision=draw(names),
         optimizer=draw(optimizers),
-        offload=draw(st.sampled_from([Offload(), away])),
         accumulation=draw(st.integers(1, 100)),
         reduce_every=every,
     )
@@ -322,11 +263,8 @@ def setups(draw: st.DrawFn) -> Setup:
 @given(counts, setups())
 def test_the_lines_add_up_and_nothing_is_negative(params: int, setup: Setup) -> None:
     found = Accounting(params, setup)
-    for home in ("device", "host", "nvme"):
-        assert getattr(found.total, home) == sum(getattr(b, home) for b in found.lines.values())
-    on_host = Bytes(host=found.gradients.host)  # stays
-    assert found.total + on_host == found.between_steps + found.gradients
-    assert all(v >= 0 for b in found.lines.values() for v in asdict(b).values())
+    assert found.device_bytes == sum(found.lines.values()) == found.between_steps + found.gradients
+    assert min(found.lines.values()) >= 0
     assert all(v >= 0 for v in asdict(found.traffic).values())
 
 
@@ -334,7 +272,7 @@ def test_the_lines_add_up_and_nothing_is_negative(params: int, setup: Setup) -> 
 def test_on_one_rank_all_stages_hold_the_same_without_master_weights(
     params: int, precision: str, optimizer: str
 ) -> None:
-    held = {account(params, 1, stage, precision, optimizer).total for stage in range(4)}
+    held = {account(params, 1, stage, precision, optimizer).device_bytes for stage in range(4)}
     assert len(held) == 1
 
 
@@ -342,20 +280,16 @@ def test_on_one_rank_all_stages_hold_the_same_without_master_weights(
 def test_every_change_moves_the_bytes_the_way_that_it_must(
     params: int, setup: Setup, ranks: int, more: int
 ) -> None:
-    """More ranks, a higher stage and offload hold no more, more parameters no less."""
+    """More ranks and a higher stage hold no more, more parameters no less."""
 
-    def held(count: int = params, **changed: Any) -> Bytes:
-        return Accounting(count, replace(setup, **changed)).total
+    def held(count: int = params, **changed: Any) -> int:
+        return Accounting(count, replace(setup, **changed)).device_bytes
 
     here, fewer = held(), held(ranks=setup.ranks + ranks, replicas=1)
-    for home in asdict(here):
-        assert getattr(fewer, home) <= getattr(here, home) <= getattr(held(params + more), home)
-    stays: dict[str, Any] = {"offload": Offload()}
-    # Less than a whole block of quantized state is left on either side of the cut.
-    assert here.device <= held(**stays).device + 2 * 5
-    stages = [held(stage=stage, reduce_every=None, **stays).device for stage in range(4)]
+    assert fewer <= here <= held(params + more)
+    stages = [held(stage=stage, reduce_every=None) for stage in range(4)]
     assert stages == sorted(stages, reverse=True)
-    whole = held(stage=3, reduce_every=None, ranks=1, **stays).device
+    whole = held(stage=3, reduce_every=None, ranks=1)
     assert whole <= stages[3] * setup.ranks  # all ranks together have all of the state
 
 
@@ -395,7 +329,6 @@ def test_what_is_no_whole_number_is_refused_by_name(text: Any) -> None:
         ({"ranks": 8.0}, "ranks=8.0: expected a whole number"),
         ({"replicas": -1}, "replicas=-1: "),
         ({"accumulation": 0}, "accumulation=0: "),
-        ({"ranks_per_node": 0}, "ranks_per_node=0: "),
         ({"stage": 4}, "stage=4: expected 0, 1, 2 or 3"),
         ({"stage": True}, "stage=True: "),
         ({"stage": 2.0}, "stage=2.0: "),
@@ -417,10 +350,10 @@ def test_a_wrong_field_is_named_with_what_was_expected(
 def test_what_is_left_out_is_said() -> None:
     said = " ".join(account(GB, 8, 3).left_out)
     assert "Activations" in said and "gathered" in said and "step counter" in said
-    assert "engine does not run it" not in said and "offload" not in said.lower()
-    said = " ".join(account(GB, 8, 1, "zero_paper", "muon", Offload(optimizer="cpu")).left_out)
+    assert "engine does not run it" not in said
+    said = " ".join(account(GB, 8, 1, "zero_paper", "muon").left_out)
     assert "Muon updates matrices" in said and "engine does not run it" in said
-    assert "whole units of a model" in said and "counted in full" in said
+    assert "counted in full" in said
     assert "counted in full" not in " ".join(account(GB, 8, 1, accumulation=2).left_out)
 
 
@@ -439,12 +372,6 @@ def test_the_table_marks_the_chosen_stage_and_fits_a_terminal() -> None:
     assert "7,000,000,000 parameters, 8 ranks, fp32, adamw" in text and "left out" in text
 
 
-def test_parameters_in_files_are_shown_beside_the_stages_that_keep_full_ones() -> None:
-    text = rendered(120, params="1T", ranks=512, offload=Offload("nvme", None, "cpu"), replicas=2)
-    assert "2 x 512 ranks" in text and "host memory of a node (8 ranks)" in text
-    assert len([line for line in text.splitlines() if "TiB" in line or "GiB" in line]) == 5
-
-
 def units_of(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(data, dict):
         for name, value in data.items():
@@ -457,19 +384,18 @@ def units_of(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
-    chosen = account("7e9", 8, 3, "fp32", offload=Offload(optimizer="cpu"))
+    chosen = account("7e9", 8, 3, "fp32")
     data = json.loads(json.dumps(accounting_facts(chosen)))
-    fractional = [k for k, v in units_of(data) if isinstance(v, float)]
-    assert fractional == ["fraction"]
+    assert not any(isinstance(value, float) for _, value in units_of(data))
     inputs = {f.name for f in fields(Setup)} | {"params", "world_size"}
     for key, value in units_of(data):
         if isinstance(value, int) and key not in inputs:
-            assert key.endswith(("_bytes", "_elements", "_bytes_per_node")) or key[:4] == "num_"
+            assert key.endswith(("_bytes", "_elements")) or key[:4] == "num_"
     assert [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
     for row in data["stages"]:
         expected = Accounting(data["params"], replace(chosen.setup, stage=row["stage"]))
         assert row["total_device_bytes"] == expected.device_bytes
-        assert row["gradients_host_bytes"] == expected.gradients.host
+        assert row["gradients_device_bytes"] == expected.gradients
     assert data["left_out"] == list(chosen.left_out)
 
 
@@ -501,4 +427,4 @@ def test_plans_by_formulas_need_no_torch_and_an_accounting_no_numpy(
 
 def test_bytes_of_a_shard_are_rounded_up() -> None:
     found = account(10, 3, 3, "fp32")
-    assert found.parameters.device == 4 * DTYPE_BYTES["float32"]
+    assert found.parameters == 4 * DTYPE_BYTES["float32"]

@@ -292,7 +292,7 @@ def test_a_searched_and_written_pipeline_can_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = tmp_path / "planned.yaml"
-    words = "demo --ranks 2 --search --degrees 1x2x1 --stage 1 --micro-batch 1 --write"
+    words = "demo --ranks 2 --search --tp 1 --pp 2 --cp 1 --stage 1 --micro-batch 1 --write"
     assert run_plan([*words.split(), str(planned)]) == 0
     config = load_config(planned, {})
     assert (config.pp, config.accumulation) == (2, 2)

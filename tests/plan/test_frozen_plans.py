@@ -60,14 +60,6 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
     *(("experts", {"ep": ep, "tp": tp}) for ep, tp in ((2, 1), (8, 2), (1, 2))),
     ("shared experts", {"ep": 4, "tp": 2, "pp": 2, "accumulation": 2, **FULL}),
     ("small", {"tp": 2, "stage": 2, "precision": "fp32"}),
-    *(
-        (
-            "small",
-            {"accumulation": 4, "accumulation_order": "breadth_first", "stage": stage, **more},
-        )
-        for stage in (0, 2, 3)
-        for more in ({}, FULL, {"precision": "fp32"})
-    ),
     *(("small", {"gather": "fp8", "reduce": r}) for r in (None, "int4-a2a", "bf16-a2a")),
     ("small", {"gather": "int8", "reduce": "fp8-a2a", "num_replicas": 2, **CPU}),
     ("small", {"offload": HOST, "accumulation": 2}),

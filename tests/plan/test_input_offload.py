@@ -1,8 +1,6 @@
 """Inputs of checkpointed blocks on the host, planned: bytes as of a run, the way, the search."""
 
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +9,9 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 from shardwise import Offload as Away
-from shardwise import accumulate, shard
+from shardwise import shard
 from shardwise.debug import stats
 from shardwise.homes import Offload
-from shardwise.offload.activations import _Input
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.presets import find_model
@@ -32,9 +29,6 @@ from shardwise.train.decoder import Decoder
 
 BLOCKS, DIM, SEQ, VOCAB, ROWS = 5, 32, 16, 64, 2
 HOST = Offload(activations="cpu")
-
-
-layer_by_layer: Any = partial(accumulate, order="breadth_first")
 
 
 def decoder() -> nn.Module:
@@ -115,50 +109,6 @@ def test_planned_host_bytes_are_those_of_a_run(
     size = 2 if precision == "bf16" else 4
     assert planned == (BLOCKS - 1) * ROWS * SEQ * DIM * size
     assert run_ranks(host_bytes_of_a_run, 1, make, precision, units) == [planned]
-
-
-def of_rounds(rank: int, world_size: int, num: int) -> tuple[int, int, int]:
-    """Return host bytes, and what a step copies to the host and back."""
-    model = shard(decoder(), offload=Away(activations="cpu"))
-    copied = Counter[str]()
-    evict, fetch = _Input.start_evict, _Input.start_fetch
-
-    def start_evict(each: Any) -> bool:
-        goes = evict(each)
-        copied["to_host"] += each.tensor.nbytes if goes else 0
-        return goes
-
-    def start_fetch(each: Any) -> None:
-        had = each._fetched
-        fetch(each)
-        if each._fetched is not had:
-            copied["to_device"] += each._fetched[0].nbytes
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Input, "start_evict", start_evict)
-        patch.setattr(_Input, "start_fetch", start_fetch)
-        for _ in range(2):
-            copied.clear()
-            batches = [batch() for _ in range(num)]
-            layer_by_layer(model, lambda tokens: loss_of(model, tokens), batches).backward()
-    host = stats(model).bytes_by_place["host"]
-    return host, copied["to_host"], copied["to_device"]
-
-
-@pytest.mark.parametrize("num", [2, 3])
-def test_inputs_of_micro_batches_in_rounds_are_those_of_a_run(num: int) -> None:
-    """The last block's stay, of all micro-batches."""
-    candidate = candidate_of("fp32", None, HOST)
-    candidate = replace(candidate, accumulation=num, accumulation_order="breadth_first")
-    played = play(tape_of(decoder, "fp32", None), candidate)
-    copied = played.program.copied_bytes
-    found = played.host.total, copied["to_host"], copied["to_device"]
-    assert run_ranks(of_rounds, 1, num) == [found]
-    assert found[0] == num * (BLOCKS - 1) * ROWS * SEQ * DIM * 4
-    assert (
-        played.resting
-        == play(tape_of(decoder, "fp32", None), candidate_of("fp32", None, HOST)).resting
-    )
 
 
 def test_formulas_have_the_inputs_that_a_trace_has() -> None:

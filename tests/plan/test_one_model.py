@@ -153,17 +153,15 @@ def eager_and_compiled(model: ShapedModel, base: Candidate, gpu: str) -> list[Pl
 
 
 # -- the search over all of it
-DEGREES = "1x1x1,8x1x1,1x2x1,1x1x2"
+DEGREES = ((1, 1, 1), (8, 1, 1), (1, 2, 1), (1, 1, 2))
 
 
 @cache
 def searched() -> tuple[ShapedModel, Space, SearchResult]:
-    request = check_keys(
-        PlanRequest, {}, {"ranks": 64, "search": True, "degrees": DEGREES}, None, "plan"
-    )
+    request = check_keys(PlanRequest, {}, {"ranks": 64, "search": True}, None, "plan")
     setup = set_up("llama-3.2-1b", request)
     assert isinstance(setup.model, ShapedModel)
-    space = space_of(setup)
+    space = replace(space_of(setup), degrees=DEGREES)
     limits = limits_of(setup)
     return setup.model, space, search(setup.model, setup.cluster, space, limits, setup.prices_of)
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.plan_setup import Setup, limits_of, padding_notes, set_up, space_of
+from shardwise.cli.plan_setup import (
+    Setup,
+    assumed_notes,
+    limits_of,
+    padding_notes,
+    set_up,
+    space_of,
+)
 from shardwise.cli.run_settings import run_of, run_of_shape
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -18,7 +25,7 @@ from shardwise.plan.candidate import Candidate, planned_offload
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
-from shardwise.plan.planning import asked_of, plan
+from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest, SimulateRequest
 from shardwise.plan.searching import search
 from shardwise.quantities import parse_size
@@ -79,7 +86,6 @@ def test_a_few_bytes_without_a_unit_are_refused_with_what_was_meant(flag: str) -
         ({"seq": "nan"}, ["--seq", "whole number", "nan"]),
         ({"params": "nan"}, ["--params", "7e9"]),
         ({"tokens_per_step": "0"}, ["--tokens-per-step", "greater than 0"]),
-        ({"offload_fraction": 1.5}, ["--offload-fraction"]),
         ({"max_memory": "0", "search": True}, ["--max-memory", "more than 0"]),
         ({"target_tokens_per_s": "inf", "search": True}, ["--target-tokens-per-s", "finite"]),
         ({"max_memory": "1GB"}, ["max_memory", "--search"]),
@@ -129,11 +135,6 @@ def test_a_search_has_no_accumulation_beside_a_step_in_backward() -> None:
     assert result.pareto and all(made.candidate.accumulation == 1 for made in result.pareto)
 
 
-def test_degrees_to_compare_leave_no_single_one() -> None:
-    with pytest.raises(ConfigError, match="leave out --cp"):
-        ask(search=True, degrees="8x1x1", cp=2)
-
-
 def test_tokens_may_be_counted_in_powers_of_two() -> None:
     for text, tokens in (("4Mi", 1 << 22), ("4M", 4 * 10**6), ("16ki", 1 << 14)):
         assert ask(tokens_per_step=text).tokens_per_step == tokens
@@ -146,28 +147,16 @@ def test_the_tokens_of_the_helps_example_make_a_step() -> None:
         set_up("llama-3-8b", ask(ranks=64, tokens_per_step="4M"))
 
 
-def test_a_fraction_of_a_file_that_offloads_nothing_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 3}}')
-    with pytest.raises(ConfigError, match="--offload-optimizer cpu"):
-        set_up_tiny(tmp_path, deepspeed=path, offload_fraction=0.5)
-    with pytest.raises(ConfigError, match="--offload-optimizer cpu"):
-        set_up_tiny(tmp_path, offload_optimizer="device", offload_step_on="device")
-
-
-def test_flags_of_parts_go_over_the_value_of_a_run(tmp_path: Path) -> None:
+def test_a_flag_goes_over_the_value_of_a_run(tmp_path: Path) -> None:
     def found(more: str = "", **flags: Any) -> Offload:
         return set_up_tiny(tmp_path, more, **flags).candidate.offload
 
     assert (
         found("offload: cpu\n") == found(offload="cpu") == Offload("cpu", "cpu", "cpu", 1, "host")
     )
-    nvme = found("offload: nvme:/ssd\n", offload_params="device", offload_fraction=0.5)
-    assert nvme == Offload("device", "cpu", "nvme:/ssd", 0.5, "host")
-    assert found("offload: cpu\n", offload_optimizer="device", offload_params="device") == Offload()
+    assert found("offload: cpu\n", offload={}) == Offload()
     asked = "{optimizer: nvme, step_on: device}"
     assert found("offload: cpu\n", offload=asked) == Offload("device", "cpu", "nvme", 1, "device")
-    assert found(offload_optimizer="host") == Offload("device", "cpu", "cpu", 1, "host")
 
 
 def test_ranks_that_do_not_fill_nodes_are_told_by_their_flag() -> None:
@@ -217,15 +206,14 @@ def test_the_layout_is_chosen_unless_it_was_given(tmp_path: Path) -> None:
         set_up(str(path), ask(units="LlamaDecoderLayer", kernels="compiled"))
 
 
-def test_nothing_is_asked_where_all_is_told_or_no_answer_matters() -> None:
+def test_a_plan_names_the_kernels_that_it_assumes(tmp_path: Path) -> None:
     told = {"kernels": "eager", "loss": "eager", "optimizer_kernel": "fused"}
-    for name in (None, *told):
+    for name in told:
         flags = {key: value for key, value in told.items() if key != name}
-        setup = set_up("llama-3-8b", ask(ranks=8, **flags))
-        made = plan(setup.model, setup.cluster, setup.candidate)
-        made = asked_of(made, setup.model, setup.cluster, setup.given, setup.prices_of)
-        assert [q.setting for q in made.questions] == [name] * (name is not None)
-        assert (made.possible is None) == (name is None)
+        (note,) = assumed_notes(set_up("llama-3-8b", ask(ranks=8, **flags)))
+        assert note.startswith(f"assumed: --{name.replace('_', '-')} {told[name]}; ")
+    assert not assumed_notes(set_up("llama-3-8b", ask(ranks=8, **told)))
+    assert not assumed_notes(set_up_tiny(tmp_path))
 
 
 def test_a_simulation_has_no_keys_of_a_search() -> None:
@@ -316,8 +304,8 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Pa
         ("demo", {"link": "nvlnk4"}, ["'nvlnk4'", "nvlink4"]),
         ("demo", {"optimizer": "adamv"}, ["'adamv'", "'adam"]),
         ("demo", {"ranks": 8, "gpus_per_node": 3}, ["--gpus-per-node"]),
-        ("demo", {"offload_params": "cpu"}, ["params='cpu'", "let optimizer= be 'cpu'"]),
-        ("demo", {"offload_params": "hots"}, ["params='hots'", "'cpu' (host memory)"]),
+        ("demo", {"offload": "{params: cpu}"}, ["params='cpu'", "let optimizer= be 'cpu'"]),
+        ("demo", {"offload": "{params: hots}"}, ["params='hots'", "'cpu' (host memory)"]),
         ("demo", {"dp_replicate": 3, "ranks": 8}, ["dp_replicate=3 does not divide 8 ranks"]),
         ("demo", {"tp": 3, "ranks": 8}, ["tp=3 does not divide 8 ranks", "make tp 1, 2, 4 or 8"]),
         ("none.yaml", {}, ["none.yaml", "No such file"]),
@@ -357,7 +345,6 @@ def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path)
         "optimizer_options: {moments: 8bit}\n",
         "optimizer_options: {moments: bf16}\n",
         "optimizer: sgd\noptimizer_options: {momentum: 0.9}\n",
-        "accumulation: 3\naccumulation_order: breadth_first\nmicro_batch: 2\n",
         "pp: 2\npp_schedule: gpipe\naccumulation: 4\n",
         "tp: 2\ncp: 2\n",
         "cp: 2\ncp_method: heads\n",
@@ -373,6 +360,11 @@ def test_a_plan_that_becomes_a_run_is_planned_as_the_same_again(more: str, tmp_p
     again = set_up(str(path), ask())
     assert again.candidate == first.candidate
     assert run_of(again.candidate, load_config(path, {})) == load_config(path, {})
+
+
+def test_a_run_whose_micro_batches_go_layer_by_layer_has_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="accumulation_order: plans have depth_first alone"):
+        set_up_tiny(tmp_path, "accumulation: 3\naccumulation_order: breadth_first\n")
 
 
 # -- presets that `shardwise train` can train
@@ -418,17 +410,6 @@ def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:
     assert run_of_shape(llama_shape(2, 64, 4, 2, 160, 100), 16) is not None
     assert run_of_shape(llama_shape(2, 64, 4, 2, 170, 100), 16) is None
     assert run_of_shape(llama_shape(2, 60, 4, 2, 160, 100), 16) is None
-
-
-def test_degrees_to_compare_are_searched_by_the_formulas_of_the_shape() -> None:
-    request = ask(search=True, degrees="1x1x1, 2x2x1", ranks=8)
-    assert request.degrees == ((1, 1, 1), (2, 2, 1))
-    setup = set_up("llama-3.2-1b", request)
-    assert isinstance(setup.model, ShapedModel)
-    assert space_of(setup).degrees == request.degrees
-    for wrong in ("8x1", "8x0x1", "axbxc", ""):
-        with pytest.raises(ConfigError, match="expected tensor x pipeline x context"):
-            ask(search=True, degrees=wrong)
 
 
 def test_a_search_that_traces_our_own_decoder_tries_finer_units(tmp_path: Path) -> None:

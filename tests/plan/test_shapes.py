@@ -168,10 +168,11 @@ def test_micro_batches_in_flight(schedule: str, stage: int, in_flight: int) -> N
 
 
 def test_the_first_stage_keeps_all_layers_worth_of_activations() -> None:
-    """And the output that each micro-batch in flight has sent."""
+    """And stream and positions of each micro-batch in flight, and an output that was sent."""
     tape = tape_of(GPT3, 2048, pp=8, accumulation=64, kernels="compiled", **FULL)
     run = Execution(1, 2048, "full", "compiled")
-    whole = 96 * kept_layer_bytes(GPT3, run) + 8 * 2 * run.tokens * GPT3.dim
+    stream = 2 * run.tokens * GPT3.dim
+    whole = 96 * kept_layer_bytes(GPT3, run) + 8 * (stream + 8 * run.tokens) + stream
     assert activation_peaks(tape)["forward"].activations == whole
 
 

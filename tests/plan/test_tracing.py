@@ -17,9 +17,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memory_cells import CONFIGS, LLAMA_LIKE
 from shardwise.errors import ConfigError
-from shardwise.plan.model.models import ModelSource, huggingface_source, module_source
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.models import (
+    ModelSource,
+    huggingface_source,
+    module_source,
+    shape_source,
+)
 from shardwise.plan.model.presets import find_model, find_preset
+from shardwise.plan.model.shapes import gpt_shape, llama_shape
 from shardwise.plan.model.tape import Tape, Visit, Work
+from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.model.tracing import trace
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
@@ -342,3 +350,19 @@ def test_the_visits_are_the_calls_of_the_engine(tmp_path: Path) -> None:
         dist.destroy_process_group()
     visits = [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit)]
     assert visits == calls
+
+
+def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape() -> None:
+    llama = llama_shape(8, 64, 4, 2, 96, 300)
+    model = TracedModel(shape_source("llama", llama, 32))
+    first = model.tape(Candidate(micro_batch=2))
+    assert model.tape(Candidate(micro_batch=2, stage=1, num_shards=8)) is first
+    assert model.tape(Candidate(micro_batch=2, precision="fp32")) is not first
+    assert model.num_params == llama.num_params == first.num_params
+    assert model.notes == ()
+    with pytest.raises(ConfigError, match="tp=2: a traced module"):
+        model.tape(Candidate(tp=2))
+    with pytest.raises(ConfigError, match="'selective'"):
+        model.tape(Candidate(activation_checkpointing="selective"))
+    with pytest.raises(ConfigError, match="takes windows of 1 to 64 tokens"):
+        TracedModel(shape_source("gpt", gpt_shape(8, 64, 4, 300, positions=64), 32), 65)

@@ -96,7 +96,7 @@ def test_help_names_every_flag_and_choice_in_full_within_80_columns() -> None:
     ("text", "part"),
     [
         ("stge: 1\n", "did you mean 'stage'"),
-        ("global_batch: 7\n", "multiple of 16"),
+        ("global_batch: 7\n", "multiple of 8"),
         ("dp_replicate: 3\n", "dp_replicate=3 does not divide 2 ranks"),
     ],
 )

@@ -134,8 +134,14 @@ def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
     [
         *(({"global_batch": 24}, ranks, (24, 12 // ranks)) for ranks in (1, 2, 3, 4)),
         ({"accumulation": 3}, 4, (24, 3)),
-        ({"global_batch": 16}, 3, r"multiple of 6 \(micro_batch 2 x 3 ranks\), got 16"),
+        ({"global_batch": 16}, 3, (16, 3)),  # eight micro-batches in nine passes
         ({"global_batch": 16, "accumulation": 3}, 2, "needs 4, got 3"),
+        ({"global_batch": 15}, 3, r"multiple of 2 \(micro_batch 2\), got 15"),
+        (
+            {"global_batch": 16, "pp": 2},
+            6,
+            r"multiple of 6 \(micro_batch 2 x 3 data-parallel ranks\), got 16",
+        ),
     ],
 )
 def test_a_global_batch_is_micro_batches_by_accumulation_by_ranks(
@@ -149,3 +155,12 @@ def test_a_global_batch_is_micro_batches_by_accumulation_by_ranks(
     config = resolve_batch(config, num_ranks)
     assert (config.global_batch, config.accumulation) == found
     assert resolve_batch(config, num_ranks) == config
+
+
+def test_a_run_that_goes_on_keeps_its_global_batch_unless_a_key_asks(tmp_path: Path) -> None:
+    before = resolve_batch(TrainConfig(micro_batch=2, output=tmp_path), 4)
+    (tmp_path / "config.yaml").write_text(dump_config(before))
+    config = TrainConfig(micro_batch=2, output=tmp_path, resume="auto")
+    assert resolve_batch(config, 3).global_batch == 8
+    assert resolve_batch(config.model_copy(update={"accumulation": 1}), 3).global_batch == 6
+    assert resolve_batch(config.model_copy(update={"resume": "never"}), 3).global_batch == 6

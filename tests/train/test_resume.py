@@ -43,6 +43,7 @@ from shardwise.train.saves import RunCheckpoints
 from shardwise.train.summary import format_result
 
 STEPS = 7
+PARTS = ["imports", "process group", "rebuild", "load", "first step"]
 # Every stage, precision, layout, 1 to 3 ranks; with and without accumulation, checkpointing, ties.
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (1, {"stage": 0, "precision": "fp32", "layout": "rows", "accumulation": 2, "grad_clip": 0}),
@@ -79,7 +80,12 @@ def straight_and_died(
     said: list[str] = []
     result = train(rank, world_size, {**flags, **saving}, said=said)
     done = (die_in - 1) // save_every * save_every
-    assert [line.split(" (")[0] for line in said] == [f"going on from step {done}"] * (done > 0)
+    assert [line.split(" (")[0] for line in said[:1]] == [f"going on from step {done}"] * (done > 0)
+    if rank == 0 and done:  # the verdict on the run before
+        lost = die_in - 1 - done
+        again = f"{lost} of its steps are taken again" if lost else "none of its steps is lost"
+        assert said[-2].startswith("the run before: ") and said[-2].endswith(again)
+        assert re.search(r"first step [\d.e-]+$", said[-1])
     assert len(result.losses) == STEPS - done
 
 
@@ -97,7 +103,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path: Path, case: int) -> 
     assert evals[0] == evals[1]
     if flags["precision"] == "fp16":
         norms = [line["grad_norm"] for line in ends[0] if "loss" in line]
-        assert None in norms and norms[-1] is not None, "steps were to be skipped, but not all"
+        assert None in norms and set(norms) != {None}, "steps were to be skipped, but not all"
 
 
 def change_ranks(
@@ -128,16 +134,18 @@ def assert_same_steps(one: Path, other: Path, last: int = STEPS) -> None:
 
 @pytest.mark.kernels
 def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path: Path) -> None:
-    shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL}
+    """Six micro-batches over four ranks: two of the eight passes have no micro-batch."""
+    shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL, "dropout": 0.1}
     alone = {**shape, "output": tmp_path / "alone"}
     run_ranks(change_ranks, 1, alone, 4)
     run_ranks(change_ranks, 1, {**alone, "weight_decay": 0.2}, None)
     parts = {**shape, "output": tmp_path / "parts"}
     run_ranks(change_ranks, 2, {**parts, "stage": 3, "layout": "flat"}, 4)
-    said, *_ = run_ranks(change_ranks, 3, {**parts, "stage": 1, "weight_decay": 0.2}, None)
+    more = {"stage": 1, "weight_decay": 0.2, "global_batch": None}
+    said, *_ = run_ranks(change_ranks, 4, {**parts, **more}, None)
     assert_same_steps(tmp_path / "parts", tmp_path / "alone")
     text = "\n".join(said)
-    for part in ("ranks: 2 -> 3", "stage: 3 -> 1", "weight_decay: 0.1 -> 0.2"):
+    for part in ("ranks: 2 -> 4", "stage: 3 -> 1", "weight_decay: 0.1 -> 0.2"):
         assert part in text
     assert "global_batch" not in text and "dim" not in text
 
@@ -195,17 +203,22 @@ def test_settings_of_the_optimizer_are_those_asked_for_now(tmp_path: Path) -> No
     assert run_ranks(change_settings, 1, flags) == [[0.25, 0.5, 0.95]]
 
 
-def first_draws(rank: int, world_size: int, flags: dict[str, Any]) -> list[float]:
-    prepared(rank, world_size, flags)
-    return torch.rand(4).tolist()
+def draws_of_step(rank: int, world_size: int, flags: dict[str, Any]) -> list[list[float]]:
+    run, found = prepared(rank, world_size, flags), []
+    for number in range(run.share.num_passes):
+        run.seed_draws(7, number)
+        found.append(torch.rand(4).tolist())
+    return found
 
 
-def test_each_rank_draws_its_own_masks_and_the_same_in_each_run(tmp_path: Path) -> None:
-    flags = {"data": write_text(tmp_path), "output": tmp_path / "run"}
-    first, second = (run_ranks(first_draws, 3, flags) for _ in range(2))
-    assert first == second
-    assert len(set(map(tuple, first))) == 3
-    assert run_ranks(first_draws, 1, {**flags, "seed": 1})[0] not in first
+def test_each_micro_batch_draws_its_own_masks_on_any_number_of_ranks(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "dropout": 0.1}
+    flags |= {"global_batch": 8}
+    (alone,) = run_ranks(draws_of_step, 1, flags)
+    assert len(set(map(tuple, alone))) == 4
+    by_two = run_ranks(draws_of_step, 2, flags)
+    assert [by_two[0][0], by_two[1][0], by_two[0][1], by_two[1][1]] == alone
+    assert run_ranks(draws_of_step, 2, {**flags, "tp": 2})[1][0] not in alone
 
 
 def finish_twice(rank: int, world_size: int, flags: dict[str, Any]) -> str:
@@ -372,6 +385,17 @@ def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -
     line = re.compile(r"^going on from step (\d+) \(a copy in memory\)$", re.MULTILINE)
     went_on = line.findall(job.printed()[0])
     assert len(went_on) == 2 and int(went_on[0]) >= 2
+    verdicts = re.findall(r"^the run before: (.*)$", job.printed()[0], re.MULTILINE)
+    assert len(verdicts) == 2
+    # One rank left its error, or its launcher ended it first; of all ranks none left any.
+    assert (
+        "rank 0 (process" in verdicts[0] or "ranks 0" in verdicts[0] or "rank 0 on" in verdicts[0]
+    )
+    assert "left no error: killed" in verdicts[1]
+    restarts = [line["restart"] for line in lines_of(tmp_path / "parts") if "restart" in line]
+    assert all(restart["from_memory"] for restart in restarts) and restarts
+    for restart in restarts:
+        assert [*restart["parts_s"]][-5:] == PARTS and min(restart["parts_s"].values()) >= 0
     reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
     ended = run_program("shardwise", "train", *common, f"--steps={reached + 4}", num_ranks=2)
     assert ended.returncode == 0, ended.stderr

@@ -112,7 +112,7 @@ def test_another_model_is_refused(key: str) -> None:
 def test_every_key_that_changes_the_steps_is_told_in_a_line_of_its_own() -> None:
     now = {**SAVED, "lr": 0.5, "precision": "bf16", "seed": 3, "source": "def", "dropout": 0.1}
     assert find_changes(SAVED, now, 2, 4) == [
-        "ranks: 2 -> 4; random numbers (dropout) go on from new seeds",
+        "ranks: 2 -> 4",
         "dropout: 0.0 -> 0.1",
         "precision: fp32 -> bf16",
         "lr: 0.0003 -> 0.5",

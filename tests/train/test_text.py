@@ -15,6 +15,7 @@ from shardwise.train.text import (
     load_tokenizer,
     open_stream,
     read_texts,
+    read_windows,
     unigram_entropy,
     write_stream,
 )
@@ -41,8 +42,8 @@ def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path: Path) -> Non
     (tmp_path / "text" / "latin.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "text" / ".hidden").write_text("no")
     write_stream(find_documents(tmp_path / "text"), BYTES, tmp_path / "run")
-    stream = open_stream(tmp_path / "run")
-    assert bytes(stream.tokens) == b"A\0BB\0"
+    stream = open_stream(tmp_path / "run", seq=1)
+    assert bytes(stream.windows.rows[0]) == b"A\0BB\0"
     assert stream.unigram_entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
 
 
@@ -56,8 +57,24 @@ def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path: Path) ->
     text.write_text("three")
     os.utime(text, ns=(1, 1))
     write_stream([text], BYTES, run)
-    assert bytes(open_stream(run).tokens) == b"three\0"
+    assert bytes(open_stream(run, seq=1).windows.rows[0]) == b"three\0"
     assert sorted(path.name for path in run.iterdir()) == ["tokens.bin", "tokens.json"]
+
+
+def test_token_files_are_mapped_where_they_are(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    rows = np.arange(10, dtype=np.uint16), np.full(7, 255, dtype=np.int64)
+    for name, row in zip("ab", rows, strict=True):
+        np.save(tmp_path / "tokens" / f"{name}.npy", row)
+    write_stream(find_documents(tmp_path / "tokens"), BYTES, tmp_path / "run")
+    stream = open_stream(tmp_path / "run", seq=3)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokens.json"]
+    assert len(stream.windows) == 3 + 2
+    ids, targets = read_windows(stream, [2, 3])
+    assert ids.tolist() == [[6, 7, 8], [255] * 3] and targets.tolist()[0] == [7, 8, 9]
+    np.save(tmp_path / "big.npy", np.array([3, 256]))
+    with pytest.raises(ConfigError, match=r"big\.npy has token 256, and the tokenizer 256"):
+        write_stream([tmp_path / "big.npy"], BYTES, tmp_path / "run")
 
 
 def test_jsonl_gives_its_text_fields(tmp_path: Path) -> None:

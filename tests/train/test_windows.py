@@ -1,39 +1,16 @@
 """The data order: a pure function of seed, step and index, the same for any number of ranks."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.data import TokenFiles
+from shardwise.data.order import BatchShare
 from shardwise.errors import ConfigError
-from shardwise.train.text import TokenStream, WindowSampler, permute, rank_indices, read_windows
-
-
-@given(size=st.integers(1, 400), key=st.integers(0, 2**64 - 1))
-def test_permute_is_a_permutation(size: int, key: int) -> None:
-    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
-
-
-def test_permute_depends_on_its_key() -> None:
-    orders = {tuple(permute(i, 50, key) for i in range(50)) for key in range(20)}
-    assert len(orders) == 20
-
-
-@given(
-    micro_batch=st.integers(1, 5),
-    accumulation=st.integers(1, 4),
-    world_size=st.integers(1, 8),
-)
-def test_the_ranks_cover_the_global_batch_once(
-    micro_batch: int, accumulation: int, world_size: int
-) -> None:
-    seen = [
-        index
-        for number in range(accumulation)
-        for rank in range(world_size)
-        for index in rank_indices(micro_batch, number, rank, world_size)
-    ]
-    assert seen == list(range(micro_batch * accumulation * world_size))
+from shardwise.train.text import WindowSampler
 
 
 @given(seed=st.integers(0, 1000), step=st.integers(1, 50))
@@ -41,13 +18,13 @@ def test_a_step_sees_the_same_windows_on_1_2_3_and_4_ranks(seed: int, step: int)
     sampler = WindowSampler(num_windows=97, eval_windows=5, seed=seed)
     seen = []
     for world_size in (1, 2, 3, 4):
-        accumulation = 24 // (2 * world_size)
+        shares = [BatchShare(24, 2, rank, world_size) for rank in range(world_size)]
         seen.append(
             sorted(
                 sampler.train_window(step, index, 24)
-                for number in range(accumulation)
-                for rank in range(world_size)
-                for index in rank_indices(2, number, rank, world_size)
+                for share in shares
+                for number in range(share.num_passes)
+                for index in share.indices(number)
             )
         )
     assert seen[0] == seen[1] == seen[2] == seen[3]
@@ -71,13 +48,7 @@ def test_another_epoch_has_another_order() -> None:
     assert sorted(first) == sorted(second)
 
 
-def test_targets_are_one_token_ahead() -> None:
-    stream = TokenStream(np.arange(100, dtype=np.uint8), 0.0)
-    ids, targets = read_windows(stream, [0, 8], 10)
-    assert ids.tolist() == [list(range(10)), list(range(80, 90))]
-    assert targets.tolist() == [list(range(1, 11)), list(range(81, 91))]
-
-
-def test_too_little_text_is_an_error() -> None:
+def test_too_little_text_is_an_error(tmp_path: Path) -> None:
+    np.save(tmp_path / "few.npy", np.zeros(100, dtype=np.uint8))
     with pytest.raises(ConfigError, match="at least 8 windows of seq 16"):
-        WindowSampler.over(num_tokens=100, seq=16, eval_windows=4, seed=0)
+        WindowSampler.over(TokenFiles([tmp_path / "few.npy"], 16), eval_windows=4, seed=0)

@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shardwise.cli.flags import print_json
-from shardwise.cli.planned_run import with_planned_gains
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.findings import Diagnosis, Finding
@@ -35,7 +34,7 @@ def doctor(
     if not run.is_dir():
         raise ConfigError(f"{run}: there is no such folder")
     record = read_run(run)
-    diagnosis = with_planned_gains(diagnose(record), record)
+    diagnosis = diagnose(record)
     # Rules that look at steps must judge: what stands in the facts says little.
     is_judged = not any("lines of steps" in each.missing for each in diagnosis.abstentions)
     if as_json:

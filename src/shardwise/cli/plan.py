@@ -54,18 +54,15 @@ def _account(model: str | None, request: PlanRequest) -> int:
 
     if model is not None:
         raise ConfigError(f"params: leave it out beside a model, got {request.params} and {model}")
-    ranks = request.ranks or 8
     found = account(
         params=request.params or 0,
-        ranks=ranks,
+        ranks=request.ranks or 8,
         stage=request.stage,
         precision=request.precision,
         optimizer=request.optimizer,
-        offload=request.offloaded,
         replicas=request.dp_replicate,
         accumulation=request.accumulation or 1,
         reduce_every=request.reduce_every,
-        ranks_per_node=request.gpus_per_node or min(8, ranks),
     )
     view = partial(accounting_view, found)
     print_found(partial(accounting_facts, found), view, request.json_)
@@ -85,14 +82,12 @@ def accounting_view(chosen: Accounting) -> RenderableType:
     if setup.replicas > 1:
         ranks = f"{setup.replicas:,} x {ranks}"
     columns = {
-        "params": [a.parameters.device for a in stages],
-        "master": [a.master_weights.device for a in stages],
-        "grads": [a.gradients.device for a in stages],
-        "optimizer": [a.optimizer_state.device for a in stages],
+        "params": [a.parameters for a in stages],
+        "master": [a.master_weights for a in stages],
+        "grads": [a.gradients for a in stages],
+        "optimizer": [a.optimizer_state for a in stages],
         "device": [a.device_bytes for a in stages],
-        "resting": [a.between_steps.device for a in stages],
-        "host": [a.host_bytes for a in stages],
-        "disk": [a.nvme_bytes for a in stages],
+        "resting": [a.between_steps for a in stages],
         "sent": [a.traffic.shard_sent_bytes + a.traffic.replica_sent_bytes for a in stages],
     }
     shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
@@ -105,9 +100,6 @@ def accounting_view(chosen: Accounting) -> RenderableType:
         table.add_row(f"{'>' if is_chosen else ' '} {number}", *cells, style=style)
     decimal = ", ".join(format_gb(each.device_bytes) for each in stages)
     lines = [f"device in GB, as papers count, by stage: {decimal}"]
-    if chosen.host_bytes:
-        node = f"host memory of a node ({min(setup.ranks_per_node, setup.world_size)} ranks)"
-        lines.append(f"{node}: {format_bytes(chosen.host_bytes_per_node)}")
     lines.append("per rank at the end of backward; resting: between steps; sent: in one step")
     title = f"{chosen.params:,} parameters, {ranks}, {setup.precision}, {setup.optimizer}"
     return Group(
@@ -119,10 +111,9 @@ def accounting_view(chosen: Accounting) -> RenderableType:
 
 
 def _plan_model(name: str | None, request: PlanRequest) -> int:
-    from shardwise.cli.plan_setup import limits_of, padding_notes, set_up, space_of
+    from shardwise.cli.plan_setup import assumed_notes, limits_of, padding_notes, set_up, space_of
     from shardwise.cli.plan_tables import plan_view, search_view
     from shardwise.cli.run_settings import check_writable, planned_yaml
-    from shardwise.plan.planning import asked_of
     from shardwise.plan.planning import plan as make_plan
     from shardwise.plan.report.facts import plan_facts, search_facts
     from shardwise.plan.searching import search
@@ -132,7 +123,10 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
     setup = set_up(name, request)
     model, cluster, prices_of = setup.model, setup.cluster, setup.prices_of
     if request.write is not None:
-        check_writable(model.name, setup.candidate, setup.config)
+        asked = setup.candidate
+        if request.search and "accumulation" not in setup.given:  # the search finds enough
+            asked = replace(asked, accumulation=asked.pp)
+        check_writable(model.name, asked, setup.config)
     if request.search:
         limits, notes = limits_of(setup), setup.notes
         if limits.tokens_per_step is not None and setup.tokens_per_step is None:
@@ -145,9 +139,8 @@ def _plan_model(name: str | None, request: PlanRequest) -> int:
         facts, view = partial(search_facts, result), partial(search_view, result)
     else:
         made = make_plan(model, cluster, setup.candidate, prices=prices_of(setup.candidate))
-        made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
-        if setup.config is None:  # `shardwise train` runs its decoder in one way
-            made = asked_of(made, model, cluster, setup.given, prices_of)
+        notes = (*made.notes, *padding_notes(made), *setup.notes, *assumed_notes(setup))
+        made = replace(made, notes=notes)
         winner, fits = made, made.verdict != "will not fit"
         facts, view = partial(plan_facts, made), partial(plan_view, made)
     if request.write is not None and winner is not None and setup.config is not None:

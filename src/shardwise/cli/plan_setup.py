@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.cli.run_settings import planned_keys, run_of_shape, trainable_degrees
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload
+from shardwise.homes import Offload, offload_of
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate, Kernels, LossKind
@@ -174,11 +174,13 @@ def _candidate(request: ModelRequest, cluster: Cluster) -> Candidate:
     # Gloo sends point to point, as the engine does there.
     is_gpu = cluster.node.accelerator.asynchronous
     transport = "coalesced" if is_gpu else "point_to_point"
-    candidate = Candidate(**settings | {"offload": request.offloaded, "transport": transport})
+    candidate = Candidate(
+        **settings | {"offload": offload_of(request.offload), "transport": transport}
+    )
     moves_inputs = candidate.offload.activations != "device"
     if moves_inputs and candidate.activation_checkpointing != "full":
         raise ConfigError(
-            "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
+            "offload: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
         )
     axes = request.axes.over(cluster.num_ranks)
@@ -269,6 +271,22 @@ def _with_layout(candidate: Candidate, model: Model) -> tuple[Candidate, tuple[s
     )
 
 
+def assumed_notes(setup: Setup) -> tuple[str, ...]:
+    """Name the settings of a model's kernels that the user has not decided.
+
+    `shardwise train` runs its decoder in one way, and a module that is traced says how it runs.
+    """
+    names = ("kernels", "loss", "optimizer_kernel")
+    assumed = [
+        f"{flag_of(name)} {getattr(setup.candidate, name)}"
+        for name in names
+        if name not in setup.given
+    ]
+    if not assumed or setup.config is not None or not isinstance(setup.model, ShapedModel):
+        return ()
+    return (f"assumed: {', '.join(assumed)}; other kernels take other memory and time",)
+
+
 def padding_notes(made: Plan) -> tuple[str, ...]:
     """Tell of padding that is worth another layout."""
     padding, shards = made.played.padding_bytes, made.played.resting.param_shards
@@ -336,7 +354,6 @@ def space_of(setup: Setup) -> Space:
     **Raises** ConfigError where it refuses all of them.
     """
     base, given, model = setup.candidate, setup.given, setup.model
-    request = setup.request if isinstance(setup.request, PlanRequest) else PlanRequest()
     ranks, node = setup.cluster.num_ranks, setup.cluster.node
     is_wide = isinstance(model, ShapedModel) and setup.config is None
     varies_all = is_wide and not setup.is_written
@@ -345,7 +362,7 @@ def space_of(setup: Setup) -> Space:
         """Return the user's value of a setting, or those that are tried."""
         return (own,) if name in given or not others else others
 
-    degrees = request.degrees or ((base.degrees,) if not is_wide else _degrees(setup))
+    degrees = _degrees(setup) if is_wide else (base.degrees,)
     if setup.is_written and setup.config is not None:
         degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
     # Muon steps on whole matrices; finer units are the parts of a block, where the decoder is ours.
@@ -366,8 +383,6 @@ def space_of(setup: Setup) -> Space:
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
         bucket_bytes=tried("bucket_bytes", base.bucket_bytes, 1 << 20, 25 << 20),
         reduce_every=(base.reduce_every,),
-        gathers=request.gathers or (base.gather,),
-        reduces=request.reduces or (base.reduce,),
         activation_checkpointing=tried(
             "activation_checkpointing",
             base.activation_checkpointing,
@@ -380,8 +395,7 @@ def space_of(setup: Setup) -> Space:
         kernels=_kernels(setup) if varies_all else (None,),
         narrows=is_wide,
         fills_pipelines=setup.is_written or (is_wide and "accumulation" not in given),
-        may_move_inputs=not given & {"offload", "offload_activations"}
-        and node.accelerator.asynchronous,
+        may_move_inputs="offload" not in given and node.accelerator.asynchronous,
     )
 
 
@@ -424,7 +438,8 @@ def _kernels(setup: Setup) -> tuple[tuple[Kernels, LossKind], ...]:
 def _offloads(setup: Setup) -> tuple[Offload, ...]:
     """Return where state may rest; a device that is the host has nowhere else."""
     offload = setup.candidate.offload
-    is_given = any(name.startswith("offload") for name in setup.given - {"offload_activations"})
+    # Where activations alone are given, state may rest anywhere.
+    is_given = "offload" in setup.given and (offload.moves_state or offload.activations == "device")
     if is_given or not setup.cluster.node.accelerator.asynchronous:
         return (offload,)
     wholly = Offload(optimizer="cpu"), Offload("cpu", optimizer="cpu")

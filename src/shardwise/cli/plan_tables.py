@@ -188,7 +188,7 @@ def _headline(plan: Plan) -> Text:
 
 
 def _verdict(plan: Plan) -> Text:
-    """Show the verdict, and the settings that were not given, with the consequences."""
+    """Show the verdict, and the speed."""
     text = Text(plan.verdict, style=_VERDICT_STYLES[plan.verdict])
     sizes = plan.memory.low_bytes, plan.memory.high_bytes, plan.capacity_bytes
     binary, decimal = (
@@ -197,19 +197,6 @@ def _verdict(plan: Plan) -> Text:
     parts: list[str | Text] = [text, f": {binary} a rank ({decimal})\n", _speed(plan)]
     if plan.room.missing is not None:
         parts.insert(2, f"{plan.room.missing}\n")
-    if (possible := plan.possible) is not None:
-        parts += [
-            Text("\nnot told: ", style="bold"),
-            f"{format_bytes(possible.low_bytes)} to {format_bytes(possible.high_bytes)} and "
-            f"{possible.low_s:.3g} to {possible.high_s:.3g} s over all answers; above is the first "
-            "of each",
-        ]
-        for question in plan.questions:
-            said = ", ".join(
-                f"{each.value} up to {format_bytes(each.high_bytes)} in {each.step_s:.3g} s"
-                for each in question.answers
-            )
-            parts.append(f"\n  {flag_of(question.setting)}? {said}")
     return Text.assemble(*parts)
 
 

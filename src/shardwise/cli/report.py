@@ -11,7 +11,7 @@ import typer
 
 from shardwise import terminal
 from shardwise.cli.flags import check_target, write_file
-from shardwise.cli.planned_run import config_of, plan_of_loop, plan_of_run, with_planned_gains
+from shardwise.cli.planned_run import config_of, plan_of_loop, plan_of_run
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.page import ShownRun, report_html
@@ -85,7 +85,7 @@ def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -
         return ShownRun(name, record, diagnosis, plan, is_of_device)
     if not with_plan or config is None:
         return ShownRun(name, record, diagnosis)
-    run = ShownRun(name, record, with_planned_gains(diagnosis, record))
+    run = ShownRun(name, record, diagnosis)
     try:
         plan, is_of_device = plan_of_run(config, record)
     except (ShardwiseError, OSError) as error:

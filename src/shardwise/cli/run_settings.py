@@ -32,8 +32,13 @@ _WRITABLE: dict[str, dict[str, object]] = {
 def planned_keys(config: TrainConfig) -> dict[str, object]:
     """Return the keys of a run that are set, as a plan has them.
 
-    **Raises** ConfigError where a plan does not know the optimizer's state.
+    **Raises** ConfigError where a plan does not know the optimizer's state, and for micro-batches
+    in an order that no plan has.
     """
+    if config.accumulation_order != "depth_first":
+        raise ConfigError(
+            "accumulation_order: plans have depth_first alone; take the key out of the file"
+        )
     values = {name: value for name, value in config if value is not None}
     values["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     return values | {"optimizer": _planned_optimizer(config)}
@@ -129,7 +134,6 @@ def run_of(candidate: Candidate, config: TrainConfig) -> TrainConfig:
     is_same_offload = offload == planned_offload(config.offloaded)
     values |= {
         "activation_checkpointing": candidate.activation_checkpointing == "full",
-        "accumulation_order": "breadth_first" if candidate.in_rounds else "depth_first",
         "offload": config.offload if is_same_offload else offload_keys(offload) or None,
         "dp_replicate": candidate.num_replicas,
         "dp_shard": -1,

@@ -24,6 +24,7 @@ from shardwise.train.launch import (
     RankPlace,
     StopRequest,
     launch_local_ranks,
+    leave,
 )
 
 _MOST_RANKS = 10**8
@@ -143,6 +144,7 @@ def read_run(
 
 def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
     from shardwise.train.loop import train
+    from shardwise.train.replay import ReplayError
     from shardwise.train.summary import format_result
 
     def say(line: str) -> None:
@@ -150,10 +152,17 @@ def _train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
             terminal.say(line + "\n")
 
     config = check_run(config, place.world_size)
-    result = train(config, place, stop, say)
+    try:
+        result = train(config, place, stop, say)
+    except ReplayError as error:
+        if config.on_fault == "leave" and leave(place, error.rank):
+            terminal.complain(f"rank {place.rank}: this node leaves the run\n")
+        raise
     if not result.stopped:
         say(format_result(result, config))
         return 0
+    if place.world_size > place.local_world_size:
+        stop.linger()
     kept = result.saved_step == result.steps
     hint = "; it is saved, go on with --resume auto" if kept else ""
     reason = "the launcher is gone" if stop.is_orphan else "as asked"

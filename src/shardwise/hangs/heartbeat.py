@@ -180,9 +180,13 @@ def save_under_way(thread: int) -> str | None:
 
 
 def frames_of(thread: int) -> Iterator[FrameType]:
-    """Yield the frames of a thread, the innermost first."""
+    """Yield the frames of a thread, the innermost first, as far as they can be read.
+
+    A thread that runs on may return from a frame in the meantime; Python 3.11 has then been seen to
+    give another object as the frame before it.
+    """
     frame = sys._current_frames().get(thread)
-    while frame is not None:
+    while isinstance(frame, FrameType):
         yield frame
         frame = frame.f_back
 

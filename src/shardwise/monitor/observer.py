@@ -258,6 +258,10 @@ class Observation:
         told = {name: float(value) for name, value in values.items()}  # a tensor is waited for
         (self._values if last is None else last.values).update(told)
 
+    def note(self, line: RankLine) -> None:
+        """Keep a line of this rank in the record."""
+        self._gatherer.outputs.note(line)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         last = {} if self._last_step is None else self._last_step.values
         has_bad = not all(map(math.isfinite, (*last.values(), *self._values.values())))

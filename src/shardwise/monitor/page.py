@@ -9,7 +9,7 @@ from shardwise import charts, svg
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.metrics import FIGURES, FigureRow, OverRanks
-from shardwise.monitor.record import RunRecord, Timeline
+from shardwise.monitor.record import Restart, RunRecord, Timeline
 from shardwise.monitor.summary import (
     figures_of,
     kinds_shown,
@@ -137,6 +137,7 @@ def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
         "facts": record.facts,
         "units": unit_rows(record.facts),
         "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
+        "restarts": [line for _, line in record.lines(Restart)][-_MOST_SAVES:],
         "memory": _memory(run, divisor),
         "timeline_svg": _timeline(run, divisor),
     }

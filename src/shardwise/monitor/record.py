@@ -242,9 +242,22 @@ class OtherSave:
     seconds: Amount
 
 
-RankLine = (
-    Begin | End | Timeline | Memory | NonFinite | LostUpdates | OutOfMemory | Save | OtherSave
-)
+@dataclass(frozen=True)
+class Restart:
+    """The run goes on from ``step`` after one that ended; ``parts_s`` is what that cost, in order.
+
+    ``lost_steps`` were taken before and are taken again.
+    """
+
+    step: Count
+    cause: Name
+    lost_steps: Count
+    from_memory: bool
+    parts_s: Mapping[Name, Amount]
+
+
+_Detail = Timeline | Memory | NonFinite | LostUpdates | OutOfMemory
+RankLine = Begin | End | _Detail | Save | OtherSave | Restart
 KINDS: Mapping[str, type[RankLine]] = {
     "begin": Begin,
     "end": End,
@@ -255,6 +268,7 @@ KINDS: Mapping[str, type[RankLine]] = {
     "out_of_memory": OutOfMemory,
     "save": Save,
     "other_save": OtherSave,
+    "restart": Restart,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 L = TypeVar("L", bound=RankLine)

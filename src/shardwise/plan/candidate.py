@@ -12,7 +12,6 @@ from shardwise.stages import STAGES, LayoutName, ReduceEvery
 
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 PipelineSchedule = Literal["1f1b", "gpipe"]
-AccumulationOrder = Literal["depth_first", "breadth_first"]
 ContextMethod = Literal["gather", "heads", "ring"]
 Kernels = Literal["eager", "compiled"]
 LossKind = Literal[
@@ -38,13 +37,12 @@ class Candidate:
 
     ``num_shards x num_replicas`` data-parallel ranks; with tensor, pipeline and context degrees
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
-    experts. ``pp_schedule``, ``cp_method`` and ``accumulation_order`` are the keys of `shardwise
-    train`. ``activation_checkpointing`` is a `Checkpointing`; ``kernels`` are those of PyTorch, or
-    compiled by torch.compile; ``loss`` is how cross-entropy is made of logits: eager
-    from all of them in float32, held while the caller has them till backward ends, in chunks,
-    compiled, or fused with the head. ``step_in_backward``: each gradient is
-    used and freed as soon as it is reduced. ``paged_states``: the driver
-    moves moments to the host when the device is short.
+    experts. ``pp_schedule`` and ``cp_method`` are the keys of `shardwise train`.
+    ``activation_checkpointing`` is a `Checkpointing`; ``kernels`` are those of PyTorch, or compiled
+    by torch.compile; ``loss`` is how cross-entropy is made of logits: eager from all of them in
+    float32, held while the caller has them till backward ends, in chunks, compiled, or fused with
+    the head. ``step_in_backward``: each gradient is used and freed as soon as it is reduced.
+    ``paged_states``: the driver moves moments to the host when the device is short.
     ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
     takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
@@ -65,7 +63,6 @@ class Candidate:
     reduces_in_flight: int = 2
     micro_batch: int = 1
     accumulation: int = 1
-    accumulation_order: AccumulationOrder = "depth_first"
     activation_checkpointing: str = "none"
     kernels: Kernels = "eager"
     loss: LossKind = "eager"
@@ -112,12 +109,6 @@ class Candidate:
         return self.data_parallel * prod(self.degrees)
 
     @property
-    def in_rounds(self) -> bool:
-        """Tell whether several micro-batches go through each unit before the next."""
-        several = self.accumulation > 1 and self.pp == 1
-        return several and self.accumulation_order == "breadth_first"
-
-    @property
     def with_context_shards(self) -> "Candidate":
         """The same as its state is sharded: ranks of a context group are shard ranks."""
         return replace(self, num_shards=self.num_shards * self.cp, cp=1)
@@ -156,7 +147,7 @@ class Candidate:
         """Describe the candidate in one line, without defaults."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]
         if self.accumulation > 1:
-            parts.append(f"x {self.accumulation}" + " layer by layer" * self.in_rounds)
+            parts.append(f"x {self.accumulation}")
         if self.num_replicas > 1:
             parts.append(f"{self.num_shards} shards x {self.num_replicas} replicas")
         if self.layout != "rows":

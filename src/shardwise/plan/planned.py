@@ -16,31 +16,6 @@ from shardwise.plan.timing.breakdown import COMMUNICATING, OFFLOADING, Simulated
 Verdict = Literal["fits", "tight", "will not fit"]
 
 
-class Answer(NamedTuple):
-    """Memory and time of a plan if a setting has this value."""
-
-    value: str
-    low_bytes: int
-    high_bytes: int
-    step_s: float
-
-
-class Question(NamedTuple):
-    """A setting that was not given, with its possible values; the first one is assumed."""
-
-    setting: str
-    answers: tuple[Answer, ...]
-
-
-class Possible(NamedTuple):
-    """The range of a plan over all answers to its questions."""
-
-    low_bytes: int
-    high_bytes: int
-    low_s: float
-    high_s: float
-
-
 @dataclass(frozen=True)
 class Plan:
     """The cost of a candidate on a cluster; ``memory`` is an interval of one rank's device bytes.
@@ -49,8 +24,7 @@ class Plan:
     ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
     which its stages send. ``model_parallel_s`` is the part of a rank's computing, by axis,
     that is collectives of tensor, context and expert parallelism; ``simulated`` counts it as
-    computing. ``questions`` are about settings that were not given, ``possible`` is the range over
-    their answers; None: nothing is open.
+    computing.
     """
 
     model: str
@@ -72,8 +46,6 @@ class Plan:
     fill_s: float = 0.0
     sends_s: float = 0.0
     model_parallel_s: Mapping[str, float] = field(default_factory=dict)
-    questions: tuple[Question, ...] = ()
-    possible: Possible | None = None
 
     @property
     def verdict(self) -> Verdict:

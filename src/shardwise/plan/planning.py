@@ -1,4 +1,4 @@
-"""Plan one candidate on a cluster: memory and time, with a verdict and open questions.
+"""Plan one candidate on a cluster: memory and time, with a verdict.
 
 Note [What a plan composes]
 The model's tape (`tracing` or `shaped`) is played under the candidate by the engine's own
@@ -25,13 +25,11 @@ Note [Long windows]
 The micro-batches of an accumulation window are alike but for the first and the last. A window
 longer than three is played with two and with three, and each further one adds the difference. What
 is read from disks from the step's begin on hides behind the whole window, not behind each of its
-micro-batches: there the window is played up to 32 of them. Where all micro-batches go through a
-unit before the next, each adds to the peak of memory, and all are played.
+micro-batches: there the window is played up to 32 of them.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple, Protocol
 
 from shardwise.errors import ConfigError
@@ -49,7 +47,7 @@ from shardwise.plan.margins import (
 )
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import DEGREE_KINDS, CostKind, Tape, Work
-from shardwise.plan.planned import Answer, Plan, Possible, Question
+from shardwise.plan.planned import Plan
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Compute
@@ -307,8 +305,6 @@ def play_shown(tape: Tape, candidate: Candidate) -> Played:
 
 
 def _num_shown(candidate: Candidate) -> int:
-    if candidate.in_rounds:
-        return candidate.accumulation
     disks = "nvme" in candidate.offload.tiers
     return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
 
@@ -347,70 +343,3 @@ def time_window(tape: Tape, candidate: Candidate, played: Played, prices: Pricer
 def _extend(longer: Mapping[str, int], shorter: Mapping[str, int], more: int) -> dict[str, int]:
     """Add ``more`` times what one more micro-batch added."""
     return {key: value + more * (value - shorter.get(key, 0)) for key, value in longer.items()}
-
-
-# -- settings that were not given
-_WORTH_ASKING = 0.01  # of memory, or of the step
-# Other values of a setting than the assumed one, in the words of its flag.
-_OTHERS: dict[str, tuple[str, ...]] = {
-    "kernels": ("compiled",),
-    "loss": ("held", "chunked", "compiled"),
-    "optimizer_kernel": ("foreach",),
-}
-
-
-def asked_of(
-    made: Plan,
-    model: Model,
-    cluster: Cluster,
-    told: Set[str],
-    prices_of: Callable[[Candidate], Pricer],
-) -> Plan:
-    """Return a plan with the questions whose answers would change it, and all that it may be then.
-
-    ``told`` are the settings that the user has decided. Nothing is asked of a model that is traced:
-    its file says how it runs.
-
-    **Cost** a plan for every combination of answers: some dozen.
-    """
-    if not isinstance(model, ShapedModel):
-        return made
-    base = made.candidate
-    others = {name: values for name, values in _OTHERS.items() if name not in told}
-    if base.activation_checkpointing == "selective":  # some systems call per_op selective
-        others["activation_checkpointing"] = ("per_op",)
-    if not others:
-        return made
-    choices = {name: (getattr(base, name), *values) for name, values in others.items()}
-
-    def planned(candidate: Candidate) -> Plan:
-        if candidate == base:
-            return made
-        return plan(model, cluster, candidate, prices=prices_of(candidate))
-
-    every = [
-        planned(replace(base, **dict(zip(choices, values, strict=True))))
-        for values in product(*choices.values())
-    ]
-    questions = []
-    for name, values in choices.items():
-        answers = [planned(replace(base, **{name: value})) for value in values]
-        if any(_differs(each, made) for each in answers):
-            said = zip(answers, values, strict=True)
-            rows = ((v, e.memory.low_bytes, e.memory.high_bytes, e.step_s) for e, v in said)
-            questions.append(Question(name, tuple(Answer(*row) for row in rows)))
-    if not questions:
-        return made
-    possible = Possible(
-        min(each.memory.low_bytes for each in every),
-        max(each.memory.high_bytes for each in every),
-        min(each.step_s for each in every),
-        max(each.step_s for each in every),
-    )
-    return replace(made, questions=tuple(questions), possible=possible)
-
-
-def _differs(one: Plan, other: Plan) -> bool:
-    """Tell whether two plans differ by more than what a plan is off by anyway."""
-    pairs = (one.memory.high_bytes, other.memory.high_bytes), (one.step_s, other.step_s)
-    return any(abs(a - b) > _WORTH_ASKING * b for a, b in pairs)

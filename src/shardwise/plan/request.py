@@ -6,24 +6,21 @@ add their own. A setting is decided if it is in ``model_fields_set``.
 
 import re
 from collections.abc import Mapping, Set
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload, offload_of, resolve_offload
+from shardwise.homes import offload_of, resolve_offload
 from shardwise.keys import flag_of, key, read_fields
 from shardwise.plan.candidate import (
-    AccumulationOrder,
     Checkpointing,
     ContextMethod,
     Kernels,
     PipelineSchedule,
-    planned_offload,
 )
 from shardwise.precisions import GatherName, ReduceName, plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
@@ -75,14 +72,6 @@ def read_words(value: object) -> object:
     return words if words is None else tuple(word.strip() for word in words)
 
 
-def _read_formats(value: object) -> object:
-    """Return formats that are written with commas between; "none" is without."""
-    words = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, list | tuple):
-        return value
-    return tuple(None if word in ("none", None) else str(word).strip() for word in words)
-
-
 Count = Annotated[int, BeforeValidator(_read_count)]
 Words = Annotated[tuple[str, ...] | None, BeforeValidator(read_words)]
 RunOffload = Annotated[
@@ -92,7 +81,6 @@ _PlannedOffload = Annotated[
     str | dict[str, object] | None, BeforeValidator(partial(_read_offload, names_folders=False))
 ]
 _Room = Annotated[int | None, BeforeValidator(_read_size)]
-_Place = Annotated[str | None, BeforeValidator(lambda place: "cpu" if place == "host" else place)]
 
 
 class StepKeys(BaseModel):
@@ -149,17 +137,9 @@ class StepKeys(BaseModel):
         gt=0,
         le=_MOST,
     )
-    accumulation_order: AccumulationOrder = key(
-        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
-    )
 
     @model_validator(mode="after")
     def _check_step(self) -> Self:
-        if self.pp > 1 and self.accumulation_order == "breadth_first":
-            raise ValueError(
-                "accumulation_order: expected depth_first with pp, as pp_schedule is the order of "
-                "a pipeline's passes, got breadth_first"
-            )
         if self.gather is not None and self.stage == 0:
             raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
         return self
@@ -229,19 +209,6 @@ class ModelRequest(StepKeys):
         "Offload",
         "where state rests, as a run has it: cpu, nvme, nvme:FOLDER or fields of shardwise.Offload",
     )
-    offload_params: _Place = key(None, "Offload", "where slices rest: device, cpu or nvme[:FOLDER]")
-    offload_grads: _Place = key(None, "Offload", "where reduced gradients rest; unset: cpu")
-    offload_optimizer: _Place = key(None, "Offload", "where optimizer state rests")
-    offload_fraction: float | None = key(
-        None, "Offload", "share of what is offloaded, in whole units; unset: all", ge=0, le=1
-    )
-    offload_step_on: Literal["host", "device"] | None = key(
-        None, "Offload", "where what is offloaded is stepped; unset: host"
-    )
-    offload_activations: _Place = key(
-        None, "Offload", "where inputs of checkpointed blocks are until they are computed again"
-    )
-
     global_batch: int | None = key(None, "", "windows per step, of a file; it has no flag")
     tokens_per_step: Annotated[int | None, BeforeValidator(_read_tokens)] = key(
         None,
@@ -285,27 +252,6 @@ class ModelRequest(StepKeys):
         made.model_fields_set.intersection_update(given | (names & decided))
         return made
 
-    @property
-    def offloaded(self) -> Offload:
-        """Where state rests: ``offload``, with what ``offload_params`` and the like say over it.
-
-        **Raises** ConfigError as `shard()` does, and for a share of nothing, or a step of nothing.
-        """
-        offload: dict[str, object] = asdict(planned_offload(offload_of(self.offload)))
-        prefix = "offload_"
-        given = {name.removeprefix(prefix): value for name, value in self if prefix in name}
-        given = {name: value for name, value in given.items() if value is not None}
-        if "optimizer" in given:  # gradients and the step follow it
-            offload |= {"grads": None, "step_on": None}
-        made = planned_offload(offload_of(offload | given))
-        for name in ("fraction", "step_on"):
-            if given.get(name) not in (None, "host") and made.optimizer == "device":
-                raise ConfigError(
-                    f"offload_{name}: nothing is offloaded; add --offload-optimizer cpu or nvme, "
-                    "or leave it out"
-                )
-        return made
-
 
 class PlanRequest(ModelRequest):
     """A step's keys, those of a search, and the files to write."""
@@ -325,50 +271,20 @@ class PlanRequest(ModelRequest):
     target_tokens_per_s: float | None = key(
         None, "Search", "tokens per second that a plan has to reach", gt=0
     )
-    gathers: Annotated[tuple[GatherName | None, ...] | None, BeforeValidator(_read_formats)] = key(
-        None,
-        "Search",
-        "formats of gathers to compare, e.g. none,int8; they change what is computed",
-    )
-    reduces: Annotated[tuple[ReduceName | None, ...] | None, BeforeValidator(_read_formats)] = key(
-        None,
-        "Search",
-        "formats of reductions to compare, e.g. none,int8-a2a; they change what is computed",
-    )
-    degrees: tuple[tuple[int, int, int], ...] | None = key(
-        None, "Search", "tensor x pipeline x context degrees to compare, e.g. 1x1x1,8x1x1,8x4x1"
-    )
 
     write: Path | None = key(None, "Output", "write the plan as a file for `shardwise train`")
 
-    @field_validator("degrees", mode="before")
-    @classmethod
-    def _split_degrees(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        if not re.fullmatch(r"(\s*[1-9]\d*x[1-9]\d*x[1-9]\d*\s*(,|$))+", value):
-            raise ValueError("expected tensor x pipeline x context, such as 8x4x1,8x2x2")
-        return tuple(tuple(map(int, part.split("x"))) for part in value.split(","))
-
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        for name in ("max_memory", "target_tokens_per_s", "degrees", "gathers", "reduces"):
+        for name in ("max_memory", "target_tokens_per_s"):
             if getattr(self, name) is not None and not self.search:
                 raise ValueError(f"{name}: it limits a search; add --search")
-        alone = sorted({"tp", "pp", "cp"} & self.model_fields_set)
-        for name in ("gather", "reduce"):
-            if getattr(self, f"{name}s") is not None and getattr(self, name) is not None:
-                raise ValueError(f"{name}s: it has the formats to compare, so leave out --{name}")
-        if self.degrees is not None and alone:
-            raise ValueError(f"degrees: it has all three, so leave out {flag_of(alone[0])}")
         return self
 
     @model_validator(mode="after")
     def _check_accounting(self) -> Self:
         used = {"params", "ranks", "stage", "precision", "optimizer", "dp_replicate"}
-        used |= {"accumulation", "reduce_every", "gpus_per_node", "json_"}
-        offload = {name for name in self.model_fields_set if name.startswith("offload")}
-        unused = sorted(self.model_fields_set - used - offload | offload & {"offload_activations"})
+        unused = sorted(self.model_fields_set - used - {"accumulation", "reduce_every", "json_"})
         if self.params is not None and unused:
             flags = ", ".join(map(flag_of, unused))
             raise ValueError(f"params: an accounting without a model has no use for {flags}")

@@ -48,7 +48,6 @@ from shardwise.plan.planning import Memory, Model, num_groups, plan, plan_memory
 from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
 from shardwise.plan.step.program import Compute
-from shardwise.precisions import GatherName, ReduceName
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES, LayoutName, ReduceEvery
 
@@ -58,8 +57,6 @@ _TRIED = {  # settings of a candidate, and the field of the space that has their
     "units": "units",
     "bucket_bytes": "bucket_bytes",
     "reduce_every": "reduce_every",
-    "gather": "gathers",
-    "reduce": "reduces",
 }
 _TURNED = {name: _TRIED[name] for name in ("layout", "units", "bucket_bytes", "reduce_every")}
 _KNOBS = (*_TURNED.values(), "prefetch_units")
@@ -92,8 +89,6 @@ class Space:
     prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base
     bucket_bytes: Sequence[int] = (1 << 20,)
     reduce_every: Sequence[ReduceEvery | None] = (None,)
-    gathers: Sequence[GatherName | None] = (None,)  # formats change the results
-    reduces: Sequence[ReduceName | None] = (None,)
     activation_checkpointing: Sequence[str] = ("none", "full")
     micro_batches: Sequence[int] = ()
     offloads: Sequence[Offload] = (Offload(),)
@@ -260,7 +255,7 @@ def _families(space: Space, base: Candidate, offloads: Sequence[Offload]) -> Ite
         try:
             candidate = replace(base, offload=offload, **settings)
         except ConfigError:
-            if settings["gather"] is None:
+            if base.gather is None:
                 raise
             continue  # gathers cannot be encoded there
         stage = STAGES[candidate.stage]

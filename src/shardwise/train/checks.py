@@ -6,10 +6,16 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.errors import ConfigError
 from shardwise.homes import resolve_offload
+from shardwise.keys import read_keys
 from shardwise.train.config import TrainConfig
 from shardwise.train.text import find_documents, load_tokenizer
 
 _MAX_SHOWN = 8
+
+
+def config_path(config: TrainConfig) -> Path:
+    """Return where the decided keys of a run go."""
+    return config.output / "config.yaml"
 
 
 def metrics_path(config: TrainConfig) -> Path:
@@ -30,9 +36,14 @@ def checkpoints_path(config: TrainConfig) -> Path:
 def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
     """Return the config with accumulation and global_batch decided for a number of ranks.
 
-    **Raises** ConfigError if global_batch is not micro_batch x accumulation x ranks with whole
-    numbers.
+    A run that goes on keeps its global batch if no key asks for another. Where its micro-batches do
+    not divide evenly, accumulation is that of the ranks with most: see Note [Samples of a step].
+
+    **Raises** ConfigError if global_batch is no multiple of micro_batch, or of micro_batch x ranks
+    where passes cannot have the weight 0 (pipelines, biases of experts).
     """
+    if config.global_batch is None and config.accumulation is None and config.resume != "never":
+        config = config.model_copy(update={"global_batch": _earlier_batch(config)})
     _, num_parts = config.axes.over(world_size).part_of_batch(0)
     per_micro_batch = config.micro_batch * num_parts
     ranks = "ranks" if num_parts == world_size else "data-parallel ranks"
@@ -41,18 +52,30 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
         accumulation = config.accumulation or 1
         update = {"accumulation": accumulation, "global_batch": accumulation * per_micro_batch}
         return config.model_copy(update=update)
-    if config.global_batch % per_micro_batch:
+    needs_even = config.pp > 1 or config.expert_bias
+    if config.global_batch % (per_micro_batch if needs_even else config.micro_batch):
+        product = product if needs_even else f"micro_batch {config.micro_batch}"
+        per_micro_batch = per_micro_batch if needs_even else config.micro_batch
         raise ConfigError(
             f"global_batch: expected a multiple of {per_micro_batch} ({product}), got "
             f"{config.global_batch}; change global_batch, micro_batch or the number of ranks"
         )
-    accumulation = config.global_batch // per_micro_batch
+    accumulation = -(-config.global_batch // per_micro_batch)
     if config.accumulation not in (None, accumulation):
         raise ConfigError(
             f"accumulation: global_batch {config.global_batch} over {product} needs "
             f"{accumulation}, got {config.accumulation}; leave accumulation or global_batch out"
         )
     return config.model_copy(update={"accumulation": accumulation})
+
+
+def _earlier_batch(config: TrainConfig) -> int | None:
+    """Return the global batch of the run in the output, as all its ranks have taken it."""
+    path = config_path(config)
+    if not path.exists():
+        return None
+    found = read_keys(path).get("global_batch")
+    return found if isinstance(found, int) else None
 
 
 def check_micro_batches(pp: int, accumulation: int) -> None:

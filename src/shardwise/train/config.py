@@ -79,6 +79,9 @@ class TrainConfig(StepKeys):
     global_batch: int | None = key(
         None, "Batch", "windows per step over all ranks; decides accumulation", gt=0
     )
+    accumulation_order: Literal["depth_first", "breadth_first"] = key(
+        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
+    )
 
     steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
     optimizer: Literal[
@@ -124,7 +127,9 @@ class TrainConfig(StepKeys):
     seed: int = key(0, "Optimizer", "seed of weights, data order and sample", ge=0)
 
     data: Path | None = key(
-        None, "Data", "text file, JSONL file or folder; unset: Python's standard library"
+        None,
+        "Data",
+        "text, JSONL or `.npy` tokens, a file or a folder; unset: Python's standard library",
     )
     tokenizer: Path | None = key(None, "Data", "tokenizer.json; unset: bytes")
     eval_every: int = key(0, "Data", "steps between evaluations; 0: at the end only", ge=0)
@@ -167,6 +172,20 @@ class TrainConfig(StepKeys):
         0, "Checkpoints", "steps between steps computed twice and compared; 0: never", ge=0
     )
 
+    integrity: float = key(
+        0.0,
+        "Checkpoints",
+        "share of the time for both checks in turns, such as 0.01; 0: only those asked for above",
+        ge=0,
+        lt=1,
+    )
+    on_fault: Literal["stop", "leave"] = key(
+        "stop",
+        "Checkpoints",
+        "if a replayed step differs: end the run, or the node of the first rank named, so that "
+        "torchrun goes on without it",
+    )
+
     predicted_step_s: float | None = key(
         None, "Plan", "seconds per step that the plan expects; compared at the end", gt=0
     )
@@ -199,6 +218,11 @@ class TrainConfig(StepKeys):
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
+        if self.pp > 1 and self.accumulation_order == "breadth_first":
+            raise ValueError(
+                "accumulation_order: expected depth_first with pp, as pp_schedule is the order of "
+                "a pipeline's passes, got breadth_first"
+            )
         heads, kv_heads = self.heads, self.kv_heads or self.heads
         seq = f"seq {self.seq}" if self.cp == 1 else f"seq {self.seq} / cp {self.cp}"
         for name, value, what, size in (

@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ INTERRUPTED = 130
 # addresses: they wait for processes that are gone (pytorch#135712, torch 2.5 to 2.13 and later).
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SHUTDOWN_TIMEOUT_S = 120
+_LINGER_S = 3
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,30 @@ class StopRequest:
         """Tell whether this rank is to stop."""
         return self._noted or self.is_orphan
 
+    def linger(self) -> None:
+        """Wait for this rank's own signal after all have stopped for another rank's.
+
+        When a node joins, each agent ends its ranks at a moment of its own. A rank that ended
+        before its agent asks would count as failed, and cost one of ``--max-restarts``.
+        """
+        until_s = time.monotonic() + _LINGER_S
+        while not self.requested and time.monotonic() < until_s:
+            time.sleep(0.05)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
+
+
+def leave(place: RankPlace, rank: int) -> bool:
+    """End this node's agent if ``rank`` is of this node and there are others; tell if it does.
+
+    Ranks of a node have consecutive numbers. Torchrun goes on with the nodes that are left.
+    """
+    size = place.local_world_size
+    is_here = rank // size == place.rank // size and size < place.world_size
+    if is_here and place.local_rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    return is_here
 
 
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:

@@ -21,6 +21,7 @@ import shardwise
 from shardwise.check.compare_ranks import check_replicas
 from shardwise.check.one_process import GradientReport, check_gradients
 from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.data.order import BatchShare
 from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
@@ -28,11 +29,13 @@ from shardwise.monitor.observer import Observation, observe
 from shardwise.parallel.routing import balance_experts
 from shardwise.progress import Advance, run_bar
 from shardwise.quantities import format_bytes
-from shardwise.train.checks import metrics_path, picture_path
+from shardwise.train.checks import config_path, metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import Pipeline, generate
+from shardwise.train.integrity import IntegrityBudget
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.picture import write_picture
+from shardwise.train.recovery import Ending, StartClock, recovery_of, tell
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import RunCheckpoints
 from shardwise.train.setup import (
@@ -44,7 +47,7 @@ from shardwise.train.setup import (
     shard_decoder,
 )
 from shardwise.train.summary import RunResult, StateBytes, count_state
-from shardwise.train.text import rank_indices, read_windows
+from shardwise.train.text import read_windows
 
 
 class NonFiniteLossError(ShardwiseError, ArithmeticError):
@@ -86,27 +89,37 @@ def train(
     NonFiniteLossError if the loss is not a number, CheckpointError if a checkpoint could not be
     saved or loaded, ReplicaError or ReplayError if bits differ that must be equal.
     """
-    started_s = time.perf_counter()
+    started_s, clock = time.perf_counter(), StartClock(knows_birth=True)
+    clock.mark("imports")
     with join_ranks(place, config.threads) as device:
+        clock.mark("process group")
         run = prepare_run(config, place, device)
         if config.check_gradients:
             say(str(check_run_gradients(run)))
-        result = train_prepared(run, stop, say)
+        clock.mark("rebuild")
+        result = train_prepared(run, stop, say, clock)
     result.wall_s = time.perf_counter() - started_s
     return result
 
 
 def train_prepared(
-    run: Run, stop: StopRequest, say: Callable[[str], None] = lambda line: None
+    run: Run,
+    stop: StopRequest,
+    say: Callable[[str], None] = lambda line: None,
+    clock: StartClock | None = None,
 ) -> RunResult:
     """Take all steps of a run from `prepare_run`; see `train`."""
     config, place = run.config, run.place
-    first = place.rank == 0
+    first, clock = place.rank == 0, clock or StartClock()
     with RunCheckpoints(run) as saves:  # locks the folder before a file in it changes
         loaded = saves.resume(say)
         done = loaded.step if loaded is not None else 0
+        clock.mark("load")
+        ending = Ending.of(config) if first and loaded is not None else None
         if first:
-            (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            part = config_path(config).with_suffix(".part")
+            part.write_text(dump_config(config), encoding="utf-8")
+            part.replace(config_path(config))
         result = RunResult(run.stream.unigram_entropy, first_step=done + 1, steps=done)
         try:
             with (
@@ -119,8 +132,17 @@ def train_prepared(
                 if loaded is not None:
                     metrics.write(**loaded._asdict())
                 stop.listen()
+                budget = IntegrityBudget(config.integrity)
                 for step in range(done + 1, config.steps + 1):
-                    _take_step(run, step, stop, metrics, advance, saves, result, observation)
+                    parts = metrics, advance, saves, result, observation
+                    _take_step(run, step, stop, budget, *parts)
+                    if step == done + 1 and loaded is not None and ending is not None:
+                        clock.mark("first step")
+                        restart = recovery_of(ending, clock, done, loaded.from_memory)
+                        tell(restart, say)
+                        metrics.write(step=done, restart=vars(restart))
+                        if observation is not None:
+                            observation.note(restart)
                     if result.stopped:
                         break
                 saves.finish(metrics)
@@ -161,7 +183,7 @@ def check_run_gradients(run: Run) -> GradientReport:
     part, num_parts = run.part_of_batch
     indices = range(config.micro_batch * num_parts)
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
-    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
+    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows))
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         inputs, wanted, *positions = batch
@@ -198,6 +220,7 @@ def _take_step(
     run: Run,
     step: int,
     stop: StopRequest,
+    budget: IntegrityBudget,
     metrics: JsonLines,
     advance: Advance,
     saves: RunCheckpoints,
@@ -207,7 +230,8 @@ def _take_step(
     """Take one step; then write its figures and, if due, check, evaluate and save."""
     config, tokens = run.config, run.global_batch * run.config.seq
     sent_before, started_s = _sent_bytes(run), time.perf_counter()
-    report = train_step(run, step, stop, saves.failed, observation)
+    compares = budget.agreed == "replicas" or _is_multiple(step, config.check_replicas_every)
+    report = train_step(run, step, stop, saves.failed, observation, budget)
     step_s = time.perf_counter() - started_s
     peak_bytes = peak_memory_bytes(run.device)
     metrics.write(
@@ -241,8 +265,9 @@ def _take_step(
             f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
             "warmup_steps, or set grad_clip"
         )
-    if _is_multiple(step, config.check_replicas_every):
-        check_replicas(run.model, run.optimizer)
+    if compares:
+        with budget.comparing():
+            check_replicas(run.model, run.optimizer)
     result.stopped = report.stop
     is_last = step == config.steps or result.stopped
     is_due = is_last or _is_multiple(step, config.eval_every)
@@ -271,17 +296,20 @@ def train_step(
     stop: StopRequest,
     save_failed: bool = False,
     observation: Observation | None = None,
+    budget: IntegrityBudget | None = None,
 ) -> StepReport:
     """Take one optimizer step over the global batch.
 
     A step that is computed twice is observed the second time.
 
-    **Cost** one collective of four numbers beside those of the model.
+    **Cost** one collective of five numbers beside those of the model.
 
     **Raises** ReplayError if the step was computed twice and gave other bits on any rank.
     """
-    difference = 0
-    if _is_multiple(step, run.config.replay_every):
+    difference, begun_s = 0, time.perf_counter()
+    budget = budget or IntegrityBudget(0.0)
+    is_replayed = budget.agreed == "replay" or _is_multiple(step, run.config.replay_every)
+    if is_replayed:
         first_only = iter([_paused(observation)])
 
         def compute() -> StepReport:
@@ -291,8 +319,12 @@ def train_step(
         local, difference = compute_twice(run, compute, lambda result: result.numbers)
     else:
         local = _compute_step(run, step)
-    sums = [local.loss / run.place.world_size, stop.requested, save_failed, difference > 0]
-    loss, num_stopping, num_failed, num_differing = all_reduce_scalars([float(s) for s in sums])
+    budget.note_step(time.perf_counter() - begun_s, is_replayed)
+    asked = budget.ask() if run.place.rank == 0 else 0
+    sums = [local.loss / run.place.world_size, stop.requested, save_failed, difference > 0, asked]
+    totals = all_reduce_scalars([float(s) for s in sums])
+    loss, num_stopping, num_failed, num_differing, check = totals
+    budget.agree(int(check))
     if num_differing:
         raise_difference(run, step, difference, local.numbers)
     return replace(local, loss=loss, stop=num_stopping > 0, save_failed=num_failed > 0)
@@ -320,26 +352,38 @@ def _compute_step(run: Run, step: int) -> StepReport:
 
 def _passes(run: Run, step: int) -> Tensor:
     """Run forward and backward of all micro-batches; return this rank's mean loss."""
-    num, model = run.accumulation, run.model
+    share, model = run.share, run.model
+    num = share.num_passes
+    counts = [share.counts(number) for number in range(num)]
     if run.pipeline is not None or run.config.accumulation_order == "breadth_first":
+        run.seed_draws(step, 0)
         rows = run.cut(*run.train_batch(step, *range(num)))
         with shardwise.accumulate(model, last=True), rows as (ids, targets, positions):
             if run.pipeline is not None:
                 return run.pipeline.step(ids, targets, positions)
-            batches = list(zip(ids.chunk(num), targets.chunk(num), strict=True))
+            batches = list(zip(ids.chunk(num), targets.chunk(num), counts, strict=True))
             loss_sum = shardwise.accumulate(
-                model, lambda batch: model(*batch, positions), batches, order="breadth_first"
+                model,
+                lambda batch: _counted(model(*batch[:2], positions), batch[2]),
+                batches,
+                order="breadth_first",
             )
-            run.scaler.scale(loss_sum / num).backward()
-        return loss_sum.detach() / num
+            run.scaler.scale(loss_sum / share.divisor).backward()
+        return loss_sum.detach() / share.divisor
     loss_sum = torch.zeros((), device=run.device)
     for number in range(num):
         batch = run.train_batch(step, number)
+        run.seed_draws(step, number)
         with shardwise.accumulate(model, last=number == num - 1), run.cut(*batch) as inputs:
-            loss = model(*inputs)  # a mean over as many tokens on every rank
-            run.scaler.scale(loss / num).backward()
+            loss = _counted(model(*inputs), counts[number])  # over as many tokens on every rank
+            run.scaler.scale(loss / share.divisor).backward()
         loss_sum += loss.detach()
-    return loss_sum / num
+    return loss_sum / share.divisor
+
+
+def _counted(loss: Tensor, counts: bool) -> Tensor:
+    """Return the loss of a pass; 0 if it has no micro-batch, but with a backward pass."""
+    return loss if counts else loss * 0
 
 
 @torch.no_grad()
@@ -351,13 +395,13 @@ def evaluate(run: Run) -> float:
     """
     config, (part, num_parts) = run.config, run.part_of_batch
     run.model.eval()
-    rows = config.micro_batch * (run.accumulation if run.pipeline is not None else 1)
+    rows = config.micro_batch * (run.share.num_passes if run.pipeline is not None else 1)
     total, count = 0.0, 0.0
     for number in range(math.ceil(config.eval_windows / (rows * num_parts))):
-        indices = rank_indices(rows, number, part, num_parts)
+        indices = BatchShare(rows, rows, part, num_parts).indices(number)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
-        whole = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
+        whole = (x.to(run.device) for x in read_windows(run.stream, windows))
         with run.cut(*whole) as (ids, targets, positions):
             if run.pipeline is None:
                 logits = run.model(ids, None, positions)

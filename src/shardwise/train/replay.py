@@ -29,8 +29,12 @@ _T = TypeVar("_T")
 class ReplayError(StateError):
     """A step gave other bits the second time; the text is the same on every rank.
 
-    Test the machine of the first rank that is named, and continue with `--resume auto`.
+    Test the machine of the first rank that is named, ``rank``, and continue with `--resume auto`.
     """
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 def compute_twice(
@@ -65,7 +69,8 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
         f"step {step}, computed twice from the same state, gave other bits the second time. First "
         f"difference on {'; '.join(shown)}{more}. A machine errs, or an operation is not "
         "deterministic: test the machine of the first rank named, and go on from the last "
-        "checkpoint with --resume auto"
+        "checkpoint with --resume auto",
+        found[0][1],
     )
 
 

@@ -3,8 +3,8 @@
 Note [A resumed run]
 ~~~~~~~~~~~~~~~~~~~~
 It takes bit-identical steps. A step depends on state in the checkpoint (parameters, optimizer, loss
-scaler, each rank's generators) and on pure functions of the config and the step's number (data,
-learning rate). The config is therefore in the checkpoint too: a changed key is refused if it makes
+scaler) and on pure functions of the config and the step's number (data, random numbers, learning
+rate). The config is therefore in the checkpoint too: a changed key is refused if it makes
 another model, and reported if it changes the steps.
 
 Note [When a save fails]
@@ -46,6 +46,7 @@ class Resumed(NamedTuple):
     """The step that a run resumed from, and the bytes that this rank read: a line of metrics."""
 
     step: int
+    from_memory: bool
     load_s: float
     loaded_bytes: int
     load_bytes_per_s: float
@@ -70,9 +71,9 @@ def find_changes(
             )
     lines = []
     if saved_ranks != ranks:
-        lines.append(
-            f"ranks: {saved_ranks} -> {ranks}; random numbers (dropout) go on from new seeds"
-        )
+        in_one_call = now.get("pp") != 1 or now.get("accumulation_order") == "breadth_first"
+        draws = "; dropout draws other random numbers" if now.get("dropout") and in_one_call else ""
+        lines.append(f"ranks: {saved_ranks} -> {ranks}{draws}")
     return lines + [
         "data: the text files have changed since"
         if key == "source"
@@ -151,7 +152,9 @@ class RunCheckpoints:
         say(f"going on from step {loaded.step} ({where})")
         for line in lines:
             say(f"changed since then: {line}")
-        return Resumed(loaded.step, load_s, loaded.num_bytes, loaded.num_bytes / load_s)
+        return Resumed(
+            loaded.step, loaded.from_memory, load_s, loaded.num_bytes, loaded.num_bytes / load_s
+        )
 
     @property
     def failed(self) -> bool:

@@ -8,12 +8,13 @@ would keep it. The sharded model's hooks form reference cycles, so garbage is co
 argument, so this file imports it before a group exists, and not the first optimizer step.
 
 Note [Generators of the ranks]
-All ranks draw the weights from `seed`. Afterwards each rank draws from a seed that follows from
-`seed` and the rank, or dropout masks would be the same on all ranks.
+All ranks draw the weights from `seed`. Dropout draws by micro-batch, so that the masks of a step do
+not depend on the number of ranks: see Note [Random numbers of a micro-batch]. Pipelines and
+breadth-first accumulation run all passes of a rank in one call, so there the first micro-batch's
+seed is for all.
 """
 
 import gc
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,8 +30,10 @@ import shardwise
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.config import PRECISIONS, Schedule, Units
+from shardwise.data.order import BatchShare, seed_draws, seed_of
 from shardwise.debug import watch
 from shardwise.device import local_device, reset_peak_memory
+from shardwise.engine.agreement import agree
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.parallel.context import ContextParallel
@@ -48,11 +51,11 @@ from shardwise.train.text import (
     find_documents,
     load_tokenizer,
     open_stream,
-    rank_indices,
     read_windows,
     write_stream,
 )
 
+_OF_HOST = {"data", "tokenizer", "output", "offload", "ranks", "threads"}
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # ids, targets, positions
 
 
@@ -74,28 +77,34 @@ class Run:
     base_memory_bytes: int  # in use before the model was built
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches per step."""
-        return self.config.accumulation or 1
-
-    @property
     def global_batch(self) -> int:
         """Windows per step over all ranks."""
-        return self.config.micro_batch * self.accumulation * self.part_of_batch[1]
+        return self.config.global_batch or self.config.micro_batch
 
     @property
     def part_of_batch(self) -> tuple[int, int]:
         """The index of this rank's part of a batch, and the number of parts."""
         return self.config.axes.over(self.place.world_size).part_of_batch(self.place.rank)
 
+    @property
+    def share(self) -> BatchShare:
+        """This rank's micro-batches of a step."""
+        return BatchShare(self.global_batch, self.config.micro_batch, *self.part_of_batch)
+
     def train_batch(self, step: int, *numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's ids and targets of micro-batches `numbers`: int64 [windows, seq]."""
-        size, part = self.config.micro_batch, self.part_of_batch
-        indices = [index for number in numbers for index in rank_indices(size, number, *part)]
+        """Return this rank's ids and targets of passes `numbers`: int64 [windows, seq]."""
+        indices = [index for number in numbers for index in self.share.indices(number)]
         with engine_of(self.model).comm.tracer.span("data", ""):
             windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
-            ids, targets = read_windows(self.stream, windows, self.config.seq)
+            ids, targets = read_windows(self.stream, windows)
             return ids.to(self.device), targets.to(self.device)
+
+    def seed_draws(self, step: int, number: int) -> None:
+        """Seed the generators for a pass, if it draws: see Note [Generators of the ranks]."""
+        if self.config.dropout:
+            axes = self.config.axes.over(self.place.world_size)
+            place = self.share.micro_batch_of(number)
+            seed_draws(self.config.seed, step, place, axes.peer_in_part(self.place.rank))
 
     def cut(self, ids: torch.Tensor, targets: torch.Tensor) -> AbstractContextManager[Inputs]:
         """Cut windows over context-parallel ranks, for one pass.
@@ -130,19 +139,18 @@ def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
 def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> Run:
     """Build data, model and optimizer of this rank; ``config`` is the result of `check_run`.
 
-    **Raises** ConfigError on every rank if the output holds an earlier run or the text is too
-    short.
+    **Raises** ConfigError on every rank if the output holds an earlier run, the text is too short,
+    or the ranks have other keys or data.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _prepare_output(config, place, tokenizer)
-    stream = open_stream(config.output)
-    sampler = WindowSampler.over(len(stream.tokens), config.seq, config.eval_windows, config.seed)
+    stream = open_stream(config.output, config.seq)
+    sampler = WindowSampler.over(stream.windows, config.eval_windows, config.seed)
     base_memory_bytes = reset_peak_memory(device)
     axes = config.axes.over(place.world_size)
     model = shard_decoder(config, axes, make_decoder(config, tokenizer))
     context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
     pipeline = Pipeline(model, axes, config, device) if config.pp > 1 else None
-    torch.manual_seed(_seed_of(config.seed, place.rank, "ranks"))  # Note [Generators of the ranks]
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=config.loss_scale,
@@ -150,11 +158,20 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         enabled=config.precision == "fp16",
     )
     optimizer = _make_optimizer(config, model)
+    agree(engine_of(model).everyone, _facts(config, stream), "the keys of the run")
     return Run(
         *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
         *(context, pipeline),
         base_memory_bytes,
     )
+
+
+def _facts(config: TrainConfig, stream: TokenStream) -> list[str]:
+    """Return what decides the steps, to compare between ranks; paths may differ by host."""
+    values = config.model_dump(mode="json")
+    keys = [f"{name}: {values[name]}" for name in values if name not in _OF_HOST]
+    data = f"{len(stream.windows)} windows, entropy {stream.unigram_entropy}"
+    return [*keys, f"data: {data}"]
 
 
 def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
@@ -170,7 +187,7 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
     if axes.pp > 1:
         stage = axes["pp"].get_local_rank()
         model = Stage(decoder, stage, axes.pp, axes.tp)
-        torch.manual_seed(_seed_of(config.seed, stage, "stages"))  # stages draw other weights
+        torch.manual_seed(seed_of(config.seed, stage, "stages"))  # stages draw other weights
     if config.hang_timeout is not None:
         watch(config.hang_timeout)
     named = PRECISIONS[config.precision]
@@ -220,12 +237,6 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
             f"optimizer_options: {config.optimizer} refuses {given}: {error}"
         ) from None
     return shardwise.overlap(made) if config.overlap_step else made
-
-
-def _seed_of(seed: int, number: int, what: str) -> int:
-    """Return the seed of one of several. Torch uses 32 bits; adding the number keeps them apart."""
-    digest = hashlib.blake2b(f"{what} of seed {seed}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") + number
 
 
 def _prepare_output(config: TrainConfig, place: RankPlace, tokenizer: Tokenizer) -> None:

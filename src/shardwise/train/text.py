@@ -1,15 +1,14 @@
 """The data of `shardwise train`: text files, one stream of tokens, and the windows of each step.
 
-The text is tokenized once into a file of integers, which is mapped as one stream. Sample `index` of
-the global batch of `step` is one window of that stream, a pure function of (seed, step, index), so
-the data does not depend on the number of ranks.
+The text is tokenized once into a file of integers, which is mapped; `.npy` files of tokens are
+mapped as they are. Sample `index` of the global batch of `step` is one window, a pure function of
+(seed, step, index), so the data does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +19,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwise.data.order import SampleOrder
 from shardwise.errors import ConfigError
 from shardwise.keys import shown
 
 if TYPE_CHECKING:
     import torch
 
-_MASK = (1 << 64) - 1
+    from shardwise.data.tokens import TokenFiles
+
+_COUNTED = 1 << 24  # tokens of files that were tokenized elsewhere
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
@@ -133,13 +135,13 @@ def read_texts(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """All documents as one row of tokens, integer [num_tokens], mapped from a file.
+    """The windows of all documents, mapped from files.
 
     ``unigram_entropy`` is the entropy of the token frequencies in nats per token, which is the loss
-    of the best model without context.
+    of the best model without context; of the first 16 Mi tokens, if the tokens were given.
     """
 
-    tokens: np.ndarray
+    windows: TokenFiles
     unigram_entropy: float
 
 
@@ -147,20 +149,24 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
     """Tokenize documents into `folder/tokens.bin` and `tokens.json`, unless these are up to date.
 
     Both files appear by rename, so several ranks may write at once. Each document ends with a
-    token 0.
+    token 0. If all documents are `.npy` files of tokens, only `tokens.json` is written.
 
-    **Raises** ConfigError if the documents hold no text.
+    **Raises** ConfigError if the documents hold no text, or tokens that the tokenizer lacks.
     """
     digest = hashlib.sha256(tokenizer.name.encode())
     for path in documents:
         facts = path.stat()
         digest.update(f"{path.absolute()}\n{facts.st_size}\n{facts.st_mtime_ns}\n".encode())
     source = digest.hexdigest()
+    if all(path.suffix == ".npy" for path in documents):
+        _write_header_of(documents, tokenizer, source, folder / "tokens.json")
+        return
     paths = folder / "tokens.json", folder / "tokens.bin"
     if all(path.exists() for path in paths):
         header = json.loads(paths[0].read_text())
         nbytes = header["num_tokens"] * np.dtype(header["dtype"]).itemsize
-        if header["source"] == source and paths[1].stat().st_size == nbytes:
+        is_ours = "files" not in header and header["source"] == source
+        if is_ours and paths[1].stat().st_size == nbytes:
             return
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab - 1))
@@ -182,13 +188,44 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
         part.replace(path)
 
 
-def open_stream(folder: Path) -> TokenStream:
-    """Map the files that `write_stream` wrote."""
+def _write_header_of(
+    files: Sequence[Path], tokenizer: Tokenizer, source: str, header_path: Path
+) -> None:
+    """Write the header of token files that were made elsewhere."""
+    from shardwise.data.tokens import TokenFiles
+
+    counts, left = np.zeros(tokenizer.vocab, dtype=np.int64), _COUNTED
+    for path, row in zip(files, TokenFiles(files, seq=1).rows, strict=True):
+        head = row[:left]
+        if len(head) and not 0 <= int(head.min()) <= int(head.max()) < tokenizer.vocab:
+            raise ConfigError(
+                f"data: {path} has token {int(head.max())}, and the tokenizer {tokenizer.vocab} "
+                "tokens; give the tokenizer that made it (tokenizer: tokenizer.json)"
+            )
+        counts += np.bincount(head, minlength=tokenizer.vocab)
+        left -= len(head)
+    header = {
+        "files": [str(path.absolute()) for path in files],
+        "dtype": None,
+        "unigram_entropy": unigram_entropy(counts),
+        "source": source,
+    }
+    header_path.parent.mkdir(parents=True, exist_ok=True)
+    part = header_path.with_name(f"{header_path.name}.{os.getpid()}")
+    part.write_text(json.dumps(header))
+    part.replace(header_path)
+
+
+def open_stream(folder: Path, seq: int) -> TokenStream:
+    """Map the files that `write_stream` wrote or named, in windows of ``seq`` tokens.
+
+    **Raises** ConfigError if a file has no window.
+    """
+    from shardwise.data.tokens import TokenFiles
+
     header = json.loads((folder / "tokens.json").read_text())
-    tokens = np.memmap(
-        folder / "tokens.bin", dtype=header["dtype"], mode="r", shape=(header["num_tokens"],)
-    )
-    return TokenStream(tokens, header["unigram_entropy"])
+    files = header.get("files", [folder / "tokens.bin"])
+    return TokenStream(TokenFiles(files, seq, dtype=header["dtype"]), header["unigram_entropy"])
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
@@ -201,7 +238,7 @@ def unigram_entropy(counts: np.ndarray) -> float:
 class WindowSampler:
     """Maps samples to windows, with integers only, the same for any number of ranks.
 
-    A window is `seq + 1` tokens and starts at a multiple of `seq`. Every `num_windows //
+    Every `num_windows //
     eval_windows`-th window is held out. Training walks all other windows in a new random order
     each epoch.
     """
@@ -211,16 +248,17 @@ class WindowSampler:
     seed: int
 
     @classmethod
-    def over(cls, num_tokens: int, seq: int, eval_windows: int, seed: int) -> WindowSampler:
-        """Cut a stream of num_tokens into windows.
+    def over(cls, windows: TokenFiles, eval_windows: int, seed: int) -> WindowSampler:
+        """Divide windows into those to train on and those held out.
 
-        **Raises** ConfigError if the stream is too short to train on and hold windows out.
+        **Raises** ConfigError if they are too few.
         """
-        num_windows = (num_tokens - 1) // seq
+        num_windows = len(windows)
         if num_windows < max(1, 2 * eval_windows):
             raise ConfigError(
-                f"data: expected at least {max(1, 2 * eval_windows)} windows of seq {seq} "
-                f"(eval_windows {eval_windows} are held out), got {num_tokens} tokens = "
+                f"data: expected at least {max(1, 2 * eval_windows)} windows of seq "
+                f"{windows.seq} (eval_windows {eval_windows} are held out), got "
+                f"{windows.num_tokens} tokens = "
                 f"{num_windows} windows; give more text, or a smaller seq or eval_windows"
             )
         return cls(num_windows, eval_windows, seed)
@@ -232,8 +270,8 @@ class WindowSampler:
 
     def train_window(self, step: int, index: int, global_batch: int) -> int:
         """Return the window of sample `index` in step `step` (from 1)."""
-        epoch, position = divmod((step - 1) * global_batch + index, self.train_windows)
-        rank_among_train = permute(position, self.train_windows, _mix(self.seed) ^ epoch)
+        order = SampleOrder(self.train_windows, self.seed)
+        rank_among_train = order.sample((step - 1) * global_batch + index)
         if self.eval_windows == 0:
             return rank_among_train
         stride = self.num_windows // self.eval_windows
@@ -248,48 +286,9 @@ class WindowSampler:
         return index * stride + stride - 1
 
 
-def rank_indices(micro_batch: int, number: int, rank: int, world_size: int) -> range:
-    """Return the indices of the global batch that a rank takes in micro-batch `number` (from 0).
-
-    Over all ranks and micro-batches these cover each index of the global batch once.
-    """
-    start = (number * world_size + rank) * micro_batch
-    return range(start, start + micro_batch)
-
-
-def read_windows(
-    stream: TokenStream, windows: Sequence[int], seq: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_windows(stream: TokenStream, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and targets of windows, both int64 [len(windows), seq]; targets are one ahead."""
     import torch
 
-    rows = [stream.tokens[window * seq : window * seq + seq + 1] for window in windows]
-    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def permute(position: int, size: int, key: int) -> int:
-    """Return the image of `position` under a keyed random permutation of range(size).
-
-    **Cost** O(1) memory.
-
-    **Source** Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002), four rounds.
-    """
-    half_bits = max(1, math.ceil((size - 1).bit_length() / 2))
-    mask = (1 << half_bits) - 1
-    while True:
-        left, right = position >> half_bits, position & mask
-        for round_number in range(4):
-            left, right = right, left ^ (_mix(_mix(key + round_number) ^ right) & mask)
-        position = (left << half_bits) | right
-        if position < size:
-            return position
-
-
-def _mix(value: int) -> int:
-    """Scramble 64 bits (the finalizer of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    ids, targets = zip(*(stream.windows[window] for window in windows), strict=True)
+    return torch.stack(ids), torch.stack(targets)

@@ -2,10 +2,8 @@
 
 Each method describes one stretch of work: the bytes alive beyond those at its begin, at its largest
 moment and at its end. Activations of the other micro-batches that a pipeline has in flight count
-from the tape's first work until its units have finished this one.
-
-`CompiledLive` has the formulas of compiled layers, as of published systems; `EagerLive` those of
-eager PyTorch, allocation by allocation.
+from the tape's first work until its units have finished this one. Layers run in eager PyTorch,
+allocation by allocation; of compiled ones the table of bytes that they keep is another.
 
 Note [Where the stream is]
 The output of a layer is the input that the next one's first norm keeps. It exists from the
@@ -40,20 +38,14 @@ from shardwise.plan.model.tape import LiveBytes
 from shardwise.plan.sizes import DTYPE_BYTES
 
 Live = tuple[LiveBytes, LiveBytes]  # at the largest moment, and at the end
-# The same, and the largest moment if each gradient is added to a sum at once; None: not known.
-Moments = tuple[LiveBytes, LiveBytes, LiveBytes | None]
+# The same, and the largest moment if each gradient is added to a sum at once.
+Moments = tuple[LiveBytes, LiveBytes, LiveBytes]
 # With all gradients so far, and with each one added to a sum and freed as soon as it is written.
 Moment = tuple[LiveBytes, LiveBytes]
 _EAGER = ("eager", "held")  # losses that are made of all logits in float32
-_NOTHING = LiveBytes(), LiveBytes()
 
 
-def live_of(shape: DecoderShape, run: Execution) -> "CompiledLive":
-    """Return the bytes that are alive on a rank."""
-    return (EagerLive if run.is_eager else CompiledLive)(shape, run)
-
-
-class CompiledLive:
+class DecoderLive:
     """Bytes alive on one rank, whose ``layers`` are given by their shapes.
 
     A layer's methods take a shape with all layers like it. ``grads`` are bytes of full
@@ -69,132 +61,14 @@ class CompiledLive:
         self._whole = run.tokens * shape.dim * self.size
         self._gathered = self._whole if run.tp > 1 else 0
         self._local_logits = run.tokens * shape.vocab // run.tp * self.size
-        self._logits = self._local_logits if run.loss != "fused" else 0
-        self.buffer_bytes = 0  # alive for the whole run, beside parameters
-        self.end_bytes = 0  # alive when a pipeline's schedule reduces its stage
-        self.left_output = 0  # of a stage's output, alive when the last layer's backward ends
-
-    def enter(self) -> Live:
-        """Return the bytes of the embedding, and of the other micro-batches in flight."""
-        temporary = self.stream * (2 if self.run.first else 0)
-        return LiveBytes(self.beside, temporary), LiveBytes(self.beside)
-
-    @cached_property
-    def beside(self) -> int:
-        """Bytes of the other micro-batches in flight, and of the output that this one keeps."""
-        others = self.run.in_flight - self.run.first_in_flight - 1
-        return others * self._kept_bytes + (0 if self.run.last else self.stream)
-
-    @cached_property
-    def _kept_bytes(self) -> int:
-        """Bytes that one micro-batch keeps from its forward to its backward, logits included."""
-        kinds = Counter(self.layers).items()
-        kept = sum(num * kept_layer_bytes(kind, self.run) for kind, num in kinds)
-        if not self.run.last:
-            return kept + self.stream
-        logits = logit_bytes(self.shape, self.run, "kept") if self.run.loss != "fused" else 0
-        return kept + self._head_inputs() + logits
-
-    @property
-    def first_bytes(self) -> int:
-        """Bytes that are alive in the first micro-batch of a step only."""
-        return self.run.first_in_flight * self._kept_bytes
-
-    def _wide(self, shape: DecoderShape) -> int:
-        """Bytes of the feed-forward's inner product on a rank; experts are whole over tp.
-
-        Where ep spreads them, ranks of one tp group share the tokens instead; where it does not,
-        all compute the same rows.
-        """
-        widths, run = widths_of(shape, self.run), self.run
-        routed = widths["routed_ffn"] // (run.tp if run.ep > 1 else 1)
-        return (widths["ffn"] // run.tp + routed) * run.tokens * self.size
-
-    def layer_forward(self, shape: DecoderShape) -> Live:
-        """Return the bytes that a layer keeps, and temporaries if it keeps less than it makes."""
-        kept, made = kept_layer_bytes(shape, self.run), layer_bytes(shape, self.run)
-        # A layer under checkpointing frees tensors as it runs: at most the widest part is alive.
-        widest = min(sum(made.values()), self._wide(shape) * (3 if shape.gated else 2))
-        temporary = (widest if self.run.runs_again else 0) + self._gathered
-        return LiveBytes(kept, temporary), LiveBytes(kept)
-
-    def recompute(self, shape: DecoderShape) -> Live:
-        """Return the bytes that a layer makes again in its backward."""
-        more = self._recomputed(shape)
-        return LiveBytes(more, self.stream), LiveBytes(more)
-
-    def _recomputed(self, shape: DecoderShape) -> int:
-        made = sum(layer_bytes(shape, self.run).values())
-        return max(made - kept_layer_bytes(shape, self.run), 0)
-
-    def layer_backward(self, shape: DecoderShape, grads: Sequence[int]) -> list[Moments]:
-        """Return the widest moment, d product and then d gate and d up, and the bytes freed.
-
-        There is one for each unit of the layer. The second unit, of spread experts, runs first and
-        has only its gradients.
-        """
-        temporary = self._wide(shape) * (2 if shape.gated else 1)
-        temporary += 2 * self.stream + 2 * self._gathered
-        alive = kept_layer_bytes(shape, self.run)
-        alive += self.run.runs_again * self._recomputed(shape)
-        peak = LiveBytes(temporary=temporary, grads=grads[0])
-        written = [LiveBytes(grads=each) for each in grads[1:]]
-        net = LiveBytes(-alive, grads=grads[0])
-        return [(peak, net, None), *((each, each, None) for each in written)]
-
-    def head_forward(self) -> Live:
-        """Return the bytes that the last norm and the head keep, and the logits."""
-        live = LiveBytes(self._head_inputs(), logits=self._logits)
-        return live, live
-
-    def _head_inputs(self) -> int:
-        """Bytes that the last norm and the head keep; DTensor keeps the head's input gathered."""
-        head = self._gathered if self.run.loss == "loss_parallel" else 0
-        return self.stream + max(head, self.stream)
-
-    def loss(self) -> Live:
-        """Return the bytes that the loss adds to the logits."""
-        if self.run.loss == "fused":
-            return _NOTHING
-        peak, kept = (
-            logit_bytes(self.shape, self.run, when) - self._local_logits
-            for when in ("forward", "kept")
-        )
-        return LiveBytes(logits=max(peak, 0)), LiveBytes(logits=kept)
-
-    def loss_backward(self) -> Live:
-        """Return the bytes of the loss's backward, which leaves the gradient of the logits."""
-        if self.run.loss == "fused":
-            return _NOTHING
-        kept = logit_bytes(self.shape, self.run, "kept")
-        peak = logit_bytes(self.shape, self.run, "backward") - kept
-        there = self._logits - kept
-        return LiveBytes(temporary=self.stream, logits=max(peak, there)), LiveBytes(logits=there)
-
-    def head_backward(self, head: int) -> Live:
-        """Return the bytes that the head's backward takes, with its gradient, and frees."""
-        net = LiveBytes(-self._head_inputs(), logits=-self._logits, grads=head)
-        return LiveBytes(temporary=self.stream, grads=head), net
-
-    def leave(self, table: int, grads: int) -> Live:
-        """Return the bytes that the embedding's backward takes and frees.
-
-        ``table`` are the bytes of the gradient that the lookup writes.
-        """
-        if not self.run.first:
-            return _NOTHING
-        return LiveBytes(temporary=self.stream, grads=table), LiveBytes(grads=grads)
-
-
-class EagerLive(CompiledLive):
-    """Bytes alive on one rank that runs the built-in decoder, or layers of transformers."""
-
-    def __init__(self, shape: DecoderShape, run: Execution) -> None:
-        super().__init__(shape, run)
         self._is_float32 = run.dtype == "float32"
         # True if norms keep the stream itself, and not a copy of it in float32.
-        self._norms_hold_input = self._is_float32 or shape.norm == "layer"
-        self._logits = 0 if run.loss == "fused" else run.tokens * shape.vocab * self.size
+        self._norms_hold_input = self._is_float32 or shape.norm == "layer" or not run.is_eager
+        # The built-in decoder has whole logits on each rank of a tensor group.
+        is_parallel = run.loss in ("loss_parallel", "vocab_parallel") or not run.is_eager
+        self._is_whole = run.tp > 1 and not is_parallel
+        self._logits = self._local_logits * (run.tp if self._is_whole else 1)
+        self._logits = 0 if run.loss == "fused" else self._logits
         # The caller has logits until backward ends, as a pipeline's last stage or with such a loss.
         is_held = run.last and (run.pp > 1 or run.loss == "held")
         self._output = self._logits if is_held else 0
@@ -220,6 +94,16 @@ class EagerLive(CompiledLive):
         part = run.seq // (2 * run.cp)
         self._masks = 2 * part * part * (run.cp + 1) * self.size if has_masks else 0
 
+    def _wide(self, shape: DecoderShape) -> int:
+        """Bytes of the feed-forward's inner product on a rank; experts are whole over tp.
+
+        Where ep spreads them, ranks of one tp group share the tokens instead; where it does not,
+        all compute the same rows.
+        """
+        widths, run = widths_of(shape, self.run), self.run
+        routed = widths["routed_ffn"] // (run.tp if run.ep > 1 else 1)
+        return (widths["ffn"] // run.tp + routed) * run.tokens * self.size
+
     def _layer(self, shape: DecoderShape) -> int:
         return sum(layer_bytes(shape, self.run).values()) + self._masks
 
@@ -235,7 +119,8 @@ class EagerLive(CompiledLive):
     @property
     def first_bytes(self) -> int:
         """Bytes that are alive in the first micro-batch only; no gradient was sent before it."""
-        return super().first_bytes - (self._sent if self.run.all_forward_first else 0)
+        sent = self._sent if self.run.all_forward_first else 0
+        return self.run.first_in_flight * self._kept_bytes - sent
 
     @cached_property
     def _sent(self) -> int:
@@ -438,34 +323,46 @@ class EagerLive(CompiledLive):
     def head_forward(self) -> Live:
         """Return the bytes that the last norm and the head keep, and whole logits on each rank."""
         kept, logits = self._head_inputs(), self._logits
-        parts = 0 if self.run.tp == 1 else logits + logits // self.run.tp
+        parts = logits + logits // self.run.tp if self._is_whole else 0
         return LiveBytes(kept, logits=logits + parts), LiveBytes(kept, logits=logits)
 
     def _head_inputs(self) -> int:
         """Bytes that the last norm and the head keep, but for the stream."""
+        if not self.run.is_eager:
+            return self._whole
         normed = self.run.tokens * (self.shape.dim + 1) * 4 // self.run.tp
         upcast = self.run.tokens * self.shape.dim * 4 // self.run.tp
         return normed + (0 if self._norms_hold_input else upcast) + self._whole
 
     def loss(self) -> Live:
-        """Return the log-softmax and, in other dtypes than float32, the logits in float32."""
+        """Return what the loss adds to the logits, and what it keeps.
+
+        In eager PyTorch these are the log-softmax and, in other dtypes than float32, the logits in
+        float32.
+        """
         peak = self._kept_logits * (1 if self._is_float32 else 2)
         if self.run.loss not in _EAGER:
-            peak = super().loss()[0].logits
+            made = logit_bytes(self.shape, self.run, "forward") - self._local_logits
+            peak = 0 if self.run.loss == "fused" else max(made, 0)
         stream = 0 if self._norms_hold_input else -self.stream
         kept = LiveBytes(stream, logits=self._kept_logits + self._output - self._logits)
         return LiveBytes(logits=peak), kept
 
     def loss_backward(self) -> Live:
-        """Return the loss's largest moment; the gradient of the logits takes its place."""
-        if self.run.loss not in _EAGER:
-            return super().loss_backward()
-        peak = LiveBytes(logits=2 * self._kept_logits)
-        return peak, LiveBytes(logits=self._logits - self._kept_logits)
+        """Return the loss's largest moment; the gradient of the logits takes their place."""
+        if self.run.loss == "fused":
+            return LiveBytes(), LiveBytes()
+        if self.run.loss in _EAGER:
+            peak = LiveBytes(logits=2 * self._kept_logits)
+            return peak, LiveBytes(logits=self._logits - self._kept_logits)
+        kept = logit_bytes(self.shape, self.run, "kept")
+        more = logit_bytes(self.shape, self.run, "backward") - kept
+        there = self._logits - kept
+        return LiveBytes(temporary=self.stream, logits=max(more, there)), LiveBytes(logits=there)
 
     def head_backward(self, head: int) -> Live:
         """Return the bytes of the gradients of the head and of its input, and the bytes freed."""
-        parts = self._logits // self.run.tp if self.run.tp > 1 else 0
+        parts = self._logits // self.run.tp if self._is_whole else 0
         stream = 0 if self._norms_hold_input else self.stream
         net = LiveBytes(stream - self._head_inputs(), logits=-self._logits, grads=head)
         return LiveBytes(temporary=self._whole, logits=parts, grads=head), net

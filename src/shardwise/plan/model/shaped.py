@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
 from shardwise.plan.model.activations import Execution, Implementation, stream_bytes
 from shardwise.plan.model.costs import eager_cost, layer_costs, recomputed_costs
-from shardwise.plan.model.live import CompiledLive, live_of
+from shardwise.plan.model.live import DecoderLive
 from shardwise.plan.model.shapes import DecoderShape, Matrix
 from shardwise.plan.model.tape import (
     Cost,
@@ -211,7 +211,7 @@ def _tape(shape: DecoderShape, run: Execution, name: str) -> Tape:
 
     **Source** ``data/layers.toml``, and the Notes of `activations`, `live` and `costs`.
     """
-    live, kinds = live_of(shape, run), run.layers_of(shape)
+    live, kinds = DecoderLive(shape, run), run.layers_of(shape)
     made = {kind: _layer(kind, live) for kind in set(kinds.values())}
     embedding, root, head = _end_units(shape, run, live.layers)
     units = [root, *([embedding] if embedding else ())]
@@ -321,7 +321,7 @@ class _Layer(NamedTuple):
     backward: list[Work]  # of each unit
 
 
-def _layer(shape: DecoderShape, live: CompiledLive) -> _Layer:
+def _layer(shape: DecoderShape, live: DecoderLive) -> _Layer:
     """Make the layer of a shape with one kind of layers."""
     run, units = live.run, _layer_units(shape, live.run)
     moments = live.layer_backward(shape, [full_bytes(unit, run.dtype) for unit in units])
@@ -331,13 +331,13 @@ def _layer(shape: DecoderShape, live: CompiledLive) -> _Layer:
         _work("forward", *live.layer_forward(shape), *layer_costs(shape, run)),
         _work("recompute", *live.recompute(shape), *recomputed_costs(shape, run)),
         [
-            Work(1, "backward", cost, peak, net, summed, summed and replace(net, grads=0))
+            Work(1, "backward", cost, peak, net, summed, replace(net, grads=0))
             for cost, (peak, net, summed) in zip(costs, moments, strict=False)
         ],
     )
 
 
-def _ends(live: CompiledLive) -> tuple[Work, Work, Work, Work, Work, Work, Work]:
+def _ends(live: DecoderLive) -> tuple[Work, Work, Work, Work, Work, Work, Work]:
     """Return what a rank does beside its layers, in program order; without an end it is nothing."""
     shape, run, size = live.shape, live.run, live.size
     # Tables of positions are tiny; transformers makes more of them, and a mask.

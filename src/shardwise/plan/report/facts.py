@@ -28,11 +28,6 @@ def plan_facts(plan: Plan) -> dict[str, object]:
         "candidate": candidate_facts(plan.candidate),
         "label": plan.label,
         "verdict": plan.verdict,
-        "not_told": [
-            {"setting": question.setting, "answers": [a._asdict() for a in question.answers]}
-            for question in plan.questions
-        ],
-        "possible": plan.possible._asdict() if plan.possible is not None else None,
         "memory": {
             "capacity_bytes": plan.capacity_bytes,
             "low_bytes": plan.memory.low_bytes,

@@ -17,9 +17,6 @@ computes, and its memory freed when the one after that begins; the last block's 
 the input of the block before is fetched while a block is computed again. So two are on the device
 beside what a block makes. The host has a place for each of the others, for every micro-batch that
 a pipeline has in flight.
-
-Of micro-batches in rounds all inputs are one row, in the order in which they are saved. The first
-one to be through the model ends it, so the last block's inputs of the others stay as well.
 """
 
 from collections import Counter
@@ -201,10 +198,9 @@ class Inputs:
         self._tape = tape
         self._order: list[_Input] = []
         self._is_open = False
-        num = candidate.accumulation if candidate.in_rounds else ceil(tape.in_flight)
         sizes = [e.input_bytes for e in tape.events if isinstance(e, Visit) and e.input_bytes]
         self._each = sum(sizes[:-1]) if self._moves else 0  # of one micro-batch
-        self.host_bytes = num * self._each
+        self.host_bytes = ceil(tape.in_flight) * self._each
 
     def others(self, micro_batch: int) -> int:
         """Return the bytes that the tape has on the device for micro-batches beside this one."""

@@ -2,15 +2,9 @@
 
 Note [The step that is played]
 The second one and all after it: the order of the units is known, gradient buffers of the CPU are
-there, optimizer state exists. A step is ``accumulation`` micro-batches, one after the other or in
-rounds, clipping if asked for, the optimizer's step and ``zero_grad``. Inside a micro-batch the
-engine's `Schedule` and `ReduceQueue` are called as the engine calls them, at the visits of the
-tape.
-
-Note [Rounds]
-In a breadth-first step all micro-batches go through each unit before the next, as in
-`engine.breadth_first`. A round begins before a unit's forward and ends after a unit's backward, and
-each micro-batch runs its events before the next round.
+there, optimizer state exists. A step is ``accumulation`` micro-batches, one after the other,
+clipping if asked for, the optimizer's step and ``zero_grad``. Inside a micro-batch the engine's
+`Schedule` and `ReduceQueue` are called as the engine calls them, at the visits of the tape.
 
 Note [What an optimizer's step takes]
 Bytes: each of parameter, state and gradient is read once, and all but the gradient written once,
@@ -19,9 +13,8 @@ per tensor, 80 bytes. Temporaries, as torch.optim allocates them: fused none; fo
 roots of all second moments at once; loop two tensors of the size of the largest.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from shardwise.engine.schedule import Schedule
 from shardwise.plan.candidate import Candidate
@@ -100,7 +93,7 @@ class _Player:
         self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
         stays_full = not stage.frees_after_backward
         num_ranks = candidate.num_shards * candidate.num_replicas
-        is_one = self._reduce_every == "step" or candidate.in_rounds
+        is_one = self._reduce_every == "step"
         self._num_reductions = 1 if is_one else candidate.accumulation  # of a unit in a step
         keeps_buffers = candidate.transport == "point_to_point" and stays_full
         # True if the gradient buffers of the step before exist at its end.
@@ -135,47 +128,39 @@ class _Player:
         self._order: list[int] = []
         self._is_last = True
         self._adds = False
-        row = PRECISIONS[candidate.precision]
-        scale = DTYPE_BYTES[row.reduce] / DTYPE_BYTES[tape.compute_dtype]
-        self._rounds = _Rounds(candidate.accumulation if candidate.in_rounds else 1, scale)
 
     # -- micro-batches
     def run(self) -> None:
-        """Walk the tape for each micro-batch, one after the other or round by round."""
-        every = range(self._candidate.accumulation)
-        for numbers in [every] if self._candidate.in_rounds else [[number] for number in every]:
-            self._run_together(numbers)
+        """Walk the tape for each micro-batch."""
+        for number in range(self._candidate.accumulation):
+            self._run_micro_batch(number)
 
-    def _run_together(self, numbers: Sequence[int]) -> None:
-        """Walk the tape for micro-batches that are in flight together."""
-        tape, recorder, rounds, first = self._tape, self._recorder, self._rounds, numbers[0]
-        ends = numbers[-1] == self._candidate.accumulation - 1
+    def _run_micro_batch(self, number: int) -> None:
+        tape, recorder = self._tape, self._recorder
+        ends = number == self._candidate.accumulation - 1
         self._is_last = ends and not self._is_stage
         is_away = any(w.is_away for w in self._weights)
         self._reductions.defers = not ends and self._candidate.num_replicas > 1 and not is_away
-        recorder.micro_batch = first
+        recorder.micro_batch = number
         if self._is_stage:
             self._set_stage(replace(self._row, frees_after_backward=False), stays_full=True)
-        keeps = first > 0 and self._reduce_every == "step"
+        keeps = number > 0 and self._reduce_every == "step"
         self._adds = keeps and not any(w.sums_apart for w in self._weights)
         self._in_backward = False
         recorder.phase = "forward"
-        recorder.add("inputs", tape.input_bytes * len(numbers))
-        there = (0 if first else tape.first_bytes) - self._inputs.others(first)
+        recorder.add("inputs", tape.input_bytes)
+        there = (0 if number else tape.first_bytes) - self._inputs.others(number)
         recorder.add("activations", there)
-        stacks: list[list[tuple[UnitDouble, bool]]] = [[] for _ in numbers]
-        for events in _rounds_of(tape.events) if len(numbers) > 1 else [tape.events]:
-            for rounds.number, self._stack in enumerate(stacks):
-                recorder.micro_batch = first + rounds.number
-                for event in events:
-                    if isinstance(event, Work):
-                        self._work(event)
-                    else:
-                        recorder.unit = event.unit
-                        self._visit(event)
-                        self._inputs.visit(event, self._in_backward)
+        self._stack = []
+        for event in tape.events:
+            if isinstance(event, Work):
+                self._work(event)
+            else:
+                recorder.unit = event.unit
+                self._visit(event)
+                self._inputs.visit(event, self._in_backward)
         self._end_backward()
-        recorder.add("inputs", -tape.input_bytes * len(numbers))
+        recorder.add("inputs", -tape.input_bytes)
         recorder.add("activations", -there)
         if self._is_stage and ends:
             self._end_schedule()
@@ -198,32 +183,21 @@ class _Player:
         recorder.phase, recorder.unit = work.phase, work.unit
         # If sums and gradients have one dtype, autograd adds to the sums, one by one.
         # Gradients in a unit that has no parameters are those of another one.
-        in_rounds = self._candidate.in_rounds and work.net.grads > 0
         is_sum = unit.sums > 0 if unit.weight.written_grads else self._adds
-        is_sum = not self._rounds.is_first if in_rounds else is_sum
-        apart = any(w.sums_apart for w in self._weights) if in_rounds else unit.weight.sums_apart
-        if in_rounds and apart:
-            peak, net = self._rounds.sum_grads(work, self._units)
-        else:
-            adds = is_sum and not apart
-            shown = _added(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
-            peak, net = (each.lines() for each in shown)
-            unit.grads += 0 if adds else shown[1].grads
-        recorder.touch(peak)
-        for line, num_bytes in net.items():
+        adds = is_sum and not unit.weight.sums_apart
+        peak, net = _added(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
+        unit.grads += 0 if adds else net.grads
+        recorder.touch(peak.lines())
+        for line, num_bytes in net.lines().items():
             recorder.add(line, num_bytes)
         recorder.compute(work.costs, work.unit)
 
     def _visit(self, visit: Visit) -> None:
-        unit, rounds = self._units[visit.unit], self._rounds
-        others_follow = not (self._in_backward or rounds.is_last)
+        unit = self._units[visit.unit]
         if visit.kind == "before_forward":
-            is_next = rounds.backward_is_next
-            if self._in_backward or rounds.is_first:
-                is_next = self._schedule.before_forward(unit, in_backward=self._in_backward)
-                rounds.backward_is_next = is_next
-                if not self._in_backward:
-                    self._order.append(unit.index)
+            is_next = self._schedule.before_forward(unit, in_backward=self._in_backward)
+            if not self._in_backward:
+                self._order.append(unit.index)
             self._recorder.look()
             self._stack.append((unit, is_next))
         elif visit.kind == "after_forward":
@@ -234,12 +208,10 @@ class _Player:
                 in_backward=self._in_backward,
                 expects_backward=not visit.recomputes and visit.unit in self._with_backward,
                 backward_is_next=is_next,
-                still_runs=others_follow or any(u is unit for u, _ in self._stack),
-                at_root=not self._stack and not others_follow,
+                still_runs=any(u is unit for u, _ in self._stack),
+                at_root=not self._stack,
             )
         elif visit.kind == "before_backward":
-            if not rounds.is_first:
-                return
             if not self._in_backward:
                 self._reductions.finish()
                 self._schedule.begin_backward(self._order)
@@ -248,7 +220,7 @@ class _Player:
             unit.in_backward = True
             self._schedule.before_backward(unit)
             self._recorder.look()
-        elif rounds.is_last:
+        else:
             self._close(unit)
 
     def _close(self, unit: UnitDouble) -> None:
@@ -347,73 +319,6 @@ class _Player:
             program=self._recorder.program(tuple(u.name for u in self._tape.units)),
             padding_bytes=sum(w.padding_bytes for w in self._weights),
         )
-
-
-# -- micro-batches in rounds
-def _rounds_of(events: Sequence[Work | Visit]) -> list[list[Work | Visit]]:
-    """Cut the events of a micro-batch into rounds."""
-    rounds: list[list[Work | Visit]] = [[]]
-    in_backward = False
-    for event in events:
-        turns = (event.phase if isinstance(event, Work) else event.kind) in (
-            "backward",
-            "before_backward",
-        )
-        is_forward = isinstance(event, Visit) and event.kind == "before_forward"
-        if not in_backward and (turns or is_forward):
-            rounds.append([])
-        in_backward = in_backward or turns
-        rounds[-1].append(event)
-        if isinstance(event, Visit) and event.kind == "after_backward":
-            rounds.append([])
-    return [each for each in rounds if each]
-
-
-@dataclass
-class _Rounds:
-    """The micro-batch, of ``num``, that runs a round now; ``num`` 1: one after the other.
-
-    ``sum_scale``: bytes of a sum over micro-batches for each byte of a gradient, where the two have
-    other dtypes; gradients then join the sum as they come.
-    """
-
-    num: int
-    sum_scale: float
-    number: int = 0
-    backward_is_next: bool = False
-    _written: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    @property
-    def is_first(self) -> bool:
-        """Tell whether no other micro-batch has walked this round before."""
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Tell whether no other micro-batch is yet to walk this round."""
-        return self.number == self.num - 1
-
-    def sum_grads(
-        self, work: Work, units: Sequence[UnitDouble]
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return peak and net, by line, of a work whose gradients join sums of another dtype."""
-        unit = self._owner(work, units)
-        grads, largest = work.net.grads, unit.weight.largest_grad
-        self._written[self.number, unit.index] += grads
-        joins = int(grads * self.sum_scale) if self.is_first else 0
-        unit.sums += joins
-        cast = int(min(grads, largest) * self.sum_scale)
-        peak = replace(work.peak, grads=min(work.peak.grads, largest) + max(joins, cast))
-        return peak.lines(), replace(work.net, grads=joins).lines()
-
-    def _owner(self, work: Work, units: Sequence[UnitDouble]) -> UnitDouble:
-        """Find whose gradients a work writes: its unit's, or those of one that is in backward."""
-        unit = units[work.unit]
-        for each in (unit, *(u for u in units if u.in_backward)):
-            written = self._written[self.number, each.index]
-            if each.weight.sums_apart and written + work.net.grads <= each.weight.written_grads:
-                return each
-        return unit
 
 
 def _added(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:

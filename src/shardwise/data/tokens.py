@@ -1,0 +1,88 @@
+"""Files of tokens, mapped and cut into windows."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shardwise.errors import ConfigError
+
+
+class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of token files, as a dataset of (ids, targets), each int64 [seq].
+
+    ``files`` are `.npy` files of one row of integers, or raw files of ``dtype``, of any size: they
+    are mapped, and a window is read when it is asked for. A window starts at a multiple of ``seq``
+    and has one token more for the targets, which are one ahead; it never spans two files.
+
+    **Cost** a window is one read of ``seq + 1`` tokens. Workers of a DataLoader map the files anew.
+
+    **Raises** ConfigError if a file cannot be read, is no row of integers, or has no window.
+    """
+
+    def __init__(
+        self, files: Sequence[Path | str], seq: int, *, dtype: np.dtype | str | None = None
+    ) -> None:
+        if not files or seq < 1:
+            raise ConfigError(f"TokenFiles: expected files and seq above 0, got {files}, seq {seq}")
+        self.seq = seq
+        self._sources = [(Path(file), dtype) for file in files]
+        self._rows = [_map_row(*source) for source in self._sources]
+        counts = [max(0, (len(row) - 1) // seq) for row in self._rows]
+        for (path, _), count, row in zip(self._sources, counts, self._rows, strict=True):
+            if not count:
+                raise ConfigError(f"{path}: {len(row)} tokens are no window of seq {seq} + 1")
+        self._ends = list(accumulate(counts))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all files."""
+        return sum(map(len, self._rows))
+
+    @property
+    def rows(self) -> Sequence[np.ndarray]:
+        """The mapped tokens, a row per file."""
+        return self._rows
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, window: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= window < len(self):
+            raise IndexError(f"window {window} of {len(self)}")
+        file = bisect_right(self._ends, window)
+        first = (window - (self._ends[file - 1] if file else 0)) * self.seq
+        row = self._rows[file][first : first + self.seq + 1]
+        tokens = torch.from_numpy(row.astype(np.int64))
+        return tokens[:-1], tokens[1:]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_rows": None}  # workers map the files, and copy nothing
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._rows = [_map_row(*source) for source in self._sources]
+
+
+def _map_row(path: Path, dtype: np.dtype | str | None) -> np.ndarray:
+    try:
+        if path.suffix == ".npy":
+            row = np.load(path, mmap_mode="r", allow_pickle=False)
+        elif dtype is None:
+            raise ValueError("a raw file needs dtype=, such as 'uint16'")
+        elif path.stat().st_size % np.dtype(dtype).itemsize:
+            raise ValueError(f"{path.stat().st_size} bytes are no whole number of {dtype}")
+        else:
+            row = np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise ConfigError(f"{path}: no token file: {error}") from None
+    if row.ndim != 1 or row.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{path}: expected one row of integers, got {row.dtype} {list(row.shape)}"
+        )
+    return row

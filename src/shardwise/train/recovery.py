@@ -1,0 +1,108 @@
+"""What a restart was for and what it cost: the verdict of a run that goes on.
+
+Note [The parts of a restart]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The run before left its last step's line, and each rank that raised an error left a line with its
+time. The processes of this run know when they were started. So the time from the last step to the
+next one falls into parts: ``detect`` until the first rank raised the error that ended it (with the
+step in which it came), ``abort`` until the last one did, ``rendezvous`` until this process was
+started, ``imports``, ``process group``, ``rebuild`` of data, model and optimizer, ``load``, and
+``first step``. Where no rank left a line, the first three are one part, ``down``. Times of other
+hosts are by their clocks.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.monitor.doctor.ends import died
+from shardwise.monitor.doctor.evidence import Evidence
+from shardwise.monitor.lines import read_lines
+from shardwise.monitor.record import Begin, End, Restart, read_run
+from shardwise.processes import seconds_since_birth
+from shardwise.quantities import format_duration
+from shardwise.train.checks import metrics_path
+from shardwise.train.config import TrainConfig
+
+_TAIL_BYTES = 1 << 16
+
+
+class StartClock:
+    """The parts of this process's start, in seconds, in order: see Note [The parts of a restart].
+
+    ``begun_s`` is the time at which they begin, the process's birth where the system tells it.
+    """
+
+    def __init__(self, knows_birth: bool = False) -> None:
+        self.begun_s = self._last_s = time.time() - (seconds_since_birth() if knows_birth else 0.0)
+        self.parts_s: dict[str, float] = {}
+
+    def mark(self, part: str) -> None:
+        """End a part."""
+        now_s = time.time()
+        self.parts_s[part] = max(0.0, now_s - self._last_s)
+        self._last_s = now_s
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run before ended: the cause, its last step, and when that and the errors were."""
+
+    cause: str
+    step: int
+    stepped_s: float
+    errors_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Ending | None":
+        """Read it; None if there was no run. Call it before this run writes."""
+        path = metrics_path(config)
+        if not path.exists():
+            return None
+        steps = [line["step"] for line in read_lines(path, _TAIL_BYTES) if "loss" in line]
+        cause, errors_s = _cause_of(config.output)
+        return cls(cause, max(steps, default=0), path.stat().st_mtime, errors_s)
+
+    def parts_s(self, begun_s: float) -> Mapping[str, float]:
+        """Return the parts until this process was started at ``begun_s``."""
+        if not self.errors_s:
+            return {"down": max(0.0, begun_s - self.stepped_s)}
+        first, last = min(self.errors_s), max(self.errors_s)
+        ends = {"detect": first, "abort": last, "rendezvous": begun_s}
+        begins = (self.stepped_s, first, last)
+        parts = zip(ends.items(), begins, strict=True)
+        return {name: max(0.0, end - begin) for (name, end), begin in parts}
+
+
+def _cause_of(output: Path) -> tuple[str, tuple[float, ...]]:
+    """Return who ended the run, in words, and when ranks raised errors."""
+    with suppress(ConfigError, OSError):  # not observed, or by another version
+        run = read_run(output, newest=1)
+        ends = [line for line in run.end_lines.values() if isinstance(line, End)]
+        errors_s = tuple(line.unix_s for line in ends if line.error and line.unix_s)
+        if (found := died(Evidence(run))) is not None:
+            return found.verdict, errors_s
+        if len(ends) == len(run.end_lines):
+            return "it was stopped, or came to its end", ()
+        silent = sum(isinstance(line, Begin) for line in run.end_lines.values())
+        return f"{silent} of {len(run.end_lines)} ranks ended and left no error", errors_s
+    return "unknown, as the run was not observed (observe: true)", ()
+
+
+def recovery_of(ending: Ending, clock: StartClock, step: int, from_memory: bool) -> Restart:
+    """Return the verdict after the first step; ``step`` is the one that was loaded."""
+    parts_s = {**ending.parts_s(clock.begun_s), **clock.parts_s}
+    return Restart(step, ending.cause, max(0, ending.step - step), from_memory, parts_s)
+
+
+def tell(restart: Restart, say: Callable[[str], None]) -> None:
+    """Say the verdict in two lines."""
+    num = restart.lost_steps
+    lost = f"{num} of its steps are taken again" if num else "none of its steps is lost"
+    say(f"the run before: {restart.cause}; {lost}")
+    parts = ", ".join(f"{name} {s:.2g}" for name, s in restart.parts_s.items())
+    whole = format_duration(sum(restart.parts_s.values()))
+    say(f"{whole} from its last step to the end of this run's first, in seconds: {parts}")
