@@ -260,12 +260,23 @@ class Files:
         return lock
 
 
-def is_unreadable(error: OSError) -> bool:
-    """Tell whether an error concerns this checkpoint alone, so an older one may be readable.
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error about stored bytes into damage, so that an older checkpoint is read.
 
-    Stored bytes are lost, or this user may not read them. An unreachable server is another case.
+    The file is missing, the disk has lost its bytes, or this user may not read them. Other errors
+    (an unreachable server) are raised as they are.
+
+    **Raises** DamagedCheckpoint naming the file.
     """
-    return error.errno in _UNREADABLE
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpoint(f"{path}: it is missing") from None
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
 
 
 def read_text(files: Files, path: Path, limit: int) -> str:

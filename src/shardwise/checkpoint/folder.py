@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.checkpoint.all_ranks import ask_first_rank, on_all_ranks
-from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
+from shardwise.checkpoint.files import Entry, Files, Lock, read_text, reading
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     IndexRow,
@@ -98,12 +98,8 @@ def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
     named = STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
         raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
-    try:
+    with reading(path):
         entries = files.list(path)
-    except OSError as error:
-        if is_unreadable(error):
-            raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
-        raise
     found = find_difference(path, entries, manifest.ranks)
     if found is None:
         return manifest

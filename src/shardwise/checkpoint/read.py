@@ -33,7 +33,7 @@ from shardwise.checkpoint.container import (
     num_chunks,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, Reader, is_unreadable
+from shardwise.checkpoint.files import Files, Reader, reading
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     MAX_PART_BYTES,
@@ -67,17 +67,10 @@ def read_small(files: Files, path: Path) -> bytes:
     **Raises** DamagedCheckpoint if it is missing, no regular file, lost by the disk or not readable
     by this user; OSError if the disk does not answer.
     """
-    try:
-        with files.open(path) as reader:
-            if reader.size > MAX_PART_BYTES:
-                raise DamagedCheckpoint(f"{path}: {reader.size} bytes are too many for its kind")
-            return reader.read(0, reader.size)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedCheckpoint(f"{path}: it is missing") from None
-    except OSError as error:
-        if is_unreadable(error):
-            raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
-        raise
+    with reading(path), files.open(path) as reader:
+        if reader.size > MAX_PART_BYTES:
+            raise DamagedCheckpoint(f"{path}: {reader.size} bytes are too many for its kind")
+        return reader.read(0, reader.size)
 
 
 class Checkpoint:
@@ -277,10 +270,8 @@ class Checkpoint:
             if len(self._readers) >= _OPEN_FILES:
                 oldest = next(iter(self._readers))
                 self._readers.pop(oldest).close()
-            try:
+            with reading(self.folder / name):
                 self._readers[name] = self._files.open(self.folder / name)
-            except FileNotFoundError:
-                raise DamagedCheckpoint(f"{self.folder / name}: it is missing") from None
             self.opened.add(name)
         return self._readers[name]
 
@@ -327,17 +318,16 @@ class Checkpoint:
 
     def _read_into(self, first: Chunk, out: memoryview) -> None:
         """Fill memory with the bytes from a chunk's begin on, unchecked."""
+        path = self.folder / first.name
         try:
-            self.open(first.name).read_into(first.begin, out)
+            with reading(path):
+                self.open(first.name).read_into(first.begin, out)
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from error
+            cause = error.__cause__ or error
+            raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from cause
         except OSError as error:
-            # A file that cannot be read counts as damage: an older one may be readable.
-            kind = DamagedCheckpoint if is_unreadable(error) else CheckpointError
-            raise kind(
-                f"{self.folder / first.name}: tensor '{first.key}': {error.strerror} "
-                f"(errno {error.errno})"
-            ) from error
+            text = f"{path}: tensor '{first.key}': {error.strerror} (errno {error.errno})"
+            raise CheckpointError(text) from error
         self.num_bytes += len(out)
 
     def _check(self, chunk: Chunk, data: memoryview) -> None:

@@ -32,6 +32,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.trash import remove_tree
+from shardwise.checkpoint.write import write_small
 from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, follow_link
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -114,7 +115,7 @@ def export_huggingface(
                             progress(piece.nbytes)
                 writer.sync()
         if len(plan) > 1:
-            _write_small(files, folder / INDEX_FILE, index_text(plan).encode())
+            write_small(files, folder / INDEX_FILE, index_text(plan).encode())
     return Exported(tuple(plan), total_bytes, len(infos))
 
 
@@ -263,13 +264,7 @@ def _copy_companions(files: Files, config_from: Path, folder: Path) -> None:
                         f"{_MAX_COMPANION_BYTES} were expected"
                     )
                 data = reader.read(0, reader.size)
-            _write_small(files, folder / name, data)
-
-
-def _write_small(files: Files, path: Path, data: bytes) -> None:
-    with files.create(path) as writer:
-        writer.write([memoryview(data)])
-        writer.sync()
+            write_small(files, folder / name, data)
 
 
 def _pieces(source: Source, info: TensorInfo, stored: Stored) -> Iterator[torch.Tensor]:
