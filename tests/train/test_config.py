@@ -142,6 +142,8 @@ def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
             6,
             r"multiple of 6 \(micro_batch 2 x 3 data-parallel ranks\), got 16",
         ),
+        ({"global_batch": 16, "experts": 4}, 3, r"multiple of 6 \(micro_batch 2 x 3 ranks\)"),
+        ({"global_batch": 16, "experts": 4, "expert_balance": 0}, 3, (16, 3)),
     ],
 )
 def test_a_global_batch_is_micro_batches_by_accumulation_by_ranks(

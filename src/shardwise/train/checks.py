@@ -40,7 +40,7 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
     not divide evenly, accumulation is that of the ranks with most: see Note [Samples of a step].
 
     **Raises** ConfigError if global_batch is no multiple of micro_batch, or of micro_batch x ranks
-    where passes cannot have the weight 0 (pipelines, biases of experts).
+    where passes cannot have the weight 0 (pipelines, experts that are kept equally busy).
     """
     if config.global_batch is None and config.accumulation is None and config.resume != "never":
         config = config.model_copy(update={"global_batch": _earlier_batch(config)})
@@ -52,7 +52,8 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
         accumulation = config.accumulation or 1
         update = {"accumulation": accumulation, "global_batch": accumulation * per_micro_batch}
         return config.model_copy(update=update)
-    needs_even = config.pp > 1 or config.expert_bias
+    is_balanced = config.expert_balance > 0 or config.expert_bias  # over the tokens of all ranks
+    needs_even = config.pp > 1 or (config.experts > 0 and is_balanced)
     if config.global_batch % (per_micro_batch if needs_even else config.micro_batch):
         product = product if needs_even else f"micro_batch {config.micro_batch}"
         per_micro_batch = per_micro_batch if needs_even else config.micro_batch
