@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from roundings import assert_all_rounded_alike, of_gradient
 from shardwise import accumulate, shard
 from shardwise.data import Samples, TokenFiles
@@ -131,6 +131,7 @@ def test_a_position_of_other_samples_is_refused() -> None:
         ("global_batch", Samples(40, global_batch=8, micro_batch=2)),
         ("seed", Samples(40, global_batch=6, micro_batch=2, seed=1)),
         ("shuffle", Samples(40, global_batch=6, micro_batch=2, shuffle=False)),
+        ("shuffle", Samples(40, global_batch=6, micro_batch=2, shuffle=1)),
     ):
         with pytest.raises(StateError, match=f"samples: {key} was "):
             samples.load_state_dict(state)
@@ -146,6 +147,37 @@ def test_sizes_that_do_not_fit_and_a_step_that_is_left_early_are_refused() -> No
         for step in samples.steps(loader_of("plain", samples)):
             next(iter(step))
     assert samples.state_dict()["step"] == 0
+    first = next(samples.steps(loader_of("plain", samples)))
+    assert [samples.step for _ in first] == [0, 0, 1], "a loop may save in the last pass"
+    with pytest.raises(StateError, match="step 1 is iterated again"):
+        list(first)
+    steps = samples.steps(loader_of("plain", samples), until=3)
+    assert [(step.number, len(list(step))) for step in steps] == [(2, 3), (3, 3)]
+
+
+def steps_of(rank: int, world_size: int, samples: Samples) -> None:
+    next(samples.steps(iter(samples)))
+
+
+def test_samples_made_before_the_process_group_are_refused() -> None:
+    samples = Samples(40, global_batch=6, micro_batch=2)
+    with pytest.raises(
+        RankError, match="divided over 1 ranks, and there are 2: make Samples after"
+    ):
+        run_ranks(steps_of, 2, samples)
+
+
+def infinite_neighbour(rank: int, world_size: int) -> list[float]:
+    """Take a step whose next one has a sample that is not finite."""
+    samples = Samples(40, global_batch=8, micro_batch=2, shuffle=False)
+    data = torch.arange(40.0).index_fill(0, torch.arange(8, 40), torch.inf)
+    step = next(samples.steps(data[mine] for mine in samples))
+    return [float(micro.batch.sum() * micro.weight) for micro in step]
+
+
+def test_a_pass_without_weight_takes_no_sample_of_another_step() -> None:
+    sums = [value for values in run_ranks(infinite_neighbour, 3) for value in values]
+    assert sum(sums) / 3 == pytest.approx(sum(range(8)) / 4)
 
 
 def weights_after(rank: int, world_size: int, seeds_draws: bool) -> dict[str, torch.Tensor]:

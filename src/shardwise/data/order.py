@@ -6,7 +6,8 @@ Sample ``index`` of the global batch of a step is a pure function of (seed, step
 divide the global batch by micro-batches. Another number of ranks between two steps therefore skips
 no sample and repeats none. If the micro-batches do not divide evenly, every rank still runs the
 same number of passes, as each pass has collectives of all ranks; the last pass of some ranks has
-the weight 0, and samples of the next step as input.
+the weight 0, and samples as input that other passes of the step have too: a value that is not
+finite there would spoil the step anyway.
 
 Note [Random numbers of a micro-batch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -42,8 +43,10 @@ class SampleOrder:
         if self.block is None:
             return permute(place, self.num_samples, key)
         num_blocks = self.num_samples // self.block
-        if place >= num_blocks * self.block:  # the end that fills no block comes last
-            return place
+        first_of_rest = num_blocks * self.block
+        if place >= first_of_rest:  # the end that fills no block comes last
+            num_rest = self.num_samples - first_of_rest
+            return first_of_rest + permute(place - first_of_rest, num_rest, key)
         group, inside = divmod(place, _OPEN_BLOCKS * self.block)
         first = group * _OPEN_BLOCKS
         num_open = min(_OPEN_BLOCKS, num_blocks - first)
@@ -90,8 +93,8 @@ class BatchShare:
         return self.micro_batch_of(number) < self.num_micro_batches
 
     def indices(self, number: int) -> range:
-        """Return a pass's samples as indices of the global batch, from it on if it has none."""
-        start = self.micro_batch_of(number) * self.micro_batch
+        """Return a pass's samples as indices of the global batch; without any, those of another."""
+        start = self.micro_batch_of(number) % self.num_micro_batches * self.micro_batch
         return range(start, start + self.micro_batch)
 
 

@@ -11,6 +11,14 @@ from shardwise.data.order import BatchShare, SampleOrder, seed_draws
 from shardwise.errors import ConfigError, StateError
 
 _Batch = TypeVar("_Batch")
+_ORDER = 1  # to be raised with a change of the order
+
+
+def _place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 @dataclass(frozen=True)
@@ -33,17 +41,26 @@ class Step(Generic[_Batch]):
         self.number = number
         self._samples = samples
         self._batches = batches
+        self._is_begun = False
 
     def __iter__(self) -> Iterator[MicroBatch[_Batch]]:
         samples, share = self._samples, self._samples.share
+        if self._is_begun:
+            raise StateError(
+                f"step {self.number} is iterated again, and would take samples of the next one; "
+                "go through its passes once"
+            )
+        self._is_begun = True
         for number in range(share.num_passes):
             batch = next(self._batches)
             if samples.seeds_draws:
                 place = share.micro_batch_of(number)
                 seed_draws(samples.order.seed, self.number, place, samples.peer)
             weight = 1 / share.divisor if share.counts(number) else 0.0
-            yield MicroBatch(batch, weight, last=number == share.num_passes - 1)
-        samples.step = self.number
+            is_last = number == share.num_passes - 1
+            if is_last:  # now, as a loop may save in the pass
+                samples.step = self.number
+            yield MicroBatch(batch, weight, is_last)
 
 
 class Samples:
@@ -51,8 +68,9 @@ class Samples:
 
     Give it to a loader as ``batch_sampler`` and iterate `steps`. The loader may be torch's
     `DataLoader` or torchdata's `StatefulDataLoader`, with workers, over a dataset with
-    ``num_samples`` items. Keep it in checkpoints as ``extra={"samples": samples}``: its position is
-    the last step whose passes were all taken, not what workers have read ahead.
+    ``num_samples`` items; it has no epochs and no length. Keep these samples in checkpoints as
+    ``extra={"samples": samples}``: their position is the last step whose passes were all handed
+    out, not what workers have read ahead.
     See Note [Samples of a step].
 
     ``global_batch`` and ``micro_batch`` count samples; ``global_batch`` is a multiple. ``axes`` are
@@ -83,8 +101,8 @@ class Samples:
         block = None if isinstance(shuffle, bool) else shuffle
         if block is not None and not 0 < block <= num_samples:
             raise ConfigError(f"Samples: shuffle: expected 1 to {num_samples}, got {block}")
-        is_joined = dist.is_available() and dist.is_initialized()
-        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+        rank, self._num_ranks = _place()
+        num_ranks = self._num_ranks
         over = (axes or Axes()).over(num_ranks)
         part, num_parts = over.part_of_batch(rank)
         self.share = BatchShare(global_batch, micro_batch, part, num_parts)
@@ -98,6 +116,7 @@ class Samples:
             "global_batch": global_batch,
             "seed": seed,
             "shuffle": shuffle,
+            "order": _ORDER,
         }
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -115,14 +134,20 @@ class Samples:
             return self.order.sample(place)
         return place % self.order.num_samples
 
-    def steps(self, loader: Iterable[_Batch]) -> Iterator[Step[_Batch]]:
-        """Yield the steps from the position on, without end; ``loader`` uses these samples.
+    def steps(self, loader: Iterable[_Batch], until: int | None = None) -> Iterator[Step[_Batch]]:
+        """Yield the steps from the position on to ``until``; ``loader`` uses these samples.
 
-        **Raises** StateError if a step is asked for before the passes of the last one are taken.
+        **Raises** StateError if a step is asked for before the passes of the last one are taken, or
+        the process group was made after these samples.
         """
-        batches = iter(loader)
+        if _place()[1] != self._num_ranks:
+            raise StateError(
+                f"these samples are divided over {self._num_ranks} ranks, and there are "
+                f"{_place()[1]}: make Samples after init_process_group"
+            )
         number = self.step + 1
-        while True:
+        batches = iter(loader)
+        while until is None or number <= until:
             yield Step(self, number, batches)
             if self.step != number:
                 raise StateError(
@@ -141,7 +166,7 @@ class Samples:
         **Raises** StateError if the position is of other samples, another batch or another seed.
         """
         for key, ours in self._facts.items():
-            if state.get(key) != ours:
+            if state.get(key) != ours or isinstance(state[key], bool) != isinstance(ours, bool):
                 raise StateError(
                     f"samples: {key} was {state.get(key)} when this position was saved and is "
                     f"{ours} now, so its samples would be others; set it back, or do not load it"

@@ -28,8 +28,10 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
     def __init__(
         self, files: Sequence[Path | str], seq: int, *, dtype: np.dtype | str | None = None
     ) -> None:
-        if not files or seq < 1:
-            raise ConfigError(f"TokenFiles: expected files and seq above 0, got {files}, seq {seq}")
+        if isinstance(files, str | Path) or not files or seq < 1:
+            raise ConfigError(
+                f"TokenFiles: expected a list of files, and seq above 0, got {files!r}, seq {seq}"
+            )
         self.seq = seq
         self._sources = [(Path(file), dtype) for file in files]
         self._rows = [_map_row(*source) for source in self._sources]

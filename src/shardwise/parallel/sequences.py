@@ -84,13 +84,6 @@ class SequenceCut:
         """The same sequence on one rank."""
         return SequenceCut(self.documents, 1)
 
-    def num_products(self, rank: int) -> int:
-        """Return a rank's number of query-key pairs in causal attention."""
-        return sum(
-            sum(range(span.lo - span.document + 1, span.hi - span.document + 1))
-            for span in self.spans[rank]
-        )
-
     @property
     def _bounds(self) -> list[tuple[int, int]]:
         return list(pairwise(accumulate(self.documents, initial=0)))

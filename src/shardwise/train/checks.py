@@ -42,8 +42,10 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
     **Raises** ConfigError if global_batch is no multiple of micro_batch, or of micro_batch x ranks
     where passes cannot have the weight 0 (pipelines, experts that are kept equally busy).
     """
+    kept = ""
     if config.global_batch is None and config.accumulation is None and config.resume != "never":
         config = config.model_copy(update={"global_batch": _earlier_batch(config)})
+        kept = f" as in {config_path(config)}"
     _, num_parts = config.axes.over(world_size).part_of_batch(0)
     per_micro_batch = config.micro_batch * num_parts
     ranks = "ranks" if num_parts == world_size else "data-parallel ranks"
@@ -59,7 +61,7 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
         per_micro_batch = per_micro_batch if needs_even else config.micro_batch
         raise ConfigError(
             f"global_batch: expected a multiple of {per_micro_batch} ({product}), got "
-            f"{config.global_batch}; change global_batch, micro_batch or the number of ranks"
+            f"{config.global_batch}{kept}; change global_batch, micro_batch or the number of ranks"
         )
     accumulation = -(-config.global_batch // per_micro_batch)
     if config.accumulation not in (None, accumulation):

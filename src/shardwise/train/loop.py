@@ -21,7 +21,6 @@ import shardwise
 from shardwise.check.compare_ranks import check_replicas
 from shardwise.check.one_process import GradientReport, check_gradients
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.data.order import BatchShare
 from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
@@ -398,7 +397,8 @@ def evaluate(run: Run) -> float:
     rows = config.micro_batch * (run.share.num_passes if run.pipeline is not None else 1)
     total, count = 0.0, 0.0
     for number in range(math.ceil(config.eval_windows / (rows * num_parts))):
-        indices = BatchShare(rows, rows, part, num_parts).indices(number)
+        first = (number * num_parts + part) * rows
+        indices = range(first, first + rows)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
         whole = (x.to(run.device) for x in read_windows(run.stream, windows))

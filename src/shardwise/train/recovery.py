@@ -70,26 +70,30 @@ class Ending:
         """Return the parts until this process was started at ``begun_s``."""
         if not self.errors_s:
             return {"down": max(0.0, begun_s - self.stepped_s)}
-        first, last = min(self.errors_s), max(self.errors_s)
-        ends = {"detect": first, "abort": last, "rendezvous": begun_s}
-        begins = (self.stepped_s, first, last)
-        parts = zip(ends.items(), begins, strict=True)
-        return {name: max(0.0, end - begin) for (name, end), begin in parts}
+        parts, last_s = {}, self.stepped_s
+        for name, end_s in (
+            ("detect", min(self.errors_s)),
+            ("abort", max(self.errors_s)),
+            ("rendezvous", begun_s),
+        ):  # in order and within the whole, whatever other hosts' clocks say
+            end_s = max(last_s, min(end_s, begun_s))
+            parts[name], last_s = end_s - last_s, end_s
+        return parts
 
 
 def _cause_of(output: Path) -> tuple[str, tuple[float, ...]]:
     """Return who ended the run, in words, and when ranks raised errors."""
-    with suppress(ConfigError, OSError):  # not observed, or by another version
+    with suppress(ConfigError, OSError):  # not observed, damaged, or of another version
         run = LiveRun(output).look()  # the ends of its files
         ends = [line for line in run.end_lines.values() if isinstance(line, End)]
         errors_s = tuple(line.unix_s for line in ends if line.error and line.unix_s)
         if (found := died(Evidence(run))) is not None:
             return found.verdict, errors_s
         if len(ends) == len(run.end_lines):
-            return "it was stopped, or came to its end", ()
+            return "it was stopped, or came to its end", errors_s
         silent = sum(isinstance(line, Begin) for line in run.end_lines.values())
         return f"{silent} of {len(run.end_lines)} ranks ended and left no error", errors_s
-    return "unknown, as the run was not observed (observe: true)", ()
+    return "unknown, as there is no record of it to read (observe: true makes one)", ()
 
 
 def recovery_of(ending: Ending, clock: StartClock, step: int, from_memory: bool) -> Restart:
@@ -103,6 +107,11 @@ def tell(restart: Restart, say: Callable[[str], None]) -> None:
     num = restart.lost_steps
     lost = f"{num} of its steps are taken again" if num else "none of its steps is lost"
     say(f"the run before: {restart.cause}; {lost}")
-    parts = ", ".join(f"{name} {s:.2g}" for name, s in restart.parts_s.items())
+    parts = ", ".join(f"{name} {_seconds(s)}" for name, s in restart.parts_s.items())
     whole = format_duration(sum(restart.parts_s.values()))
     say(f"{whole} from its last step to the end of this run's first, in seconds: {parts}")
+
+
+def _seconds(seconds: float) -> str:
+    """Return seconds with two digits, and whole ones from 10 on."""
+    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"

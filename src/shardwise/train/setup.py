@@ -170,8 +170,8 @@ def _facts(config: TrainConfig, stream: TokenStream) -> list[str]:
     """Return what decides the steps, to compare between ranks; paths may differ by host."""
     values = config.model_dump(mode="json")
     keys = [f"{name}: {values[name]}" for name in values if name not in _OF_HOST]
-    data = f"{len(stream.windows)} windows, entropy {stream.unigram_entropy}"
-    return [*keys, f"data: {data}"]
+    windows = stream.windows
+    return [*keys, f"data: {len(windows)} windows, {windows.num_tokens} tokens"]
 
 
 def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:

@@ -151,7 +151,8 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
     Both files appear by rename, so several ranks may write at once. Each document ends with a
     token 0. If all documents are `.npy` files of tokens, only `tokens.json` is written.
 
-    **Raises** ConfigError if the documents hold no text, or tokens that the tokenizer lacks.
+    **Raises** ConfigError if the documents hold no text, or the first 16 Mi tokens one that the
+    tokenizer lacks.
     """
     digest = hashlib.sha256(tokenizer.name.encode())
     for path in documents:
@@ -196,10 +197,11 @@ def _write_header_of(
 
     counts, left = np.zeros(tokenizer.vocab, dtype=np.int64), _COUNTED
     for path, row in zip(files, TokenFiles(files, seq=1).rows, strict=True):
-        head = row[:left]
-        if len(head) and not 0 <= int(head.min()) <= int(head.max()) < tokenizer.vocab:
+        head = row[:left].astype(np.int64)
+        wrong = head[(head < 0) | (head >= tokenizer.vocab)]
+        if len(wrong):
             raise ConfigError(
-                f"data: {path} has token {int(head.max())}, and the tokenizer {tokenizer.vocab} "
+                f"data: {path} has token {wrong[0]}, and the tokenizer {tokenizer.vocab} "
                 "tokens; give the tokenizer that made it (tokenizer: tokenizer.json)"
             )
         counts += np.bincount(head, minlength=tokenizer.vocab)
