@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import resource
+import time
 import weakref
 from contextlib import suppress
 from itertools import pairwise
@@ -268,6 +269,8 @@ def raises_after_its_steps(rank: int, world_size: int, output: str) -> None:
         observe(model, optimizer, output, detail_every=STEPS) as run,
     ):
         train(model, optimizer, run, rank)
+        while run.latest is None or run.latest.step < 10:  # the thread writes it when it comes to
+            time.sleep(0.01)
         run.log(loss=1 / 0)
 
 
