@@ -70,8 +70,7 @@ class Samples:
     `DataLoader` or torchdata's `StatefulDataLoader`, with workers, over a dataset with
     ``num_samples`` items; it has no epochs and no length. Keep these samples in checkpoints as
     ``extra={"samples": samples}``: their position is the last step whose passes were all handed
-    out, not what workers have read ahead.
-    See Note [Samples of a step].
+    out, not what workers have read ahead. See Note [Samples of a step].
 
     ``global_batch`` and ``micro_batch`` count samples; ``global_batch`` is a multiple. ``axes`` are
     those given to `shard()`; by default all ranks are data-parallel. ``shuffle`` is True for a
@@ -102,8 +101,7 @@ class Samples:
         if block is not None and not 0 < block <= num_samples:
             raise ConfigError(f"Samples: shuffle: expected 1 to {num_samples}, got {block}")
         rank, self._num_ranks = _place()
-        num_ranks = self._num_ranks
-        over = (axes or Axes()).over(num_ranks)
+        over = (axes or Axes()).over(self._num_ranks)
         part, num_parts = over.part_of_batch(rank)
         self.share = BatchShare(global_batch, micro_batch, part, num_parts)
         self.order = SampleOrder(num_samples, seed, block)

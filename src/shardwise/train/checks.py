@@ -56,11 +56,12 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
         return config.model_copy(update=update)
     is_balanced = config.expert_balance > 0 or config.expert_bias  # over the tokens of all ranks
     needs_even = config.pp > 1 or (config.experts > 0 and is_balanced)
-    if config.global_batch % (per_micro_batch if needs_even else config.micro_batch):
-        product = product if needs_even else f"micro_batch {config.micro_batch}"
-        per_micro_batch = per_micro_batch if needs_even else config.micro_batch
+    factor, of = per_micro_batch, product
+    if not needs_even:
+        factor, of = config.micro_batch, f"micro_batch {config.micro_batch}"
+    if config.global_batch % factor:
         raise ConfigError(
-            f"global_batch: expected a multiple of {per_micro_batch} ({product}), got "
+            f"global_batch: expected a multiple of {factor} ({of}), got "
             f"{config.global_batch}{kept}; change global_batch, micro_batch or the number of ranks"
         )
     accumulation = -(-config.global_batch // per_micro_batch)

@@ -1,4 +1,4 @@
-"""What a restart was for and what it cost: the verdict of a run that goes on.
+"""The verdict of a resumed run: the cause of its restart, and the seconds of each part.
 
 Note [The parts of a restart]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
