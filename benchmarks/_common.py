@@ -123,12 +123,14 @@ def main(work: Callable[[dict[str, Any]], None], compare: Callable[[], None]) ->
 
 
 @contextlib.contextmanager
-def joined_ranks(config: Mapping[str, Any], backend: str = "gloo") -> Iterator[None]:
-    """Join the process group of a worker's config, one CPU thread per rank."""
+def joined_ranks(
+    config: Mapping[str, Any], backend: str = "gloo", threads: int = 1
+) -> Iterator[None]:
+    """Join the process group of a worker's config, with so many CPU threads per rank."""
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     dist.init_process_group(
         backend,
         init_method=config["rendezvous"],

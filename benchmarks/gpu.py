@@ -89,8 +89,8 @@ def build(case: str, layout: str, checkpointed: bool, tiny: bool, precision: str
 
     torch.manual_seed(0)
     device = device_here()
-    with torch.device(device):
-        model: Any = PlainDecoder(_shape(tiny)[0], checkpointed)
+    with torch.device(device):  # FSDP2 checkpoints by itself: see `apply_fsdp2`
+        model: Any = PlainDecoder(_shape(tiny)[0], checkpointed and case != "fsdp2")
     enter: Callable[[], Any] = contextlib.nullcontext
     if case in ("autocast", "ddp") and precision == "bf16":
         enter = lambda: torch.autocast(device.type, torch.bfloat16)  # noqa: E731
@@ -102,7 +102,7 @@ def build(case: str, layout: str, checkpointed: bool, tiny: bool, precision: str
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.register_comm_hook(None, _leave_bucket)
     elif case == "fsdp2":
-        apply_fsdp2(model, precision)
+        apply_fsdp2(model, precision, checkpointed)
     elif case in STAGES:
         import shardwise
 
@@ -140,10 +140,16 @@ def _leave_bucket(_, bucket):  # type: ignore[no-untyped-def]  # DDP checks anno
     return future
 
 
-def apply_fsdp2(model: Any, precision: str, **options: Any) -> None:
-    """Shard a decoder by torch's own, each block by itself."""
+def apply_fsdp2(model: Any, precision: str, checkpointed: bool, **options: Any) -> None:
+    """Shard a decoder by torch's own, each block by itself.
+
+    Checkpoints are inside the units, as torch does not cast a unit's inputs when it is recomputed:
+    outside, the rotary tables, fp32, would be saved in bf16 and recomputed in fp32 (CheckpointError
+    of torch 2.11).
+    """
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -151,6 +157,8 @@ def apply_fsdp2(model: Any, precision: str, **options: Any) -> None:
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if checkpointed:
+        model.blocks = torch.nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, **options)
 

@@ -8,7 +8,7 @@ Targets: tokens/s of our fastest case at least 2 x the faster of FSDP2's and Dee
 and at least 0.6 x those without offload, at 8,192 tokens a step with clipping; losses right.
 
 How. Llama shapes, checkpointed blocks, bf16 with fp32 masters, AdamW, clip_grad_norm_ 1.0, world
-size 1, each case in a process of its own. Needs torch and this package; DeepSpeed's case runs where
+size 1, each case in a process of its own, with all of the host's cores. Needs torch and this package; DeepSpeed's case runs where
 it is installed. A size whose state does not fit this host's memory is left out, and said so.
 
 correct  A tiny fp32 model: losses of every kind of offload against those without. A step on the
@@ -22,6 +22,7 @@ largest  The most layers of Llama-2-7B's shape that are planned to fit, with sta
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -97,14 +98,14 @@ def build(case: str, shape: Any, precision: str) -> gpu.Step:
 
     torch.manual_seed(0)
     with torch.device(gpu.device_here()):
-        model: Any = PlainDecoder(shape, True)
+        model: Any = PlainDecoder(shape, case != "fsdp2")
     if case == "deepspeed":
         return _build_deepspeed(model)
     if case == "fsdp2":
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         away = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        gpu.apply_fsdp2(model, precision, offload_policy=away)
+        gpu.apply_fsdp2(model, precision, True, offload_policy=away)
     else:
         shardwise.shard(model, stage=3, precision=precision, offload=offload_of(case))
     options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
@@ -147,7 +148,8 @@ def work(config: Mapping[str, Any]) -> None:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
-    with common.joined_ranks(config, "nccl" if torch.cuda.is_available() else "gloo"):
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    with common.joined_ranks(config, backend, threads=_num_cores()):
         found = check_losses() if config["part"] == "correct" else measure(config)
     gpu.write_found(config, found)
 
@@ -200,7 +202,9 @@ def run_case(
 ) -> dict[str, Any] | None:
     """Run one case; print why when it fails."""
     config = {**vars(args), "part": part, "case": case, "size": size, "layers": layers}
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part == "correct" else {}
+    env = {"OMP_NUM_THREADS": str(_num_cores())}
+    if part == "correct":
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     try:
         result = common.run_processes(Path(__file__), config, 1, env)[0]
     except common.CaseFailed as failure:
@@ -315,7 +319,7 @@ def _planned_peak(case: str, size: str, layers: int, windows: int) -> tuple[int,
     from shardwise.plan.planning import plan
 
     shape, seq = shape_of(size, layers)
-    away = Offload("host", "host", activations="host", step_on="device")
+    away = Offload("cpu", "cpu", "cpu", activations="cpu", step_on="device")
     candidate = Candidate(
         stage=3,
         micro_batch=windows,
@@ -325,6 +329,10 @@ def _planned_peak(case: str, size: str, layers: int, windows: int) -> tuple[int,
     model = ShapedModel(size, shape, seq)
     found = plan(model, make_cluster("h100-sxm", 1), candidate)
     return found.played.peak.ledger.total, shape.num_params
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _capacity_bytes() -> int:
