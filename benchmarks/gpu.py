@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -204,6 +205,7 @@ def measure(config: Mapping[str, Any], micro_batch: str) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     windows = int(micro_batch.removesuffix("+ckpt"))
     checkpointed = micro_batch.endswith("+ckpt")
+    gc.collect()  # a model is in cycles with its hooks
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

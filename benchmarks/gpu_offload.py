@@ -8,8 +8,9 @@ Targets: tokens/s of our fastest case at least 2 x the faster of FSDP2's and Dee
 and at least 0.6 x those without offload, at 8,192 tokens a step with clipping; losses right.
 
 How. Llama shapes, checkpointed blocks, bf16 with fp32 masters, AdamW, clip_grad_norm_ 1.0, world
-size 1, each case in a process of its own, with all of the host's cores. Needs torch and this package; DeepSpeed's case runs where
-it is installed. A size whose state does not fit this host's memory is left out, and said so.
+size 1, each case in a process of its own, with all of the host's cores. Needs torch and this
+package; DeepSpeed's case runs where it is installed. A size whose state does not fit this host's
+memory is left out, and said so.
 
 correct  A tiny fp32 model: losses of every kind of offload against those without. A step on the
          host is another kernel than one on the device: each weight may be off by one rounding a
@@ -35,7 +36,7 @@ import gpu
 common.find_shardwise()
 
 CASES = ("none", "host", "host-copy", "device-step", "device-step-8bit", "inputs", "fsdp2")
-SIZES = {"1b": "llama-3.2-1b", "7b": "llama-2-7b", "13b": "llama-2-13b"}
+SIZES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "7b": "llama-2-7b", "13b": "llama-2-13b"}
 PEERS = ("fsdp2", "deepspeed")
 STATE_BYTES = 16  # of a parameter: master, gradient, two moments
 _GIB = 2**30
@@ -48,7 +49,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=8, help="no new case starts after this")
     parser.add_argument("--parts", default="correct,speed,largest")
-    parser.add_argument("--sizes", default="1b,7b,13b")
+    parser.add_argument("--sizes", default="1b,3b,7b,13b")
     parser.add_argument("--cases", default=",".join((*CASES, "deepspeed")))
     parser.add_argument("--windows", type=int, default=4, help=f"of {_SEQ} tokens, in a step")
     parser.add_argument("--warmup", type=int, default=2, help="steps")

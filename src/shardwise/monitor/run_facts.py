@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
-from importlib.metadata import version
 from math import prod
 
 import torch
 from torch import nn
 
+from shardwise import __version__
 from shardwise.device import memory_figures, name_of
 from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
@@ -68,7 +68,7 @@ def facts_of(
         peak_flops=peak_flops,
         flops_per_token=flops,
         versions={
-            "shardwise": version("shardwise"),
+            "shardwise": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
