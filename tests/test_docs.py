@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,6 +16,7 @@ import programs
 import shardwise
 import shardwise.keys
 from gallery import printed_by
+from generate_accounting import held_bytes
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
 from shardwise.cli.main import call_command
@@ -179,6 +181,20 @@ def test_every_key_of_the_train_command_is_in_its_table() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page.read_text(), re.MULTILINE)
     fields = TrainConfig.model_fields
     assert rows == [(key, fields[key].description) for key in shardwise.keys.names_in(TrainConfig)]
+
+
+def test_the_picture_of_a_ranks_bytes_multiplies_what_the_planner_says() -> None:
+    """For other numbers than those of which its rates were made, but for blocks of codes."""
+    data = json.loads((ROOT / "docs" / "site" / "data" / "accounting.json").read_text())
+    for key, rates in data["rates"].items():
+        offload, stage, *how = key.split("/")
+        params, ranks = 12_000_000 + (offload == "none"), 12  # a plan of tensors counts padding
+        held = held_bytes(params, ranks, offload, int(stage), *how)
+        found = dict.fromkeys(held, 0)
+        for place, kind, whole, of_slice in rates:
+            names = data["places"][place], [*data["kinds"]][kind]
+            found[names] = whole * params + of_slice * -(-params // ranks)
+        assert found == pytest.approx(held, abs=16), key
 
 
 def test_every_error_is_explained_with_a_remedy() -> None:
