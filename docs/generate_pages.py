@@ -17,6 +17,7 @@ from pathlib import Path
 
 from generate_accounting import accounting_data, accounting_page
 from generate_api import api_page
+from generate_step import step_page, step_picture
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "src" / "shardwise"
@@ -53,6 +54,8 @@ def pages() -> dict[str, str]:
         "api.md": api_page(),
         "account.md": accounting_page(),
         "site/data/accounting.json": accounting_data(),
+        "step.md": step_page(),
+        "step.svg": step_picture(),
     }
 
 

@@ -20,6 +20,7 @@ from generate_accounting import held_bytes
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
 from shardwise.cli.main import call_command
+from shardwise.plan import account
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
@@ -195,6 +196,18 @@ def test_the_picture_of_a_ranks_bytes_multiplies_what_the_planner_says() -> None
             names = data["places"][place], [*data["kinds"]][kind]
             found[names] = whole * params + of_slice * -(-params // ranks)
         assert found == pytest.approx(held, abs=16), key
+
+
+def test_the_recorded_step_is_small_and_holds_what_the_planner_says() -> None:
+    path = ROOT / "docs" / "site" / "data" / "step.json"
+    assert path.stat().st_size < 60_000
+    for stage, step in json.loads(path.read_text())["stages"].items():
+        planned = account(9_423_848, 2, int(stage), "fp32")
+        for rank in step["ranks"]:
+            held = rank["memory"][-1][1]  # at the end of the step
+            params = held["param_shards"] + held.get("param_full", 0)
+            assert params == pytest.approx(planned.parameters, rel=1e-3)
+            assert held["optimizer_state"] == pytest.approx(planned.optimizer_state, rel=1e-3)
 
 
 def test_every_error_is_explained_with_a_remedy() -> None:

@@ -102,6 +102,93 @@ function drawAccounting(box, data) {
       "Bytes are per parameter of the model; N is the number of ranks."));
 }
 
+// The rectangles of one picture; x is in ms, and the picture is as wide as its box.
+function makePicture(label, width, height, rectangles) {
+  const create = (tag) => document.createElementNS("http://www.w3.org/2000/svg", tag);
+  const picture = create("svg");
+  const set = (element, values) =>
+    Object.entries(values).forEach(([name, value]) => element.setAttribute(name, value));
+  set(picture, { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
+    "aria-label": label });
+  for (const [x, y, w, h, fill] of rectangles) {
+    const rectangle = create("rect");
+    set(rectangle, { x, y, width: w, height: h, fill });
+    picture.append(rectangle);
+  }
+  return picture;
+}
+
+function drawStep(box, data) {
+  const rows = ["main", ...[...new Set(Object.values(data.stages).flatMap((stage) =>
+    stage.ranks.flatMap((rank) => rank.spans.map((span) => span[0]))))].sort()]
+    .filter((row, number) => !number || row !== "main");
+  const mib = (bytes) => (bytes / 2 ** 20).toFixed(1);
+  const sum = (held) => Object.values(held).reduce((all, bytes) => all + bytes, 0);
+  const most = Math.max(...Object.values(data.stages).flatMap((stage) =>
+    stage.ranks.flatMap((rank) => rank.memory.map(([, held]) => sum(held)))));
+  const name = (kind) => kind.replaceAll("_", " ");
+  const places = [...Array(201).keys()];
+  const stage = makeSelect("stage", Object.keys(data.stages), "3", redraw);
+  const ms = (place) => data.stages[stage.chosen()].ms * place / 200;
+  const time = makeSlider("time", places, 80, (place) => `${ms(place).toFixed(1)} ms`, update);
+  const tracks = make("div", { class: "tracks" });
+  const now = make("div");
+  const cursor = make("div", { class: "cursor", "aria-hidden": "true" });
+  // What a rank holds at a time: that of the newest moment.
+  const heldAt = (rank, at) =>
+    (rank.memory.findLast(([begin]) => begin <= at) ?? rank.memory[0])[1];
+
+  function redraw() {
+    const { ms: length, ranks } = data.stages[stage.chosen()];
+    tracks.replaceChildren();
+    ranks.forEach((rank, number) => {
+      const bars = rank.spans.map(([row, phase, , begin, long]) =>
+        [begin, rows.indexOf(row) * 10, Math.max(long, length / 1000), 8, data.phases[phase]]);
+      tracks.append(make("p", {}, `rank ${number}`),
+        makePicture(`timeline of rank ${number}`, length, rows.length * 10, bars));
+    });
+    const { memory } = ranks[0];
+    const areas = memory.flatMap(([at, held], number) => {
+      const begin = number ? at : 0;
+      const end = number + 1 < memory.length ? memory[number + 1][0] : length;
+      let top = most;
+      return Object.entries(data.kinds).filter(([kind]) => held[kind]).map(([kind, colour]) => {
+        top -= held[kind];
+        return [begin, top / 2 ** 20, end - begin, held[kind] / 2 ** 20, colour];
+      });
+    });
+    const area = makePicture("memory of rank 0 by kind", length, most / 2 ** 20, areas);
+    area.classList.add("memory");
+    tracks.append(make("p", {}, `memory of rank 0; the height is ${mib(most)} MiB`), area, cursor);
+    time.tell();
+    update();
+  }
+
+  function update() {
+    const at = ms(time.chosen());
+    const { ranks } = data.stages[stage.chosen()];
+    cursor.style.left = `${time.chosen() / 2}%`;
+    const doing = rows.map((row) => [row === "main" ? "computing" : "sending, " + name(row.split(".")[1]),
+      ...ranks.map((rank) => {
+        const span = rank.spans.find(([of, , , begin, long]) =>
+          of === row && begin <= at && at <= begin + long);
+        if (!span) return "–";
+        return make("span", {}, makeSwatch(data.phases[span[1]]),
+          `${name(span[1])} of ${span[2] || "the root"}`);
+      })]);
+    const held = ranks.map((rank) => heldAt(rank, at));
+    const kinds = Object.entries(data.kinds).map(([kind, colour]) =>
+      [make("span", {}, makeSwatch(colour), name(kind)), ...held.map((each) => mib(each[kind] ?? 0))]);
+    now.replaceChildren(makeTable(["", ...ranks.map((_, number) => `rank ${number}`)],
+      [...doing, ...kinds, ["together, MiB", ...held.map((each) => mib(sum(each)))]]));
+  }
+  redraw();
+  const legend = Object.entries(data.phases).map(([phase, colour]) =>
+    make("span", {}, makeSwatch(colour), name(phase)));
+  box.append(make("form", {}, stage.element, time.element), tracks,
+    make("p", { class: "note legend" }, ...legend), now);
+}
+
 const box = document.querySelector("[data-picture]");
-const draw = { accounting: drawAccounting };
+const draw = { accounting: drawAccounting, step: drawStep };
 draw[box.dataset.picture](box, JSON.parse(document.getElementById("picture-data").textContent));
