@@ -15,6 +15,7 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+from generate_accounting import accounting_data, accounting_page
 from generate_api import api_page
 
 DOCS = Path(__file__).resolve().parent
@@ -50,6 +51,8 @@ def pages() -> dict[str, str]:
         "errors.md": errors_page(),
         "decisions/README.md": decisions_page(),
         "api.md": api_page(),
+        "account.md": accounting_page(),
+        "site/data/accounting.json": accounting_data(),
     }
 
 

@@ -23,7 +23,7 @@ SOURCES = [page for page in ALL if page.startswith("source/")]
 PAGES = [page for page in ALL if page not in ("index.html", *SOURCES)] + SOURCES[::40]
 KINDS = (
     *("docs/index.html", "docs/how-to/checkpoints.html", "labs/shardwise_labs/lab03/page.html"),
-    *("docs/api.html", "docs/decisions/0052-the-site.html", "search.html"),
+    *("docs/api.html", "docs/account.html", "docs/decisions/0052-the-site.html", "search.html"),
 )
 NOTHING_FROM_ELSEWHERE = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
@@ -153,6 +153,17 @@ def test_everything_in_sight_is_reached_by_the_keyboard(
     unseen = """(e => { const b = e.getBoundingClientRect(); return e.id ? false :
       b.right <= 0 || b.left >= innerWidth })(document.querySelectorAll('*')[%d])"""
     assert not [each for each in set(reached) if each >= 0 and tab.run(unseen % each)]
+
+
+def test_a_picture_changes_by_keyboard(tab: Tab, address: str) -> None:
+    tab.resize(390, 900)
+    tab.open(address + "docs/account.html")
+    while tab.run("document.activeElement.type") != "range":
+        tab.press_tab()
+    shown = "document.querySelector('.picture strong').parentNode.textContent"
+    assert tab.run(shown) == "device: 14 GB = 13.04 GiB"
+    tab.press("ArrowRight", "ArrowRight", 39)
+    assert tab.run(shown) == "device: 20 GB = 18.63 GiB"
 
 
 @pytest.mark.parametrize("name", ["__navigation", "__toc"])
