@@ -79,7 +79,8 @@ def parse() -> argparse.Namespace:
 
 
 # -- one case in one process
-Step = Callable[[Any, Any], Any]
+Step = Callable[..., Any]
+PHASES = ("forward", "backward", "clip", "step")
 
 
 def build(case: str, layout: str, checkpointed: bool, tiny: bool, precision: str) -> Step:
@@ -116,15 +117,20 @@ def build(case: str, layout: str, checkpointed: bool, tiny: bool, precision: str
 def make_step(
     model: Any, optimizer: Any, enter: Callable[[], Any] = contextlib.nullcontext
 ) -> Step:
-    """Return a step of training, which clips."""
+    """Return a step of training, which clips, and calls ``mark`` around each of `PHASES`."""
     import torch
 
-    def step(ids: Any, targets: Any) -> Any:
+    def step(ids: Any, targets: Any, mark: Callable[[], None] = lambda: None) -> Any:
+        mark()
         with enter():
             loss = model(ids, targets)
+        mark()
         loss.backward()
+        mark()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        mark()
         optimizer.step()
+        mark()
         optimizer.zero_grad()
         return loss.detach()
 

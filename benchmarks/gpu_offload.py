@@ -15,6 +15,9 @@ memory is left out, and said so.
 correct  A tiny fp32 model: losses of every kind of offload against those without. A step on the
          host is another kernel than one on the device: each weight may be off by one rounding a
          step, which in the loss is at most so many fp32 numbers as `benchmarks/gpu.py` derives.
+link     GB/s of copies of page-locked memory, each way and both, and what the host's cores do.
+phases   The milliseconds of a step's parts, with the device awaited after each, and of a whole step
+         without; a trace of two steps into --traces.
 speed    tokens/s and peaks of each case and size.
 largest  The most layers of Llama-2-7B's shape that are planned to fit, with state on the host and
          stepped on the device, and without offload: planned peak, and that of a run.
@@ -25,8 +28,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +53,14 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=8, help="no new case starts after this")
-    parser.add_argument("--parts", default="correct,speed,largest")
+    parser.add_argument("--parts", default="correct,link,phases,speed,largest")
     parser.add_argument("--sizes", default="1b,3b,7b,13b")
     parser.add_argument("--cases", default=",".join((*CASES, "deepspeed")))
     parser.add_argument("--windows", type=int, default=4, help=f"of {_SEQ} tokens, in a step")
     parser.add_argument("--warmup", type=int, default=2, help="steps")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--traces", metavar="DIR", help="Chrome traces of the phases' cases")
     parser.add_argument("--json", metavar="FILE", help="append the results, one line per row")
     args = parser.parse_args()
     for name in ("parts", "sizes", "cases"):
@@ -134,10 +140,15 @@ def _build_deepspeed(model: Any) -> gpu.Step:
         },
     )
 
-    def step(ids: Any, targets: Any) -> Any:
+    def step(ids: Any, targets: Any, mark: Callable[[], None] = lambda: None) -> Any:
+        mark()
         loss = engine(ids, targets)
+        mark()
         engine.backward(loss)
+        mark()  # it clips in its step
+        mark()
         engine.step()
+        mark()
         return loss.detach()
 
     return step
@@ -151,11 +162,11 @@ def work(config: Mapping[str, Any]) -> None:
         torch.cuda.set_device(0)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     with common.joined_ranks(config, backend, threads=_num_cores()):
-        found = check_losses() if config["part"] == "correct" else measure(config)
+        found = WORK[config["part"]](config)
     gpu.write_found(config, found)
 
 
-def check_losses(num_steps: int = 6) -> dict[str, Any]:
+def check_losses(config: Mapping[str, Any], num_steps: int = 6) -> dict[str, Any]:
     """Train a tiny model in fp32 with each kind of offload; return the losses."""
     gpu.be_exact()
     shape, seq = shape_of("tiny")
@@ -197,6 +208,90 @@ def measure(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def seconds_of(work: Callable[[], Any], times: int = 3) -> float:
+    """Return the seconds of one call, after a warm-up."""
+    work()
+    gpu.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        work()
+    gpu.synchronize()
+    return (time.perf_counter() - begin) / times
+
+
+def measure_link(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return GB/s of the link, by the way memory is page-locked, and of the host's cores."""
+    import torch
+
+    from shardwise.device import time_of
+
+    size, device = (1 << 22) if config["tiny"] else (1 << 30), gpu.device_here()
+    up, down = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    other = time_of(device).new_stream()
+    found: dict[str, Any] = {}
+    for name, make in (
+        ("allocator", lambda: time_of(device).host_memory(size, torch.uint8)),
+        ("registered", lambda: time_of(device).locked_memory(size)),
+    ):
+        source, target = make(), make()
+
+        def copy(pieces: int, rises: int, falls: int, a: Any = source, b: Any = target) -> None:
+            for number in range(pieces):
+                part = slice(number * size // pieces, (number + 1) * size // pieces)
+                if falls:
+                    with other.use():
+                        b[part].copy_(down[part], non_blocking=True)
+                if rises:
+                    up[part].copy_(a[part], non_blocking=True)
+
+        ways = {"up": (1, 1, 0), "down": (1, 0, 1), "both": (1, 1, 1), "both, in 16": (16, 1, 1)}
+        for way, how in ways.items():
+            found[f"{name} {way}"] = size / 1e9 / seconds_of(partial(copy, *how))
+    values = torch.ones(size // 4)
+    found["host norm"] = size / 1e9 / seconds_of(lambda: torch.linalg.vector_norm(values))
+    found["host scale, read and written"] = 2 * size / 1e9 / seconds_of(lambda: values.mul_(1.0))
+    param = torch.nn.Parameter(torch.zeros(size // 4))
+    param.grad = values
+    step = torch.optim.AdamW([param], fused=True).step
+    found["host AdamW, G elements/s"] = param.numel() / 1e9 / seconds_of(step)
+    return found
+
+
+def measure_phases(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the milliseconds of a step's parts, and of whole steps."""
+    import torch
+
+    shape, seq = shape_of(config["size"])
+    marks: list[float] = []
+
+    def mark() -> None:
+        gpu.synchronize()
+        marks.append(time.perf_counter())
+
+    step = build(config["case"], shape, "bf16")
+    batch = gpu.windows_of(shape, seq, config["windows"], 1)
+    for _ in range(3):
+        marks.clear()
+        step(*batch, mark)
+    ends = zip(gpu.PHASES, pairwise(marks), strict=True)
+    found: dict[str, Any] = {name: 1e3 * (end - begin) for name, (begin, end) in ends}
+    found["whole step"] = 1e3 * seconds_of(lambda: step(*batch))
+    if config["traces"]:
+        with torch.profiler.profile() as profile:
+            seconds_of(lambda: step(*batch), 1)
+        profile.export_chrome_trace(str(Path(config["traces"], f"{config['case']}.json.gz")))
+    return found
+
+
+WORK = {
+    "correct": check_losses,
+    "link": measure_link,
+    "phases": measure_phases,
+    "speed": measure,
+    "largest": measure,
+}
+
+
 # -- the parts
 def run_case(
     args: argparse.Namespace, part: str, case: str, size: str, layers: int | None = None
@@ -211,7 +306,7 @@ def run_case(
     except common.CaseFailed as failure:
         print(f"{part} {size} {case}: {failure}", flush=True)
         return None
-    if part != "correct":
+    if part in ("speed", "largest"):
         record = {"benchmark": "gpu_offload", "part": part, "size": size, "case": case}
         common.append_json(args.json, {**record, "layers": layers, **result["found"]})
         print(f"{part} {size} {case}: {result['found']['tokens_per_s']:,.0f} tokens/s", flush=True)
@@ -231,6 +326,26 @@ def report_correct(found: Mapping[str, Any]) -> None:
         rows.append([case, f"{losses[0]:.4f} -> {losses[-1]:.4f}", said])
     print("\ncorrect: losses against those without offload, tiny fp32 model")
     common.print_table(["case", "loss", f"target: <= {gpu.LOSS_STEPS} fp32 numbers apart"], rows)
+
+
+def run_phases(args: argparse.Namespace, deadline: float) -> None:
+    size, rows = args.sizes[0], []
+    for case in args.cases:
+        result = run_case(args, "phases", case, size) if time.monotonic() < deadline else None
+        if result:
+            record = {"benchmark": "gpu_offload", "part": "phases", "size": size, "case": case}
+            common.append_json(args.json, {**record, **result["found"]})
+            rows.append([case, *(f"{ms:.0f}" for ms in result["found"].values())])
+    print(f"\nphases: milliseconds, {size}; the device is awaited after each, not in a whole step")
+    common.print_table(["case", *gpu.PHASES, "whole step"], rows)
+
+
+def run_link(args: argparse.Namespace) -> None:
+    result = run_case(args, "link", "all", args.sizes[0])
+    if result:
+        print("\nlink and host: GB/s, of each way where both are used")
+        common.print_table(["what", "rate"], [[k, f"{v:.2f}"] for k, v in result["found"].items()])
+        common.append_json(args.json, {"benchmark": "gpu_offload", **result["found"]})
 
 
 def run_speed(args: argparse.Namespace, deadline: float) -> None:
@@ -351,6 +466,10 @@ def main() -> None:
         checked = run_case(args, "correct", "all", "tiny")
         if checked is not None:
             report_correct(checked["found"])
+    if "link" in args.parts:
+        run_link(args)
+    if "phases" in args.parts:
+        run_phases(args, deadline)
     if "speed" in args.parts:
         run_speed(args, deadline)
     if "largest" in args.parts and time.monotonic() < deadline:

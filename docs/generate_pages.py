@@ -15,7 +15,9 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+from generate_accounting import accounting_data, accounting_page
 from generate_api import api_page
+from generate_step import step_page, step_picture
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "src" / "shardwise"
@@ -50,6 +52,10 @@ def pages() -> dict[str, str]:
         "errors.md": errors_page(),
         "decisions/README.md": decisions_page(),
         "api.md": api_page(),
+        "account.md": accounting_page(),
+        "site/data/accounting.json": accounting_data(),
+        "step.md": step_page(),
+        "step.svg": step_picture(),
     }
 
 

@@ -9,13 +9,11 @@ Two lines differ from plain accelerate: the import of Accelerator, and `shard`.
 
 import argparse
 import gc
-import tempfile
 
 import torch
 import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
 import torch.nn.functional as F
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,28 +23,21 @@ from shardwise.interop.accelerate import Accelerator
 VOCAB, WIDTH = 64, 64
 
 
-class NextToken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(  # each of them becomes a unit
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)
-        )
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+class Block(nn.Sequential):  # each becomes a unit
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
 
 
-def run(folder: str | None, epochs: int, resume: bool) -> None:
+def make_model() -> nn.Module:
+    blocks = (Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+    return nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.Linear(WIDTH, VOCAB))
+
+
+def run(folder: str, epochs: int, resume: bool) -> None:
     on_cpu = not torch.accelerator.is_available()  # accelerate needs it to see ranks on the CPU
     accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=2)
-    folder = broadcast_object_list([folder])[0]  # the main process chose it
     torch.manual_seed(0)
-    model = shardwise.shard(NextToken().to(accelerator.device), stage=3)
+    model = shardwise.shard(make_model().to(accelerator.device), stage=3, units="Block")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after shard()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=64, gamma=0.5)
     tokens = torch.randint(VOCAB, (512, 16), generator=torch.Generator().manual_seed(0))
@@ -67,9 +58,8 @@ def run(folder: str | None, epochs: int, resume: bool) -> None:
                 schedule.step()
                 optimizer.zero_grad()
             total += loss.detach()
-        mean = accelerator.reduce(total, "mean") / len(loader)
-        rate = schedule.get_last_lr()[0]
-        accelerator.print(f"step {epoch:3d}  loss {mean.item():.4f}  rate {rate:.1e}")
+        mean = accelerator.reduce(total, "mean").item() / len(loader)
+        accelerator.print(f"epoch {epoch}  loss {mean:.4f}  rate {schedule.get_last_lr()[0]:.1e}")
     accelerator.save_state(folder)
     accelerator.save_model(model, f"{folder}/whole")
     accelerator.wait_for_everyone()
@@ -77,11 +67,10 @@ def run(folder: str | None, epochs: int, resume: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="accelerate's loop on sharded parameters.")
-    parser.add_argument("--folder", help="where the state goes (default: a temporary folder)")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run(asked.folder or folder, epochs=2, resume=False)
-        run(asked.folder or folder, epochs=2, resume=True)
+    parser.add_argument("--folder", default="runs/accelerate", help="where the state goes")
+    folder = parser.parse_args().folder
+    run(folder, epochs=2, resume=False)
+    run(folder, epochs=2, resume=True)
     gc.collect()  # hooks form cycles that hold the group
     PartialState().destroy_process_group()
 

@@ -1,14 +1,11 @@
 """Train with a DeepSpeed config, without DeepSpeed: its JSON decides sharding, batch and schedule.
 
-    python examples/deepspeed_loop.py --ranks 2
     torchrun --nproc-per-node 2 examples/deepspeed_loop.py
 
 The file needs no change; `print(settings)` lists each key with its effect.
 """
 
-import argparse
 import gc
-import tempfile
 from pathlib import Path
 
 import torch
@@ -38,6 +35,7 @@ def build_model() -> nn.Module:
 def train(device: torch.device) -> None:
     rank = dist.get_rank()
     settings = shardwise.interop.deepspeed.from_deepspeed(CONFIG)
+    torch.manual_seed(0)
     model = shardwise.shard(build_model().to(device), **settings.shard)
     optimizer = settings.optimizer(model.parameters())
     scheduler = settings.scheduler(optimizer, total_num_steps=STEPS)  # "auto" in the file
@@ -60,28 +58,15 @@ def train(device: torch.device) -> None:
         optimizer.zero_grad()
         if rank == 0 and (step == 1 or step % 5 == 0):
             (lr,) = scheduler.get_last_lr()
-            print(f"step {step:3d}  loss {loss_sum:.4f}  next learning rate {lr:.2e}")
-
-
-def run_rank(local_rank: int, num_ranks: int = -1, method: str | None = None) -> None:
-    device = local_device(local_rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    rank = local_rank if method else -1  # torchrun says by itself which rank this is
-    dist.init_process_group(backend, method, rank=rank, world_size=num_ranks)
-    train(device)
-    gc.collect()  # hooks form cycles that hold the group
-    dist.destroy_process_group()
+            print(f"step {step:3d}  loss {loss_sum:.2f}  next learning rate {lr:.2e}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A DeepSpeed config, trained by Shardwise.")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (not by torchrun)")
-    asked = parser.parse_args()
-    if dist.is_torchelastic_launched():
-        return run_rank(dist.get_node_local_rank())
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (asked.ranks, f"file://{folder}/group")
-        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
+    device = local_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(device)
+    gc.collect()  # hooks form cycles that hold the group
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

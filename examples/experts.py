@@ -7,6 +7,7 @@ each expert is sharded over the pairs, all else over all ranks.
 """
 
 import gc
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,43 +22,25 @@ from shardwise.parallel.routing import Routing
 STEPS, VOCAB, WIDTH, BALANCE = 20, 64, 64, 0.01
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        routing = Routing(num=8, top_k=2, scoring="sigmoid", balanced=True, biased=True)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.moe = shardwise.parallel.MixtureOfExperts(
-            WIDTH, WIDTH, routing, nn.Linear(WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, balance = self.moe(self.norm(x))
-        return x + y, balance
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
+        torch.manual_seed(0)
+        routing = Routing(num=8, top_k=2, scoring="sigmoid", balanced=True, biased=True)
+        make_layer = partial(shardwise.parallel.MixtureOfExperts, WIDTH, WIDTH, routing)
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(make_layer(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss, with the auxiliary loss of each layer."""
         x, balances = self.embedding(tokens), 0.0
-        for block in self.blocks:
-            x, balance = block(x)
-            balances = balances + balance
+        for layer in self.layers:
+            y, balance = layer(F.layer_norm(x, (WIDTH,)))
+            x, balances = x + y, balances + balance
         target = (7 * tokens + 3) % VOCAB  # the function to learn
         return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten()) + BALANCE * balances
 
 
-def make_model() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
-def compose(model: nn.Module, axes: shardwise.Axes) -> nn.Module:
+def compose(axes: shardwise.Axes, model: nn.Module) -> nn.Module:
     shardwise.parallel.spread_experts(model, axes)
     return shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"))
 
@@ -65,25 +48,15 @@ def compose(model: nn.Module, axes: shardwise.Axes) -> nn.Module:
 def main() -> None:
     device = local_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    axes = shardwise.Axes(ep=2)
-    rank = dist.get_rank()
+    axes, rank = shardwise.Axes(ep=2), dist.get_rank()
 
     # Once, before a new composition trains: has it the gradients of one process?
-    tokens = torch.arange(64).reshape(8, 8).to(device)
+    tokens, together = torch.arange(64, device=device).reshape(8, 8), partial(compose, axes)
     report = shardwise.check.gradients(
-        lambda: make_model().to(device),
-        tokens,
-        axes,
-        compose=lambda model: compose(model, axes),
-        loss=lambda model, tokens: model(tokens),
+        lambda: Model().to(device), tokens, axes, compose=together, loss=lambda model, x: model(x)
     )
-
-    model = compose(make_model().to(device), axes)
+    model = together(Model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if rank == 0:
-        print(report)
-        params = {p.name: p for unit in shardwise.describe(model).units for p in unit.params}
-        print(params["blocks.0.moe.experts.gate"], params["head.weight"], sep="\n")
     data = torch.Generator().manual_seed(rank)
     for step in range(1, STEPS + 1):
         loss = model(torch.randint(VOCAB, (8, 16), generator=data).to(device))
@@ -93,10 +66,10 @@ def main() -> None:
         optimizer.zero_grad()
         shardwise.parallel.balance_experts(model)
         if rank == 0 and (step == 1 or step % 5 == 0):
-            print(f"step {step:3d}  loss {loss.item():.4f}")
+            print(f"step {step:3d}  loss {loss.item():.2f}")
     if rank == 0:
-        sent = shardwise.debug.stats(model).sent_bytes["ep.all_to_all"]
-        print(f"sent {sent // STEPS:,} bytes of tokens a step")
+        sent = shardwise.debug.stats(model).sent_bytes["ep.all_to_all"] // STEPS
+        print(report, f"sent {sent:,} bytes of tokens a step", sep="\n")
     del model, optimizer
     gc.collect()  # hooks form cycles that hold the group
     dist.destroy_process_group()

@@ -1,16 +1,13 @@
 """Fine-tune a Hugging Face model, unmodified, at ZeRO stage 3; then let it write.
 
     pip install transformers
-    python examples/finetune_transformers.py --ranks 2
     torchrun --nproc-per-node 2 examples/finetune_transformers.py
 
 A small Llama with random weights, so nothing is downloaded. Its class says which modules make
 good units (`_no_split_modules`), so `shard` needs no more than the model.
 """
 
-import argparse
 import gc
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -26,15 +23,8 @@ TEXT = "a unit is gathered, used and freed; a shard is what stays. "
 
 
 def build_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
+    config.intermediate_size = 128
     return LlamaForCausalLM(config)
 
 
@@ -63,7 +53,7 @@ def finetune(device: torch.device) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step == 1 or step % 15 == 0):
-            print(f"step {step:3d}  loss {loss.item():.3f}")
+            print(f"step {step:3d}  loss {loss.item():.2f}")
     model.eval()
     prompt = torch.tensor([[ord(char) for char in "a unit is "]], device=device)
     with shardwise.gathered(model), torch.no_grad():  # inside: an ordinary model, whole
@@ -74,25 +64,12 @@ def finetune(device: torch.device) -> None:
         print("".join(chr(token) for token in written[0].tolist()))
 
 
-def run_rank(local_rank: int, num_ranks: int = -1, method: str | None = None) -> None:
-    device = local_device(local_rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    rank = local_rank if method else -1  # torchrun says by itself which rank this is
-    dist.init_process_group(backend, method, rank=rank, world_size=num_ranks)
+def main() -> None:
+    device = local_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     finetune(device)
     gc.collect()  # hooks form cycles that hold the group
     dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fine-tune a small Llama at stage 3.")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (not by torchrun)")
-    asked = parser.parse_args()
-    if dist.is_torchelastic_launched():
-        return run_rank(dist.get_node_local_rank())
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (asked.ranks, f"file://{folder}/group")
-        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
 
 
 if __name__ == "__main__":

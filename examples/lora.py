@@ -9,7 +9,6 @@ The base is a small Llama with random weights, so nothing is downloaded.
 
 import argparse
 import gc
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -52,24 +51,21 @@ def train(device: torch.device, folder: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step == 1 or step % 10 == 0):
-            print(f"step {step:3d}  loss {loss.item():.3f}")
+            print(f"step {step:3d}  loss {loss.item():.2f}")
     save_adapter(model, folder)  # every rank calls it; PeftModel.from_pretrained loads it
     if rank == 0:
         trained, every = (sum(p.numel() for p in ps) for ps in (adapters, model.parameters()))
         shards = shardwise.debug.stats(model).param_shard_bytes
-        print(
-            f"{trained} of {every} parameters trained; this rank holds {shards} bytes of them all"
-        )
+        print(f"{trained} of {every} parameters trained; {shards} bytes of all on this rank")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="LoRA over a sharded base.")
-    parser.add_argument("--folder", help="where the adapter goes (default: a temporary folder)")
-    asked = parser.parse_args()
+    parser.add_argument("--folder", default="runs/adapter", help="where the adapter goes")
+    folder = parser.parse_args().folder
     device = local_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    with tempfile.TemporaryDirectory() as folder:
-        train(device, asked.folder or folder)
+    train(device, folder)
     gc.collect()  # hooks form cycles that hold the group
     dist.destroy_process_group()
 

@@ -1,17 +1,13 @@
 """Train torchtitan's debug Llama with Shardwise as its `parallelize_fn`.
 
     pip install "shardwise[torchtitan]"
-    python examples/torchtitan_parallelize.py --ranks 2
     torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
 
-torchtitan's Trainer needs a tokenizer, a data set and a GPU. This program handles the model as that
-Trainer does, in the same order: build on meta, parallelize, empty, initialise, train.
+torchtitan's Trainer needs a tokenizer, data and a GPU. This program handles the model as it does.
 """
 
-import argparse
 import dataclasses
 import gc
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -29,7 +25,7 @@ STEPS, VOCAB = 8, 64
 
 
 def train(device: torch.device) -> None:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_ranks = dist.get_world_size()
     torchtitan_dims.device_type = device.type  # it is "cuda" on machines without an accelerator
     spec = dataclasses.replace(
         model_registry("debugmodel", attn_backend="varlen"),
@@ -39,13 +35,13 @@ def train(device: torch.device) -> None:
     for layer in spec.model.layers:  # an attention that runs on a CPU too
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     parallelism = ParallelismConfig(data_parallel_shard_degree=num_ranks)
-    parallel_dims = torchtitan_dims.ParallelDims.from_config(parallelism, num_ranks)
-    parallel_dims.build_mesh()
+    dims = torchtitan_dims.ParallelDims.from_config(parallelism, num_ranks)
+    dims.build_mesh()
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
         model,
-        parallel_dims=parallel_dims,
+        parallel_dims=dims,
         training=TrainingConfig(disable_cuda_graphs=True),  # bf16 copies of fp32 shards
         parallelism=parallelism,
         compile_config=CompileConfig(),
@@ -54,11 +50,10 @@ def train(device: torch.device) -> None:
     )
     model.to_empty(device=device)
     torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
+    torch.no_grad()(model.init_weights)(buffer_device=None)
     loss_fn = CrossEntropyLoss.Config().build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    data = torch.Generator().manual_seed(rank)
+    data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(1, STEPS + 1):
         tokens = torch.randint(VOCAB, (4, 32), generator=data).to(device)
         labels = (7 * tokens + 3) % VOCAB  # the function to learn
@@ -68,29 +63,16 @@ def train(device: torch.device) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0:
-            print(f"step {step:3d}  loss {loss.item() * num_ranks:.3f}")
-
-
-def run_rank(local_rank: int, num_ranks: int = -1, method: str | None = None) -> None:
-    device = local_device(local_rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    rank = local_rank if method else -1  # torchrun says by itself which rank this is
-    dist.init_process_group(backend, method, rank=rank, world_size=num_ranks)
-    train(device)
-    gc.collect()  # hooks form cycles that hold the group
-    dist.destroy_process_group()
+        if dist.get_rank() == 0:
+            print(f"step {step:3d}  loss {loss.item() * num_ranks:.2f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="torchtitan's debug Llama, sharded.")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (not by torchrun)")
-    asked = parser.parse_args()
-    if dist.is_torchelastic_launched():
-        return run_rank(dist.get_node_local_rank())
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (asked.ranks, f"file://{folder}/group")
-        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
+    device = local_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(device)
+    gc.collect()  # hooks form cycles that hold the group
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

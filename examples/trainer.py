@@ -2,20 +2,17 @@
 
     pip install transformers accelerate
     torchrun --nproc-per-node 2 examples/trainer.py
-    python examples/trainer.py --ranks 2
 
 Two lines differ from plain transformers: the import of Trainer, and the one that shards the model.
 To start from a checkpoint, `from_pretrained` of the same module reads it straight into shards.
 """
 
 import argparse
-import os
-import tempfile
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
 
 import shardwise
 from shardwise.device import local_device
@@ -27,15 +24,8 @@ STEPS = 20
 
 def build_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
+    config.intermediate_size = 128
     return LlamaForCausalLM(config)
 
 
@@ -61,6 +51,7 @@ def train(folder: str, resume: str | None) -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:16])
+    trainer.remove_callback(PrinterCallback)  # which prints how long the steps took
     trainer.train(resume_from_checkpoint=resume)
     loss = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():
@@ -68,31 +59,15 @@ def train(folder: str, resume: str | None) -> None:
     trainer.save_model(f"{folder}/model")  # every rank; plain transformers loads it
 
 
-def run_rank(local_rank: int, folder: str, num_ranks: int = -1, port: int = 0) -> None:
-    if port:  # torchrun sets these by itself; accelerate reads them
-        numbers = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks}
-        os.environ |= {name: str(number) for name, number in numbers.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    device = local_device(local_rank)
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune a small Llama with Trainer.")
+    parser.add_argument("--folder", default="runs/trainer", help="where checkpoints go")
+    folder = parser.parse_args().folder
+    device = local_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(folder, None)
     train(folder, f"{folder}/checkpoint-{STEPS // 2}")  # the second half again, to the same loss
     dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fine-tune a small Llama with Trainer.")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (not by torchrun)")
-    parser.add_argument("--folder", help="where checkpoints go (default: nowhere for long)")
-    asked = parser.parse_args()
-    if dist.is_torchelastic_launched():
-        return run_rank(dist.get_node_local_rank(), asked.folder or "trainer-output")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: the ranks share the cores
-    with tempfile.TemporaryDirectory() as temporary:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = (asked.folder or temporary, asked.ranks, store.port)
-        del store  # its port is free for the ranks
-        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -40,9 +41,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gallery import printed_by
 from ranks import GRACE_S, HANG_S, LOOPBACK, die_with_the_parent, forked
 
 ROOT = Path(__file__).resolve().parents[1]
+NUMBER = re.compile(r"0x\S+|\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 
 
 def run_program(
@@ -137,10 +140,28 @@ def is_running(pid: int | str) -> bool:
 
 
 def run_example(name: str, *arguments: object, num_ranks: int | None = 2) -> str:
-    """Run an example on ranks, from the root as a reader would; return what it prints."""
-    done = run_program(ROOT / "examples" / name, *arguments, num_ranks=num_ranks, cwd=ROOT)
+    """Run an example on ranks, in an empty folder; return what it prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        example = ROOT / "examples" / name
+        done = run_program(example, *arguments, num_ranks=num_ranks, cwd=Path(folder))
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_as_in_the_gallery(name: str, *arguments: object, num_ranks: int = 2) -> str:
+    """Run an example; return what it prints, which is that of its page."""
+    out = run_example(name, *arguments, num_ranks=num_ranks)
+    assert_alike(out.replace(f"{ROOT}/", ""), printed_by(name))
+    return out
+
+
+def assert_alike(out: str, shown: str) -> None:
+    """Compare words to the letter, and numbers as far as processors agree."""
+    assert NUMBER.split(out) == NUMBER.split(shown)
+    for ours, theirs in zip(NUMBER.findall(out), NUMBER.findall(shown), strict=True):
+        if not ours.startswith("0x"):  # the bits of a loss
+            near, far = (float(text.replace(",", "")) for text in (theirs, ours))
+            assert abs(far - near) <= 0.1 * near + (0.02 if "." in theirs else 4), (ours, theirs)
 
 
 def torchrun(*arguments: object) -> str:

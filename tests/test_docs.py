@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,9 +15,12 @@ import pytest
 import programs
 import shardwise
 import shardwise.keys
+from gallery import printed_by
+from generate_accounting import held_bytes
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
 from shardwise.cli.main import call_command
+from shardwise.plan import account
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
@@ -180,6 +184,32 @@ def test_every_key_of_the_train_command_is_in_its_table() -> None:
     assert rows == [(key, fields[key].description) for key in shardwise.keys.names_in(TrainConfig)]
 
 
+def test_the_picture_of_a_ranks_bytes_multiplies_what_the_planner_says() -> None:
+    """For other numbers than those of which its rates were made, but for blocks of codes."""
+    data = json.loads((ROOT / "docs" / "site" / "data" / "accounting.json").read_text())
+    for key, rates in data["rates"].items():
+        offload, stage, *how = key.split("/")
+        params, ranks = 12_000_000 + (offload == "none"), 12  # a plan of tensors counts padding
+        held = held_bytes(params, ranks, offload, int(stage), *how)
+        found = dict.fromkeys(held, 0)
+        for place, kind, whole, of_slice in rates:
+            names = data["places"][place], [*data["kinds"]][kind]
+            found[names] = whole * params + of_slice * -(-params // ranks)
+        assert found == pytest.approx(held, abs=16), key
+
+
+def test_the_recorded_step_is_small_and_holds_what_the_planner_says() -> None:
+    path = ROOT / "docs" / "site" / "data" / "step.json"
+    assert path.stat().st_size < 60_000
+    for stage, step in json.loads(path.read_text())["stages"].items():
+        planned = account(9_423_848, 2, int(stage), "fp32")
+        for rank in step["ranks"]:
+            held = rank["memory"][-1][1]  # at the end of the step
+            params = held["param_shards"] + held.get("param_full", 0)
+            assert params == pytest.approx(planned.parameters, rel=1e-3)
+            assert held["optimizer_state"] == pytest.approx(planned.optimizer_state, rel=1e-3)
+
+
 def test_every_error_is_explained_with_a_remedy() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \| (.*) \| ", pages()["errors.md"], re.MULTILINE)
     errors = {n for n in dir(importlib.import_module("shardwise.errors")) if n[0].isupper()}
@@ -311,21 +341,11 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1000
 
 
-LOOP = "examples/train_loop.py"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("launch", "stage"), [("alone", 3), ("torchrun", 1)])
-def test_the_loop_of_the_readme_learns_on_two_ranks_however_they_are_launched(
-    launch: str, stage: int
-) -> None:
-    if launch == "torchrun":
-        out = programs.torchrun(LOOP, "--stage", stage)
-    else:
-        out = programs.run_example("train_loop.py", "--ranks", 2, "--stage", stage, num_ranks=None)
+def test_the_loop_of_the_readme_learns_under_torchrun_at_another_stage() -> None:
+    out = programs.torchrun("examples/train_loop.py", "--stage", 1)
     first, *_, last = losses_in(out)
-    assert last < first / 2
-    assert f"stage {stage} over 2 ranks" in out and "Stats(param_shard_bytes=" in out
+    assert last < first / 2 and "stage 1 over 2 ranks" in out
 
 
 @pytest.mark.slow
@@ -337,42 +357,63 @@ def test_a_loop_goes_on_by_itself_when_ranks_die_and_to_the_same_bits(
     quiet = programs.run_example("restart.py", "--folder", tmp_path / "quiet")
     died = programs.torchrun(
         *("--max-restarts", 3, "examples/restart.py", "--folder", tmp_path / "died"),
-        *("--die-after", 7),
+        *("--die-after", 7, 13),
     )
     steps = re.compile(r"^step (\d+): loss \S+ (\S+)$", re.MULTILINE)
     assert len(steps.findall(quiet)) == 20 < len(steps.findall(died))
     assert set(steps.findall(died)) == set(steps.findall(quiet))
-    assert len(re.findall(r"^from step", died, re.MULTILINE)) == 2
+    # Where a restart goes on depends on how far the copies behind the steps have come.
+    words = [set(re.findall(r"^[a-z ]+", text, re.M)) for text in (died, printed_by("restart.py"))]
+    assert words[0] == words[1]
 
 
 @pytest.mark.slow
 def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
     pytest.importorskip("transformers", reason="needs transformers, an extra")
-    out = programs.run_example("finetune_transformers.py")
+    out = programs.run_as_in_the_gallery("finetune_transformers.py")
     first, *_, last = losses_in(out)
     assert last < first / 2
-    assert out.splitlines()[-1].startswith("a unit is ")
 
 
 @pytest.mark.slow
 def test_a_generator_gets_the_weights_of_training_ranks() -> None:
-    out = programs.run_example("stream_weights.py", num_ranks=3)
+    out = programs.run_as_in_the_gallery("stream_weights.py", num_ranks=3)
     first, *_, last = (int(right) for right in re.findall(r"steps: (\d+) of 32", out))
     assert first < last > 24
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "last_words", "num_ranks"),
+    ("arguments", "num_ranks"),
     [
-        (["shard_and_tensor.py"], "step  20", 4),
-        (["long_context.py", "--method", "heads"], "a rank has 64 of 256 tokens", 4),
-        (["experts.py"], "sent ", 4),
-        (["pipeline.py"], "in one process", 8),
+        (["train_loop.py", "--stage", "3"], 2),
+        (["shard_and_tensor.py"], 4),
+        (["long_context.py", "--method", "heads"], 4),
+        (["experts.py"], 4),
+        (["pipeline.py"], 8),
     ],
 )
-def test_composed_models_learn(arguments: list[str], last_words: str, num_ranks: int) -> None:
-    out = programs.run_example(*arguments, num_ranks=num_ranks)
+def test_sharded_and_composed_models_learn(arguments: list[str], num_ranks: int) -> None:
+    out = programs.run_as_in_the_gallery(*arguments, num_ranks=num_ranks)
     first, *_, last = losses_in(out)
     assert last < first / 2
-    assert out.splitlines()[-1].startswith(last_words)
+
+
+def test_offload_on_one_device_changes_no_loss() -> None:
+    out = programs.run_as_in_the_gallery("offload.py", num_ranks=1)
+    assert out.endswith("the same losses: True\n")
+    files = programs.run_example("offload.py", "--place", "nvme:.", num_ranks=1)
+    assert files.endswith("the same losses: True\n")
+
+
+def test_a_loop_of_fsdp2_prints_the_same_losses_with_one_import_changed() -> None:
+    out = programs.run_as_in_the_gallery("from_fsdp2.py")
+    assert out == programs.run_example("from_fsdp2.py", "--torch")
+
+
+def test_every_example_is_short_and_in_the_gallery() -> None:
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"(../examples/{path.name})" in page, path.name
+        if path.name != "zero_from_scratch.py":  # a text to read
+            assert len(path.read_text().splitlines()) < 80, path.name

@@ -305,8 +305,8 @@ def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missin
 
 # -- the switch
 def one_rank(rank: int, world_size: int) -> None:
-    with pytest.warns(FutureWarning, match=r"shardwise.debug.watch"):
-        model = shardwise.shard(nn.Linear(4, 4), hang_timeout=4)
+    shardwise.debug.watch(4)
+    model = shardwise.shard(nn.Linear(4, 4))
     assert WAITS.limit_s == 4
     model(torch.ones(2, 4)).sum().backward()
     shardwise.debug.watch(None)

@@ -1,7 +1,6 @@
 """What is refused, with which words, and that a refusal leaves everything as it was."""
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import shardwise
 from ranks import run_ranks
 from shardwise import ShardTensor, accumulate, describe, fully_shard, gathered, shard
-from shardwise.config import Precision, Schedule, Units
+from shardwise.config import Precision, Schedule
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
@@ -78,13 +76,6 @@ def refused(model: nn.Module, match: str, error: type[Exception] = ConfigError) 
     with pytest.raises(error, match=match):
         yield
     assert_unchanged(before, state_of(model))
-
-
-AXES = ("shard_axis", "replicate_axis")
-
-
-def warns_of(name: str) -> Any:
-    return pytest.warns(FutureWarning, match=name)
 
 
 class OnAnotherDevice(torch.Tensor):
@@ -166,27 +157,14 @@ def check_models(rank: int, world_size: int) -> None:
 
 def check_meshes(rank: int, world_size: int) -> None:
     model = Net()
-    one = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     with refused(model, r"mesh: 3 axes \('pp', 'dp', 'tp'\); pass the one or two"):
         shard(model, mesh=three)
     with refused(model, r"mesh: 3 axes \(\)|mesh: 3 axes"):
         shard(model, mesh=init_device_mesh("cpu", (2, 2, 1)))
-    with (
-        refused(model, r"shard_axis='dpp': the mesh has the axes \('dp',\)"),
-        warns_of("shard_axis"),
-    ):
-        shard(model, mesh=one, shard_axis="dpp")
-    with refused(model, r"shard_axis='dp': name axes only together"), warns_of("shard_axis"):
-        shard(model, shard_axis="dp")
-    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "other"))
-    with refused(model, r"replicate_axis='one': name shard_axis too"), warns_of("replicate_axis"):
-        shard(model, mesh=two, replicate_axis="one")
-    for names in ({"shard_axis": "one", "replicate_axis": "other"}, dict.fromkeys(AXES, "one")):
-        with refused(model, r"expected two axes of the mesh .*first"), warns_of("_axis"):
-            shard(model, mesh=two, **names)  # type: ignore[arg-type]
-    with warns_of("shard_axis"):
-        shard(model, mesh=three, shard_axis="dp")
+    with refused(model, "unexpected keyword argument 'shard_axis'", TypeError):
+        shard(model, mesh=three, shard_axis="dp")  # type: ignore[call-arg]
+    shard(model, mesh=three["dp"])
     assert describe(model).num_shards == 2 and describe(model).num_replicas == 1
 
 
@@ -450,30 +428,3 @@ def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat() -> 
     assert 'layout="flat" would cost none' in rows
     flat = run_ranks(check_description, 4, "flat")[0]
     assert "would cost none" not in flat and "flat: 160 B full, 40 B per rank" in flat
-
-
-def test_names_of_the_version_before_work_and_warn_of_the_new_ones() -> None:
-    from shardwise import _RENAMED
-
-    for old, new in _RENAMED.items():
-        module, _, name = f"shardwise.{new}".rpartition(".")
-        with pytest.warns(FutureWarning, match=f"shardwise.{old} is now shardwise"):
-            found = getattr(shardwise, old)
-        assert found is getattr(importlib.import_module(module), name)
-
-
-def use_old_settings(rank: int, world_size: int) -> None:
-    old = {"prefetch_bytes": 0, "bucket_bytes": 1, "reduce_every": "step", "optional": [Block]}
-    with pytest.warns(FutureWarning, match=r"shard\(.*=\) is now (schedule|units)="):
-        model = shard(Net(), **old)
-    now = shard(Net(), schedule=Schedule(0, 1, "step"), units=Units(optional=[Block]))
-    assert engine_of(model).config == engine_of(now).config
-    assert [unit.settings for unit in engine_of(model).units] == [
-        unit.settings for unit in engine_of(now).units
-    ]
-    with pytest.raises(TypeError, match=r"'prefech_bytes'.*prefetch_bytes"):
-        shard(Net(), prefech_bytes=0)
-
-
-def test_settings_of_the_version_before_do_what_the_new_ones_do() -> None:
-    run_ranks(use_old_settings, 1)

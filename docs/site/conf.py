@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)\)")
 HEADING = re.compile(r"^## (.+)\n", re.MULTILINE)
 CAPTION = re.compile(r'<p class="caption"[^>]*><span[^>]*>(.*?)</span></p>\s*(<ul.*?\n</ul>)', re.S)
+PICTURE = re.compile(r'data-picture="(\w+)"')
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml"}
 
 project = "Shardwise"
@@ -59,6 +60,7 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", _link_to_files, priority=400)
     app.connect("html-collect-pages", _pages_of_files)
     app.connect("html-page-context", _fold_navigation, priority=900)  # after Furo has made it
+    app.connect("html-page-context", _add_data_of_picture)
 
 
 def _add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -126,3 +128,13 @@ def _fold_navigation(
         f"<details{' open' * (number == opened)}><summary>{caption}</summary>{pages}</details>"
         for number, (caption, pages) in enumerate(groups)
     )
+
+
+def _add_data_of_picture(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object
+) -> None:
+    """Put the numbers of a page's picture into the page, so that it works from files as well."""
+    if found := PICTURE.search(context.get("body", "")):
+        data = (ROOT / "docs" / "site" / "data" / f"{found[1]}.json").read_text(encoding="utf-8")
+        context["body"] += f'<script type="application/json" id="picture-data">{data}</script>'
+        app.add_js_file("pictures.js", loading_method="defer")

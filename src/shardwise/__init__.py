@@ -53,7 +53,6 @@ Public names: those of ``__all__``, of the groups `check`, `data`, `debug`, `opt
 answers without loading torch.
 """
 
-import warnings
 from typing import TYPE_CHECKING
 
 from shardwise.comm.listener import WAITS as _WAITS
@@ -101,37 +100,6 @@ _HOMES = {
 _GROUPS = {
     name: f"shardwise.{name}" for name in ("check", "data", "debug", "interop", "optim", "parallel")
 }
-# Names of version 0.1, which go with 0.3: where each is now, by its group and name there.
-_RENAMED = {
-    "ContextParallel": "parallel.ContextParallel",
-    "MixtureOfExperts": "parallel.MixtureOfExperts",
-    "balance_experts": "parallel.balance_experts",
-    "check_gradients": "check.gradients",
-    "check_replicas": "check.replicas",
-    "clip_grad_norm_": "parallel.clip_grad_norm_",
-    "counting": "debug.counting",
-    "from_deepspeed": "interop.deepspeed.from_deepspeed",
-    "join": "parallel.join",
-    "layer_by_layer": "parallel.breadth_first.layer_by_layer",
-    "mean_loss": "parallel.mean_loss",
-    "spread_experts": "parallel.spread_experts",
-    "stats": "debug.stats",
-    "stream": "interop.stream",
-    "tie": "parallel.tie",
-    "watch": "debug.watch",
-}
-
-
-def _warn_of_name(name: str) -> None:
-    if name in _RENAMED:
-        new = f"shardwise.{_RENAMED[name]}"
-        if name == "layer_by_layer":
-            new = "shardwise.accumulate(model, forward, micro_batches, order='breadth_first')"
-        warnings.warn(
-            f"shardwise.{name} is now {new}; the old name goes with version 0.3",
-            FutureWarning,
-            stacklevel=3,
-        )
 
 
 def _hang_watch() -> _Listener:
@@ -142,6 +110,6 @@ def _hang_watch() -> _Listener:
 
 _WAITS.attach(_hang_watch)
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = list(_HOMES)
-__getattr__, __dir__ = lazily(__name__, _HOMES | _GROUPS, _warn_of_name, _RENAMED)
+__getattr__, __dir__ = lazily(__name__, _HOMES | _GROUPS)

@@ -3,18 +3,14 @@
 `Precision`, `Units` and `Schedule` are public, and so is `homes.Offload`.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
 from shardwise.precisions import (
@@ -206,67 +202,6 @@ class Schedule:
                 f"bucket_bytes={self.bucket_bytes!r}: expected 0 (each unit alone) or more bytes, "
                 "as a number"
             )
-
-
-_RENAMED: dict[str, tuple[str, type["Schedule | Units"]]] = {  # old name: setting, and its class
-    **dict.fromkeys(("prefetch_bytes", "bucket_bytes", "reduce_every"), ("schedule", Schedule)),
-    **dict.fromkeys(("optional", "experts", "placements", "init"), ("units", Units)),
-}
-
-
-def take_renamed(settings: dict[str, Any], old: dict[str, Any], caller: str) -> None:
-    """Move old names to their new places in the settings of ``shard()``, with a warning of each.
-
-    ``settings`` has ``mesh``, ``units`` and ``schedule``. The next version removes the old names.
-
-    **Raises** TypeError for any other name, with the nearest one.
-    """
-    known = (*_RENAMED, "shard_axis", "replicate_axis", "hang_timeout")
-    for name in old:
-        if name not in known:
-            hint = did_you_mean(name, (*settings, *known))
-            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
-    names = [name for name in ("replicate_axis", "shard_axis") if old.get(name) is not None]
-    for name in names:
-        _warn_of_name(caller, name, 'a slice of the mesh: mesh["replicate", "shard"]')
-    if names:  # first, so that a refusal of another setting reaches the ranks of these axes
-        settings["mesh"] = _sliced(settings["mesh"], [(name, old[name]) for name in names])
-    for name, value in old.items():
-        if name in _RENAMED:
-            setting, kind = _RENAMED[name]
-            _warn_of_name(caller, name, f"{setting}=shardwise.config.{kind.__name__}({name}=...)")
-            settings[setting] = replace(kind.of(settings[setting]), **{name: value})
-    if old.get("hang_timeout") is not None:
-        _warn_of_name(caller, "hang_timeout", "shardwise.debug.watch(seconds), called before")
-        import_module("shardwise.debug").watch(old["hang_timeout"])
-
-
-def _warn_of_name(caller: str, old: str, new: str) -> None:
-    warnings.warn(
-        f"{caller}({old}=) is now {new}; the old name goes with the next version",
-        FutureWarning,
-        stacklevel=4,
-    )
-
-
-def _sliced(mesh: DeviceMesh | Axes | None, axes: Sequence[tuple[str, str]]) -> DeviceMesh:
-    """Return a mesh's slice of the named axes. **Raises** ConfigError for unknown names."""
-    mesh = mesh.mesh if isinstance(mesh, Axes) else mesh
-    if axes[-1][0] != "shard_axis":
-        raise ConfigError(f"replicate_axis={axes[0][1]!r}: name shard_axis too")
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"{axes[0][0]}={axes[0][1]!r}: name axes only together with mesh=")
-    names = tuple(mesh.mesh_dim_names or ())
-    for setting, name in axes:
-        if name not in names:
-            raise ConfigError(f"{setting}={name!r}: the mesh has the axes {names or '(unnamed)'}")
-    chosen = tuple(name for _, name in axes)
-    if list(chosen) != sorted(set(chosen), key=names.index):
-        raise ConfigError(
-            f"replicate_axis={chosen[0]!r}, shard_axis={chosen[-1]!r}: expected two axes of the "
-            f"mesh {names}, the replicate axis first, so that shards are neighbours"
-        )
-    return mesh if chosen == names else mesh[chosen]
 
 
 @dataclass(frozen=True)

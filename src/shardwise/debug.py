@@ -38,7 +38,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     params = [s for u in engine.units for s in u.params]
     grads = [elements_of(g).nbytes for s in params if isinstance(g := s.grad, DTensor)]
     in_leaves = [getattr(s.leaf, "grad", None) for s in params]  # none before a first gather
-    partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
+    partials = [t for t in (*(s.gradient.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
     traffic = traffic_of(model)
     apart = [elements_of(p.sharded) for p in params if not p.encoding.in_storage]

@@ -21,7 +21,7 @@ class Offload:
     ``params`` are each rank's slices, as gathers read them: on the "device" in the dtype that
     layers compute with, while the masters are in host memory. At stages 0 to 2, whose full
     parameters stay on the device, "device" and "cpu" are the same. ``grads`` are the reduced
-    gradients; None is where the step runs. ``optimizer`` is the optimizer's state. Several folders,
+    gradients; None is host memory. ``optimizer`` is the optimizer's state. Several folders,
     separated by commas, share the bytes. ``fraction`` is the offloaded share of the bytes, rounded
     up to whole units; the first units stay on the device, as the next forward pass waits for their
     step. ``step_on`` is where the optimizer steps; None is "host". On the "device", a unit is

@@ -23,7 +23,8 @@ SOURCES = [page for page in ALL if page.startswith("source/")]
 PAGES = [page for page in ALL if page not in ("index.html", *SOURCES)] + SOURCES[::40]
 KINDS = (
     *("docs/index.html", "docs/how-to/checkpoints.html", "labs/shardwise_labs/lab03/page.html"),
-    *("docs/api.html", "docs/decisions/0052-the-site.html", "search.html"),
+    *("docs/api.html", "docs/account.html", "docs/step.html", "search.html"),
+    "docs/decisions/0052-the-site.html",
 )
 NOTHING_FROM_ELSEWHERE = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
@@ -155,6 +156,24 @@ def test_everything_in_sight_is_reached_by_the_keyboard(
     assert not [each for each in set(reached) if each >= 0 and tab.run(unseen % each)]
 
 
+def test_a_picture_changes_by_keyboard(tab: Tab, address: str) -> None:
+    tab.resize(390, 900)
+    tab.open(address + "docs/account.html")
+    while tab.run("document.activeElement.type") != "range":
+        tab.press_tab()
+    shown = "document.querySelector('.picture strong').parentNode.textContent"
+    assert tab.run(shown) == "device: 14 GB = 13.04 GiB"
+    tab.press("ArrowRight", "ArrowRight", 39)
+    assert tab.run(shown) == "device: 20 GB = 18.63 GiB"
+    tab.open(address + "docs/step.html")
+    while tab.run("document.activeElement.tagName") != "SELECT":
+        tab.press_tab()
+    held = "[...document.querySelectorAll('.picture tr:last-child td')].map(e => e.textContent)[1]"
+    at_stage_3 = tab.run(held)
+    tab.press("ArrowUp", "ArrowUp", 38)
+    assert float(tab.run(held)) > float(at_stage_3)
+
+
 @pytest.mark.parametrize("name", ["__navigation", "__toc"])
 def test_drawers_open_by_keyboard_on_a_narrow_screen(name: str, tab: Tab, address: str) -> None:
     tab.resize(390, 900)
@@ -171,6 +190,7 @@ def test_drawers_open_by_keyboard_on_a_narrow_screen(name: str, tab: Tab, addres
 @pytest.mark.parametrize("how", ["served", "from files"])
 def test_search_finds_pages_without_another_host(how: str, tab: Tab, address: str) -> None:
     start = address if how == "served" else f"{SITE.as_uri()}/"
+    tab.open("about:blank")  # a search before this one may still load pages
     tab.requests.clear()
     tab.resize(1280, 900)
     tab.open(f"{start}search.html?q=checkpoint")

@@ -25,6 +25,7 @@ from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.parallel import clip_grad_norm_
+from shardwise.unit.states import ParamState
 from trainer import sharded_by_block
 
 layer_by_layer: Any = partial(accumulate, order="breadth_first")
@@ -387,7 +388,8 @@ def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_s
         with pytest.raises(KeyError, match="no such key") as caught:
             layer_by_layer(model, lambda x, w=wrong: forward(x, w), batches)  # type: ignore[misc]
         assert "micro-batch 2 of 3" in caught.value.__notes__[0]
-        assert not any(unit.is_unsharded for unit in engine_of(model).units[1:3])
+        after = engine_of(model).units[1:3]
+        assert all(unit.gather.state is not ParamState.FULL for unit in after)
         assert not [t for t in threading.enumerate() if "micro-batch" in t.name]
     with pytest.raises(StateError, match=r"backward\(\) inside of the forward"):
         layer_by_layer(model, lambda x: forward(x, "backward"), batches)

@@ -257,10 +257,10 @@ def test_states_and_memory_are_clean_after_a_step_that_raised():
             with torch.no_grad():
                 model(batch)
             assert all(p.grad is None for p in model.parameters())
-            assert {u.grad_state for u in engine.units} == {GradState.EMPTY}
+            assert {u.grads.state for u in engine.units} == {GradState.EMPTY}
             assert engine.ledger.now == full_bytes
             if options["stage"] == 3:
-                assert {u.param_state for u in engine.units} == {ParamState.SHARDED}
+                assert {u.gather.state for u in engine.units} == {ParamState.SHARDED}
             assert all(type(p) is not nn.Parameter for p in model.parameters())
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from launched import launched
 from models import Stack
 from oracle import assert_same_bits
-from programs import run_example
+from programs import run_as_in_the_gallery
 from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.config import Schedule
@@ -384,7 +384,7 @@ def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(rank, 
 
 @pytest.mark.slow
 def test_the_example_learns_resumes_and_leaves_a_whole_model(tmp_path: Path) -> None:
-    out = run_example("accelerate_loop.py", "--folder", tmp_path)
+    out = run_as_in_the_gallery("accelerate_loop.py", "--folder", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < 0.01
     rates = [float(rate) for rate in re.findall(r"rate (\S+)", out)]

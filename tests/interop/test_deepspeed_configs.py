@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from foreign_runs import hugging_face, leaves, nested, write
-from programs import run_example
+from programs import run_as_in_the_gallery
 from ranks import on_ranks
 from shardwise import Offload, Precision, shard
 from shardwise.config import PRECISIONS, Schedule
@@ -669,7 +669,7 @@ def test_the_page_names_every_curve_and_optimizer() -> None:
 
 @pytest.mark.slow
 def test_the_example_learns_on_two_ranks() -> None:
-    out = run_example("deepspeed_loop.py")
+    out = run_as_in_the_gallery("deepspeed_loop.py")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert losses[-1] < losses[0] / 2
     assert out.count("zero_optimization.stage = 3") == 1

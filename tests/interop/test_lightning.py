@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from launched import launched
 from models import Block
 from oracle import assert_same_bits
-from programs import ROOT, run_program
+from programs import run_as_in_the_gallery
 from ranks import on_ranks
 from shardwise import Precision, fully_shard, gathered, save, shard
 from shardwise.config import Schedule
@@ -467,10 +467,7 @@ def test_options_are_checked_before_a_process_starts() -> None:
 
 @pytest.mark.slow
 def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "lightning_fit.py"
-    done = run_program(example, "--folder", tmp_path / "saved", num_ranks=2)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^epoch \d  loss (.*)$", done.stdout, re.M)]
-    assert len(losses) == 4 and losses[-1] < 0.01 < losses[0], done.stdout
-    assert "Restored all states" in done.stderr
+    out = run_as_in_the_gallery("lightning_fit.py", "--folder", tmp_path / "saved")
+    losses = [float(loss) for loss in re.findall(r"^epoch \d  loss (.*)$", out, re.M)]
+    assert len(losses) == 4 and losses[-1] < 0.01 < losses[0], out
     assert (tmp_path / "saved" / "last.ckpt" / "manifest.json").is_file()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oracle import assert_same_bits
 from peft_models import HandLora, Stack, lora_llama, loss_of, make_llama
-from programs import run_example
+from programs import run_as_in_the_gallery
 from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
@@ -346,7 +346,7 @@ def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reent
 
 @pytest.mark.slow
 def test_the_example_learns_and_its_adapter_is_peft_s(tmp_path: Path) -> None:
-    out = run_example("lora.py", "--folder", tmp_path)
+    out = run_as_in_the_gallery("lora.py", "--folder", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
     assert (tmp_path / "adapter_config.json").exists()

@@ -151,11 +151,11 @@ def is_at_rest(part: nn.Module) -> None:
     """Nothing of a pass is left: no gradients, no full parameters, shards in the modules."""
     engine = engine_of(part)
     for unit in engine.units:
-        assert unit.grad_state is GradState.EMPTY
-        assert not unit.is_pinned
+        assert unit.grads.state is GradState.EMPTY
+        assert not unit.slots.is_pinned
         frees = unit.settings.stage.frees_after_backward and unit.comm.axes.shard.size > 1
-        assert not frees or unit.param_state is ParamState.SHARDED
-        assert not any(param.keeps_grad for param in unit.params)
+        assert not frees or unit.gather.state is ParamState.SHARDED
+        assert not any(param.gradient.is_kept for param in unit.params)
     assert all(p.grad is None for p in part.parameters())
     assert all(hasattr(p, "full_tensor") for p in part.parameters())
     assert not engine.is_in_window
@@ -284,7 +284,8 @@ def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind():
 def states_of(part: Any) -> set[str]:
     """Return the states of the units."""
     names = "SHARDED", "UNSHARDED"
-    return {names[unit.is_unsharded] for unit in engine_of(part).units if unit.params}
+    units = [unit for unit in engine_of(part).units if unit.params]
+    return {names[unit.gather.state is ParamState.FULL] for unit in units}
 
 
 @on_ranks(4)

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from models import Block
 from oracle import assert_same_bits
-from programs import run_example
+from programs import run_as_in_the_gallery
 from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.errors import ConfigError
@@ -401,6 +401,6 @@ def test_torchtitans_llama_takes_the_steps_of_the_plain_one() -> None:
 @pytest.mark.slow
 def test_the_example_trains_torchtitans_debug_model() -> None:
     titan()
-    out = run_example("torchtitan_parallelize.py")
+    out = run_as_in_the_gallery("torchtitan_parallelize.py")
     losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
     assert len(losses) > 2 and losses[-1] < losses[0] - 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peft_models import lora_llama, loss_of
-from programs import run_example
+from programs import run_as_in_the_gallery
 from ranks import on_ranks, run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.debug import stats
@@ -121,7 +121,7 @@ def test_a_model_with_a_prompt_generates_inside_gathered_only() -> None:
 @pytest.mark.slow
 def test_the_trainer_example_learns_and_goes_on_to_the_same_loss(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is in the test extra")
-    out = run_example("trainer.py", "--folder", tmp_path)
+    out = run_as_in_the_gallery("trainer.py", "--folder", tmp_path)
     first, again = re.findall(r"^eval_loss (\S+) after 20 steps$", out, re.MULTILINE)
     assert first == again and float(first) < 3
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")

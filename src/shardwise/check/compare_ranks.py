@@ -200,7 +200,7 @@ def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
     A temporary copy must not be passed to numpy: its storage could then not be freed.
     """
     is_value = storage.memory.aliased and not storage.memory.needs_gather
-    is_complete = storage.is_fresh and unit.param_state is not ParamState.GATHERING
+    is_complete = storage.is_fresh and unit.gather.state is not ParamState.GATHERING
     return is_complete and not is_value and not storage.frees
 
 

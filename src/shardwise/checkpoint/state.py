@@ -206,7 +206,7 @@ def _check_moment(engine: Parts) -> None:
         )
     engine.check_usable("save(): ")
     engine.finish_reductions()
-    partial = [u.name or "(root)" for u in engine.units if u.grad_state is GradState.PARTIAL]
+    partial = [u.name or "(root)" for u in engine.units if u.grads.state is GradState.PARTIAL]
     if partial or engine.is_in_window:
         where = f"unit '{partial[0]}' holds gradients of" if partial else "this is inside of"
         raise StateError(

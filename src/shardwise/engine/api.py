@@ -26,7 +26,6 @@ from shardwise.config import (
     Units,
     UnitsLike,
     resolve_config,
-    take_renamed,
 )
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
@@ -57,7 +56,7 @@ from shardwise.names import list_names
 from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.trace import FullParamLedger
-from shardwise.unit.grad_hooks import check_hooks
+from shardwise.unit.gradient import check_hooks
 from shardwise.unit.home import Homes
 from shardwise.unit.materialize import Materializer
 from shardwise.unit.unit import Unit
@@ -75,7 +74,6 @@ def shard(
     offload: OffloadLike = None,
     optimizer: Optimizers = None,
     schedule: Schedule | None = None,
-    **renamed: Any,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
@@ -89,7 +87,7 @@ def shard(
     gathered and freed together, or `Units`; None finds them. ``layout`` is "rows", "flat",
     "matrices" or a function (`with_owners`). ``precision`` is "fp32", "bf16", "fp16", the dtype to
     compute in, or a `Precision`. ``offload`` is "cpu", "nvme:FOLDER" or an `Offload`. ``schedule``
-    is a `Schedule`. ``renamed`` takes names of earlier versions, with a warning.
+    is a `Schedule`.
 
     A model on the meta device is filled by its modules' ``reset_parameters()``, or by
     `Units.init`. Elements left unwritten are an error afterwards. DTensors keep their placements.
@@ -100,12 +98,10 @@ def shard(
     **Raises** ConfigError, before any change, with the setting and its remedy. All ranks raise if
     they differ in version, setting or model, or if one raises or lacks room (StorageError).
     """
-    settings: dict[str, Any] = {"mesh": mesh, "units": units, "schedule": schedule}
     try:
-        take_renamed(settings, renamed, "shard")
-        asked = _ask(model, stage, layout, precision, offload, optimizer, **settings)
+        asked = _ask(model, stage, mesh, units, layout, precision, offload, optimizer, schedule)
     except (ConfigError, StorageError) as refusal:
-        _tell_other_ranks(refusal, model, settings["mesh"])
+        _tell_other_ranks(refusal, model, mesh)
         raise
     comm, seed = _agree(model, asked)
     engine = Engine(asked.config, comm, FullParamLedger())
@@ -130,12 +126,12 @@ class _Asked:
 def _ask(
     model: nn.Module,
     stage: int,
+    mesh: DeviceMesh | Axes | None,
+    units: UnitsLike,
     layout: str | ChooseLayout,
     precision: PrecisionLike,
     offload: OffloadLike,
     optimizer: Optimizers,
-    mesh: DeviceMesh | Axes | None,
-    units: UnitsLike,
     schedule: Schedule | None,
 ) -> _Asked:
     """Check the settings; resolve them to units, parameters and axes."""

@@ -16,7 +16,7 @@ from shardwise.engine.rank_checks import RankChecks
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.seams import Activations
-from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
+from shardwise.unit.gradient import any_grad_hooks, run_grad_hooks
 from shardwise.unit.param import sum_as_they_come
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
@@ -102,7 +102,7 @@ class Backward:
         self.reductions.finish()
         in_turn = self.schedule.will_reduce_in_turn(self._conditions.is_last_micro_batch)
         self.rank_checks.begin_pass(compares=in_turn)
-        self.num_begun += all(unit.grad_state is GradState.EMPTY for unit in self.units)
+        self.num_begun += all(unit.grads.state is GradState.EMPTY for unit in self.units)
         self.schedule.begin_backward(order)
 
     def on_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ class Backward:
             reduces = self.schedule.reduces(unit, is_last)
             unit.grads.has_local_sum |= self.window_open and not reduces
             waits = unit.is_deferred and (is_last is False or not unit.grads.sums.all_reduces)
-            left = reduces and unit.grad_state is GradState.PARTIAL and not waits
+            left = reduces and unit.grads.state is GradState.PARTIAL and not waits
             if (self.passes.is_open(unit) or left) and not self.schedule.is_waiting(unit):
                 self.passes.close(unit)
         self.schedule.close_turns(is_last)
@@ -179,7 +179,7 @@ class Backward:
         self.reductions.drop()
         self._reset_pass()
         for unit in self.units:
-            unit.drop_partials()
+            unit.grads.drop_partials()
 
     def _reset_pass(self) -> None:
         running = {call.unit.index for call in self.passes.stack}  # a forward around this pass

@@ -1,4 +1,15 @@
-"""One forward call of a unit, and its states until its backward has ended."""
+"""Forward calls of units, their states until backward has ended, and the passes they are part of.
+
+Note [Several forward passes before a backward pass]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Some programs run several forward passes and one backward pass through all of them (a sum of
+losses). Others run one backward pass through each (pipelines), in any order. The first backward
+pass to end after several forward passes shows the kind. Until then, and if any pass has gone
+through several, a unit waits for the open calls of all forward passes since the last backward pass:
+it is reduced once, but closes late. Otherwise it waits only for calls of forward passes that this
+pass has reached. The calls waited for decide when units are reduced, so they must be the same on
+all ranks. So forward passes made are counted, not live graphs, which may differ between ranks.
+"""
 
 import weakref
 from collections import Counter
@@ -8,6 +19,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from shardwise.unit.states import State, check_transition
+
+_MAX_FORWARD_PASSES = 256  # micro-batches in flight; older ones count as dropped
 
 
 class CallState(State):
@@ -143,3 +156,68 @@ class Call:
         """End the call's backward pass, even if the pass did not reach the call."""
         if self.state not in (CallState.FORWARD, CallState.SPENT):
             self.enter(CallState.SPENT)
+
+
+class ForwardPasses:
+    """The forward passes since the last backward pass, and what a backward pass goes through.
+
+    ``current`` records calls now. See Note [Several forward passes before a backward pass].
+    """
+
+    def __init__(self) -> None:
+        self.current: ForwardPass | None = None
+        self._made: list[ForwardPass] = []  # without a backward pass yet
+        self._reached: list[ForwardPass] = []  # by the current backward pass
+        self._goes_through_one = False  # although several were made
+        self._goes_through_several = False
+
+    def begin(self) -> ForwardPass:
+        """Return a new forward pass to record calls in."""
+        made = ForwardPass()
+        self._made.append(made)
+        del self._made[:-_MAX_FORWARD_PASSES]
+        return made
+
+    def record(self, call: Call) -> None:
+        """Record a call; the first of a recomputation begins a pass that backward has reached."""
+        if self.current is None and call.in_backward:
+            self.current = ForwardPass()
+            self._reached.append(self.current)
+        elif self.current is None:
+            self.current = self.begin()
+        if not call.in_backward:
+            self.current.order.append(call.unit.index)
+        call.forward_pass = self.current
+
+    def reach(self, call: Call) -> None:
+        """Note that the backward pass goes through the forward pass of a recorded call."""
+        if call.forward_pass not in self._reached:
+            assert call.forward_pass is not None
+            self._reached.append(call.forward_pass)
+
+    def order(self) -> list[int]:
+        """Return the unit indices in the order of the forward passes that backward covers."""
+        made = self._made
+        if self._goes_through_one:
+            made = [each for each in made if each in self._reached] or made[-1:]
+        return [index for each in made for index in each.order]
+
+    def awaits(self, unit: PassUnit) -> bool:
+        """Tell whether calls of a unit that the backward pass waits for are open."""
+        waited_for = self._reached if self._goes_through_one else self._made + self._reached
+        return any(forward_pass.open[unit.index] for forward_pass in waited_for)
+
+    def awaits_backward(self, call: Call) -> bool:
+        """Tell whether a call's forward pass has had no backward pass yet."""
+        return call.forward_pass in self._made
+
+    def end_backward(self) -> None:
+        """Forget the forward passes that the backward pass has covered."""
+        reached = [each for each in self._made if each in self._reached]
+        if reached and len(self._made) > 1 and not self._goes_through_several:
+            self._goes_through_one = len(reached) == 1
+            self._goes_through_several = not self._goes_through_one
+        if not self._goes_through_one:
+            reached = self._made
+        self._made = [each for each in self._made if each not in reached]
+        self._reached = []

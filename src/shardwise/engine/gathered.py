@@ -114,10 +114,11 @@ class _Way:
 def _add_partial(param: ShardedParam, grad: torch.Tensor) -> None:
     """Add a gradient that did not arrive through the layers' parameter."""
     grad = grad.detach()
-    if param.partial is None:
-        param.partial = grad.to(param.sum_dtype, copy=True)
+    held = param.gradient
+    if held.partial is None:
+        held.partial = grad.to(held.sum_dtype, copy=True)
     else:
-        param.partial.add_(grad)
+        held.partial.add_(grad)
 
 
 def _reduce(
@@ -131,7 +132,7 @@ def _reduce(
         if full.grad is not None:
             _add_partial(param, full.grad)
             full.grad = None
-        elif somewhere and param.partial is None:  # so that all ranks reduce in one dtype
+        elif somewhere and param.gradient.partial is None:  # so that all ranks reduce in one dtype
             _add_partial(param, torch.zeros_like(full))
     engine.backward.on_pass_end()
 

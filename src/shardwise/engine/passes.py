@@ -12,16 +12,6 @@ backward begins, or at the end of the pass. A unit closes with its last open cal
 `Listener.on_pass_end` is queued once per pass. The hooks keep a `Call` alive in the graph, so a
 graph dropped without a backward pass leaves nothing behind.
 
-Note [Several forward passes before a backward pass]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Some programs run several forward passes and one backward pass through all of them (a sum of
-losses). Others run one backward pass through each (pipelines), in any order. The first backward
-pass to end after several forward passes shows the kind. Until then, and if any pass has gone
-through several, a unit waits for the open calls of all forward passes since the last backward pass:
-it is reduced once, but closes late. Otherwise it waits only for calls of forward passes that this
-pass has reached. The calls waited for decide when units are reduced, so they must be the same on
-all ranks. So forward passes made are counted, not live graphs, which may differ between ranks.
-
 Note [Double backward]
 ~~~~~~~~~~~~~~~~~~~~~~
 A pass with create_graph=True only makes the graph of a second pass (for a gradient penalty). No
@@ -40,12 +30,10 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine.calls import Call, CallState, ForwardPass, PassUnit
+from shardwise.engine.calls import Call, CallState, ForwardPass, ForwardPasses, PassUnit
 from shardwise.engine.misuse import changed_since_forward
 from shardwise.engine.seams import Activations
 from shardwise.engine.tree import tensors_in
-
-_MAX_FORWARD_PASSES = 256  # micro-batches in flight; older ones count as dropped
 
 
 def in_backward() -> bool:
@@ -108,15 +96,11 @@ class Passes:
         self._root: PassUnit | None = None
         self._inside: dict[int, frozenset[int]] = {}  # modules inside each unit, made on demand
         self._progress: list[_Progress] = []
-        self._stack: list[Call] = []
-        self._forward_pass: ForwardPass | None = None
-        self._forward_passes: list[ForwardPass] = []  # made, without a backward pass yet
-        self._reached: list[ForwardPass] = []  # by the current backward pass
-        self._goes_through_one = False  # although several were made
-        self._goes_through_several = False
+        self.stack: list[Call] = []  # the running forward calls, outermost first
+        self.forward = ForwardPasses()
         self._unhooked: list[tuple[Call, int]] = []
         self._life: weakref.ref[_Life] | None = None  # of the current backward pass
-        self._creates_graph = False  # the current backward pass has create_graph=True
+        self.creates_graph = False  # the current backward pass has create_graph=True
         self._second_is_due = False  # the previous backward pass had create_graph=True
 
     def take_units(self, units: Sequence[PassUnit]) -> None:
@@ -133,44 +117,25 @@ class Passes:
         return other is not unit and id(other.modules[0]) in self._inside[unit.index]
 
     # -- forward
-    @property
-    def stack(self) -> Sequence[Call]:
-        """The running forward calls, outermost first."""
-        return self._stack
-
     def enter(self, unit: PassUnit) -> Call:
         """Begin a call."""
         inside = in_backward()
         if self._activations is not None and not inside and self._is_outermost(unit):
             self._activations.open()
         recomputes = inside and self._progress[unit.index].in_backward
-        call = Call(unit, tuple(c.unit for c in self._stack), inside, recomputes)
-        self._stack.append(call)
+        call = Call(unit, tuple(c.unit for c in self.stack), inside, recomputes)
+        self.stack.append(call)
         return call
 
     def record(self, call: Call) -> None:
         """Record the innermost call, which autograd records too."""
-        if self._forward_pass is None and call.in_backward:
-            self._forward_pass = ForwardPass()
-            self._reached.append(self._forward_pass)
-        elif self._forward_pass is None:
-            self._forward_pass = self.begin_forward()
-        if not call.in_backward:
-            self._forward_pass.order.append(call.unit.index)
-        call.forward_pass = self._forward_pass
+        self.forward.record(call)
         call.versions = call.unit.read_versions()
         self._progress[call.unit.index].calls.add(call)
 
-    def begin_forward(self) -> ForwardPass:
-        """Return a new forward pass to record calls in."""
-        made = ForwardPass()
-        self._forward_passes.append(made)
-        del self._forward_passes[:-_MAX_FORWARD_PASSES]
-        return made
-
     def go_on(self, stack: list[Call], forward_pass: ForwardPass | None) -> None:
         """Continue inside the calls of ``stack``; record later calls in ``forward_pass``."""
-        self._stack, self._forward_pass = stack, forward_pass
+        self.stack, self.forward.current = stack, forward_pass
 
     def watch_inputs(self, call: Call, inputs: object) -> None:
         """Register hooks on a call's inputs, which fire when its backward has ended."""
@@ -181,16 +146,16 @@ class Passes:
 
     def leave(self) -> Call:
         """End the forward of the innermost call."""
-        call = self._stack.pop()
-        if not self._stack:
-            self._forward_pass = None
+        call = self.stack.pop()
+        if not self.stack:
+            self.forward.current = None
         if self._activations is not None and self._is_outermost(call.unit):
             self._activations.close()
         return call
 
     def _is_outermost(self, unit: PassUnit) -> bool:
         """Tell whether a call is outermost; the root is, even if an interrupted pass left calls."""
-        return not self._stack or unit is self._root
+        return not self.stack or unit is self._root
 
     def watch_outputs(self, call: Call, output: object) -> bool:
         """Register hooks on a recorded call's outputs; tell whether autograd can reach any."""
@@ -235,11 +200,6 @@ class Passes:
         """Tell whether a backward pass has begun and was not reset."""
         return self._life is not None
 
-    @property
-    def creates_graph(self) -> bool:
-        """Tell whether the current pass has create_graph=True."""
-        return self._creates_graph
-
     def is_open(self, unit: PassUnit) -> bool:
         """Tell whether the pass has reached a unit, or a gradient came after the unit closed."""
         progress = self._progress[unit.index]
@@ -261,21 +221,13 @@ class Passes:
     def _begin_pass(self, call: Call | None = None) -> None:
         if self._life is not None and self._life() is None:
             self._listener.on_cut()
-        if call is not None and call.forward_pass not in self._reached:
-            assert call.forward_pass is not None
-            self._reached.append(call.forward_pass)
+        if call is not None:
+            self.forward.reach(call)
         if self._life is None:
-            self._listener.on_pass(self._order())
+            self._listener.on_pass(self.forward.order())
             life = _Life()
             self._life = weakref.ref(life)
             Variable._execution_engine.queue_callback(partial(self._end_pass, life))
-
-    def _order(self) -> list[int]:
-        """Return the unit indices in the order of the forward passes that this pass covers."""
-        made = self._forward_passes
-        if self._goes_through_one:
-            made = [each for each in made if each in self._reached] or made[-1:]
-        return [index for each in made for index in each.order]
 
     def _reach(self, call: Call, node: int) -> None:
         """Begin the backward of a call at the node with this sequence number."""
@@ -286,7 +238,7 @@ class Passes:
         if around is not None and around.state is CallState.AWAITING:
             self._reach(around, node)  # the enclosing call begins first
         if torch.is_grad_enabled():
-            self._creates_graph = True
+            self.creates_graph = True
         self._listener.on_reached(call)
         if call.versions != call.unit.read_versions():
             raise changed_since_forward(call.unit.name)
@@ -329,16 +281,12 @@ class Passes:
         """Close one call, and its unit after the last open call."""
         if call.state in (CallState.FORWARD, CallState.PASSED) or self._life is None:
             return
-        if self._creates_graph or self._second_is_due:
+        if self.creates_graph or self._second_is_due:
             return  # see Note [Double backward]
         call.enter(CallState.PASSED)
         self._listener.on_call_over(call)
         unit = call.unit
-        waited_for = self._reached
-        if not self._goes_through_one:
-            waited_for = self._forward_passes + self._reached
-        is_awaited = any(forward_pass.open[unit.index] for forward_pass in waited_for)
-        if not self._progress[unit.index].used_outside and not is_awaited:
+        if not self._progress[unit.index].used_outside and not self.forward.awaits(unit):
             self.close(unit)
 
     def close(self, unit: PassUnit) -> None:
@@ -355,32 +303,25 @@ class Passes:
                 yield call
 
     def _end_pass(self, life: "_Life") -> None:
-        if self._creates_graph:
+        if self.creates_graph:
             self._listener.on_double()
         else:
             self._listener.on_pass_end()
 
     def reset(self) -> None:
         """Forget the pass after it has ended or raised."""
-        reached = [each for each in self._forward_passes if each in self._reached]
-        if reached and len(self._forward_passes) > 1 and not self._goes_through_several:
-            self._goes_through_one = len(reached) == 1
-            self._goes_through_several = not self._goes_through_one
-        if not self._goes_through_one:
-            reached = self._forward_passes
-        self._forward_passes = [each for each in self._forward_passes if each not in reached]
+        self.forward.end_backward()
         for progress in self._progress:
             progress.used_outside = progress.in_backward = False
             progress.num_grads = 0
             for call in progress.calls:
-                if call.forward_pass not in self._forward_passes:
+                if not self.forward.awaits_backward(call):
                     call.end_pass()
-        self._reached = []
         self._unhooked.clear()
         self._life = None
-        self._second_is_due, self._creates_graph = self._creates_graph, False
+        self._second_is_due, self.creates_graph = self.creates_graph, False
 
     def forget_forward(self) -> None:
         """Forget the running forward calls after a pass that raised."""
-        self._stack.clear()
-        self._forward_pass = None
+        self.stack.clear()
+        self.forward.current = None

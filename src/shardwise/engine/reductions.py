@@ -76,7 +76,7 @@ class Reduction:
     def _forget_grads_if_none(self) -> None:
         for unit in self.units:
             if not unit.grads.num_reducing:
-                unit.forget_grads_if_none()
+                unit.grads.forget_if_none()
 
     @property
     def held(self) -> Held | None:
@@ -143,13 +143,13 @@ class Reductions:
         if (
             is_shared
             or unit.grads.sums.zero_fill
-            or any(param.has_partial for param in unit.params)
+            or any(param.gradient.has_partial for param in unit.params)
         ):
             self._queue.add(unit)
 
     def keep(self, unit: Unit) -> None:
         """Keep a unit's gradients on this rank, added to those of the window so far."""
-        unit.keep_partials()
+        unit.grads.keep_partials()
 
     def close(self) -> None:
         """Start the remaining reductions at the end of a backward pass."""

@@ -145,7 +145,7 @@ class Engine:
         if not self.backward.window_open:
             return False
         unread = (GradState.PARTIAL, GradState.REDUCING)
-        if any(unit.grad_state in unread for unit in self.units):
+        if any(unit.grads.state in unread for unit in self.units):
             return True
         return any(param.grad is not None for unit in self.units for param in unit.params)
 
@@ -215,7 +215,7 @@ class Engine:
         self._num_calls += 1
         if not self._num_calls & (self._num_calls - 1):
             # only in calls 1, 2, 4, 8 ...: it costs a millisecond
-            shows_full = any(each.is_pinned or each.shows_full for each in self.units)
+            shows_full = any(each.slots.is_pinned or each.shows_full for each in self.units)
             if self.rules.owns_all and not shows_full:
                 refuse_strangers(unit.name, unit.module)
 

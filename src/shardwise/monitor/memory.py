@@ -179,14 +179,16 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
         blocks.add(place_of(unit), "grad_shards", unit.name, storage.means.held)
         if storage.unreduced is not None:
             blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
-    is_empty = unit.grad_state is GradState.EMPTY and not unit.settings.stands_while_full
+    is_empty = unit.grads.state is GradState.EMPTY and not unit.settings.stands_while_full
     for param in unit.params:
-        if is_empty and not param.has_partial:  # autograd writes before the unit's state changes
+        gradient = param.gradient
+        # Autograd writes before the unit's state changes.
+        if is_empty and not gradient.has_partial:
             continue
-        for mean in (param.grad, param.mean):
+        for mean in (param.grad, gradient.mean):
             if isinstance(mean, DTensor):
                 blocks.add(place, "grad_shards", unit.name, [mean])
-        partials = [param.partial, getattr(param.leaf, "grad", None)]
+        partials = [gradient.partial, getattr(param.leaf, "grad", None)]
         blocks.add("device", "grad_full", unit.name, [t for t in partials if t is not None])
 
 

@@ -235,7 +235,7 @@ class _Rounds(Alone):
     def run(self) -> list[Any]:
         """Run all micro-batches; return their losses in the order of the micro-batches."""
         passes, stack = self._engine.passes, self._engine.passes.stack
-        self._pass = passes.begin_forward() if self._records else None
+        self._pass = passes.forward.begin() if self._records else None
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
@@ -392,7 +392,7 @@ class _Leaves:
                 for param in unit.params
                 if param.encoding.in_storage
                 and param.is_trained
-                and param.reduce_dtype not in (None, param.full.dtype)
+                and param.gradient.reduce_dtype not in (None, param.full.dtype)
             ]
             for unit in units
         }

@@ -355,8 +355,8 @@ class Overlap:
         owner = owner_of(param)
         if owner is not None:
             unit = owner.unit
-            stands = unit.settings.stands_while_full and unit.param_state is ParamState.FULL
-            if unit.is_pinned or stands:
+            stands = unit.settings.stands_while_full and unit.gather.state is ParamState.FULL
+            if unit.slots.is_pinned or stands:
                 return False
         had_state = self._stepped.get(param)
         return had_state is not None and (bool(optimizer.state.get(param)) or not had_state)

@@ -252,9 +252,8 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         storages[id(storage)] = _copy_storage(storage, made, ledger)
     for param in unit.params:
         cut = param.cut.over(comm)
-        trains = param.sharded.requires_grad
-        form, dim = AsShardTensor(cut), param.dim
-        copied = ShardedParam(made, param.uses, form, param.shape, trains, cut=cut, dim=dim)
+        form = AsShardTensor(cut, param.sharded.requires_grad)
+        copied = ShardedParam(made, param.uses, form, param.shape, cut=cut, dim=param.dim)
         if isinstance(param.encoding, OwnGather):
             form.place_apart(copied, _copy_chunk(param))
             copied.lie_apart(param.encoding.again())

@@ -34,7 +34,8 @@ def end_schedule(engine: Engine) -> None:
     **Raises** StateError if ``p.grad`` already has gradients of an earlier schedule.
     """
     params = [param for unit in engine.units for param in unit.params]
-    if engine.conditions.is_last_micro_batch is not False and any(p.has_partial for p in params):
+    is_last = engine.conditions.is_last_micro_batch is not False
+    if is_last and any(param.gradient.has_partial for param in params):
         engine.finish_reductions()
         before = next((p.name for p in params if _has_grad(p)), None)
         if before is not None:
@@ -59,7 +60,7 @@ def end_passes(engine: Engine) -> None:
 def _reduce(engine: Engine, *, last: bool) -> None:
     """Reduce all gradients on this rank; free full parameters."""
     for unit in engine.units:
-        if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
+        if unit.grads.state is GradState.EMPTY and any(s.gradient.has_partial for s in unit.params):
             unit.grads.enter(GradState.PARTIAL)
         if not unit.settings.stays_full:
             unit.unpin()
@@ -81,10 +82,10 @@ def _keep(engine: Engine) -> None:
     _reduce(engine, last=False)
     for unit in engine.units:
         unit.settings = replace(unit.settings, keeps_grads=False)
-        if unit.grad_state is GradState.PARTIAL:
-            unit.keep_partials()
+        if unit.grads.state is GradState.PARTIAL:
+            unit.grads.keep_partials()
             for param in unit.params:
-                param.leaves_scale = True
+                param.gradient.leaves_scale = True
 
 
 class Member:

@@ -85,7 +85,7 @@ class ShardTensor(ShardTensorBase):
         owner = self._owner
         if owner is None or owner.sharded is not self:
             return self.__dict__.get("_plain_grad")
-        return owner.read_grad()
+        return owner.gradient.read()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -93,7 +93,7 @@ class ShardTensor(ShardTensorBase):
         if owner is None or owner.sharded is not self:
             self.__dict__["_plain_grad"] = value
         else:
-            owner.write_grad(value)
+            owner.gradient.write(value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -179,7 +179,7 @@ class ShardTensor(ShardTensorBase):
         elif name in ("register_hook", "register_post_accumulate_grad_hook"):
             owner = args[0]._owner
             if name != "register_hook" and owner is not None and owner.sharded is args[0]:
-                return owner.add_grad_hook(*args[1:], **call.kwargs)
+                return owner.gradient.add_hook(*args[1:], **call.kwargs)
             raise ShardError(
                 f"{name} on a ShardTensor: autograd does not see it, and the full parameter's "
                 "gradient is this rank's alone; read p.grad after loss.backward(), or use "

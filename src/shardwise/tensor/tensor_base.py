@@ -16,10 +16,29 @@ if TYPE_CHECKING:
         """What stands in ``model.parameters()``: a DTensor that is a parameter."""
 
 
+class OwnedGradient(Protocol):
+    """The gradient of an owned parameter, for the parameter's ShardTensor."""
+
+    def read(self) -> torch.Tensor | None:
+        """Finish reductions in flight and return the reduced gradient."""
+
+    def write(self, value: torch.Tensor | None) -> None:
+        """Replace the gradient; None drops it, reduced or not."""
+
+    def add_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call ``hook`` with the parameter once its gradient is reduced; return a handle."""
+
+
 class Owner(Protocol):
     """The interface of the unit that owns a parameter, for the parameter's ShardTensor."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+
+    @property
+    def gradient(self) -> OwnedGradient:
+        """The parameter's gradient."""
 
     @property
     def sharded(self) -> torch.Tensor | None:
@@ -29,20 +48,11 @@ class Owner(Protocol):
     def full(self) -> torch.Tensor:
         """The full parameter, autograd's leaf, if it has been made."""
 
-    def read_grad(self) -> torch.Tensor | None:
-        """Finish reductions in flight and return the reduced gradient."""
-
-    def write_grad(self, value: torch.Tensor | None) -> None:
-        """Replace the gradient; None drops it, reduced or not."""
-
     def use_full(self) -> torch.Tensor:
         """Return the full parameter, autograd's leaf."""
 
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is running."""
-
-    def add_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Call ``hook`` with the parameter once its gradient is reduced; return a handle."""
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""

@@ -161,7 +161,9 @@ class OwnGather:
                 "fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: "
                 "tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
-        args: list[Any] = [param.unit.shard_mesh]
+        mesh = param.unit.comm.axes.mesh
+        of_shards = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+        args: list[Any] = [of_shards]
         if count == 5:
             size = torch.Size(param.shape)
             stride = torch.empty(size, device="meta").stride()

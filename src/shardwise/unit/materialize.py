@@ -225,13 +225,13 @@ class Materializer:
             for part in plain_parts(value).values():
                 unit.comm.broadcast(part, collective, also=also)
             cut = make_cut(shape, layout, number, unit.comm, spec.name)
-            form, is_trained = AsShardTensor(cut), spec.param.requires_grad
-            param = ShardedParam(unit, spec.uses, form, shape, is_trained, cut=cut)
+            form = AsShardTensor(cut, spec.param.requires_grad)
+            param = ShardedParam(unit, spec.uses, form, shape, cut=cut)
             form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
             frees = self._config.stage.frees_after_backward
             param.lie_apart(OwnGather(policy, axis.size, frees=frees))
             param.index = number
-            param.grad_hooks.adopt(spec.param)
+            param.gradient.hooks.adopt(spec.param)
             unit.add(param)
             made.append(param)
         dtype = params[0].param.dtype
@@ -259,12 +259,12 @@ class Materializer:
                 value = local_of(param.param).detach().contiguous()
                 collective = CollectiveId("broadcast", param.name, unit.index)
                 comm.broadcast(value, collective, also=self._copied_over(param.param, comm))
-            is_trained, form = param.param.requires_grad, AsShardTensor(cut)
-            made = ShardedParam(unit, param.uses, form, shape, is_trained, cut=cut, dim=dim)
+            form = AsShardTensor(cut, param.param.requires_grad)
+            made = ShardedParam(unit, param.uses, form, shape, cut=cut, dim=dim)
             made.lie_in(storage, number)
             storage.fill(number, made.encoding.spread(value))
             made.keep_notes(vars(param.param))
-            made.grad_hooks.adopt(param.param)
+            made.gradient.hooks.adopt(param.param)
             unit.add(made)
         storage.free()
         return storage

@@ -5,7 +5,7 @@
 does; its gradient is an attribute, set as soon as it is reduced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -13,18 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.torch_collectives import waited_for
-from shardwise.errors import StateError
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, Encoding
-from shardwise.unit.grad_hooks import GradHooks
-from shardwise.unit.partial import PartialGrad
-from shardwise.unit.states import GradState
+from shardwise.unit.gradient import Gradient
 from shardwise.unit.storage import Storage
 
 if TYPE_CHECKING:
@@ -74,9 +70,10 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class AsShardTensor:
-    """A `ShardTensor` with the cut ``cut``."""
+    """A `ShardTensor` with the cut ``cut``, which autograd trains or not."""
 
     cut: Cut
+    is_trained: bool
     asks_unit = True
 
     @property
@@ -92,7 +89,7 @@ class AsShardTensor:
     def place_apart(self, param: "ShardedParam", local: torch.Tensor) -> None:
         """Make the parameter from elements outside any storage."""
         made = ShardTensor.wrap(local, self.cut, param)
-        param.sharded = cast("Sharded", nn.Parameter(made, requires_grad=param.requires_grad))
+        param.sharded = cast("Sharded", nn.Parameter(made, requires_grad=self.is_trained))
 
     def like(self, local: torch.Tensor) -> DTensor:
         """Return a ShardTensor that no unit owns."""
@@ -113,18 +110,17 @@ class AsShardTensor:
 
     def grad_of(self, param: "ShardedParam") -> torch.Tensor | None:
         """Return the parameter's mean."""
-        found: torch.Tensor | None = param.mean
-        return found
+        return param.gradient.mean
 
     def add_to_grad(self, param: "ShardedParam", mean: torch.Tensor) -> None:
         """Set the parameter's mean, or add to it, as autograd would."""
-        param.grad_hooks.is_due = True
-        if param.mean is None:
-            param.mean = ShardTensor.wrap(mean, self.cut)
+        param.gradient.hooks.is_due = True
+        grad = param.gradient.mean
+        if grad is None:
+            param.gradient.mean = ShardTensor.wrap(mean, self.cut)
         else:
             if param.has_storage:
                 param.storage.means.forget()  # the sum lies elsewhere; do not keep two
-            grad = param.mean
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 
 
@@ -234,8 +230,7 @@ class Scheduler(Protocol):
 class ShardedParam:
     """A parameter in its ``sharded`` form and its ``full`` form, which is autograd's leaf.
 
-    ``mean`` is the reduced gradient if the form asks the unit for it. ``partial`` is the sum of
-    unreduced gradients that autograd does not keep in the leaf. The cut is along ``dim``.
+    The cut is along ``dim``.
     """
 
     def __init__(
@@ -244,17 +239,14 @@ class ShardedParam:
         uses: tuple[ParamUse, ...],
         form: Form,
         shape: tuple[int, ...],
-        requires_grad: bool,
         *,
         cut: Cut | None = None,
         dim: int = 0,
     ) -> None:
-        self.name = uses[0].name
         self.unit = unit
         self.uses = uses
         self.form = form
         self.shape = shape
-        self.requires_grad = requires_grad
         self._cut = cut
         self.dim = dim
         self.encoding: Encoding = AlongDim(dim, shape) if dim else AS_IT_LIES
@@ -263,12 +255,14 @@ class ShardedParam:
         self.sharded: Sharded = None  # type: ignore[assignment]  # until it is laid out
         self.leaf: nn.Parameter | None = None  # None until it is made; `OwnGather` makes it
         self.local: torch.Tensor = None  # type: ignore[assignment]  # its elements then
-        self.mean: torch.Tensor | None = None
-        self.partial: torch.Tensor | None = None
-        self.leaves_scale = False  # see PartialGrad
+        self.gradient = Gradient(self)
         self.tie: Tie | None = None  # with copies on other pipeline stages
-        self.grad_hooks = GradHooks()
         self._watched = False
+
+    @property
+    def name(self) -> str:
+        """The name in the model, of its first use."""
+        return self.uses[0].name
 
     @property
     def full(self) -> nn.Parameter:
@@ -307,7 +301,8 @@ class ShardedParam:
         return self._storage is storage
 
     @property
-    def _engine(self) -> Scheduler:
+    def engine(self) -> Scheduler:
+        """The engine of the parameter's model."""
         assert self.unit.scheduler is not None, f"'{self.name}': its unit has no engine yet"
         return self.unit.scheduler
 
@@ -343,7 +338,7 @@ class ShardedParam:
         """Return another leaf of the same memory, whose gradients are summed as they arrive."""
         made = nn.Parameter(self.full.detach())
         vars(made)[_SUMS] = self
-        self._engine.watch_grad(self.unit, made)
+        self.engine.watch_grad(self.unit, made)
         return made
 
     def read_through(self, leaf: nn.Parameter) -> None:
@@ -387,59 +382,20 @@ class ShardedParam:
                 setattr(use.module, use.attribute, param)
 
     # -- the interface of ShardTensor's Owner
-    def read_grad(self) -> torch.Tensor | None:
-        """Finish the gradient's reduction and return the mean, or a `PartialGrad`."""
-        state = self.unit.grad_state
-        if state is GradState.REDUCING:
-            self._finish_reduction()
-        if self.unit.grad_state is GradState.PARTIAL and (self.has_partial or self.is_deferred):
-            return PartialGrad.of(self)
-        return self.mean
-
-    def write_grad(self, value: torch.Tensor | None) -> None:
-        """Replace the gradient; None drops it. A full tensor is cut."""
-        state = self.unit.grad_state
-        if state is GradState.EMPTY and value is None:
-            return
-        if state is GradState.REDUCING:
-            self._finish_reduction()
-        if self.unit.grad_state is GradState.PARTIAL:
-            self.forget_partial()
-        if value is None:
-            self.mean = None
-            self.unit.forget_grads_if_none()
-            return
-        if not isinstance(value, ShardTensor):
-            value = ShardTensor.wrap(self.cut.slice_of(value).clone(), self.cut)
-        if not value._cut.matches(self.cut) or value.dtype != self.sharded.dtype:
-            raise StateError(
-                f"gradient of '{self.name}': expected {self.cut.shape} {self.sharded.dtype}, got "
-                f"{tuple(value.shape)} {value.dtype}"
-            )
-        self.mean = value
-        self.unit.grads.enter(GradState.REDUCED)
-
-    def _finish_reduction(self) -> None:
-        self._engine.finish_reductions(self.unit)
-
     def use_full(self) -> torch.Tensor:
         """Return the full parameter for a use outside its module."""
-        self._engine.use_outside(self.unit)
+        self.engine.use_outside(self.unit)
         return self.full
 
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is running."""
-        return self._engine.is_running()
+        return self.engine.is_running()
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""
         if self.leaf is not None:
             self.leaf.requires_grad_(requires_grad)
             self.watch()
-
-    def add_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
-        """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
-        return self.grad_hooks.add(hook, self.sharded if self.leaf is None else self.leaf)
 
     # -- the interface for checkpoints and contexts
     @property
@@ -453,85 +409,9 @@ class ShardedParam:
         of = self.leaf if self.form.asks_unit and self.leaf is not None else self.sharded
         return bool(of.requires_grad)
 
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype of sums of gradients; None means the gradients' dtype."""
-        return self.unit.reduce_dtype_of(self.sharded.dtype)
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """The dtype of sums of unreduced gradients: `reduce_dtype`, or the sharded one's."""
-        return self.reduce_dtype or self.sharded.dtype
-
-    # -- unreduced gradients
-    @property
-    def has_partial(self) -> bool:
-        """Tell whether this rank has an unreduced gradient of this parameter."""
-        return self.partial is not None or (self.leaf is not None and self.leaf.grad is not None)
-
-    @property
-    def keeps_grad(self) -> bool:
-        """Tell whether the unit holds a gradient, reduced or not."""
-        return self.mean is not None or self.has_partial or self.is_deferred
-
-    @property
-    def is_deferred(self) -> bool:
-        """Tell whether a gradient on any rank awaits its sum over replicas."""
-        kept = None if self._storage is None else self._storage.unreduced
-        return kept is not None and self in kept.params
-
-    @property
-    def gets_mean(self) -> bool:
-        """Tell whether a reduction gives a mean, also if frozen after a gradient in the window."""
-        return self.is_trained or self.is_deferred
-
-    def drop_partial(self) -> None:
-        """Drop the unreduced gradient and update the unit's state."""
-        self.forget_partial()
-        self.unit.forget_grads_if_none()
-
-    def forget_partial(self) -> None:
-        """Drop the unreduced gradient; the caller updates the unit's state."""
-        self.partial, self.leaves_scale = None, False
-        if self.leaf is not None:
-            self.leaf.grad = None
-        kept = None if self._storage is None else self._storage.unreduced
-        if kept is not None and self in kept.params:
-            begin = self.storage.place_in_shards(self.index)
-            kept.drop(self, slice(begin, begin + self.cut.hi - self.cut.lo))
-            if not kept.params:
-                self.storage.unreduced = None
-
-    def keep_partial(self, leaf: torch.Tensor | None = None) -> None:
-        """Add the micro-batch's gradient, or another leaf's, to the unreduced sum."""
-        leaf = self.leaf if leaf is None else leaf
-        grad = None if leaf is None else leaf.grad
-        dtype = self.reduce_dtype
-        if leaf is None or grad is None or (self.partial is None and dtype in (None, grad.dtype)):
-            return
-        leaf.grad = None
-        self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
-
-    def take_partial(self) -> torch.Tensor | None:
-        """Return the unreduced gradient as a strided local tensor, and drop it."""
-        if self.leaf is None:
-            return None
-        grad, self.leaf.grad = self.leaf.grad, None
-        partial, self.partial = self.partial, None
-        self.leaves_scale = False
-        if partial is not None:
-            grad = partial if grad is None else partial.add_(grad)
-        if grad is None:
-            return None
-        grad = self.form.full_grad(grad)
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        found: torch.Tensor = grad
-        return found
-
 
 def sum_as_they_come(leaf: torch.Tensor) -> None:
     """Add a leaf's gradient to its parameter's unreduced sum, if it is `another_leaf`."""
     param: ShardedParam | None = vars(leaf).get(_SUMS)
     if param is not None:
-        param.keep_partial(leaf)
+        param.gradient.keep_partial(leaf)

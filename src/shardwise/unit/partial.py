@@ -28,11 +28,9 @@ class Unreduced:
 
 
 class Holder(Protocol):
-    """The holder of an unreduced gradient: a parameter of a unit."""
+    """The holder of an unreduced gradient: a `Gradient`."""
 
-    name: str
-    sharded: Any
-    cut: Any
+    param: Any
     leaves_scale: bool
 
     def drop_partial(self) -> None:
@@ -47,23 +45,23 @@ class PartialGrad(torch.Tensor):
     divides the whole window.
     """
 
-    _param: Holder
+    _holder: Holder
 
     def full_tensor(self) -> NoReturn:
         """Refuse: there is no mean to gather yet."""
-        raise _not_reduced("full_tensor", [self._param])
+        raise _not_reduced("full_tensor", [self._holder])
 
     def to_local(self) -> NoReturn:
         """Refuse: there is no mean to slice yet."""
-        raise _not_reduced("to_local", [self._param])
+        raise _not_reduced("to_local", [self._holder])
 
     @classmethod
-    def of(cls, param: Holder) -> "PartialGrad":
-        """Make the stand-in for the unreduced gradient of ``param``."""
-        held = param.sharded
+    def of(cls, holder: Holder) -> "PartialGrad":
+        """Make the stand-in for an unreduced gradient."""
+        held = holder.param.sharded
         empty = torch.empty((), dtype=held.dtype, device=held.device)
-        made: PartialGrad = empty.expand(param.cut.shape).as_subclass(cls)
-        made._param = param
+        made: PartialGrad = empty.expand(holder.param.cut.shape).as_subclass(cls)
+        made._holder = holder
         return made
 
     @classmethod
@@ -82,17 +80,17 @@ class PartialGrad(torch.Tensor):
         if name in ("zero_", "_foreach_zero_"):
             for grad in args[0] if name == "_foreach_zero_" else args[:1]:
                 if isinstance(grad, PartialGrad):
-                    grad._param.drop_partial()
+                    grad._holder.drop_partial()
             return None
-        if name == "div_" and isinstance(args[0], PartialGrad) and args[0]._param.leaves_scale:
-            args[0]._param.leaves_scale = False
+        if name == "div_" and isinstance(args[0], PartialGrad) and args[0]._holder.leaves_scale:
+            args[0]._holder.leaves_scale = False
             return args[0]
-        params = [a._param for a in _flatten(args) if isinstance(a, PartialGrad)]
-        raise _not_reduced(name, params)
+        holders = [a._holder for a in _flatten(args) if isinstance(a, PartialGrad)]
+        raise _not_reduced(name, holders)
 
 
-def _not_reduced(name: str, params: Sequence[Holder]) -> StateError:
-    which = f"'{params[0].name}'" if params else "a parameter"
+def _not_reduced(name: str, holders: Sequence[Holder]) -> StateError:
+    which = f"'{holders[0].param.name}'" if holders else "a parameter"
     return StateError(
         f"{name}: the gradient of {which} is not reduced yet, because "
         "the accumulation window is still open. Run the window's last micro-batch under "

@@ -187,7 +187,7 @@ class RunningSum:
         self._items = items = list[ReduceItem]()
         for unit in units:
             for storage in unit.storages:
-                params = [s for s in unit.params if s.rests_in(storage) and s.gets_mean]
+                params = [s for s in unit.params if s.rests_in(storage) and s.gradient.gets_mean]
                 if storage.unreduced is not None and not self._defers:
                     self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
@@ -228,9 +228,9 @@ class RunningSum:
     ) -> list[ReduceItem]:
         if not params:
             return []
-        grads = [param.take_partial() for param in params]
+        grads = [param.gradient.take_partial() for param in params]
         found = [grad.dtype for grad in grads if grad is not None]
-        asked = params[0].reduce_dtype
+        asked = params[0].gradient.reduce_dtype
         dtype = asked or reduce(promote_types, found, storage.compute_dtype)
         # see Note [Dtype of a sum]
         sends_sum = asked is None or dtype.itemsize < storage.compute_dtype.itemsize

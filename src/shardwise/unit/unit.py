@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.collectives import Comm, Transport
 from shardwise.comm.pending import GatherItem, Pending
@@ -67,6 +66,7 @@ class Gradients:
 
     unit: str
     sums: Sum
+    params: list[ShardedParam]
     state: GradState = GradState.EMPTY
     num_reducing: int = 0
     has_local_sum: bool = False
@@ -88,6 +88,26 @@ class Gradients:
         self.num_reducing -= 1
         if not self.num_reducing and self.state is GradState.REDUCING:
             self.enter(GradState.PARTIAL if is_deferred else GradState.REDUCED)
+
+    def forget_if_none(self) -> None:
+        """Return to EMPTY if no parameter has a gradient."""
+        if not any(param.gradient.is_kept for param in reversed(self.params)):
+            self.enter(GradState.EMPTY)
+
+    def keep_partials(self) -> None:
+        """Add the micro-batch's gradients to this rank's sums of the window."""
+        self.enter(GradState.PARTIAL)
+        for param in self.params:
+            param.gradient.keep_partial()
+
+    def drop_partials(self) -> None:
+        """Drop unreduced gradients after an interrupted backward pass."""
+        for param in self.params:
+            param.gradient.forget_partial()
+        if self.state is GradState.PARTIAL:
+            any_reduced = any(param.gradient.mean is not None for param in self.params)
+            self.enter(GradState.REDUCED if any_reduced else GradState.EMPTY)
+        self.has_local_sum = False
 
 
 class Unit:
@@ -121,9 +141,8 @@ class Unit:
         self.home = home
         self.params: list[ShardedParam] = []
         self.storages: list[Storage] = []
-        self.full_bytes = 0  # of the full copy
         self.gather = gather or Gather()
-        self.grads = Gradients(name, sums)
+        self.grads = Gradients(name, sums, self.params)
         self.slots = Slots(binds=not settings.stands_while_full)
         self.steps: list[RunningStep] = []
         self.writes: list[RunningStep] = []
@@ -142,8 +161,12 @@ class Unit:
     def lay_out(self, storages: Sequence[Storage]) -> None:
         """Take the storages of the parameters; called again when they have changed."""
         self.storages = list(storages)
-        self.full_bytes = sum(storage.memory.full_bytes for storage in self.storages)
         self.gather.apart = Apart(self.params)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameters in storages."""
+        return sum(storage.memory.full_bytes for storage in self.storages)
 
     @property
     def frees_in_backward(self) -> bool:
@@ -155,7 +178,7 @@ class Unit:
 
     def read_ahead(self) -> None:
         """Start reading slices from files, unless a step of them is running."""
-        if self.param_state is ParamState.SHARDED and all(step.is_over for step in self.steps):
+        if self.gather.state is ParamState.SHARDED and all(step.is_over for step in self.steps):
             for storage in self.storages:
                 storage.read_ahead()
 
@@ -205,7 +228,7 @@ class Unit:
     def finish_unshard(self) -> None:
         """Make the unit FULL: start the gather if needed, and wait for it."""
         self.start_unshard()
-        if self.param_state is not ParamState.GATHERING:
+        if self.gather.state is not ParamState.GATHERING:
             return
         for storage in self.storages:
             storage.finish_fetch()
@@ -238,9 +261,9 @@ class Unit:
             self._give_up()
 
     def _give_up(self) -> None:
-        if self.param_state is ParamState.GATHERING:
+        if self.gather.state is ParamState.GATHERING:
             self.finish_unshard()
-        if self.param_state is not ParamState.FULL:
+        if self.gather.state is not ParamState.FULL:
             return
         if self.gather.nearby is not None and not self.gather.apart.gathers:
             self.gather.nearby.leave(self.storages, self._local_versions)
@@ -259,13 +282,13 @@ class Unit:
         if self.steps:  # all ranks have steps, done or not, so they agree
             return False
         if self.settings.stands_while_full:
-            return self.param_state is ParamState.FULL
+            return self.gather.state is ParamState.FULL
         return all(s.is_fresh for s in self.storages) and self.gather.apart.is_fresh
 
     @property
     def is_resident(self) -> bool:
         """Tell whether the full parameters are being gathered or hold present values."""
-        return self.param_state is ParamState.GATHERING or self.is_fresh
+        return self.gather.state is ParamState.GATHERING or self.is_fresh
 
     @property
     def is_trained(self) -> bool:
@@ -294,7 +317,7 @@ class Unit:
     def shows_full(self) -> bool:
         """Tell whether the full parameters are in the modules now."""
         stands = self.settings.stands_while_full
-        return self.is_unsharded if stands else self.slots.are_full
+        return self.gather.state is ParamState.FULL if stands else self.slots.are_full
 
     # -- pinned until `unpin`
     def pin(self) -> None:
@@ -327,55 +350,7 @@ class Unit:
         asked = self.precision.reduce_dtype
         return master if asked is None and self.grads.sums.in_param_dtype else asked
 
-    def forget_grads_if_none(self) -> None:
-        """Return to EMPTY if no parameter has a gradient."""
-        if not any(param.keeps_grad for param in reversed(self.params)):
-            self.grads.enter(GradState.EMPTY)
-
-    def keep_partials(self) -> None:
-        """Add the micro-batch's gradients to this rank's sums of the window."""
-        self.grads.enter(GradState.PARTIAL)
-        for param in self.params:
-            param.keep_partial()
-
-    def drop_partials(self) -> None:
-        """Drop unreduced gradients after an interrupted backward pass."""
-        for param in self.params:
-            param.forget_partial()
-        for storage in self.storages:
-            storage.unreduced = None
-        if self.grads.state is GradState.PARTIAL:
-            any_reduced = any(param.mean is not None for param in self.params)
-            self.grads.enter(GradState.REDUCED if any_reduced else GradState.EMPTY)
-        self.grads.has_local_sum = False
-
-    # -- states, and what tools ask
-    @property
-    def param_state(self) -> ParamState:
-        """The state of the full parameters."""
-        return self.gather.state
-
-    @property
-    def grad_state(self) -> GradState:
-        """The state of the gradients."""
-        return self.grads.state
-
-    @property
-    def is_pinned(self) -> bool:
-        """Tell whether the unit stays full until `unpin`."""
-        return self.slots.is_pinned
-
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        """The mesh of the shard axis alone."""
-        mesh = self.comm.axes.mesh
-        return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Tell whether the unit is FULL."""
-        return self.gather.state is ParamState.FULL
-
+    # -- states
     def _enter(self, state: ParamState) -> None:
         before = self.gather.state
         self.gather.state = check_transition(PARAM_TRANSITIONS, self.name, before, state)

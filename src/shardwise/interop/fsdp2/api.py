@@ -34,7 +34,7 @@ from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis, axes_of
 from shardwise.tensor.replaced import retire
 from shardwise.tensor.shard_tensor import ShardTensor
-from shardwise.unit.grad_hooks import check_hooks
+from shardwise.unit.gradient import check_hooks
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
 

@@ -38,6 +38,7 @@ from shardwise.surface.state import Member, ModuleState
 from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
 from shardwise.unit.materialize import is_unwritten, poison
+from shardwise.unit.states import ParamState
 from shardwise.unit.unit import Unit
 
 _ACTIVATIONS = Offload(activations="cpu")
@@ -163,7 +164,7 @@ class State(ModuleState):
         if self._is_ready:
             return
         for unit in self.units:
-            if not unit.is_unsharded:
+            if unit.gather.state is not ParamState.FULL:
                 adopt(unit, self.asked, self._ledger)
             check_device(unit)
         self._is_ready = True
@@ -206,7 +207,6 @@ class State(ModuleState):
                 unit.name = ", ".join(known)
                 for param in unit.params:
                     param.uses = tuple(_named(use, names) for use in param.uses)
-                    param.name = param.uses[0].name
         return list(found.values())
 
     def rest(self, what: str) -> None:

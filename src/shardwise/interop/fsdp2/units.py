@@ -118,7 +118,7 @@ def take(
         spread.outer(param._spec) if isinstance(param, DTensor) else None,
         spread.reduced_dims,
     )
-    made = ShardedParam(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
+    made = ShardedParam(unit, uses, form, tuple(values.shape), dim=dim)
     chunk = chunk_of(values, shard.size, shard.rank, dim)
     held = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
     made.sharded = cast("Sharded", held)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config, take_renamed
+from shardwise.config import Precision, Schedule, ShardConfig, Units, resolve_config
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.runtime import Engine
@@ -52,7 +52,6 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _CONVERTED = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _DEFAULTS = {"stage": 3, "layout": "rows", "precision": "fp32", "schedule": None}
 _SCHEDULED = ("reduce_every", "prefetch_bytes", "bucket_bytes")
-_RENAMED = (*_SCHEDULED, "init")
 
 
 def _step_of(name: str, context: str) -> Callable[..., object]:
@@ -91,16 +90,11 @@ class ShardwiseStrategy(_DDPStrategy):
     ) -> None:
         known = (*_DEFAULTS, "units")
         for name in options:
-            if name not in (*known, *_RENAMED):
+            if name not in known:
                 raise ConfigError(
                     f"ShardwiseStrategy({name}=): there is no such option; expected one of mesh, "
                     f"cluster_environment, process_group_backend, timeout, {', '.join(known)}"
                 )
-        old = {name: options.pop(name) for name in _RENAMED if name in options}
-        if old:
-            given = {"units": options.get("units"), "schedule": options.get("schedule")}
-            take_renamed(given, old, "ShardwiseStrategy")
-            options |= {name: value for name, value in given.items() if value is not None}
         self._options = options
         self._mesh = mesh
         self._asked_config()  # refuses a wrong value before any process is started

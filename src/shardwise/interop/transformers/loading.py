@@ -26,7 +26,7 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.source import Source
-from shardwise.config import PrecisionLike, Schedule, Units, UnitsLike, take_renamed
+from shardwise.config import PrecisionLike, Schedule, Units, UnitsLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.model import noted_state
@@ -51,7 +51,6 @@ _REFUSED = {
     "output_loading_info": "read the report that is logged",
 }
 _COMPARED_BYTES = 64 << 20
-_RENAMED = ("reduce_every", "prefetch_bytes")  # settings that are in `Schedule` now
 
 
 def from_pretrained(
@@ -85,7 +84,6 @@ def from_pretrained(
     for name, reason in _REFUSED.items():
         if options.get(name) is not None:
             raise ConfigError(f"{name}: not with sharded weights: {reason}")
-    old = {str(name): options.pop(name) for name in _RENAMED if name in options}
     chosen = Units.of(units)
     if chosen.init is not None:
         raise ConfigError("units.init: from_pretrained fills the model from the file; leave it out")
@@ -97,7 +95,6 @@ def from_pretrained(
         "units": replace(chosen, init=leave_values),
         "schedule": schedule,
     }
-    take_renamed(settings, old, "from_pretrained")
     options.setdefault("local_files_only", True)
     own = _class_of(path, model_class, options)
     body = {  # see Note [The plain loader, but for the weights]

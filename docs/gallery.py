@@ -1,0 +1,49 @@
+"""Write what the examples print into gallery.md: `python docs/gallery.py [NAME.py ...]`.
+
+Tests that run an example compare what it prints with the page.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "gallery.md"
+# A command, and below it what it prints.
+SHOWN = re.compile(
+    r"^```sh\n(?P<command>torchrun .*?(?P<name>\w+\.py).*?)\n```\n\n"
+    r"```text\n(?P<printed>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def printed_by(name: str) -> str:
+    """Return what the page says that an example prints."""
+    (printed,) = (m["printed"] for m in SHOWN.finditer(PAGE.read_text()) if m["name"] == name)
+    return printed
+
+
+def run(shown: re.Match[str]) -> str:
+    """Run the command of the page; return it with what it has printed."""
+    if sys.argv[1:] and shown["name"] not in sys.argv[1:]:
+        return shown[0]
+    options = shown["command"].split(maxsplit=1)[1].replace(" \\\n", " ")
+    command = options.replace("examples/", f"{ROOT}/examples/").split()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", *command],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    printed = done.stdout.replace(f"{ROOT}/", "")
+    return shown[0].replace(f"```text\n{shown['printed']}", f"```text\n{printed}")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(SHOWN.sub(run, PAGE.read_text()))

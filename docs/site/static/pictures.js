@@ -1,0 +1,194 @@
+// Pictures that a reader changes. All numbers are in the page, written by Python.
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+// A labelled list of choices, or a slider over values. `chosen()` is the value.
+function makeSelect(label, values, value, changed) {
+  const select = make("select", {}, ...values.map((each) => make("option", {}, each)));
+  select.value = value;
+  select.addEventListener("input", changed);
+  return { element: make("label", {}, label, select), select, chosen: () => select.value };
+}
+
+function makeSlider(label, values, value, show, changed) {
+  const shown = make("output");
+  const range = make("input", { type: "range", min: 0, max: values.length - 1, step: 1 });
+  range.value = values.indexOf(value);
+  const tell = () => {
+    shown.textContent = show(values[range.value]);
+    range.setAttribute("aria-valuetext", shown.textContent);
+  };
+  range.addEventListener("input", () => { tell(); changed(); });
+  tell();
+  return { element: make("label", {}, label, range, shown), range, tell, chosen: () => values[range.value] };
+}
+
+function makeSwatch(colour) {
+  return make("span", { class: "swatch", style: `background:${colour}`, "aria-hidden": "true" });
+}
+
+function makeBar(parts, whole) {
+  return make("div", { class: "bar", "aria-hidden": "true" }, ...parts.map(([colour, size]) =>
+    make("span", { style: `background:${colour};width:${(100 * size) / whole}%` })));
+}
+
+function makeTable(head, rows) {
+  const line = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, {}, cell)));
+  return make("div", { class: "table-wrapper", tabindex: 0 }, make("table", { class: "docutils" },
+    make("thead", {}, line(head, "th")),
+    make("tbody", {}, ...rows.map((row) => line(row, "td")))));
+}
+
+const count = (number) => [["T", 1e12], ["B", 1e9], ["M", 1e6]]
+  .filter(([, unit]) => number >= unit).map(([name, unit]) => `${number / unit} ${name}`)[0];
+const digits = (number) => number.toLocaleString("en", { maximumSignificantDigits: 4 });
+
+function drawAccounting(box, data) {
+  const kinds = Object.entries(data.kinds);
+  const parts = Object.keys(data.rates).map((key) => key.split("/"));
+  const values = (place) => [...new Set(parts.map((each) => each[place]))];
+  const params = makeSlider("parameters", data.params, 7e9, count, update);
+  const ranks = makeSlider("ranks", data.ranks, 8, String, update);
+  const choices = [
+    makeSelect("offload", values(0), "none", update),
+    makeSelect("stage", values(1), "3", update),
+    makeSelect("precision", values(2), "bf16", update),
+    makeSelect("optimizer", values(3), "adamw", update),
+  ];
+  const [offload, stage, precision, optimizer] = choices;
+  const form = make("form", {}, params.element, ranks.element, stage.element, precision.element,
+    optimizer.element, offload.element);
+  const result = make("div", { "aria-live": "polite" });
+  const bytesOf = ([, , whole, ofSlice]) =>
+    whole * params.chosen() + ofSlice * Math.ceil(params.chosen() / ranks.chosen());
+
+  function update() {
+    // Where Python says nothing of a stage with an offload, the stage cannot be chosen.
+    for (const option of stage.select.options) {
+      const key = [offload.chosen(), option.value, precision.chosen(), optimizer.chosen()];
+      option.disabled = !(key.join("/") in data.rates);
+    }
+    if (stage.select.selectedOptions[0].disabled) stage.select.value = "3";
+    const how = choices.map((each) => each.chosen());
+    const rows = data.rates[how.join("/")];
+    const all = data.rates[["none", "0", ...how.slice(2)].join("/")];
+    const whole = all.reduce((sum, row) => sum + bytesOf(row), 0);
+    result.replaceChildren();
+    data.places.forEach((place, number) => {
+      const here = rows.filter((row) => row[0] === number);
+      const total = here.reduce((sum, row) => sum + bytesOf(row), 0);
+      if (number && !here.length) return;
+      result.append(
+        make("p", {}, make("strong", {}, place),
+          `: ${digits(total / 1e9)} GB = ${digits(total / 2 ** 30)} GiB`),
+        makeBar(here.map((row) => [kinds[row[1]][1], bytesOf(row)]), whole));
+    });
+    result.append(makeTable(["kind", "place", "bytes each", "GB", "GiB"], rows.map((row) => {
+      const [place, kind, ofAll, ofSlice] = row;
+      const terms = [ofAll && digits(ofAll), ofSlice && `${digits(ofSlice)}/N`].filter(Boolean);
+      const bytes = bytesOf(row);
+      return [make("span", {}, makeSwatch(kinds[kind][1]), kinds[kind][0]), data.places[place],
+        terms.join(" + "), digits(bytes / 1e9), digits(bytes / 2 ** 30)];
+    })));
+  }
+  update();
+  box.append(form, result,
+    make("p", { class: "note" }, "A full bar is stage 0 without offload. " +
+      "Bytes are per parameter of the model; N is the number of ranks."));
+}
+
+// The rectangles of one picture; x is in ms, and the picture is as wide as its box.
+function makePicture(label, width, height, rectangles) {
+  const create = (tag) => document.createElementNS("http://www.w3.org/2000/svg", tag);
+  const picture = create("svg");
+  const set = (element, values) =>
+    Object.entries(values).forEach(([name, value]) => element.setAttribute(name, value));
+  set(picture, { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
+    "aria-label": label });
+  for (const [x, y, w, h, fill] of rectangles) {
+    const rectangle = create("rect");
+    set(rectangle, { x, y, width: w, height: h, fill });
+    picture.append(rectangle);
+  }
+  return picture;
+}
+
+function drawStep(box, data) {
+  const rows = ["main", ...[...new Set(Object.values(data.stages).flatMap((stage) =>
+    stage.ranks.flatMap((rank) => rank.spans.map((span) => span[0]))))].sort()]
+    .filter((row, number) => !number || row !== "main");
+  const mib = (bytes) => (bytes / 2 ** 20).toFixed(1);
+  const sum = (held) => Object.values(held).reduce((all, bytes) => all + bytes, 0);
+  const most = Math.max(...Object.values(data.stages).flatMap((stage) =>
+    stage.ranks.flatMap((rank) => rank.memory.map(([, held]) => sum(held)))));
+  const name = (kind) => kind.replaceAll("_", " ");
+  const places = [...Array(201).keys()];
+  const stage = makeSelect("stage", Object.keys(data.stages), "3", redraw);
+  const ms = (place) => data.stages[stage.chosen()].ms * place / 200;
+  const time = makeSlider("time", places, 80, (place) => `${ms(place).toFixed(1)} ms`, update);
+  const tracks = make("div", { class: "tracks" });
+  const now = make("div");
+  const cursor = make("div", { class: "cursor", "aria-hidden": "true" });
+  // What a rank holds at a time: that of the newest moment.
+  const heldAt = (rank, at) =>
+    (rank.memory.findLast(([begin]) => begin <= at) ?? rank.memory[0])[1];
+
+  function redraw() {
+    const { ms: length, ranks } = data.stages[stage.chosen()];
+    tracks.replaceChildren();
+    ranks.forEach((rank, number) => {
+      const bars = rank.spans.map(([row, phase, , begin, long]) =>
+        [begin, rows.indexOf(row) * 10, Math.max(long, length / 1000), 8, data.phases[phase]]);
+      tracks.append(make("p", {}, `rank ${number}`),
+        makePicture(`timeline of rank ${number}`, length, rows.length * 10, bars));
+    });
+    const { memory } = ranks[0];
+    const areas = memory.flatMap(([at, held], number) => {
+      const begin = number ? at : 0;
+      const end = number + 1 < memory.length ? memory[number + 1][0] : length;
+      let top = most;
+      return Object.entries(data.kinds).filter(([kind]) => held[kind]).map(([kind, colour]) => {
+        top -= held[kind];
+        return [begin, top / 2 ** 20, end - begin, held[kind] / 2 ** 20, colour];
+      });
+    });
+    const area = makePicture("memory of rank 0 by kind", length, most / 2 ** 20, areas);
+    area.classList.add("memory");
+    tracks.append(make("p", {}, `memory of rank 0; the height is ${mib(most)} MiB`), area, cursor);
+    time.tell();
+    update();
+  }
+
+  function update() {
+    const at = ms(time.chosen());
+    const { ranks } = data.stages[stage.chosen()];
+    cursor.style.left = `${time.chosen() / 2}%`;
+    const doing = rows.map((row) => [row === "main" ? "computing" : "sending, " + name(row.split(".")[1]),
+      ...ranks.map((rank) => {
+        const span = rank.spans.find(([of, , , begin, long]) =>
+          of === row && begin <= at && at <= begin + long);
+        if (!span) return "–";
+        return make("span", {}, makeSwatch(data.phases[span[1]]),
+          `${name(span[1])} of ${span[2] || "the root"}`);
+      })]);
+    const held = ranks.map((rank) => heldAt(rank, at));
+    const kinds = Object.entries(data.kinds).map(([kind, colour]) =>
+      [make("span", {}, makeSwatch(colour), name(kind)), ...held.map((each) => mib(each[kind] ?? 0))]);
+    now.replaceChildren(makeTable(["", ...ranks.map((_, number) => `rank ${number}`)],
+      [...doing, ...kinds, ["together, MiB", ...held.map((each) => mib(sum(each)))]]));
+  }
+  redraw();
+  const legend = Object.entries(data.phases).map(([phase, colour]) =>
+    make("span", {}, makeSwatch(colour), name(phase)));
+  box.append(make("form", {}, stage.element, time.element), tracks,
+    make("p", { class: "note legend" }, ...legend), now);
+}
+
+const box = document.querySelector("[data-picture]");
+const draw = { accounting: drawAccounting, step: drawStep };
+draw[box.dataset.picture](box, JSON.parse(document.getElementById("picture-data").textContent));
