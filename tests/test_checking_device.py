@@ -36,16 +36,6 @@ def host_ones(device: CheckingDevice, numel: int = 4, pinned: bool = True) -> Te
     return device.host_memory(numel, torch.float32, pinned).fill_(1)
 
 
-@finds("reads (4,) float32 while allreduce_")
-def read_the_result_of_a_collective(device: CheckingDevice, wrong: bool) -> None:
-    values = torch.ones(4)
-    work = reduce_all(values)
-    if not wrong:
-        work.wait()
-    values.sum()
-    work.wait()
-
-
 @finds("writes (4,) float32 while _allgather_base_")
 def change_what_a_collective_sends(device: CheckingDevice, wrong: bool) -> None:
     source, full = torch.ones(4), torch.empty(4)
@@ -64,20 +54,6 @@ def look_at_flags(device: CheckingDevice, wrong: bool) -> None:
     if not wrong:
         work.wait()
     assert flags.tolist()
-    work.wait()
-
-
-@finds("memory (test_checking_device.py:")
-def free_what_a_collective_sends(device: CheckingDevice, wrong: bool) -> None:
-    source, full = torch.ones(4), torch.empty(4)
-    work = dist.all_gather_into_tensor(full, source, async_op=True)
-    assert work is not None
-    if not wrong:
-        work.wait()
-    with device.blind():
-        work.wait()  # gloo must not lose it; the device takes no note
-    source.untyped_storage().resize_(0)
-    torch.ones(4)
     work.wait()
 
 
@@ -103,89 +79,6 @@ def use_a_parameter_that_was_not_gathered(device: CheckingDevice, wrong: bool) -
     full + 1
 
 
-@finds("reads (4,) float32 while copy_")
-def read_on_the_host_what_is_evicted(device: CheckingDevice, wrong: bool) -> None:
-    values, brought = torch.ones(4), device.host_memory(4, torch.float32)
-    with follow_current(device, device.evict_stream):
-        brought.copy_(values, non_blocking=True)
-        event = device.evict_stream.record()
-    if not wrong:
-        event.wait()
-    brought + 1
-    event.wait()
-
-
-@finds("writes (4,) float32 while copy_")
-def reuse_a_buffer_that_is_evicted(device: CheckingDevice, wrong: bool) -> None:
-    means, brought = torch.ones(4), device.host_memory(4, torch.float32)
-    with follow_current(device, device.evict_stream):
-        brought.copy_(means, non_blocking=True)
-        event = device.evict_stream.record()
-    if not wrong:
-        event.wait()
-    means.zero_()
-    event.wait()
-
-
-@finds("was freed while copy_")
-def drop_a_buffer_that_is_evicted(device: CheckingDevice, wrong: bool) -> None:
-    means, brought = torch.ones(4), device.host_memory(4, torch.float32)
-    with follow_current(device, device.evict_stream):
-        brought.copy_(means, non_blocking=True)
-        event = device.evict_stream.record()
-    if not wrong:
-        device.current_stream().wait(event)
-    del means
-    torch.ones(4)
-
-
-@finds("writes (4,) float32 while copy_")
-def step_on_slices_that_are_fetched(device: CheckingDevice, wrong: bool) -> None:
-    slices, full = host_ones(device), torch.empty(4)
-    with follow_current(device, device.fetch_stream):
-        full.copy_(slices, non_blocking=True)
-        event = device.fetch_stream.record()
-    if not wrong:
-        event.wait()
-    slices.add_(1)
-    event.wait()
-
-
-@finds("writes (4,) float32 while fill_")
-def fetch_into_memory_that_is_in_use(device: CheckingDevice, wrong: bool) -> None:
-    slices, full = host_ones(device), torch.ones(4)
-    full.fill_(3)
-    if not wrong:
-        device.fetch_stream.wait(device.current_stream().record())
-    with device.fetch_stream.use():
-        full.copy_(slices, non_blocking=True)
-    device.fetch_stream.record().wait()
-
-
-@finds("reads (4,) float32 while fill_")
-def use_what_another_stream_has_made(device: CheckingDevice, wrong: bool) -> None:
-    stream = device.new_stream()
-    values = torch.ones(4)
-    with follow_current(device, stream):
-        values.fill_(2)
-        event = stream.record()
-    if not wrong:
-        device.current_stream().wait(event)
-    values + 1
-    device.current_stream().wait(event)
-
-
-@finds("uses (4,) float32 while the allocation")
-def use_memory_before_its_stream_has_come_to_it(device: CheckingDevice, wrong: bool) -> None:
-    before = torch.ones(4)
-    before.add_(1)
-    fresh = torch.empty(4)  # perhaps where something else was, which is still in use
-    stream = device.new_stream()
-    with stream.use() if wrong else follow_current(device, stream):
-        fresh.fill_(1)
-    device.current_stream().wait(stream.record())
-
-
 @finds("memory of the host and of the device")
 def mix_host_and_device(device: CheckingDevice, wrong: bool) -> None:
     slices, values = host_ones(device), torch.ones(4)
@@ -201,17 +94,6 @@ def gather_what_was_changed_through_a_slice(device: CheckingDevice, wrong: bool)
     with stream.use() if wrong else follow_current(device, stream):
         master.clone()
     device.current_stream().wait(stream.record())
-
-
-@finds("reads (2,) float32 while allreduce_")
-def hand_a_sum_on_to_another_group(device: CheckingDevice, wrong: bool) -> None:
-    other = dist.new_group([0])
-    values, more = torch.ones(2), torch.empty(2)
-    first = reduce_all(values)
-    if not wrong:
-        first.wait()
-    dist.all_gather_into_tensor(more, values, group=other)
-    first.wait()
 
 
 def run_program(rank: int, world_size: int, name: str, wrong: bool) -> list[str]:

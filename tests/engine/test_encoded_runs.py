@@ -149,42 +149,6 @@ def test_a_run_goes_on_to_the_bit_and_its_masters_load_at_another_number_of_rank
                 assert all(torch.equal(here[n], seen[n]) for n in seen)
 
 
-def sees(rank: int, num_ranks: int) -> dict[str, Tensor]:
-    torch.manual_seed(5)
-    model = shard(Net(width=48), precision=Precision(gather="int4", block=BLOCK))
-    model(torch.ones(1, 48))
-    return {"up.weight": model.seen["up.weight"]}
-
-
-def test_rows_of_whole_blocks_arrive_alike_on_any_number_of_ranks() -> None:
-    """No cut goes through a block, so a run may go on at another number with the same weights."""
-    found = [run_ranks(sees, n)[0]["up.weight"] for n in (1, 2, 3)]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-@on_ranks(1, 3, 7)
-def test_what_is_not_finite_huge_or_tiny_spoils_its_own_block_alone(num_ranks):
-    """One of each kind in a row of its own; the rows between are ordinary, and stay so."""
-    odd = [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max, 1e-45, -0.0]
-    for kind in KINDS:
-        torch.manual_seed(1)
-        layer = nn.Linear(2 * BLOCK, 12, bias=False)
-        with torch.no_grad():
-            layer.weight[torch.arange(6) * 2, 3] = torch.tensor(odd)
-            layer.weight[8] = 1e-45
-            layer.weight[10] = 0.0
-        kept = layer.weight.detach().clone()
-        seen: list[Tensor] = []
-        layer.register_forward_pre_hook(lambda m, _, to=seen: to.append(m.weight.detach().clone()))
-        shard(layer, precision=Precision(gather=kind, block=BLOCK))  # type: ignore[arg-type]
-        layer(torch.ones(1, 2 * BLOCK))
-        wanted = of_rows(kept, kind, num_ranks)
-        assert torch.equal(seen[0].isnan(), wanted.isnan())
-        assert torch.equal(seen[0].nan_to_num(), wanted.nan_to_num())
-        assert int(wanted.isnan().sum()) == 3 * BLOCK
-
-
 # -- where slices rest, and what they are cut over
 @on_ranks(1, 2)
 def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(rank, tmp_path):
