@@ -64,7 +64,6 @@ class Scenario:
     micro_batches: int = 1
     replicas: int = 1
     drawn: Callable[[int, int], Steps] | None = None  # of world size and micro-batches
-    without: str | None = None  # an option: the truth is a run of ours that leaves it out
     marks: tuple[Any, ...] = ()
 
 
@@ -87,7 +86,6 @@ def check(
         row.micro_batches,
         row.replicas,
         row.drawn,
-        row.without,
     )
 
 
@@ -979,17 +977,6 @@ SCENARIOS: dict[str, Scenario] = {
         )
         for how, change in (("in place", compile_in_place), ("and wrapped", compile_wrapped))
     },
-    "slices at home": odd(
-        (1, 3),
-        [
-            {"stage": stage, "precision": precision, "offload": "cpu"}
-            for stage in range(4)
-            for precision in ("fp32", "bf16")
-        ],
-        steps=3,
-        micro_batches=2,
-        without="offload",
-    ),
     # Calls.
     "nested units": Scenario(made(block=Outer), (1, 3), with_units(["Outer", "Block"])),
     "the whole model is one unit": stack((3,), with_units([])),

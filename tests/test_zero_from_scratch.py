@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_from_scratch as zero
 from oracle import Truth, assert_same_bits, plain_loop
@@ -116,24 +115,6 @@ def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int, stages:
         assert_took_the_same_steps([result[stage] for result in results], truth)
 
 
-@pytest.mark.parametrize(
-    "optimizer_factory",
-    [
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-        partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-        partial(torch.optim.RMSprop, lr=1e-3, centered=True),
-    ],
-    ids=["sgd", "amsgrad", "rmsprop"],
-)
-def test_any_elementwise_optimizer_works_on_shards(
-    optimizer_factory: partial[torch.optim.Optimizer],
-) -> None:
-    truth = train_plain(3, optimizer_factory=optimizer_factory)
-    results = run_ranks(train_twin, 3, STAGES, optimizer_factory=optimizer_factory)
-    for stage in STAGES:
-        assert_took_the_same_steps([result[stage] for result in results], truth)
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
@@ -148,28 +129,6 @@ def test_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
     for name in truth.parameters.keys() - {"never_used"}:
         with pytest.raises(AssertionError, match="roundings make"):
             assert_rounded_alike(other.parameters[name], truth.parameters[name], roundings)
-
-
-def train_ddp(rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
-    model = make_model()
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = adamw(model.parameters())
-    losses = []
-    for (batch,) in own_part(make_steps(world_size, 4, 1), rank):
-        loss = zero.next_byte_loss(wrapped, batch)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def test_two_ranks_have_the_bits_of_distributed_data_parallel() -> None:
-    truth = train_plain(2)
-    for rank, (losses, parameters) in enumerate(run_ranks(train_ddp, 2)):
-        assert losses == [by_rank[rank] for by_rank in truth.losses]
-        parameters.pop("never_used")
-        assert_same_bits(parameters, {n: truth.parameters[n] for n in parameters})
 
 
 def measure(rank: int, world_size: int, num_micro_batches: int) -> list[tuple[int, int]]:

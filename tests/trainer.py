@@ -261,40 +261,33 @@ def compare(
     num_micro_batches: int = 1,
     num_replicas: int = 1,
     drawn: Callable[[int, int], Steps] | None = None,
-    without: str | None = None,
 ) -> None:
     """Check that every setting takes the oracle's steps; raise one error with all that do not.
 
-    In the second step units are gathered in the order that the first one showed. ``without`` names
-    an option that changes no bit: runs are compared with those that leave it out, not the oracle.
+    In the second step units are gathered in the order that the first one showed.
     """
     if drawn is None:
         steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
     else:
         steps = drawn(world_size, num_micro_batches)
-    truths: dict[object, Trained] = {}
+    truths: dict[bool, Trained] = {}
     failures = []
     for options in settings:
         each = reduces_each_micro_batch(options) and num_micro_batches > 1
-        others = {name: value for name, value in options.items() if name != without}
-        key = each if without is None else str(others)
-        if key not in truths:
+        if each not in truths:
             torch.manual_seed(0)
-            if without is not None:
-                truths[key] = train(make_model(), steps, loss_fn, optimizer_factory, **others)
-            else:
-                truths[key] = train_plain(
-                    make_model(),
-                    steps,
-                    loss_fn,
-                    optimizer_factory,
-                    reduce_each_micro_batch=each,
-                    num_replicas=num_replicas,
-                )
+            truths[each] = train_plain(
+                make_model(),
+                steps,
+                loss_fn,
+                optimizer_factory,
+                reduce_each_micro_batch=each,
+                num_replicas=num_replicas,
+            )
         torch.manual_seed(0)
         trained = train(make_model(), steps, loss_fn, optimizer_factory, **options)
         try:
-            assert_same_run(trained, truths[key])
+            assert_same_run(trained, truths[each])
         except AssertionError as error:
             failures.append(f"{options}: {error}")
     assert not failures, "\n".join(failures)

@@ -177,7 +177,7 @@ def steps_offloaded_units_behind(rank: int, world_size: int, every: bool = False
     """Train on the device, and with state at two of four places at each stage, or at all."""
     for stage in range(4):
         runs: list[list[Any]] = []
-        precision = ("fp32", "bf16")[stage % 2]
+        precision = ("fp32", "bf16")[(stage + (world_size > 1)) % 2]
         dealt = OFFLOADS if every else OFFLOADS[(stage + (world_size > 1)) % 2 :: 2]
         for offload in (None, *dealt):
             torch.manual_seed(0)

@@ -22,7 +22,7 @@ from shardwise.monitor.record import read_run
 SAMPLE = [
     *("slow link", "slow loader on a rank", "slow loop on a rank, the loss is averaged"),
     *("slow copies", "slow disk", "torch.save while others wait", "bad gradients", "overflows"),
-    *("batches that are uneven in turn", "uneven batches of two, fully_shard"),
+    "uneven batches of two, fully_shard",
     *("updates that round away, fully_shard", "bad batch on a rank in a long line"),
 ]
 HEALTHY_SAMPLE = [

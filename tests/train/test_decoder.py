@@ -53,25 +53,9 @@ def test_rotary_turns_complex_numbers() -> None:
     assert_rounded_alike(apply_rotary(x, cos, sin), expected, 2 * 7 + 4)
 
 
-def test_rotary_scores_depend_on_distance_only() -> None:
-    cos, sin = rotary_tables(torch.arange(12), 8)
-    query, key = (torch.randn(8).expand(12, 8) for _ in range(2))
-    scores = apply_rotary(query, cos, sin) @ apply_rotary(key, cos, sin).T
-    assert_rounded_alike(scores[5, 2], scores[9, 6], 12 + 8, scale=scores.abs().max().item())
-
-
 def test_rotary_keeps_the_dtype() -> None:
     cos, sin = rotary_tables(torch.arange(3), 4)
     assert apply_rotary(torch.randn(3, 4, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
-
-
-def test_a_token_sees_no_later_token() -> None:
-    model = Decoder(SMALL, vocab=11)
-    ids = torch.randint(11, (1, 10))
-    changed = ids.clone()
-    changed[0, 6:] = (changed[0, 6:] + 1) % 11
-    before, after = model(ids)[0, :6], model(changed)[0, :6]
-    assert_rounded_alike(after, before, of_gradient(*(32, 8, 10, 32, 96) * 2, 32, over=0))
 
 
 def test_the_loss_is_the_cross_entropy_of_the_logits_in_fp32() -> None:
@@ -101,17 +85,6 @@ def test_a_tied_head_is_the_embedding_and_gets_both_gradients() -> None:
     assert torch.equal(model.embedding.weight.grad, expected)
     names = {name for name, _ in model.named_parameters()}
     assert {name for name, _ in untied.named_parameters()} - names == {"head.weight"}
-
-
-def test_activation_checkpointing_changes_no_gradient() -> None:
-    plain = Decoder(SMALL, vocab=11)
-    recomputing = Decoder(SMALL.model_copy(update={"activation_checkpointing": True}), vocab=11)
-    recomputing.load_state_dict(plain.state_dict())
-    ids, targets = torch.randint(11, (2, 2, 10))
-    for model in (plain, recomputing):
-        model(ids, targets).backward()
-    for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
 
 
 def dropping(**keys: object) -> TrainConfig:

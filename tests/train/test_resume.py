@@ -48,16 +48,18 @@ PARTS = ["imports", "process group", "rebuild", "load", "first step"]
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (1, {"stage": 0, "precision": "fp32", "layout": "rows", "accumulation": 2, "grad_clip": 0}),
     (1, {"stage": 3, "precision": "fp16", "layout": "flat", "activation_checkpointing": True}),
-    (2, {"stage": 1, "precision": "bf16", "layout": "flat", "tied_head": True}),
     (2, {"stage": 0, "precision": "bf16", "layout": "rows", "save_in_background": False}),
     (2, {"stage": 3, "precision": "bf16", "optimizer_options": {"moments": "bf16"}}),
-    (3, {"stage": 3, "precision": "fp32", "layout": "rows", "activation_checkpointing": True}),
     (
         3,
         {"stage": 1, "precision": "fp16", "layout": "rows", "accumulation": 2}
         | {"optimizer_options": {"moments": "8bit", "block": 64}},
     ),
-    (3, {"stage": 2, "precision": "fp32", "layout": "flat", "reduce_every": "step"}),
+    (
+        3,
+        {"stage": 2, "precision": "fp32", "layout": "flat", "reduce_every": "step"}
+        | {"tied_head": True, "activation_checkpointing": True},
+    ),
     (3, {"stage": 3, "precision": "bf16", "gather": "int4", "gather_block": 32}),
     (1, {"precision": "fp32", "optimizer": "sgd", "warmup_steps": 0, "schedule": "WarmupLR"}),
     (
