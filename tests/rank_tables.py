@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ranks import run_ranks
+from ranks import run_ranks, start_ranks
 
 Run = Callable[[Path], object]
 # By sentence: a function of (rank, world_size, ...), and numbers of ranks, each alone or with more
@@ -29,3 +29,18 @@ def each_of(scenarios: Scenarios) -> pytest.MarkDecorator:
             said = ", ".join(map(str, args))
             found.append(pytest.param(made(function, *args), id=f"{name} ({said})"))
     return pytest.mark.parametrize("run", found)
+
+
+def begin_all(calls: Mapping[str, Sequence[Any]]) -> Callable[[str], list[Any]]:
+    """Start calls that mostly wait all at once; return what gives the results of one by its name.
+
+    Each call is a function, its number of ranks, and its other arguments.
+    """
+    begun = {name: start_ranks(*call) for name, call in calls.items()}
+
+    def results(name: str) -> list[Any]:
+        outcomes = begun[name].wait()
+        assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
+        return [outcome.result for outcome in outcomes]
+
+    return results

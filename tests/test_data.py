@@ -87,7 +87,9 @@ def loader_of(kind: str, samples: Samples) -> Any:
         stateful = pytest.importorskip("torchdata.stateful_dataloader")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about torchdata's own calls
-            return stateful.StatefulDataLoader(Items(), batch_sampler=samples, num_workers=1)
+            return stateful.StatefulDataLoader(
+                Items(), batch_sampler=samples, num_workers=1, multiprocessing_context="fork"
+            )
     return DataLoader(Items(), batch_sampler=samples)  # type: ignore[arg-type]
 
 

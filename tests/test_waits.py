@@ -4,7 +4,6 @@ import atexit
 import io
 import re
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from ranks import run_ranks, start_ranks
+from rank_tables import begin_all
 from shardwise import shard
 from shardwise.comm.collective_key import CollectiveKey
 from shardwise.errors import CollectiveError
@@ -53,7 +52,7 @@ def run_layers(model, *layers):
         model.zero_grad()
 
 
-def choose_different_layers(rank, world_size, how, widths):
+def choose_different_layers(rank, world_size, how, widths, folder):
     """Run two steps alike, then another layer on rank 0; return the error."""
     model = Chosen(widths)
     if how == "fully_shard":
@@ -70,17 +69,9 @@ def choose_different_layers(rank, world_size, how, widths):
     return text
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "how", "widths"),
-    [
-        (2, "rows", (8, 8)),
-        (3, "fully_shard", (8, 8)),
-    ],
-)
-def test_ranks_that_run_different_units_end_with_both_named(num_ranks, how, widths):
-    found = run_ranks(
-        choose_different_layers, num_ranks, how, widths, timeout_s=LIMIT_S, fresh=True
-    )
+@pytest.mark.parametrize("name", ["rows of 2", "fully_shard of 3"])
+def test_ranks_that_run_different_units_end_with_both_named(ended, name):
+    found = ended(name)
     for text in found:
         assert "it has not ended in" in text and "in different calls" in text, found
         assert "optional=" in text and "of unit 'layers.1'" in text
@@ -93,18 +84,15 @@ def save_on_rank_0_only(rank, world_size, folder):
 
     def save_and_train():
         if rank == 0:
-            shardwise.save(folder, model, optimizer, step=1)
+            shardwise.save(Path(folder, "run"), model, optimizer, step=1)
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
 
     return error_of(save_and_train)
 
 
-@pytest.mark.parametrize("num_ranks", [3])
-def test_a_save_on_one_rank_while_the_others_train_is_named_with_its_line(num_ranks, tmp_path):
-    found = run_ranks(
-        save_on_rank_0_only, num_ranks, str(tmp_path / "run"), timeout_s=LIMIT_S, fresh=True
-    )
+def test_a_save_on_one_rank_while_the_others_train_is_named_with_its_line(ended):
+    found = ended("a save on one")
     for text in found[1:]:
         assert "rank 0 in an exchange between all ranks" in text, found
         assert "all_gather of unit" in text and "Every rank must make the same calls" in text, found
@@ -149,19 +137,9 @@ def come_late(rank, world_size, folder):
     return heard.getvalue()
 
 
-@pytest.fixture(scope="module")
-def coming_late():
-    """Start groups of both sizes at once: they mostly wait."""
-    with tempfile.TemporaryDirectory() as of_two, tempfile.TemporaryDirectory() as of_three:
-        folders = {2: of_two, 3: of_three}
-        yield {size: start_ranks(come_late, size, folder) for size, folder in folders.items()}
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(coming_late, num_ranks):
-    outcomes = coming_late[num_ranks].wait(LIMIT_S)
-    assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
-    *early, late = [outcome.result for outcome in outcomes]
+def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(ended, num_ranks):
+    *early, late = ended(f"late of {num_ranks}")
     assert late == ""
     for rank, text in enumerate(early):
         lines = text.splitlines()
@@ -189,7 +167,7 @@ def test_what_waits_has_a_name_that_people_understand():
     assert not [pair for pair in named if pair[1] in text(*pair)]
 
 
-def gather_alone(rank, world_size):
+def gather_alone(rank, world_size, folder):
     """Gather the root unit, whose name is empty, without a rank that has ended."""
     model = shard(nn.Linear(4, 4), stage=3)
     if rank:
@@ -198,8 +176,8 @@ def gather_alone(rank, world_size):
     return error_of(lambda: [model(torch.ones(2, 4)).sum().backward() for _ in range(2)])
 
 
-def test_the_root_unit_is_named_when_another_rank_has_ended():
-    found = run_ranks(gather_alone, 2, timeout_s=LIMIT_S, fresh=True)
+def test_the_root_unit_is_named_when_another_rank_has_ended(ended):
+    found = ended("a rank alone")
     assert "rank 0: all_gather of unit '(root)' over axis 'shard' (2 ranks) failed" in found[0]
     assert "has ended without an error" in found[0] and "shardwise.parallel.join(" in found[0]
     assert "died" not in found[0]
@@ -209,15 +187,15 @@ def grid():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def one_replica_differs(rank, world_size):
+def one_replica_differs(rank, world_size, folder):
     """Rank 3 runs another layer than its shard group; the other replica does nothing wrong."""
     model = shard(Chosen((8, 8)), stage=3, units=[nn.Sequential], mesh=grid())
     run_layers(model, 1, 0)
     return error_of(lambda: run_layers(model, *3 * [int(rank == 3)]))
 
 
-def test_all_replicas_are_told_which_two_ranks_of_one_of_them_differ():
-    found = run_ranks(one_replica_differs, 4, timeout_s=LIMIT_S, fresh=True)
+def test_all_replicas_are_told_which_two_ranks_of_one_of_them_differ(ended):
+    found = ended("a replica differs")
     for rank, text in enumerate(found):
         assert text.startswith(f"rank {rank}: ") and "it has not ended in" in text, found
         assert "rank 2 in " in text and "rank 3 in " in text, found
@@ -249,8 +227,8 @@ def one_pair_hangs(rank, world_size, folder):
     return steps, ""
 
 
-def test_a_group_that_hangs_leaves_another_group_of_the_same_process_group_alone(tmp_path):
-    found = run_ranks(one_pair_hangs, 4, str(tmp_path), timeout_s=LIMIT_S, fresh=True)
+def test_a_group_that_hangs_leaves_another_group_of_the_same_process_group_alone(ended):
+    found = ended("a pair hangs")
     assert [text for _, text in found[2:]] == ["", ""] and found[2][0] == found[3][0] >= 10
     for _, text in found[:2]:
         assert text and "rank 2" not in text and "rank 3" not in text
@@ -268,7 +246,28 @@ def save_without_the_last(rank, world_size, folder):
     return ""
 
 
-def test_a_save_over_a_part_of_the_ranks_names_them_by_their_global_numbers(tmp_path):
-    found = run_ranks(save_without_the_last, 4, str(tmp_path), timeout_s=LIMIT_S, fresh=True)
+def test_a_save_over_a_part_of_the_ranks_names_them_by_their_global_numbers(ended):
+    found = ended("a save without the last")
     assert found[0] == found[1] == found[3] == ""
     assert "rank 2: the ranks could not agree: rank 3 did not come" in found[2]
+
+
+# By name: what ranks run, how many, and with what; a folder of its own comes last.
+WAITING = {
+    "rows of 2": (choose_different_layers, 2, "rows", (8, 8)),
+    "fully_shard of 3": (choose_different_layers, 3, "fully_shard", (8, 8)),
+    "a save on one": (save_on_rank_0_only, 3),
+    "late of 2": (come_late, 2),
+    "late of 3": (come_late, 3),
+    "a rank alone": (gather_alone, 2),
+    "a replica differs": (one_replica_differs, 4),
+    "a pair hangs": (one_pair_hangs, 4),
+    "a save without the last": (save_without_the_last, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Start all groups; return a function that gives the results of one."""
+    folder = tmp_path_factory.mktemp
+    return begin_all({name: (*call, str(folder("ranks"))) for name, call in WAITING.items()})

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from rank_tables import begin_all
 from ranks import on_ranks, run_ranks
 from shardwise import debug, fully_shard, gathered, shard
 from shardwise.engine.api import engine_of
@@ -275,18 +276,7 @@ def test_other_values_on_one_rank_are_loaded_on_none(stage):
         assert "; rank 2 has [" in text and "Load the same file on every rank" in text
 
 
-@pytest.mark.parametrize(
-    ("kind", "what", "odd", "others"),
-    [
-        (3, "freeze", "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
-        (None, "load", "(load_state_dict())", "all_gather of unit"),
-        (1, "gather", "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
-    ],
-)
-@on_ranks(2, fresh=True)
-def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(
-    rank, world_size, kind, what, odd, others
-):
+def go_on_alone(rank, world_size, kind, what):
     """Let the last rank do something that the others do not, in processes that end with it."""
     debug.watch(4)
     model = three_layers(kind)
@@ -301,6 +291,25 @@ def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is
             if what == "gather":
                 (model[2] if is_odd else model[0]).weight.full_tensor()
             backward(model)
-    text = str(error.value)
-    first, second = text.rpartition("Waiting: rank 0 in ")[2].split("; rank 1 in ")
-    assert odd in second and others in first, text
+    return str(error.value)
+
+
+# The kind of model, and where the odd rank and the other one are said to be.
+ALONE = {
+    "freeze": (3, "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
+    "load": (None, "(load_state_dict())", "all_gather of unit"),
+    "gather": (1, "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended():
+    return begin_all({what: (go_on_alone, 2, kind, what) for what, (kind, _, _) in ALONE.items()})
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(ended, what):
+    _, odd, others = ALONE[what]
+    for text in ended(what):
+        first, second = text.rpartition("Waiting: rank 0 in ")[2].split("; rank 1 in ")
+        assert odd in second and others in first, text
