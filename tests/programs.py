@@ -41,7 +41,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gallery import printed_by
 from ranks import GRACE_S, HANG_S, LOOPBACK, die_with_the_parent, forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,6 +149,8 @@ def run_example(name: str, *arguments: object, num_ranks: int | None = 2) -> str
 
 def run_as_in_the_gallery(name: str, *arguments: object, num_ranks: int = 2) -> str:
     """Run an example; return what it prints, which is that of its page."""
+    from gallery import printed_by  # in docs, where programs that use this file do not look
+
     out = run_example(name, *arguments, num_ranks=num_ranks)
     assert_alike(out.replace(f"{ROOT}/", ""), printed_by(name))
     return out

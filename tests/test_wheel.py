@@ -5,7 +5,6 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -25,10 +24,10 @@ class Installed:
         (site / "others.pth").write_text(sysconfig.get_path("purelib"))
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
         self.run(*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT)
-        (self.wheel,) = folder.glob("*.whl")
         python = ("--python", self.bin / "python")
-        self.run(*pip, *python, "install", "--no-deps", "--no-index", self.wheel)
+        self.run(*pip, *python, "install", "--no-deps", "--no-index", *folder.glob("*.whl"))
         (self.information,) = site.glob("shardwise-*.dist-info")
+        self.metadata = Parser().parsestr((self.information / "METADATA").read_text())
 
     def run(self, *command: object) -> str:
         """Run a command in the folder, without this process's paths; return what it prints."""
@@ -39,9 +38,6 @@ class Installed:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def metadata(self) -> Message:
-        return Parser().parsestr((self.information / "METADATA").read_text())
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
@@ -50,7 +46,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.mark.slow
 def test_the_wheel_says_what_it_is_by_whom_and_under_which_license(installed: Installed) -> None:
-    told = installed.metadata()
+    told = installed.metadata
     assert told["Summary"] and told["License-Expression"] == "Apache-2.0"
     assert told["Author"] == "The Shardwise authors"
     assert told["Description-Content-Type"] == "text/markdown"
@@ -63,7 +59,7 @@ def test_the_command_and_both_packages_work_from_the_wheel(installed: Installed)
     command = installed.bin / "shardwise"
     files = "import shardwise, shardwise_labs as labs; print(shardwise.__file__, labs.__file__)"
     assert installed.run(installed.bin / "python", "-c", files).count(f"{installed.folder}/") == 2
-    assert installed.metadata()["Version"] in installed.run(command, "--version")
+    assert installed.metadata["Version"] in installed.run(command, "--version")
     assert "train" in installed.run(command, "--help")
     assert "Kill a rank" in installed.run(command, "lab", "list")
 
