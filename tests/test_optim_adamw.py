@@ -3,7 +3,6 @@
 Gradients are given, not computed, so parameters of every rank must have the bits of one process.
 """
 
-import copy
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise
-from models import Stack
 from ranks import run_sizes
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim import AdamW
@@ -424,27 +422,3 @@ def check_adopted(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_with_state_is_adopted_and_frozen_parameters_stay() -> None:
     run_sizes(check_adopted, {2: ()})
-
-
-def check_trained(rank: int, world_size: int, kind: str) -> list[float]:
-    torch.manual_seed(0)
-    model = shardwise.shard(Stack(), stage=2)
-    optimizer = AdamW(model.parameters(), lr=0.01, moments=kind)
-    losses = []
-    for step in range(5):
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        loss = model(batch).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    shardwise.check.replicas(model, optimizer)
-    assert copy.deepcopy(optimizer.param_groups[0]["moments"]) == kind
-    return losses
-
-
-def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
-    """All ranks have one batch here, so the mean of their gradients is each one's."""
-    found = run_sizes(check_trained, dict.fromkeys((1, 2), ("bf16",)))
-    assert found[1][0] == found[2][0] == found[2][1]

@@ -286,20 +286,6 @@ def test_a_state_dict_has_the_same_keys_and_full_tensors_may_be_loaded(layout):
 
 
 @in_layouts(1, 2)
-def test_an_optimizer_state_dict_is_loaded_by_another_optimizer(layout):
-    models = pair(layout)
-    first, second = (torch.optim.AdamW(models[1].parameters(), lr=0.01) for _ in range(2))
-    give_grads(models, 1)
-    first.step()
-    second.load_state_dict(first.state_dict())
-    for param in models[1].parameters():
-        assert isinstance(second.state[param]["exp_avg"], ShardTensor)
-        for key in ("exp_avg", "exp_avg_sq"):
-            expected = first.state[param][key].full_tensor()
-            assert_bits(second.state[param][key].full_tensor(), expected, key)
-
-
-@in_layouts(1, 2)
 def test_a_parameter_is_copied_and_nothing_is_pickled(layout):
     models = pair(layout)
     give_grads(models, 1)

@@ -158,52 +158,6 @@ def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collect
         run_ranks(check_traffic, world_size)
 
 
-def model_bytes_per_rank(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Return the bytes that a step sends at each stage, and the model's."""
-    return [sent_at(stage, world_size) for stage in range(4)]
-
-
-def sent_at(stage: int, world_size: int) -> tuple[int, int]:
-    model = shard(Even(), stage=stage, schedule=Schedule(prefetch_bytes=0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        model(torch.ones(2, 24)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    sent, _ = sent_in(model, step)
-    counts = len(list(model.parameters())) * (world_size - 1) * 4
-    return sum(sent.values()) - counts, model_bytes(model)
-
-
-class Even(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-def model_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def test_with_even_shapes_a_rank_sends_two_or_three_models_times_n_minus_1_over_n() -> None:
-    for world_size in (2, 3, 4):
-        for stage, by_rank in enumerate(
-            zip(*run_ranks(model_bytes_per_rank, world_size), strict=True)
-        ):
-            for sent, model in by_rank:
-                kept = model // 4 if stage == 3 else 0  # the last block stays for its backward
-                models = (3 if stage == 3 else 2) * model - kept
-                assert sent * world_size == models * (world_size - 1)
-
-
 def check_hybrid(rank: int, world_size: int) -> None:
     """Two replicas of two shards: the shard axis as ever, and an all-reduce of the slices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

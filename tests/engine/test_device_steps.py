@@ -15,7 +15,7 @@ from torch import nn
 
 from models import Stack
 from rank_tables import Run, Scenarios, each_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
 from shardwise.device import HostTime
@@ -143,6 +143,30 @@ def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
 @pytest.mark.gpu
 def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there() -> None:
     run_ranks(step_on_a_gpu, 1, "cuda", fresh=True)
+
+
+@pytest.mark.gpu
+@on_ranks(1, fresh=True)
+def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu():
+    """Steps of half the gradient: the same bits whichever processor takes them."""
+    for precision in ("fp32", "bf16"):
+        results = []
+        for offload in (None, "cpu"):
+            torch.manual_seed(0)
+            made = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).cuda()
+            model = shard(made, precision=precision, units=nn.Linear, offload=offload)
+            assert all(p.to_local().is_cuda == (offload is None) for p in model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(4):
+                model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(torch.ones(1, 512, device="cuda"))
+                    for p in model.parameters():
+                        p.mul_(0.5)
+            results.append([p.full_tensor().detach().cpu() for p in model.parameters()])
+        assert_same(*results)
 
 
 def count_fetches(rank: int, world_size: int) -> None:

@@ -114,7 +114,10 @@ def test_it_takes_the_steps_of_shard_to_the_bit(rank):
     ]
     for options, settings in cases:
         expected = steps(shard(stack(), units=[Block], **settings), rank, accumulate=2)
-        same_bits(steps(apply(fully_shard, stack(), **options), rank, accumulate=2), expected)
+        ours: Any = apply(fully_shard, stack(), **options)
+        same_bits(steps(ours, rank, accumulate=2), expected)
+        for local in (param.to_local() for param in ours.parameters()):  # it can be pickled
+            assert local.untyped_storage().nbytes() == local.nbytes
 
 
 def num_collectives(model: nn.Module) -> Counter[str]:
