@@ -45,7 +45,6 @@ FILES = (
     "tests/interop/test_fully_shard_ranks_differ.py",
     "tests/interop/test_fully_shard_surface.py",
     "tests/train/test_resume.py",
-    "tests/train/test_same_losses.py",
 )
 
 

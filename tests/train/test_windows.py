@@ -8,26 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.data import TokenFiles
-from shardwise.data.order import BatchShare
 from shardwise.errors import ConfigError
 from shardwise.train.text import WindowSampler
-
-
-@given(seed=st.integers(0, 1000), step=st.integers(1, 50))
-def test_a_step_sees_the_same_windows_on_1_2_3_and_4_ranks(seed: int, step: int) -> None:
-    sampler = WindowSampler(num_windows=97, eval_windows=5, seed=seed)
-    seen = []
-    for world_size in (1, 2, 3, 4):
-        shares = [BatchShare(24, 2, rank, world_size) for rank in range(world_size)]
-        seen.append(
-            sorted(
-                sampler.train_window(step, index, 24)
-                for share in shares
-                for number in range(share.num_passes)
-                for index in share.indices(number)
-            )
-        )
-    assert seen[0] == seen[1] == seen[2] == seen[3]
 
 
 @given(data=st.data(), seed=st.integers(0, 1000))
