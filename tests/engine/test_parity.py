@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_from_scratch as zero
 from models import OddModel
 from oracle import assert_same_bits
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from roundings import SMOOTH_EPS, assert_all_rounded_alike, of_gradient
 from shardwise import fully_shard, shard
-from shardwise.config import Schedule
 from trainer import (
     HALVES,
     SPREAD,
@@ -24,8 +23,6 @@ from trainer import (
     adamw_fused,
     assert_same_grads,
     assert_same_run,
-    backward_all,
-    events_of,
     full_parameters,
     make_steps,
     token_batch,
@@ -106,33 +103,6 @@ def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(r
             assert alike == (sends or rank == 0)
             ours = {name: p.full_tensor() for name, p in model.named_parameters()}
             assert_same_bits(ours, dict(ddp.named_parameters()))
-
-
-def order_of_gathers(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
-    """Return gathers and calls of the blocks in their order, blocking first, then prefetched."""
-    found = []
-    steps = make_steps(world_size, 2, make_batch=token_batch)
-    for prefetch_bytes in (0, None):
-        torch.manual_seed(0)
-        model = shard(OddModel(), stage=3, schedule=Schedule(prefetch_bytes=prefetch_bytes))
-        backward_all(model, steps[0], zero.next_byte_loss, rank)
-        events = events_of(model)
-        for number, block in enumerate(model.blocks):
-            note = ("call", f"blocks.{number}", 0)
-            block.register_forward_pre_hook(lambda *_, note=note: events.append(note))  # noqa: B023
-        backward_all(model, steps[1], zero.next_byte_loss, rank)
-        kinds = {"shard.all_gather": "gather", "call": "call"}
-        found.append([(kinds[kind], unit) for kind, unit, _ in events if kind in kinds])
-    return found
-
-
-def test_prefetching_gathers_the_same_units_one_call_earlier() -> None:
-    for blocking, prefetched in run_ranks(order_of_gathers, 2):
-        assert sorted(blocking) == sorted(prefetched)
-        for number in (1, 2):
-            gather, call = ("gather", f"blocks.{number}"), ("call", f"blocks.{number - 1}")
-            assert blocking.index(gather) > blocking.index(call)
-            assert prefetched.index(gather) < prefetched.index(call)
 
 
 @on_ranks(3)

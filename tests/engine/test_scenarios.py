@@ -20,7 +20,6 @@ from trainer import (
     SPREAD,
     STAGES,
     adamw,
-    events_of,
     full_grads,
     full_parameters,
     mean_square,
@@ -73,35 +72,6 @@ def test_two_sharded_models_train_on_one_combined_loss():
             runs.append([full_parameters(model) for model in models])
         for actual, expected in zip(runs[1], runs[0], strict=True):
             assert_same_bits(actual, expected)
-
-
-# Bounded number of collectives per step.
-
-
-def count_collectives(rank: int, world_size: int, stage: int) -> dict[str, int]:
-    model = seeded(stage=stage)
-    optimizer = adamw(model.parameters())
-    kinds: dict[str, int] = {}
-    for step in range(3):
-        events = events_of(model)
-        mean_square(model, BATCH).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 2:
-            kinds = {k: sum(kind == k for kind, _, _ in events) for k, _, _ in events}
-    return kinds
-
-
-def test_a_step_issues_one_gather_per_unit_and_direction_one_reduction_and_one_norm() -> None:
-    num_units = 4
-    for stage in range(4):
-        for kinds in run_ranks(count_collectives, 2, stage):
-            gathers = {0: 1, 1: num_units, 2: num_units, 3: 2 * num_units - 2}[stage]
-            assert kinds.pop("shard.all_gather") <= max(gathers, num_units * (stage == 0))
-            assert kinds.pop("shard.reduce_scatter") == 1, "small units share a bucket"
-            assert kinds.pop("shard.scalars", 0) == (1 if stage else 0)
-            assert not kinds
 
 
 # An empty parameter group.
@@ -188,9 +158,6 @@ def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(rank):
         mean_square(model, BATCH).backward()
 
 
-# Train, evaluate, train.
-
-
 # Gradients are means, and may be edited.
 
 
@@ -214,18 +181,6 @@ def test_gradients_are_means_over_ranks_and_norms_see_edits(rank):
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         # torch divides by the norm and 1e-6
         assert_rounded_alike(float(norm), 0.01 * float(total / (total + 2e-6)), ROUNDINGS)
-
-
-# Optimizer step counts.
-
-
-# The last micro-batch is part of the average.
-
-
-# Autocast.
-
-
-# Experts.
 
 
 # Functorch and torch.autograd.grad.

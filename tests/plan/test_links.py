@@ -125,34 +125,26 @@ def test_groups_are_placed_where_their_ranks_are() -> None:
         place(0, 1, 8)
 
 
-@given(kinds, payloads, payloads, groups(), nodes)
-def test_more_bytes_are_never_faster(
-    kind: str, one: int, other: int, group: Group, node: Node
+@given(kinds, payloads, payloads, groups(), nodes, st.integers(1, 64), st.floats(1, 100))
+def test_more_bytes_and_more_nodes_are_never_faster_and_more_bandwidth_is_never_slower(
+    kind: CollectiveKind,
+    one: int,
+    other: int,
+    group: Group,
+    node: Node,
+    times: int,
+    factor: float,
 ) -> None:
     less, more = sorted((one, other))
-    took = [collective_seconds(kind, size, group, node) for size in (less, more)]  # type: ignore[arg-type]
-    assert 0 <= took[0] <= took[1] * (1 + 1e-12)
+    took = collective_seconds(kind, less, group, node)
+    assert 0 <= took <= collective_seconds(kind, more, group, node) * (1 + 1e-12)
     for crosses in (False, True):
         assert send_seconds(less, crosses, node) <= send_seconds(more, crosses, node) * (1 + 1e-12)
-
-
-@given(kinds, payloads, groups(), nodes, st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(
-    kind: str, payload: int, group: Group, node: Node, factor: float
-) -> None:
-    took = collective_seconds(kind, payload, group, node)  # type: ignore[arg-type]
+    larger = Group(group.num_ranks * times, group.ranks_per_node, group.num_nodes * times)
+    assert took <= collective_seconds(kind, less, larger, node) * (1 + 1e-9)
     faster = replace(node, intra=node.intra.scaled(factor), inter=node.inter.scaled(factor))
     for better in (faster, replace(node, num_nics=min(1024, 2 * node.num_nics))):
-        assert collective_seconds(kind, payload, group, better) <= took * (1 + 1e-9)  # type: ignore[arg-type]
-
-
-@given(kinds, payloads, groups(), nodes, st.integers(1, 64))
-def test_more_nodes_are_never_faster(
-    kind: str, payload: int, group: Group, node: Node, times: int
-) -> None:
-    larger = Group(group.num_ranks * times, group.ranks_per_node, group.num_nodes * times)
-    took = collective_seconds(kind, payload, group, node)  # type: ignore[arg-type]
-    assert took <= collective_seconds(kind, payload, larger, node) * (1 + 1e-9)  # type: ignore[arg-type]
+        assert collective_seconds(kind, less, group, better) <= took * (1 + 1e-9)
 
 
 @given(kinds, payloads, st.integers(1, 15), nodes)

@@ -8,6 +8,8 @@ from shardwise.errors import ConfigError
 from shardwise.train.checks import resolve_batch
 from shardwise.train.config import TrainConfig, dump_config, load_config
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
+
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "run.yaml"
@@ -125,8 +127,11 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
-    config = TrainConfig(dim=64, lr=1e-5, data=tmp_path, reduce_every="step")
-    assert load_config(write(tmp_path, dump_config(config)), {}) == config
+    for config in (
+        load_config(DEMO, {}),
+        TrainConfig(dim=64, lr=1e-5, data=tmp_path, reduce_every="step"),
+    ):
+        assert load_config(write(tmp_path, dump_config(config)), {}) == config
 
 
 @pytest.mark.parametrize(
