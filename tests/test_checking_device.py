@@ -1,6 +1,7 @@
-"""The checking device: right programs pass, and each kind of mistake is found.
+"""The checking device: right programs pass, and mistakes of kinds that no engine shows are found.
 
-Every program comes right and wrong; what the wrong one leaves out, or adds, is the mistake.
+Every program comes right and wrong; what the wrong one leaves out, or adds, is the mistake. Other
+kinds are put into the engine in tests/engine/test_stream_order.py.
 """
 
 from collections.abc import Callable
