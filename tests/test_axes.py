@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from ranks import run_ranks, run_sizes
+from ranks import on_ranks, run_ranks
 from shardwise.axes import DENSE, Axes
 from shardwise.comm import control
 from shardwise.config import Units
@@ -129,7 +129,8 @@ def gradients(sharded: nn.Module, rank: int) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in sharded.parameters()]  # type: ignore[union-attr]
 
 
-def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
+@on_ranks(1, 3, 4)
+def test_shard_takes_what_carries_data_parallelism(rank, num_ranks):
     copies = 2 if num_ranks == 4 else 1
     plain = init_device_mesh(
         "cpu", (copies, num_ranks // copies, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
@@ -158,10 +159,6 @@ def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
             shardwise.shard(model(), mesh=Axes(ep=num_ranks), units=Units(experts="2"))
     with pytest.raises(ConfigError, match=f"is not the {num_ranks} ranks"):
         shardwise.shard(model(), mesh=Axes(dp_shard=5))
-
-
-def test_shard_takes_what_carries_data_parallelism() -> None:
-    run_sizes(the_same_from_axes_and_meshes, {1: (), 3: (), 4: ()})
 
 
 def count_what_models_open(rank: int, num_ranks: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checking_device import CheckingDevice, StreamError
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise.device import follow_current
 
 Program = Callable[[CheckingDevice, bool], None]
@@ -114,18 +114,16 @@ def test_a_mistake_is_found_and_the_right_program_passes(name: str) -> None:
     assert len(errors) == 1 and PROGRAMS[name][1] in errors[0], errors
 
 
-def copy_memory_that_is_not_page_locked(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_copies_of_memory_that_is_not_page_locked_block():
     with CheckingDevice() as device:
         slices, full = host_ones(device, pinned=False), torch.empty(4)
         full.copy_(slices, non_blocking=True)
         slices.add_(1)
 
 
-def test_copies_of_memory_that_is_not_page_locked_block() -> None:
-    run_ranks(copy_memory_that_is_not_page_locked, 1)
-
-
-def use_scalars(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_only_values_of_the_device_are_waited_for():
     """A scalar made of nothing is the host's: to look at it does not wait for the device."""
     with CheckingDevice() as device:
         values = torch.ones(4)
@@ -139,11 +137,8 @@ def use_scalars(rank: int, world_size: int) -> None:
         assert device.current.name in device.host.clock
 
 
-def test_only_values_of_the_device_are_waited_for() -> None:
-    run_ranks(use_scalars, 1)
-
-
-def leave_everything_as_it_was(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_the_device_leaves_torch_as_it_was_and_hides_no_error():
     names = [(Tensor, "tolist"), (Tensor, "numpy"), (torch.UntypedStorage, "resize_")]
     before = [getattr(owner, name) for owner, name in names]
     with pytest.raises(ZeroDivisionError), CheckingDevice() as device:
@@ -152,7 +147,3 @@ def leave_everything_as_it_was(rank: int, world_size: int) -> None:
     assert [getattr(owner, name) for owner, name in names] == before
     assert all(name not in vars(owner) for owner, name in names)
     assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_the_device_leaves_torch_as_it_was_and_hides_no_error() -> None:
-    run_ranks(leave_everything_as_it_was, 1)

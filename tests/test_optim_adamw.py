@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise
-from ranks import run_sizes
+from ranks import on_ranks, run_sizes
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim import AdamW
 from shardwise.optim.moments import kind_of
@@ -362,7 +362,8 @@ def test_dtensors_of_fully_shard_take_the_same_steps() -> None:
     run_sizes(check_fully_shard, {2: (truth, False), 3: (truth, True)})
 
 
-def check_torchs_calls(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_torchs_own_calls_for_whole_state_dicts_give_and_take_values(rank):
     options = StateDictOptions(full_state_dict=True)
     for kind in KINDS:
         models = [made(Whole), made(Whole)]
@@ -386,11 +387,8 @@ def check_torchs_calls(rank: int, world_size: int) -> None:
         assert_bits(everything(models[1], runs[1]), everything(models[0], runs[0]), kind)
 
 
-def test_torchs_own_calls_for_whole_state_dicts_give_and_take_values() -> None:
-    run_sizes(check_torchs_calls, {1: ()})
-
-
-def check_adopted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_with_state_is_adopted_and_frozen_parameters_stay():
     for kind in KINDS:
         right, model = made(Whole), made(Whole)
         runs = []
@@ -418,7 +416,3 @@ def check_adopted(rank: int, world_size: int) -> None:
     model(torch.ones(1, 32)).sum().backward()
     with pytest.raises(StateError, match=r"AdamW was built before shard\(\)"):
         late.step()
-
-
-def test_an_optimizer_with_state_is_adopted_and_frozen_parameters_stay() -> None:
-    run_sizes(check_adopted, {2: ()})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models import OddModel
-from ranks import run_ranks
+from ranks import on_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
 from shardwise import ShardTensor, fully_shard, shard
 from shardwise.errors import ConfigError, StateError
@@ -57,7 +57,11 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def check_adoption(rank: int, world_size: int) -> None:
+@pytest.mark.kernels
+@on_ranks(1, 2, 3)
+def test_an_optimizer_that_is_passed_to_shard_goes_on_as_if_it_had_been_built_afterwards(
+    world_size,
+):
     for number, (label, make) in enumerate(MAKE.items()):
         one_way = (number + world_size // 2) % 2 == 1
         for trained_before in (False, True) if world_size == 2 else (one_way,):
@@ -87,13 +91,8 @@ def check_adoption(rank: int, world_size: int) -> None:
                     assert_rounded_alike(found[name], value, ROUNDINGS, f"{what}: {name}")
 
 
-@pytest.mark.kernels
-def test_an_optimizer_that_is_passed_to_shard_goes_on_as_if_it_had_been_built_afterwards() -> None:
-    for world_size in (1, 2, 3):
-        run_ranks(check_adoption, world_size)
-
-
-def check_meta_and_rank_0(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizers_of_meta_models_and_of_ranks_that_differ_get_what_rank_0_has(rank):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
@@ -122,11 +121,8 @@ def check_meta_and_rank_0(rank: int, world_size: int) -> None:
         assert torch.equal(state.full_tensor(), value)
 
 
-def test_optimizers_of_meta_models_and_of_ranks_that_differ_get_what_rank_0_has() -> None:
-    run_ranks(check_meta_and_rank_0, 2)
-
-
-def check_refusals(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_what_cannot_be_adopted_is_refused_before_anything_is_changed(rank, world_size):
     model = nn.Linear(3, 4)
     before = list(model.parameters())
 
@@ -154,12 +150,8 @@ def check_refusals(rank: int, world_size: int) -> None:
     refused("state 'sum' of 'weight' is on the meta device", torch.optim.Adagrad(before))
 
 
-def test_what_cannot_be_adopted_is_refused_before_anything_is_changed() -> None:
-    for world_size in (1, 2):
-        run_ranks(check_refusals, world_size)
-
-
-def check_told(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_built_before_sharding_is_told_so_at_its_first_step():
     for way, by in (
         (lambda m: shard(m, stage=0), "shard()"),
         (lambda m: shard(m, stage=3), "shard()"),
@@ -191,8 +183,3 @@ def check_told(rank: int, world_size: int) -> None:
         warnings.simplefilter("error")
         copied = copy.deepcopy(kept[0])
         assert type(copied) is nn.Parameter and copied.grad is None
-
-
-def test_an_optimizer_built_before_sharding_is_told_so_at_its_first_step() -> None:
-    for world_size in (1, 2):
-        run_ranks(check_told, world_size)

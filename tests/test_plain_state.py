@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from models import Stack
 from oracle import assert_same_bits, plain_loop
-from ranks import run_ranks, run_sizes
+from ranks import on_ranks, run_ranks, run_sizes
 from shardwise.errors import ConfigError, ShardError
 from shardwise.tensor.plain_state import cut_plain_state
 
@@ -185,7 +185,8 @@ def test_a_plain_runs_state_is_cut_and_the_run_goes_on_to_the_bit() -> None:
     run_sizes(go_on, runs)
 
 
-def refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_of_another_shape_is_refused_with_the_parameters_name():
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
     theirs = torch.optim.AdamW(other.parameters())
@@ -199,10 +200,6 @@ def refusals(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=r"'exp_avg' of '1.weight' has shape \(2, 5\).*\(3, 5\)"):
         optimizer.step()
     assert all(torch.equal(a, whole(p)) for a, p in zip(before, model.parameters(), strict=True))
-
-
-def test_state_of_another_shape_is_refused_with_the_parameters_name() -> None:
-    run_ranks(refusals, 2)
 
 
 def save_before_a_step(rank: int, world_size: int, saved: bytes, folder: str) -> None:
@@ -222,7 +219,8 @@ def test_a_save_right_after_such_a_load_is_cut_too(tmp_path: Any) -> None:
     run_ranks(save_before_a_step, 2, saved, str(tmp_path / "c"))
 
 
-def torchs_calls(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_torchs_full_state_dicts_are_whole_plain_tensors(rank):
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -252,14 +250,11 @@ def torchs_calls(rank: int, world_size: int) -> None:
             torch.save({"model": weights, "optimizer": state}, io.BytesIO())
 
 
-def test_torchs_full_state_dicts_are_whole_plain_tensors() -> None:
-    run_sizes(torchs_calls, dict.fromkeys((1, 3), ()))
-
-
-def what_cannot_be_pickled(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_what_cannot_be_saved_from_slices_says_what_to_call(rank, tmp_path):
     from safetensors.torch import save_file
 
-    model = sharded("stage 3")
+    folder, model = str(tmp_path), sharded("stage 3")
     for save in (
         lambda: save_file(model.state_dict(), f"{folder}/x"),
         lambda: torch.save(model, io.BytesIO()),
@@ -274,11 +269,8 @@ def what_cannot_be_pickled(rank: int, world_size: int, folder: str) -> None:
         torch.save(model.state_dict(), io.BytesIO())
 
 
-def test_what_cannot_be_saved_from_slices_says_what_to_call(tmp_path: Any) -> None:
-    run_ranks(what_cannot_be_pickled, 2, str(tmp_path))
-
-
-def warn_of_updates_that_round_away(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_parameters_in_16_bits_that_are_stepped_without_masters_are_named(rank):
     """Step parameters in bfloat16, alone and under fp32 masters, and look at rank 0's log."""
     said: list[str] = []
     handler = logging.Handler()
@@ -300,8 +292,3 @@ def warn_of_updates_that_round_away(rank: int, world_size: int) -> None:
         found = [text for text in said if wanted in text]
         assert len(found) == (is_warned and rank == 0), said
     logging.getLogger("shardwise").removeHandler(handler)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_in_16_bits_that_are_stepped_without_masters_are_named(world_size: int) -> None:
-    run_ranks(warn_of_updates_that_round_away, world_size)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import ShardTensor, accumulate, describe, fully_shard, gathered, shard
 from shardwise.config import Precision, Schedule
 from shardwise.debug import stats
@@ -84,7 +84,8 @@ class OnAnotherDevice(torch.Tensor):
     device = torch.device("cuda", 0)  # type: ignore[assignment]
 
 
-def check_settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings_out_of_range_are_refused_and_nothing_is_changed():
     model = Net()
     for stage in (5, 4, -1, "3", True, False, None, 2.5):
         with refused(model, r"stage=.*expected 0, 1, 2 or 3"):
@@ -108,7 +109,8 @@ def check_settings(rank: int, world_size: int) -> None:
         shard(model, units=[nn.Linear(1, 1)])
 
 
-def check_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_that_do_not_fit_are_refused_and_nothing_is_changed(world_size):
     blocks = nn.ModuleList([Block(), Block()])
     with refused(blocks, "ModuleList has no forward"):
         shard(blocks)
@@ -155,7 +157,8 @@ def check_models(rank: int, world_size: int) -> None:
         pass
 
 
-def check_meshes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_meshes_that_say_too_little_or_too_much_are_refused():
     model = Net()
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     with refused(model, r"mesh: 3 axes \('pp', 'dp', 'tp'\); pass the one or two"):
@@ -168,7 +171,8 @@ def check_meshes(rank: int, world_size: int) -> None:
     assert describe(model).num_shards == 2 and describe(model).num_replicas == 1
 
 
-def check_mesh_without_this_rank(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_rank_outside_the_mesh_is_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     part = dist.device_mesh.DeviceMesh("cpu", [0, 1]) if mesh else None
     model = Net()
@@ -184,22 +188,6 @@ def test_without_a_process_group_sharding_is_refused_with_what_to_do() -> None:
     model = Net()
     with refused(model, r"there is no process group. Start with torchrun .*init_process_group"):
         shard(model)
-
-
-def test_settings_out_of_range_are_refused_and_nothing_is_changed() -> None:
-    run_ranks(check_settings, 2)
-
-
-def test_models_that_do_not_fit_are_refused_and_nothing_is_changed() -> None:
-    run_ranks(check_models, 2)
-
-
-def test_meshes_that_say_too_little_or_too_much_are_refused() -> None:
-    run_ranks(check_meshes, 4)
-
-
-def test_a_rank_outside_the_mesh_is_refused() -> None:
-    run_ranks(check_mesh_without_this_rank, 3)
 
 
 # The window and the step.
@@ -347,7 +335,8 @@ def test_gathered_parameters_are_read_and_written_and_no_change_is_lost() -> Non
     run_ranks(check_gathered_errors, 2)
 
 
-def check_replacements(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost():
     """What replaces the parameters is refused at the latest in the next forward."""
     changes: dict[str, Callable[[nn.Module], object]] = {
         "half": lambda m: m.half(),
@@ -385,10 +374,6 @@ def check_replacements(rank: int, world_size: int) -> None:
         assert same is model
     assert list(map(id, model.parameters())) == list(map(id, params))
     loss_of(model).backward()
-
-
-def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost() -> None:
-    run_ranks(check_replacements, 2)
 
 
 # describe().

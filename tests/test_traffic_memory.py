@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, describe, save, shard
 from shardwise.config import Schedule
@@ -129,7 +129,10 @@ def expected_traffic(
     return ({k: v for k, v in sent.items() if v}, num) if num_ranks > 1 else ({}, {})
 
 
-def check_traffic(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collectives(
+    rank, world_size
+):
     for layout in ("rows", "flat"):
         for stage in (0, 1, 2, 3):
             for prefetch_bytes in (None, 0) if stage == 3 else (None,):
@@ -151,11 +154,6 @@ def check_traffic(rank: int, world_size: int) -> None:
                     assert dict(found[0]) == sent, label
                     counted = {k: v for k, v in found[1].items() if world_size > 1}
                     assert counted == num, label
-
-
-def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collectives() -> None:
-    for world_size in (1, 3):
-        run_ranks(check_traffic, world_size)
 
 
 def check_hybrid(rank: int, world_size: int) -> None:
@@ -287,7 +285,8 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(storages.values())
 
 
-def check_persistent(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding(rank, world_size):
     numel = sum(prod(s) for u in UNITS for s in u)
     precisions = [("fp32", 4), ("bf16", 2)]
     for layout in ("rows", "flat"):
@@ -340,11 +339,6 @@ def check_persistent(rank: int, world_size: int) -> None:
                 assert storage_bytes(state) == 2 * slices * 4, label
 
 
-def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding() -> None:
-    for world_size in (1, 3):
-        run_ranks(check_persistent, world_size)
-
-
 def padding_of(rank: int, world_size: int, width: int) -> list[tuple[str, float, int]]:
     found = []
     for layout in ("rows", "flat"):
@@ -388,7 +382,8 @@ def full_bytes(shapes: Shapes, layout: str, num_ranks: int) -> int:
     return padded(shapes, layout, num_ranks) * num_ranks * 4
 
 
-def check_peak(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_the_peak_of_full_parameters_is_the_root_a_unit_and_the_prefetch_budget(world_size):
     for layout in ("rows", "flat"):
         root, block = (full_bytes(u, layout, world_size) for u in (ROOT, BLOCK))
         for prefetch in (None, 0, 2 * block, 10**6):
@@ -403,11 +398,6 @@ def check_peak(rank: int, world_size: int) -> None:
             if prefetch == 0:
                 assert peak == root + block, label
             assert stats(model).param_full_bytes == 0, label
-
-
-def test_the_peak_of_full_parameters_is_the_root_a_unit_and_the_prefetch_budget() -> None:
-    for world_size in (2, 3):
-        run_ranks(check_peak, world_size)
 
 
 def live_bytes(at_most: float = 0) -> int:
@@ -482,7 +472,8 @@ def test_a_graph_that_is_dropped_without_backward_leaves_nothing_behind() -> Non
         run_ranks(check_dropped_graph, 2, stage)
 
 
-def check_evaluation(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_after_evaluation_at_stage_3_no_full_copy_is_left():
     for layout in ("rows", "flat"):
         model = shard(Net(), stage=3, layout=layout)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -496,12 +487,10 @@ def check_evaluation(rank: int, world_size: int) -> None:
         assert stats(model).param_full_bytes == 0
 
 
-def test_after_evaluation_at_stage_3_no_full_copy_is_left() -> None:
-    for world_size in (2, 3):
-        run_ranks(check_evaluation, world_size)
-
-
-def check_accumulation(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_window_holds_partial_gradients_where_the_step_reduces_and_slices_where_it_does_not(
+    rank, world_size
+):
     numel = sum(prod(s) for u in UNITS for s in u)
     for stage, every, is_partial in (
         (1, None, True),
@@ -526,9 +515,3 @@ def check_accumulation(rank: int, world_size: int) -> None:
         _ = [p.grad for p in model.parameters()]
         held = stats(model)
         assert (held.grad_partial_bytes, held.grad_shard_bytes) == (0, mine)
-
-
-def test_a_window_holds_partial_gradients_where_the_step_reduces_and_slices_where_it_does_not() -> (
-    None
-):
-    run_ranks(check_accumulation, 2)

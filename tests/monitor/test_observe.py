@@ -18,7 +18,7 @@ from torch import nn
 
 from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from shardwise import Precision, accumulate, fully_shard, observe, shard
 from shardwise.debug import stats
 from shardwise.errors import ConfigError, ShardwiseError
@@ -285,7 +285,8 @@ def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_
     assert [line.error for _, line in record.lines(End)] == ["ZeroDivisionError"]
 
 
-def let_go(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_run_that_is_over_keeps_no_model_alive_and_ends_in_any_order(rank):
     for breaks in (False, True):
         model = shard(Stack(), stage=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -308,10 +309,6 @@ def let_go(rank: int, world_size: int) -> None:
         assert run.step == other.step == last.step == STEPS
         closure: Any = dist.all_reduce.__closure__
         assert any(cell.cell_contents is dist.all_reduce.__wrapped__ for cell in closure)
-
-
-def test_a_run_that_is_over_keeps_no_model_alive_and_ends_in_any_order() -> None:
-    run_ranks(let_go, 3)
 
 
 def open_on_each(rank: int, world_size: int, folder: str) -> str:
