@@ -80,7 +80,6 @@ LAB0 = Answers(
     rough_rows=(),
 )
 BLOCKS8 = "    return [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]"
-LOOP8 = "    for begin, end in blocks(len(values), size):\n"
 READ8 = "        moments = store.read(begin, end)\n"
 FIRST8 = "        coming = pool.submit(store.read, *cuts[0])\n"
 LOOP_AHEAD8 = "        for number, (begin, end) in enumerate(cuts):\n"
