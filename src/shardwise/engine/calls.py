@@ -145,6 +145,12 @@ class Call:
         """Tell whether the current backward pass has reached the call."""
         return self.state in (CallState.BACKWARD, CallState.PASSED)
 
+    @property
+    def with_begun_mates(self) -> list["Call"]:
+        """This call and its mates in backward: all are later than the node of the call's input."""
+        begun = [mate for mate in self.mates if mate.state is CallState.BACKWARD]
+        return list(dict.fromkeys((self, *begun)))
+
     def enter(self, state: CallState) -> None:
         """Move to ``state``; update the forward pass's count of open calls."""
         was_open = self.state in _OPEN

@@ -30,7 +30,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine.calls import Call, CallState, ForwardPass, ForwardPasses, PassUnit
+from shardwise.engine.calls import Call, CallState, ForwardPasses, PassUnit
 from shardwise.engine.misuse import changed_since_forward
 from shardwise.engine.seams import Activations
 from shardwise.engine.tree import tensors_in
@@ -133,15 +133,16 @@ class Passes:
         call.versions = call.unit.read_versions()
         self._progress[call.unit.index].calls.add(call)
 
-    def go_on(self, stack: list[Call], forward_pass: ForwardPass | None) -> None:
-        """Continue inside the calls of ``stack``; record later calls in ``forward_pass``."""
-        self.stack, self.forward.current = stack, forward_pass
-
     def watch_inputs(self, call: Call, inputs: object) -> None:
         """Register hooks on a call's inputs, which fire when its backward has ended."""
+
+        def end(_: object) -> None:
+            for each in call.with_begun_mates:
+                self.end_call(each)
+
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._end_calls(call))
+                tensor.register_hook(end)
                 call.has_input_hook = True
 
     def leave(self) -> Call:
@@ -270,12 +271,6 @@ class Passes:
                 self._unhooked.append((call, at))
             else:
                 self.end_call(call)
-
-    def _end_calls(self, call: Call) -> None:
-        """Close a call and its mates, whose nodes are later than the node of the call's input."""
-        begun = [mate for mate in call.mates if mate.state is CallState.BACKWARD]
-        for each in dict.fromkeys((call, *begun)):
-            self.end_call(each)
 
     def end_call(self, call: Call) -> None:
         """Close one call, and its unit after the last open call."""

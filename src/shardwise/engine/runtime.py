@@ -24,7 +24,7 @@ from shardwise.engine.misuse import (
     written_in_forward,
     written_while_full,
 )
-from shardwise.engine.passes import in_backward
+from shardwise.engine.passes import Passes, in_backward
 from shardwise.engine.rank_checks import RankChecks
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
@@ -61,7 +61,6 @@ class Engine:
             config.offload, comm, lambda: (s.full for unit in self.units for s in unit.storages)
         )
         self.backward = Backward(comm, rules, self.conditions, self.activations)
-        self.passes = self.backward.passes
         self._num_calls = 0
         self.take_units([])
 
@@ -75,10 +74,9 @@ class Engine:
         compare = self.rank_checks.before_reduction
         self.reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight, compare)
         shared = self.comm.axes.num_ranks > 1 and not self.rules.each_unit_alone
-        self._schedule = Schedule(config.prefetch_bytes, self.reductions, has_peers=shared)
-        self._schedule.take_units(units, order)
-        self.order = self._schedule.order
-        self.backward.take_units(units, self._schedule, self.reductions, self.rank_checks)
+        self.schedule = Schedule(config.prefetch_bytes, self.reductions, has_peers=shared)
+        self.schedule.take_units(units, order)
+        self.backward.take_units(units, self.schedule, self.reductions, self.rank_checks)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Raise StateError: a copy would share process groups and hooks with the original."""
@@ -93,6 +91,11 @@ class Engine:
             "pickling a sharded model: each rank holds only slices. Pickle model.state_dict() "
             "inside `with shardwise.gathered(model):`"
         )
+
+    @property
+    def passes(self) -> Passes:
+        """The open calls of the units, forward and backward."""
+        return self.backward.passes
 
     @property
     def suspended(self) -> bool:
@@ -191,7 +194,7 @@ class Engine:
         log_event("pre_forward", unit)
         self.backward.optional.visit_forward(unit)
         call = self.passes.enter(unit)
-        call.backward_is_next = self.conditions.rounds.gather(self._schedule, call)
+        call.backward_is_next = self.conditions.rounds.gather(self.schedule, call)
         unit.comm.tracer.mark_begin("recompute" if call.in_backward else "forward", unit.name)
         unit.slots.bind()
         dtype = unit.precision.param if unit.precision.cast_inputs else None
@@ -247,8 +250,8 @@ class Engine:
             return  # other gathers may never end: their senders may have stopped too
         others_follow = output is not None and self.conditions.rounds.others_follow
         if goes_on and unit.settings.stage.frees_after_forward:
-            self._schedule.note_ahead(unit)
-        self._schedule.after_forward(
+            self.schedule.note_ahead(unit)
+        self.schedule.after_forward(
             unit,
             in_backward=in_backward(),
             expects_backward=call.is_recorded and self.passes.watch_outputs(call, output),
@@ -268,14 +271,14 @@ class Engine:
         A checkpoint *inside* a unit's forward (as in transformers' layers) recomputes the forward
         in backward without hooks. The unit is full then, and is freed after its backward.
         """
-        self._schedule.start_unshard(unit)
+        self.schedule.start_unshard(unit)
         unit.finish_unshard()
         if not self.passes.use_outside(unit):
             return
         if torch.is_grad_enabled():
-            self._schedule.hold(unit)
+            self.schedule.hold(unit)
         elif unit is not self.units[0]:
-            self._schedule.note_ahead(unit)
+            self.schedule.note_ahead(unit)
 
     def watch_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
         """Register a hook that runs when autograd has written a full parameter's gradient."""

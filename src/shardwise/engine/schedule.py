@@ -74,7 +74,8 @@ def in_forward_order(units: Iterable[Any]) -> list[Any]:
     places: dict[int, tuple[int, dict[int, int]]] = {}
     for unit in units:
         if id(unit.scheduler) not in places:
-            known = [] if unit.scheduler is None else unit.scheduler.order.forward  # not run yet
+            has_run = unit.scheduler is not None
+            known = unit.scheduler.schedule.order.forward if has_run else []
             order = {index: place for place, index in enumerate(known)}
             places[id(unit.scheduler)] = len(places), order
 

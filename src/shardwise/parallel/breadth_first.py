@@ -261,7 +261,7 @@ class _Rounds(Alone):
                         self._running = lane
                         lane.turn.release()
                     thread.join()
-                passes.go_on(list(stack), None)
+                passes.stack, passes.forward.current = list(stack), None
                 self._leaves.put_back()
                 self._lanes[-1].generators.put()  # of the first micro-batch: the caller's
         if self._error is not None:
@@ -309,7 +309,7 @@ class _Rounds(Alone):
         self._hand_on(self._lanes.index(lane) + 1)
         lane.turn.acquire()
         if self._stops:
-            self._engine.passes.go_on(lane.stack, self._pass)
+            self._go_on(lane)
             raise _Ended
         self._resume(lane, unit)
 
@@ -356,11 +356,15 @@ class _Rounds(Alone):
                 self._num_recorded = len(self._pass.order)
             del self._pass.order[self._num_recorded :]
 
+    def _go_on(self, lane: _Lane) -> None:
+        passes = self._engine.passes
+        passes.stack, passes.forward.current = lane.stack, self._pass
+
     def _resume(self, lane: _Lane, unit: Unit | None) -> None:
         lane.generators.put()
         torch.clear_autocast_cache()  # of weights that another micro-batch has cast
         _count_to(self._node)
-        self._engine.passes.go_on(lane.stack, self._pass)
+        self._go_on(lane)
         if self._records:
             entered = [call.unit for call in lane.stack]
             self._leaves.change(entered if unit is None else [*entered, unit])
