@@ -1,6 +1,6 @@
-"""Write what the examples print into gallery.md: `python docs/gallery.py [NAME.py ...]`.
+"""Write the examples' output into gallery.md: `python docs/gallery.py [NAME.py ...]`.
 
-Tests that run an example compare what it prints with the page.
+Tests that run an example compare its output with the page.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
-# A command, and below it what it prints.
+# A command, and its output below it.
 SHOWN = re.compile(
     r"^```sh\n(?P<command>torchrun .*?(?P<name>\w+\.py).*?)\n```\n\n"
     r"```text\n(?P<printed>.*?)^```$",
@@ -21,13 +21,13 @@ SHOWN = re.compile(
 
 
 def printed_by(name: str) -> str:
-    """Return what the page says that an example prints."""
+    """Return an example's output, as the page has it."""
     (printed,) = (m["printed"] for m in SHOWN.finditer(PAGE.read_text()) if m["name"] == name)
     return printed
 
 
 def run(shown: re.Match[str]) -> str:
-    """Run the command of the page; return it with what it has printed."""
+    """Run the command of the page; return it with its output."""
     if sys.argv[1:] and shown["name"] not in sys.argv[1:]:
         return shown[0]
     options = shown["command"].split(maxsplit=1)[1].replace(" \\\n", " ")

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 from shardwise.device import accelerator_generator, set_accelerator_generator, time_of
 from shardwise.engine.api import engine_of
-from shardwise.engine.calls import Call
+from shardwise.engine.calls import Call, ForwardPass
 from shardwise.engine.conditions import Alone
 from shardwise.engine.passes import in_backward
 from shardwise.engine.runtime import Engine
@@ -261,7 +261,7 @@ class _Rounds(Alone):
                         self._running = lane
                         lane.turn.release()
                     thread.join()
-                passes.stack, passes.forward.current = list(stack), None
+                self._go_on(list(stack), None)
                 self._leaves.put_back()
                 self._lanes[-1].generators.put()  # of the first micro-batch: the caller's
         if self._error is not None:
@@ -309,7 +309,7 @@ class _Rounds(Alone):
         self._hand_on(self._lanes.index(lane) + 1)
         lane.turn.acquire()
         if self._stops:
-            self._go_on(lane)
+            self._go_on(lane.stack, self._pass)
             raise _Ended
         self._resume(lane, unit)
 
@@ -356,15 +356,16 @@ class _Rounds(Alone):
                 self._num_recorded = len(self._pass.order)
             del self._pass.order[self._num_recorded :]
 
-    def _go_on(self, lane: _Lane) -> None:
+    def _go_on(self, stack: list[Call], forward_pass: ForwardPass | None) -> None:
+        """Continue inside the calls of ``stack``; record later calls in ``forward_pass``."""
         passes = self._engine.passes
-        passes.stack, passes.forward.current = lane.stack, self._pass
+        passes.stack, passes.forward.current = stack, forward_pass
 
     def _resume(self, lane: _Lane, unit: Unit | None) -> None:
         lane.generators.put()
         torch.clear_autocast_cache()  # of weights that another micro-batch has cast
         _count_to(self._node)
-        self._go_on(lane)
+        self._go_on(lane.stack, self._pass)
         if self._records:
             entered = [call.unit for call in lane.stack]
             self._leaves.change(entered if unit is None else [*entered, unit])
