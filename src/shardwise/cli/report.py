@@ -79,15 +79,14 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 
 def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -> ShownRun:
-    config, diagnosis = config_of(record), diagnose(record)
+    config, run = config_of(record), ShownRun(name, record, diagnose(record))
     if planned is not None:
         plan, is_of_device = plan_of_loop(planned, record)
-        return ShownRun(name, record, diagnosis, plan, is_of_device)
-    if not with_plan or config is None:
-        return ShownRun(name, record, diagnosis)
-    run = ShownRun(name, record, diagnosis)
-    try:
-        plan, is_of_device = plan_of_run(config, record)
-    except (ShardwiseError, OSError) as error:
-        return replace(run, notes=[f"no plan beside it: {error}"])
+    elif not with_plan or config is None:
+        return run
+    else:
+        try:
+            plan, is_of_device = plan_of_run(config, record)
+        except (ShardwiseError, OSError) as error:
+            return replace(run, notes=[f"no plan beside it: {error}"])
     return replace(run, plan=plan, is_planned_device=is_of_device)
