@@ -155,9 +155,9 @@ def test_the_newest_lines_are_those_at_the_end_whatever_is_cut_short(tmp_path: P
     rare = {"kind": "non_finite", "step": 3}
     with file.open("a") as cut:
         cut.write(json.dumps(rare) + "\n" + '{"kind": "timeline", "step": 50, "spans": [')
-    assert read_newest(file, DETAILS, 2) == [*every[-4:], rare]
-    assert read_newest(file, DETAILS, 100) == [*every, rare]
-    assert read_newest(file.with_name("rank-9.jsonl"), DETAILS, 2) == []
+    assert read_newest(file, 2, DETAILS) == [*every[-4:], rare]
+    assert read_newest(file, 100, DETAILS) == [*every, rare]
+    assert read_newest(file.with_name("rank-9.jsonl"), 2, DETAILS) == []
 
 
 def test_a_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
