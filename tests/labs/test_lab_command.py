@@ -23,15 +23,12 @@ from shardwise_labs.ranks import Job, Starter, write_solutions
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = FIRST | MORE | ENGINE
-CASES = [(lab, number) for lab in labs() for number in range(len(ANSWERS[lab].wrong))]
+WRONG = {lab: list(ANSWERS[lab].all_wrong()) for lab in labs()}
+CASES = [(lab, number) for lab in labs() for number in range(len(WRONG[lab]))]
 
 
 def solution(number: int = 1) -> str:
-    text = labs()[number].solution()
-    for old, new in ANSWERS[number].right.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
+    return ANSWERS[number].write_into(labs()[number].solution())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +48,7 @@ def verdicts(
         folder = tmp_path_factory.mktemp(f"lab{number}")
         write_solutions(folder)
         texts = [solution(number)]
-        for wrong in ANSWERS[number].wrong:
+        for wrong in WRONG[number]:
             assert texts[0].count(wrong.old) == 1, wrong.old
             texts.append(texts[0].replace(wrong.old, wrong.new))
         paths = [folder / f"answer{index}.py" for index in range(len(texts))]
@@ -76,7 +73,7 @@ def test_the_solution_meets_every_target(
 def test_a_wrong_answer_is_named(
     verdicts: dict[int, list[desk.Checked]], lab: int, number: int
 ) -> None:
-    wrong, checked = ANSWERS[lab].wrong[number], verdicts[lab][number + 1]
+    wrong, checked = WRONG[lab][number], verdicts[lab][number + 1]
     assert "Traceback" not in checked.text(labs()[lab])
     found = [v for v in checked.verdicts if v.target == wrong.target]
     said = found[0].text if found and not found[0].met else checked.problem
@@ -88,7 +85,7 @@ def test_every_gap_has_five_wrong_answers_and_three_hints(number: int) -> None:
     lab = labs()[number]
     assert set(lab.targets.values()) == set(lab.hints)
     for gap, hints in lab.hints.items():
-        assert sum(wrong.gap == gap for wrong in ANSWERS[number].wrong) >= 5
+        assert sum(wrong.gap == gap for wrong in WRONG[number]) >= 5
         assert len(set(hints)) == 3
 
 
