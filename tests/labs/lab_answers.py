@@ -207,6 +207,7 @@ LAB3 = Answers(
                 REDUCE,
                 "    dist.all_reduce(grads)\n"
                 "    return grads.chunk(num_ranks)[dist.get_rank()] / num_ranks",
+                "16,384 bytes sent, "
                 "8,192 are needed: all-reduce (line 37) where reduce-scatter would",
             ),
             (
@@ -254,6 +255,7 @@ LAB3 = Answers(
                 "    values.zero_()\n"
                 "    values.chunk(dist.get_world_size())[dist.get_rank()].copy_(shard)\n"
                 "    dist.all_reduce(values)",
+                "16,384 bytes sent, "
                 "8,192 are needed: all-reduce (line 48) where all-gather would do",
             ),
             (

@@ -449,7 +449,7 @@ LAB7 = Answers(
             (BOUND7, "            if following < len(self.units):\n", "unit 5 is full"),
             (BOUND7, "            if True:\n", "list index out of range"),
             (INDEX7, "            following = index\n", "0 of 12 gathers run beside"),
-            (AHEAD7, "        for distance in (1):\n", "with ahead=0 10 gathers begin"),
+            (AHEAD7, "        for distance in (1,):\n", "with ahead=0 10 gathers begin"),
         ],
         (3, "full"): [
             (AHEAD7, AHEAD7.replace("+ 1", "+ 2 * (self.ahead > 0)"), "units full"),
