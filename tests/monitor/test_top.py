@@ -41,7 +41,7 @@ def was_written_before(run: Path, seconds: float) -> None:
         os.utime(file, (written_s, written_s))
 
 
-def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:
+def test_lines_are_taken_when_they_are_whole_and_once(tmp_path):
     run = write_record(tmp_path, num_steps=3)
     steps = run / FOLDER / "steps.jsonl"
     assert [each.step for each in read_ends(run).steps] == [1, 2, 3]
@@ -53,7 +53,7 @@ def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:
     assert read_ends(run).steps[3].values == {"loss": 0.5}
 
 
-def test_a_run_that_is_resumed_is_read_anew(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_is_read_anew(tmp_path):
     run = write_record(tmp_path, num_steps=6)
     steps = run / FOLDER / "steps.jsonl"
     read_ends(run)
@@ -65,14 +65,14 @@ def test_a_run_that_is_resumed_is_read_anew(tmp_path: Path) -> None:
     assert [each.step for each in lines[:3]] == [1, 2, 3] and lines[2].values == {"loss": 7.0}
 
 
-def test_the_newest_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
+def test_the_newest_memory_of_each_rank_is_shown(tmp_path):
     run = write_record(tmp_path, num_ranks=2)
     assert sampled(run) == {0: 32, 1: 32}
     add(run / FOLDER / "rank-1.jsonl", json.dumps(memory(50, 4)) + "\n")
     assert sampled(run) == {0: 32, 1: 50}
 
 
-def test_a_run_without_news_is_late_unless_it_is_over(tmp_path: Path) -> None:
+def test_a_run_without_news_is_late_unless_it_is_over(tmp_path):
     run = write_record(tmp_path)  # a line each half a second
     was_written_before(run, 20)
     assert not is_late(read_ends(run))
@@ -85,9 +85,7 @@ def test_a_run_without_news_is_late_unless_it_is_over(tmp_path: Path) -> None:
     assert read_ends(run).ending == "it broke off: disk full"
 
 
-def test_once_prints_a_snapshot_and_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_once_prints_a_snapshot_and_ends(tmp_path, capsys):
     run = write_record(tmp_path)
     assert run_command([str(run), "--once"]) == 0
     said = capsys.readouterr().out
@@ -99,9 +97,7 @@ def test_once_prints_a_snapshot_and_ends(
     assert row[2:] == ["0.25", "0.25", "to", "10"]  # the last, the lowest and the highest
 
 
-def test_findings_of_a_run_are_told_while_it_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_findings_of_a_run_are_told_while_it_goes_on(tmp_path, capsys):
     run = write_record(tmp_path)
     was_written_before(run, 4000)
     now = read_ends(run)
@@ -110,9 +106,7 @@ def test_findings_of_a_run_are_told_while_it_goes_on(
     assert "SW022 " in capsys.readouterr().out
 
 
-def test_json_is_one_value_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_value_and_nothing_else(tmp_path, capsys):
     run = write_record(tmp_path)
     assert run_command([str(run), "--json"]) == 0
     said = capsys.readouterr()
@@ -126,9 +120,7 @@ def test_json_is_one_value_and_nothing_else(
     assert told["values_over_steps"] == {}  # a record of an earlier version has none
 
 
-def test_a_run_whose_first_step_goes_on_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_first_step_goes_on_says_so(tmp_path, capsys):
     run = write_record(tmp_path, num_steps=0)
     (run / FOLDER / "steps.jsonl").unlink()
     assert run_command([str(run), "--once"]) == 0
@@ -137,19 +129,17 @@ def test_a_run_whose_first_step_goes_on_says_so(
     assert json.loads(capsys.readouterr().out)["step"] == 0
 
 
-def test_a_folder_without_a_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert run_command([str(tmp_path), "--once"]) == 2
     assert "no observed run" in capsys.readouterr().err
 
 
-def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block() -> None:
+def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block():
     assert sparkline([0, 3.5, 7]) == "▁▅█" and sparkline([2, 2]) == "▁▁" and sparkline([]) == ""
 
 
 @pytest.mark.parametrize("arguments", [["top", "--once"], ["report"]])
-def test_no_command_about_a_record_loads_torch(arguments: list[str], tmp_path: Path) -> None:
+def test_no_command_about_a_record_loads_torch(arguments, tmp_path):
     run = write_record(tmp_path)
     code = (
         "import sys; from shardwise.cli.main import app\n"
