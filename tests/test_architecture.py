@@ -67,13 +67,13 @@ def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
                 yield path, node  # type: ignore[misc]
 
 
-def test_the_reading_order_names_every_room_and_no_other() -> None:
+def test_the_reading_order_names_every_room_and_no_other():
     on_disk = {p.name for p in ROOT.iterdir() if p.is_dir() and any(p.glob("*.py"))}
     on_disk |= {p.stem for p in ROOT.glob("*.py")} - {"__init__", "__main__"}
     assert sorted(rooms()) == sorted(on_disk)
 
 
-def test_a_room_imports_only_from_what_stands_above_it() -> None:
+def test_a_room_imports_only_from_what_stands_above_it():
     order = {room: number for number, room in enumerate(rooms())}
     wrong = []
     for path in FILES:
@@ -88,7 +88,7 @@ def test_a_room_imports_only_from_what_stands_above_it() -> None:
     assert not wrong
 
 
-def test_no_room_below_the_recipe_imports_the_public_names() -> None:
+def test_no_room_below_the_recipe_imports_the_public_names():
     """They are imported late, so this would be a cycle that shows only on first use."""
     inner = [
         p for p in FILES if p.parent != ROOT and p.parts[len(ROOT.parts)] not in ("train", "cli")
@@ -97,7 +97,7 @@ def test_no_room_below_the_recipe_imports_the_public_names() -> None:
     assert not [n for n in names if n.split(".")[-1] in shardwise.__all__ and n.count(".") < 3]
 
 
-def test_inside_a_room_the_reading_order_is_the_import_order() -> None:
+def test_inside_a_room_the_reading_order_is_the_import_order():
     """No two files import each other, directly or in a circle."""
     edges = import_graph()
     done: set[str] = set()
@@ -113,30 +113,30 @@ def test_inside_a_room_the_reading_order_is_the_import_order() -> None:
         visit(name, ())
 
 
-def test_only_the_device_file_says_torch_cuda() -> None:
+def test_only_the_device_file_says_torch_cuda():
     others = [p for p in FILES if name_of(p) != "device.py"]
     assert not places(others, r"^torch\.cuda\b")
 
 
-def test_only_comm_calls_the_collectives_of_torch_distributed() -> None:
+def test_only_comm_calls_the_collectives_of_torch_distributed():
     others = [p for p in FILES if not name_of(p).startswith("comm/")]
     names = "|".join(COLLECTIVES.split())
     assert not places(others, rf"^(dist|torch\.distributed)\.({names})$")
     assert not places(others, r"distributed\._functional_collectives")
 
 
-def test_only_the_hooks_file_registers_module_hooks() -> None:
+def test_only_the_hooks_file_registers_module_hooks():
     others = [p for p in FILES if name_of(p) != "engine/hooks.py"]
     assert not places(others, HOOKS.pattern)
     assert places([ROOT / "engine" / "hooks.py"], HOOKS.pattern)
 
 
-def test_only_the_command_line_reads_the_environment() -> None:
+def test_only_the_command_line_reads_the_environment():
     others = [p for p in FILES if not name_of(p).startswith("cli/")]
     assert not places(others, r"^os\.(environ|getenv)\b")
 
 
-def test_no_file_prints_but_the_command_line() -> None:
+def test_no_file_prints_but_the_command_line():
     calls = [
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
@@ -147,18 +147,18 @@ def test_no_file_prints_but_the_command_line() -> None:
     assert not calls
 
 
-def test_no_file_is_too_long_to_be_read_in_one_go() -> None:
+def test_no_file_is_too_long_to_be_read_in_one_go():
     lengths = {name_of(p): len(p.read_text().splitlines()) for p in FILES}
     too_long = {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES}
     assert set(too_long) == set(LONGER_FILES), too_long
 
 
-def test_the_package_does_not_grow() -> None:
+def test_the_package_does_not_grow():
     """What is added is paid for by something that leaves."""
     assert sum(len(path.read_text().splitlines()) for path in FILES) <= MAX_LINES
 
 
-def test_no_function_is_too_long_to_be_read_at_a_glance() -> None:
+def test_no_function_is_too_long_to_be_read_at_a_glance():
     lengths = [
         (f"{name_of(path)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1)
         for path, node in functions()
@@ -166,11 +166,11 @@ def test_no_function_is_too_long_to_be_read_at_a_glance() -> None:
     assert not [(where, lines) for where, lines in lengths if lines > MAX_FUNCTION_LINES]
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_says_what_it_is_for():
     assert not [name_of(p) for p in FILES if not ast.get_docstring(tree_of(p))]
 
 
-def test_every_public_function_and_class_has_a_docstring() -> None:
+def test_every_public_function_and_class_has_a_docstring():
     missing = []
     for path in FILES:
         public: list[ast.stmt] = list(tree_of(path).body)
@@ -190,14 +190,14 @@ def test_every_public_function_and_class_has_a_docstring() -> None:
     assert not missing
 
 
-def test_public_functions_are_described_by_an_imperative_line() -> None:
+def test_public_functions_are_described_by_an_imperative_line():
     for name in shardwise.__all__:
         thing = getattr(shardwise, name)
         first = (inspect.getdoc(thing) or "").splitlines()[0]
         assert first.endswith("."), f"{name}: {first}"
 
 
-def test_public_names_are_sorted_and_there() -> None:
+def test_public_names_are_sorted_and_there():
     assert shardwise.__all__ == sorted(shardwise.__all__)
     for name in shardwise.__all__:
         thing = getattr(shardwise, name)
@@ -208,7 +208,7 @@ def test_public_names_are_sorted_and_there() -> None:
         _ = shardwise.shards  # type: ignore[attr-defined]
 
 
-def test_every_cited_note_exists() -> None:
+def test_every_cited_note_exists():
     texts = {name_of(p): p.read_text() for p in (*FILES, *ROOT.rglob("*.toml"))}
     titles = {
         match
@@ -231,12 +231,12 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_the_package_does_not_import_torch() -> None:
+def test_importing_the_package_does_not_import_torch():
     assert run_python("import shardwise; print('torch' in sys.modules)") == "False"
     assert run_python("import shardwise.errors; print('torch' in sys.modules)") == "False"
 
 
-def test_importing_the_command_line_does_not_import_torch() -> None:
+def test_importing_the_command_line_does_not_import_torch():
     assert run_python("import shardwise.cli.main; print('torch' in sys.modules)") == "False"
 
 
@@ -273,13 +273,13 @@ dist.destroy_process_group()
 """
 
 
-def test_the_core_comes_before_all_that_stands_on_it() -> None:
+def test_the_core_comes_before_all_that_stands_on_it():
     order = rooms()
     assert order[order.index("layout") : order.index("engine") + 1] == list(CORE)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_core_trains_without_any_room_below_it(stage: int, tmp_path: Path) -> None:
+def test_the_core_trains_without_any_room_below_it(stage, tmp_path):
     order = rooms()
     below = {f"shardwise.{room}" for room in order[order.index("engine") + 1 :]}
     values = f"BELOW, STAGE, STORE = {below!r}, {stage}, {str(tmp_path / 'store')!r}"

@@ -27,9 +27,7 @@ DEGREES = st.integers(1, 6)
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(DENSE, DEGREES)), st.booleans(), st.integers(1, 64))
-def test_degrees_fit_or_the_error_names_a_number_that_makes_them_fit(
-    degrees: dict[str, int], fills: bool, num_ranks: int
-) -> None:
+def test_degrees_fit_or_the_error_names_a_number_that_makes_them_fit(degrees, fills, num_ranks):
     axes = Axes(**(degrees | {"dp_shard": -1} if fills else degrees))
     try:
         found = axes.over(num_ranks)
@@ -66,7 +64,7 @@ def test_degrees_fit_or_the_error_names_a_number_that_makes_them_fit(
         ({"tp": 2.0}, 8, "tp=2.0: expected"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(asked: Any, num_ranks: int, said: str) -> None:
+def test_what_does_not_fit_is_one_sentence(asked, num_ranks, said):
     with pytest.raises(ConfigError, match=said):
         Axes(**asked).over(num_ranks)
 
@@ -114,7 +112,7 @@ def each_view_has_the_ranks_of_the_algebra(rank: int, num_ranks: int, asked: Any
         (4, {"pp": 2, "dp_shard": 2, "ep": 2}),
     ],
 )
-def test_each_axis_has_the_ranks_of_the_algebra(num_ranks: int, asked: Any) -> None:
+def test_each_axis_has_the_ranks_of_the_algebra(num_ranks, asked):
     run_ranks(each_view_has_the_ranks_of_the_algebra, num_ranks, asked)
 
 
@@ -195,5 +193,5 @@ def count_what_models_open(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_models_on_equal_meshes_leave_no_more_groups_and_threads_than_one(num_ranks: int) -> None:
+def test_models_on_equal_meshes_leave_no_more_groups_and_threads_than_one(num_ranks):
     run_ranks(count_what_models_open, num_ranks)

@@ -108,7 +108,7 @@ def run_program(rank: int, world_size: int, name: str, wrong: bool) -> list[str]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_mistake_is_found_and_the_right_program_passes(name: str) -> None:
+def test_a_mistake_is_found_and_the_right_program_passes(name):
     assert run_ranks(run_program, 1, name, False) == [[]]
     (errors,) = run_ranks(run_program, 1, name, True)
     assert len(errors) == 1 and PROGRAMS[name][1] in errors[0], errors

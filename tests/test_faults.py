@@ -64,9 +64,7 @@ def assert_blamed(outcome: Outcome, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("where", ["forward", "backward", "between steps"])
 @pytest.mark.parametrize("how", ["kill", "raise"])
-def test_when_a_rank_fails_every_other_ends_soon_and_says_where(
-    stage: int, where: str, how: str
-) -> None:
+def test_when_a_rank_fails_every_other_ends_soon_and_says_where(stage, where, how):
     ranks = start_ranks(train_until_one_fails, WORLD_SIZE, stage, where, how)
     outcomes = ranks.wait()
     victim = outcomes[VICTIM]

@@ -98,7 +98,7 @@ def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor], where: st
 
 
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
-def test_moments_in_fp32_make_the_steps_of_torchs_fused_adamw(lr: Any) -> None:
+def test_moments_in_fp32_make_the_steps_of_torchs_fused_adamw(lr):
     torch.manual_seed(0)
     shapes = [(64, 64), (7,), (1003,), (), (0, 3), (3, 5, 2)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -124,7 +124,7 @@ def test_moments_in_fp32_make_the_steps_of_torchs_fused_adamw(lr: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_takes_the_bytes_of_the_formula(kind: str) -> None:
+def test_state_takes_the_bytes_of_the_formula(kind):
     per_element = {"fp32": 8, "bf16": 4, "8bit": 2}[kind]
     for shape, block in (((64, 48), 256), ((5,), 64), ((1000, 3), 16), ((), 256), ((0, 4), 256)):
         param = nn.Parameter(torch.zeros(shape))
@@ -154,7 +154,7 @@ def drop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
-def test_small_moments_train_as_fp32_does(kind: str) -> None:
+def test_small_moments_train_as_fp32_does(kind):
     losses = {}
     for each in ("fp32", kind):
         model = made(Whole)
@@ -164,7 +164,7 @@ def test_small_moments_train_as_fp32_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_and_memory_formats_change_no_bit(kind: str) -> None:
+def test_threads_and_memory_formats_change_no_bit(kind):
     found = []
     num_threads = torch.get_num_threads()
     try:
@@ -187,7 +187,7 @@ def test_threads_and_memory_formats_change_no_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_gradients_and_parameters_are_computed_with_in_fp32(kind: str) -> None:
+def test_bf16_gradients_and_parameters_are_computed_with_in_fp32(kind):
     for dtype in (torch.float32, torch.bfloat16):
         start = torch.randn(40_001, generator=torch.Generator().manual_seed(0)).to(dtype)
         params = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
@@ -219,7 +219,7 @@ def test_bf16_gradients_and_parameters_are_computed_with_in_fp32(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchs_adamw_takes_our_state_dict_and_we_take_its(kind: str) -> None:
+def test_torchs_adamw_takes_our_state_dict_and_we_take_its(kind):
     model = made(Whole)
     optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
     train(model, optimizer, range(2))
@@ -242,7 +242,7 @@ def test_torchs_adamw_takes_our_state_dict_and_we_take_its(kind: str) -> None:
     assert_bits(everything(again, resumed), everything(model, optimizer), kind)
 
 
-def test_a_group_may_be_given_other_moments_between_steps() -> None:
+def test_a_group_may_be_given_other_moments_between_steps():
     model = made(Whole)
     blocks = {"params": model.blocks.parameters(), "moments": "8bit"}  # type: ignore[union-attr]
     optimizer = AdamW([blocks, {"params": [model.head.weight]}])  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ def test_a_group_may_be_given_other_moments_between_steps() -> None:
         ({"moments": "8bit", "block": 100}, r"^block=100: expected a power of two"),
     ],
 )
-def test_wrong_settings_are_refused_for_a_group_too(how: dict[str, Any], match: str) -> None:
+def test_wrong_settings_are_refused_for_a_group_too(how, match):
     with pytest.raises(ConfigError, match=match):
         AdamW([nn.Parameter(torch.zeros(2))], **how)
     optimizer = AdamW([nn.Parameter(torch.zeros(2))])
@@ -279,7 +279,7 @@ def test_wrong_settings_are_refused_for_a_group_too(how: dict[str, Any], match: 
     assert len(optimizer.param_groups) == 1
 
 
-def test_what_the_step_cannot_update_is_refused() -> None:
+def test_what_the_step_cannot_update_is_refused():
     for param in (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), nn.Embedding(3, 2).weight):
         param.grad = torch.ones_like(param)
         if param.ndim == 2:
@@ -328,7 +328,7 @@ def check_cuts(rank: int, world_size: int, truth: dict[tuple[str, str], dict[str
                     assert sum(t.nbytes for t in local) == per_element * numel + 4 * 3
 
 
-def test_steps_have_the_bits_of_one_process_at_every_stage_and_cut() -> None:
+def test_steps_have_the_bits_of_one_process_at_every_stage_and_cut():
     """Of 8 bits, where no block is cut."""
     models = (Whole, WithEmpty)
     truth = {(m.__name__, kind): plain(m, kind) for m in models for kind in KINDS}
@@ -357,7 +357,7 @@ def check_fully_shard(
         assert not torch.equal(model(x).sum(), one)  # what was gathered is stale
 
 
-def test_dtensors_of_fully_shard_take_the_same_steps() -> None:
+def test_dtensors_of_fully_shard_take_the_same_steps():
     truth = {kind: plain(Whole, kind) for kind in KINDS}
     run_sizes(check_fully_shard, {2: (truth, False), 3: (truth, True)})
 

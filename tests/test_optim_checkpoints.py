@@ -107,12 +107,8 @@ def check(
     ],
 )
 def test_any_kind_of_moments_loads_into_any_other_on_any_ranks(
-    tmp_path: Path,
-    ranks_there: int,
-    there: dict[str, Any],
-    ranks_here: int,
-    here: dict[str, Any] | None,
-) -> None:
+    tmp_path, ranks_there, there, ranks_here, here
+):
     saved = run_ranks(save_all, ranks_there, tmp_path, there)[0]
     run_ranks(load_all, ranks_here, tmp_path, here, saved)
 
@@ -153,7 +149,7 @@ def locals_of(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [local_of(value) for key, value in state.items() if key != "step"]
 
 
-def test_a_resume_on_as_many_ranks_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_resume_on_as_many_ranks_goes_on_with_the_same_bits(tmp_path):
     for world_size in (1, 3):
         run_ranks(check_resume, world_size, tmp_path / str(world_size))
 
@@ -178,7 +174,7 @@ def check_codes(rank: int, world_size: int, folder: Path, saves: bool) -> dict[s
     }
 
 
-def test_codes_come_back_on_other_ranks_where_no_block_is_cut(tmp_path: Path) -> None:
+def test_codes_come_back_on_other_ranks_where_no_block_is_cut(tmp_path):
     saved = run_ranks(check_codes, 3, tmp_path / "a", True)[0]
     assert_bits(run_ranks(check_codes, 2, tmp_path / "a", False)[0], saved, "3 to 2 ranks")
 
@@ -198,5 +194,5 @@ def check_refused(rank: int, world_size: int, folder: Path) -> None:
     assert_bits({n: whole(p) for n, p in model.named_parameters()}, before, "the model alone")
 
 
-def test_steps_that_are_others_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_steps_that_are_others_are_refused_before_anything_is_read(tmp_path):
     run_ranks(check_refused, 2, tmp_path / "a")

@@ -179,7 +179,7 @@ def go_on(rank: int, world_size: int, runs: dict[str, tuple[bytes, dict[str, Ten
                         assert local.untyped_storage().nbytes() <= max(ours.nbytes, 4), (how, key)
 
 
-def test_a_plain_runs_state_is_cut_and_the_run_goes_on_to_the_bit() -> None:
+def test_a_plain_runs_state_is_cut_and_the_run_goes_on_to_the_bit():
     sizes = (1, 2, 3)
     runs = {n: ({name: plain_run(n, OPTIMIZERS[name]) for name in NAMES[n]},) for n in sizes}
     run_sizes(go_on, runs)
@@ -214,7 +214,7 @@ def save_before_a_step(rank: int, world_size: int, saved: bytes, folder: str) ->
     assert all(hasattr(s["exp_avg"], "to_local") for s in other.state.values())
 
 
-def test_a_save_right_after_such_a_load_is_cut_too(tmp_path: Any) -> None:
+def test_a_save_right_after_such_a_load_is_cut_too(tmp_path):
     saved, _ = plain_run(2, OPTIMIZERS["adamw"])
     run_ranks(save_before_a_step, 2, saved, str(tmp_path / "c"))
 

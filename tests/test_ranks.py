@@ -68,7 +68,7 @@ def body_that_fails():
     assert dist.get_rank() == 0, "on the other rank"
 
 
-def test_a_test_on_ranks_fails_if_one_rank_does() -> None:
+def test_a_test_on_ranks_fails_if_one_rank_does():
     with pytest.raises(RankError, match="on the other rank") as caught:
         body_that_fails(world_size=2)
     assert caught.value.rank == 1
@@ -108,13 +108,13 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_results_come_back_in_rank_order(world_size: int, fresh: bool) -> None:
+def test_results_come_back_in_rank_order(world_size, fresh):
     results = run_ranks(rank_times_ten, world_size, fresh=fresh, offset=1)
     assert [number for number, _ in results] == [10 * rank + 1 for rank in range(world_size)]
     assert all(total == sum(range(world_size)) for _, total in results)
 
 
-def test_an_exception_arrives_with_its_rank_and_its_remote_traceback() -> None:
+def test_an_exception_arrives_with_its_rank_and_its_remote_traceback():
     with pytest.raises(RankError, match="rank 1 of 3 raised ValueError") as caught:
         run_ranks(raise_on, 3, 1)
     assert caught.value.rank == 1
@@ -122,7 +122,7 @@ def test_an_exception_arrives_with_its_rank_and_its_remote_traceback() -> None:
     assert "in raise_on" in str(caught.value)
 
 
-def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test() -> None:
+def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test():
     with pytest.raises(RankError, match="rank 1 of 2 raised UserWarning"):
         run_ranks(warn_on_one, 2)
     with warnings.catch_warnings():
@@ -130,13 +130,13 @@ def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test() -> None:
         run_ranks(warn_on_one, 2)
 
 
-def test_a_failure_does_not_wait_for_ranks_that_hang() -> None:
+def test_a_failure_does_not_wait_for_ranks_that_hang():
     with pytest.raises(RankError, match="rank 0 of 2 raised ValueError") as caught:
         run_ranks(raise_on, 2, 0)
     assert caught.value.outcomes[1].timed_out  # its barrier would have failed by itself, far later
 
 
-def test_a_killed_rank_is_reported_with_its_signal() -> None:
+def test_a_killed_rank_is_reported_with_its_signal():
     with pytest.raises(RankError, match="rank 2 of 3 ended without a result, exit code -9"):
         run_ranks(kill_yourself_on, 3, 2)
 
@@ -146,14 +146,14 @@ def default_signals(rank: int, world_size: int) -> None:
     signal.signal(signal.SIGSEGV, signal.getsignal(signal.SIGSEGV))
 
 
-def test_a_rank_shows_where_it_crashed_whatever_has_set_signals_before() -> None:
+def test_a_rank_shows_where_it_crashed_whatever_has_set_signals_before():
     run_ranks(default_signals, 1)
     with pytest.raises(RankError, match="exit code -11; its stacks") as caught:
         run_ranks(kill_yourself_on, 1, 0, signal.SIGSEGV)
     assert "in kill_yourself_on" in str(caught.value)
 
 
-def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood() -> None:
+def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood():
     ranks = start_ranks(sleep_on, 2, 1, 2 * module.HANG_S)
     assert ranks.pipes[0].poll(module.HANG_S), "the other one returned"
     with pytest.raises(RankError, match="rank 1 of 2 was still running") as caught:
@@ -168,7 +168,7 @@ def meet(rank: int, world_size: int, folder: str, expected: int) -> int:
     return 10 * world_size + rank
 
 
-def test_worlds_of_several_sizes_run_at_once(tmp_path: Path) -> None:
+def test_worlds_of_several_sizes_run_at_once(tmp_path):
     args = (str(tmp_path), 1 + 2 + 3)
     assert run_sizes(meet, {1: args, 2: args, 3: args}) == {
         1: [10],
@@ -177,7 +177,7 @@ def test_worlds_of_several_sizes_run_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others() -> None:
+def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others():
     before = run_ranks(pid_of, 2)
     with pytest.raises(RankError, match="rank 0 of 1 raised ValueError"):
         run_sizes(raise_on, {1: (0,), 2: (1,)})
@@ -185,13 +185,13 @@ def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others() -> None:
     assert set(run_ranks(pid_of, 2)).isdisjoint(before)
 
 
-def test_a_pool_is_used_again() -> None:
+def test_a_pool_is_used_again():
     before = run_ranks(pid_of, 4)
     after = [run_ranks(pid_of, 4) for _ in range(10)]
     assert all(pids == before for pids in after)
 
 
-def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call() -> None:
+def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call():
     before = run_ranks(pid_of, 2)
     pool = module._pools[2]
     pool.answered_at_s = float("-inf")
@@ -203,7 +203,7 @@ def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call() -> None:
     assert not pool.resting, "it has just been called"
 
 
-def test_a_pool_in_which_a_call_failed_is_replaced() -> None:
+def test_a_pool_in_which_a_call_failed_is_replaced():
     before = run_ranks(pid_of, 2)
     with pytest.raises(RankError):
         run_ranks(raise_on, 2, 0)
@@ -212,7 +212,7 @@ def test_a_pool_in_which_a_call_failed_is_replaced() -> None:
     assert not any(is_running(pid) for pid in before)
 
 
-def test_every_call_starts_from_the_same_state() -> None:
+def test_every_call_starts_from_the_same_state():
     first = run_ranks(random_number, 2)
     run_ranks(leave_a_mess, 2)
     assert run_ranks(random_number, 2) == first
@@ -227,7 +227,7 @@ def groups_of_a_mesh(rank: int, world_size: int, name: str) -> tuple[float, list
     return total.item(), [group.group_name for group in mesh.get_all_groups()], before
 
 
-def test_a_call_takes_the_groups_of_the_one_before_and_few_stay_open() -> None:
+def test_a_call_takes_the_groups_of_the_one_before_and_few_stay_open():
     first = run_ranks(groups_of_a_mesh, 4, "a")
     again = run_ranks(groups_of_a_mesh, 4, "a")
     assert [total for total, _, _ in first] == [1.0, 1.0, 5.0, 5.0]
@@ -238,7 +238,7 @@ def test_a_call_takes_the_groups_of_the_one_before_and_few_stay_open() -> None:
         assert all(before <= 1 + kept_groups.KEPT for _, _, before in found)
 
 
-def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path: Path) -> None:
+def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path):
     ranks = start_ranks(wait_for_the_others, 3, str(tmp_path))
     wait_until(lambda: len(pids_in(tmp_path)) == 3)
     killed_at_s = ranks.kill(0)
@@ -250,7 +250,7 @@ def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path: Path) -> N
         assert outcome.ended_at_s >= killed_at_s
 
 
-def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path):
     ranks = start_ranks(wait_for_the_others, 2, str(tmp_path))
     wait_until(lambda: len(pids_in(tmp_path)) == 2)
     pids = ranks.pids
@@ -260,7 +260,7 @@ def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path: Path) -> None
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path):
     script = (
         "import sys, time; sys.path[:0] = sys.argv[1].split(':')\n"
         "import ranks, test_ranks\n"
@@ -285,9 +285,7 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_a_program_has_the_place_that_torchrun_gives_and_its_own_words_and_code(
-    tmp_path: Path,
-) -> None:
+def test_a_program_has_the_place_that_torchrun_gives_and_its_own_words_and_code(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
         "import os, sys\n"

@@ -183,7 +183,7 @@ def test_a_rank_outside_the_mesh_is_refused(rank, world_size):
         shard(model, mesh=part)
 
 
-def test_without_a_process_group_sharding_is_refused_with_what_to_do() -> None:
+def test_without_a_process_group_sharding_is_refused_with_what_to_do():
     assert not dist.is_initialized()
     model = Net()
     with refused(model, r"there is no process group. Start with torchrun .*init_process_group"):
@@ -244,7 +244,7 @@ def check_dropped_window(rank: int, world_size: int, stage: int) -> None:
                 assert torch.equal(param.grad.full_tensor(), grad)  # type: ignore[union-attr]
 
 
-def test_a_gradient_in_an_open_window_is_refused_with_the_remedy_and_may_be_dropped() -> None:
+def test_a_gradient_in_an_open_window_is_refused_with_the_remedy_and_may_be_dropped():
     for stage in (0, 1):
         run_ranks(check_window, 2, stage)
         run_ranks(check_dropped_window, 2, stage)
@@ -263,7 +263,7 @@ def check_step_in_between(rank: int, world_size: int, stage: int) -> None:
     optimizer.step()
 
 
-def test_a_step_between_forward_and_backward_is_refused() -> None:
+def test_a_step_between_forward_and_backward_is_refused():
     for stage in (0, 1, 2, 3):
         run_ranks(check_step_in_between, 2, stage)
 
@@ -329,7 +329,7 @@ def check_gathered_errors(rank: int, world_size: int) -> None:
         pass
 
 
-def test_gathered_parameters_are_read_and_written_and_no_change_is_lost() -> None:
+def test_gathered_parameters_are_read_and_written_and_no_change_is_lost():
     for stage in (0, 1, 3):
         run_ranks(check_gathered, 3, stage)
     run_ranks(check_gathered_errors, 2)
@@ -403,7 +403,7 @@ def check_description(rank: int, world_size: int, layout: str) -> str:
     return str(seen)
 
 
-def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat() -> None:
+def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat():
     rows, *others = run_ranks(check_description, 4, "rows")
     assert all(other == rows for other in others)
     assert rows.startswith("stage 2 over 4 ranks: 88 parameters, 352 B full, ")

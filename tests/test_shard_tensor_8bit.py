@@ -67,7 +67,7 @@ def check_steps(rank: int, world_size: int, make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", [bitsandbytes_adam, torchao_adam])
-def test_8_bit_adams_make_the_plain_steps_where_slices_are_whole_blocks(make: Make) -> None:
+def test_8_bit_adams_make_the_plain_steps_where_slices_are_whole_blocks(make):
     pytest.importorskip(make.__name__.removesuffix("_adam"))
     for world_size in (1, 2):
         run_ranks(check_steps, world_size, make)
@@ -92,7 +92,7 @@ def check_saved(rank: int, world_size: int, folder: Path, saves: bool) -> str:
     return ""
 
 
-def test_8_bit_state_comes_back_on_as_many_ranks_and_is_refused_on_others(tmp_path: Path) -> None:
+def test_8_bit_state_comes_back_on_as_many_ranks_and_is_refused_on_others(tmp_path):
     pytest.importorskip("bitsandbytes")
     assert run_ranks(check_saved, 2, tmp_path / "a", True) == ["", ""]
     for message in run_ranks(check_saved, 3, tmp_path / "a", False):

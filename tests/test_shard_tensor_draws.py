@@ -105,7 +105,7 @@ def check_draws(rank: int, world_size: int, every: bool = False) -> None:
                 assert torch.equal(after, torch.randn(3)), f"{label}, stage {stage}"
 
 
-def test_what_is_drawn_for_a_parameter_is_the_same_on_ranks_that_are_seeded_apart() -> None:
+def test_what_is_drawn_for_a_parameter_is_the_same_on_ranks_that_are_seeded_apart():
     for world_size in (1, 3, 4):
         run_ranks(check_draws, world_size)
 
@@ -136,6 +136,6 @@ def noise_in_forward(rank: int, world_size: int) -> list[bool]:
     return own
 
 
-def test_noise_drawn_inside_a_forward_pass_is_each_ranks_own_as_dropout_is() -> None:
+def test_noise_drawn_inside_a_forward_pass_is_each_ranks_own_as_dropout_is():
     for world_size in (1, 2):
         assert run_ranks(noise_in_forward, world_size) == [[True, True]] * world_size

@@ -125,9 +125,7 @@ def check_optimizers(rank: int, world_size: int, every: bool = False) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_optimizer_of_torch_makes_the_steps_of_a_plain_loop_at_every_stage(
-    world_size: int,
-) -> None:
+def test_every_optimizer_of_torch_makes_the_steps_of_a_plain_loop_at_every_stage(world_size):
     run_ranks(check_optimizers, world_size)
 
 
@@ -193,9 +191,7 @@ def check_l_bfgs(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.parametrize("check, name", [(check_muon, "Muon"), (check_l_bfgs, "LBFGS")])
-def test_muon_and_l_bfgs_run_at_stage_0_and_their_refusal_elsewhere_says_so(
-    check: Callable[[int, int], str], name: str
-) -> None:
+def test_muon_and_l_bfgs_run_at_stage_0_and_their_refusal_elsewhere_says_so(check, name):
     for world_size in (1, 2):
         for message in run_ranks(check, world_size):
             assert message.startswith(f"{name} asks for"), message

@@ -250,7 +250,7 @@ def clip_reports(rank: int, world_size: int) -> list[Any]:
 
 
 @pytest.mark.kernels
-def test_clipping_is_right_the_same_on_every_rank_and_one_collective() -> None:
+def test_clipping_is_right_the_same_on_every_rank_and_one_collective():
     for world_size in (1, 2, 3):
         first, *others = run_ranks(clip_reports, world_size)
         assert all(other == first for other in others)

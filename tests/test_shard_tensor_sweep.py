@@ -281,7 +281,7 @@ def sweep(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_no_function_of_torch_gives_a_local_answer() -> None:
+def test_no_function_of_torch_gives_a_local_answer():
     trials = calls_that_work_on_plain_tensors()
     assert len(trials) > 1000
     check_sweep([trials[number :: len(WAYS)] for number in range(len(WAYS))])

@@ -266,7 +266,7 @@ def check_hybrid_windows(rank: int, world_size: int, stage: int) -> None:
     has({**both, name: wanted([1])[name]})
 
 
-def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis_once_per_window() -> None:
+def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis_once_per_window():
     run_ranks(check_hybrid, 4)
     for stage in (0, 2, 3):
         run_ranks(check_hybrid_windows, 4, stage)
@@ -367,7 +367,7 @@ class Decoder(nn.Module):
         )
 
 
-def test_padding_is_below_one_element_per_rank_in_flat_and_below_3_percent_in_rows() -> None:
+def test_padding_is_below_one_element_per_rank_in_flat_and_below_3_percent_in_rows():
     for world_size in (2, 3, 4):
         for layout, share, elements in run_ranks(padding_of, world_size, 96)[0]:
             assert share < 0.03
@@ -446,7 +446,7 @@ def check_growth(rank: int, world_size: int, stage: int) -> None:
     assert seen[0][1] == seen[1][1] == 0
 
 
-def test_nothing_grows_from_step_to_step() -> None:
+def test_nothing_grows_from_step_to_step():
     for stage in (0, 1, 2, 3):
         run_ranks(check_growth, 2, stage)
 
@@ -467,7 +467,7 @@ def check_dropped_graph(rank: int, world_size: int, stage: int) -> None:
     assert after[0] <= before[0] and after[1] == before[1], f"stage {stage}: {before}, {after}"
 
 
-def test_a_graph_that_is_dropped_without_backward_leaves_nothing_behind() -> None:
+def test_a_graph_that_is_dropped_without_backward_leaves_nothing_behind():
     for stage in (1, 3):
         run_ranks(check_dropped_graph, 2, stage)
 

@@ -99,7 +99,7 @@ def assert_took_the_same_steps(by_rank: list[zero.Trained], truth: Truth) -> Non
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_stage_has_the_bits_of_the_plain_loop(world_size: int) -> None:
+def test_every_stage_has_the_bits_of_the_plain_loop(world_size):
     truth = train_plain(world_size)
     results = run_ranks(train_twin, world_size, STAGES)
     for stage in STAGES:
@@ -108,7 +108,7 @@ def test_every_stage_has_the_bits_of_the_plain_loop(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("stages", [[0, 1], [2, 3]])
-def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int, stages: list[int]) -> None:
+def test_accumulation_has_the_bits_of_its_order_of_sums(world_size, stages):
     truth = train_plain(world_size, 3, reduce_each_micro_batch=stages == [2, 3])
     results = run_ranks(train_twin, world_size, stages, num_micro_batches=3)
     for stage in stages:
@@ -116,7 +116,7 @@ def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int, stages:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
+def test_clipping_differs_by_the_rounding_of_one_norm(world_size):
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
     options = {"dtype": torch.float64, "optimizer_factory": partial(torch.optim.SGD, lr=0.1)}
     truth = train_plain(world_size, clip=0.5, **options)
@@ -145,7 +145,7 @@ def measure(rank: int, world_size: int, num_micro_batches: int) -> list[tuple[in
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_bytes_held_and_sent_are_those_of_the_formulas(world_size: int) -> None:
+def test_bytes_held_and_sent_are_those_of_the_formulas(world_size):
     numel = sum(p.numel() for p in zero.TinyModel().parameters())
     for result in run_ranks(measure, world_size, 2):
         for stage, (held_bytes, sent_bytes) in enumerate(result):
@@ -168,11 +168,11 @@ def fail_on_a_wrong_read(rank: int, world_size: int) -> list[int]:
     return [p.untyped_storage().nbytes() for p in full]
 
 
-def test_stage_3_keeps_no_full_parameter_between_uses() -> None:
+def test_stage_3_keeps_no_full_parameter_between_uses():
     assert run_ranks(fail_on_a_wrong_read, 2) == [[0, 0], [0, 0]]
 
 
-def test_the_oracle_sums_replicas_after_shard_groups() -> None:
+def test_the_oracle_sums_replicas_after_shard_groups():
     steps = make_steps(4, 1, 1)
     hybrid = plain_loop(make_model(), steps, zero.next_byte_loss, adamw, num_replicas=2)
     alone = []
@@ -198,7 +198,7 @@ sys.exit(any("gloo" in name for name in names))
 
 
 @pytest.mark.slow
-def test_no_thread_of_the_process_group_outlives_it() -> None:
+def test_no_thread_of_the_process_group_outlives_it():
     """One that does may abort the process when the interpreter ends."""
     done = subprocess.run(
         [sys.executable, "-c", LEAVE_CLEANLY],
@@ -212,7 +212,7 @@ def test_no_thread_of_the_process_group_outlives_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", ["alone", "torchrun"])
-def test_the_example_prints_the_same_losses_at_every_stage(launch: str) -> None:
+def test_the_example_prints_the_same_losses_at_every_stage(launch):
     alone = launch == "alone"
     how: dict[str, Any] = {"launches": True} if alone else {"num_ranks": 2}
     done = run_program(EXAMPLE, *(["--ranks", 2] if alone else []), **how)

@@ -93,9 +93,7 @@ def layouts(weights: Any, states: Any) -> dict[str, Any]:
     ("world", "layout"),
     list(zip((3, 2, 2, 1, 2), layouts({}, {}), strict=True)),
 )
-def test_fsdp_checkpoints_come_back_element_by_element(
-    world: int, layout: str, tmp_path: Path
-) -> None:
+def test_fsdp_checkpoints_come_back_element_by_element(world, layout, tmp_path):
     weights, moments = run_ranks(save_fsdp, world, str(tmp_path / "c"), layout)[0]
     source = open_dcp(tmp_path / "c")
     infos = infos_of(source)
@@ -132,7 +130,7 @@ def save_cut(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_tensors_cut_by_columns_or_replicated_are_put_together(world: int, tmp_path: Path) -> None:
+def test_tensors_cut_by_columns_or_replicated_are_put_together(world, tmp_path):
     run_ranks(save_cut, world, str(tmp_path))
     source = open_dcp(tmp_path)
     infos = infos_of(source)
@@ -146,7 +144,7 @@ def save(folder: Path, state: Any) -> Path:
 
 
 @pytest.mark.parametrize("key", [None, "model", "module"])
-def test_a_model_alone_is_found(key: str | None, tmp_path: Path) -> None:
+def test_a_model_alone_is_found(key, tmp_path):
     weights = get_model_state_dict(Net())
     source = open_dcp(save(tmp_path / "c", weights if key is None else {key: weights}))
     assert {info.name for info in source.tensors} == set(weights)
@@ -155,7 +153,7 @@ def test_a_model_alone_is_found(key: str | None, tmp_path: Path) -> None:
     assert source.extra == {}
 
 
-def test_of_two_models_the_optimizers_is_taken_and_the_other_is_extra(tmp_path: Path) -> None:
+def test_of_two_models_the_optimizers_is_taken_and_the_other_is_extra(tmp_path):
     model, other = Net(), Net()
     optimizer = make_optimizer(model)
     train(model, optimizer)
@@ -186,14 +184,12 @@ def test_of_two_models_the_optimizers_is_taken_and_the_other_is_extra(tmp_path: 
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused_and_not_guessed(
-    state: Any, message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_told_is_refused_and_not_guessed(state, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         open_dcp(save(tmp_path / "c", state))
 
 
-def test_a_folder_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_refused_in_words(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match="expected a folder written by"):
             open_dcp(folder)

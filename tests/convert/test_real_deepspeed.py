@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,9 +94,7 @@ def save(rank: int, world: int, folder: str, stage: int, bf16: bool) -> dict[tup
     ("stage", "world", "bf16"),
     [(1, 2, False), (1, 1, True), (2, 2, True), (3, 2, False), (3, 3, True)],
 )
-def test_what_deepspeed_wrote_is_read_as_deepspeed_gathers_it(
-    stage: int, world: int, bf16: bool, tmp_path: Path
-) -> None:
+def test_what_deepspeed_wrote_is_read_as_deepspeed_gathers_it(stage, world, bf16, tmp_path):
     expected = run_ranks(save, world, str(tmp_path), stage, bf16, fresh=True)[0]
     source = open_deepspeed(tmp_path)
     infos = {(info.name, info.state): info for info in source.tensors}

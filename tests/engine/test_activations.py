@@ -475,7 +475,7 @@ def of_transformers(rank: int, world_size: int) -> None:
         assert slots_of(model)[2] == (4 - 1 if trains_all else 4 - 2) * tokens.numel() * 16 * 4
 
 
-def test_layers_of_transformers_with_gradient_checkpointing() -> None:
+def test_layers_of_transformers_with_gradient_checkpointing():
     pytest.importorskip("transformers")
     run_ranks(of_transformers, 1)
 

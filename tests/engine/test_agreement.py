@@ -79,7 +79,7 @@ FACTS = st.lists(
 
 
 @given(st.lists(FACTS, min_size=2, max_size=4))
-def test_all_ranks_are_told_the_same_and_only_where_they_differ(facts: list[list[str]]) -> None:
+def test_all_ranks_are_told_the_same_and_only_where_they_differ(facts):
     found, num_sent = differences(facts)
     odd = [rank for rank, lines in enumerate(facts) if lines != facts[0]]
     assert len(set(found)) == 1
@@ -101,7 +101,7 @@ def _first(lines: list[str], of_rank_0: list[str]) -> int:
     return min(len(lines), len(of_rank_0))
 
 
-def test_ranks_with_the_same_difference_are_named_together() -> None:
+def test_ranks_with_the_same_difference_are_named_together():
     found, _ = differences([["x", "y"], ["x"], ["x", "z"], ["x", "z"], ["w", "y"]])
     assert found[0] == (
         "rank 4 has [w] where rank 0 has [x]; rank 1 has nothing more where rank 0 has [y]; "
@@ -109,14 +109,14 @@ def test_ranks_with_the_same_difference_are_named_together() -> None:
     )
 
 
-def test_many_ranks_are_not_all_listed() -> None:
+def test_many_ranks_are_not_all_listed():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks(range(30)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (30 in all)"
     found, _ = differences([["x"], ["a"], ["b"], ["c"], ["d"], ["e"]])
     assert found[0] is not None and found[0].endswith("; 2 further differences")
 
 
-def test_one_rank_agrees_with_itself() -> None:
+def test_one_rank_agrees_with_itself():
     agree(SoloControl(), ["a"], "this")
 
 
@@ -245,9 +245,7 @@ def messages(rank: int, world_size: int, odd: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (3, 2), (3, 0)])
-def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(
-    world_size: int, odd: int
-) -> None:
+def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(world_size, odd):
     by_rank = run_ranks(messages, world_size, odd)
     assert all(found == by_rank[0] for found in by_rank)
     names = "ranks 1, 2 have" if odd == 0 else f"rank {odd} has"
@@ -278,7 +276,7 @@ def different_versions(rank: int, world_size: int) -> str:
     return f"{torch_error.value}\n{own_error.value}"
 
 
-def test_other_versions_of_torch_and_of_shardwise_are_named() -> None:
+def test_other_versions_of_torch_and_of_shardwise_are_named():
     told = run_ranks(different_versions, 2)
     assert told[0] == told[1]
     assert "rank 1 has [torch 2.12.1+elsewhere] where rank 0 has [torch 2." in told[0]
@@ -293,7 +291,7 @@ def mesh_of_other_shape(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_meshes_of_other_shapes_are_told() -> None:
+def test_meshes_of_other_shapes_are_told():
     told = run_ranks(mesh_of_other_shape, 2)
     assert told[0] == told[1]
     assert "[mesh of 1 replicas x 2 shards, cpu, axes ('dp',), ranks [0, 1]]" in told[0]
@@ -319,7 +317,7 @@ def control_of(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("again", [False, True])  # a second call in the same processes
-def test_every_sharded_model_has_a_control_group_of_its_own(world_size: int, again: bool) -> None:
+def test_every_sharded_model_has_a_control_group_of_its_own(world_size, again):
     ranks = range(world_size)
     expected = [bytes([r]) for r in ranks] + [bytes([r + 10]) for r in ranks]
     for rows, sent, num_groups in run_ranks(control_of, world_size):
@@ -334,7 +332,7 @@ def control_beside_other_groups(rank: int, world_size: int) -> list[bytes]:
     return engine_of(model).comm.control.exchange(bytes([rank]))
 
 
-def test_a_control_group_meets_beside_groups_that_not_all_ranks_have() -> None:
+def test_a_control_group_meets_beside_groups_that_not_all_ranks_have():
     rows = run_ranks(control_beside_other_groups, 4)
     assert rows == [[b"\0", b"\2"], [b"\1", b"\3"]] * 2
 
@@ -345,7 +343,7 @@ def replica_ranks(rank: int, world_size: int) -> tuple[int, list[bytes]]:
     return control.rank, control.exchange(bytes([rank]))
 
 
-def test_ranks_of_a_control_group_count_replica_by_replica() -> None:
+def test_ranks_of_a_control_group_count_replica_by_replica():
     rows = [bytes([r]) for r in range(4)]
     assert run_ranks(replica_ranks, 4) == [(r, rows) for r in range(4)]
 
@@ -356,7 +354,7 @@ def train_one_step(rank: int, world_size: int) -> Tensor:
     return torch.stack([p.grad.full_tensor().sum() for p in model.parameters()])
 
 
-def test_processes_end_cleanly_with_a_control_group() -> None:
+def test_processes_end_cleanly_with_a_control_group():
     sums = run_ranks(train_one_step, 3, fresh=True)
     assert all(torch.equal(s, sums[0]) for s in sums)
 
@@ -368,7 +366,7 @@ def fail_before_shard(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_died_before_is_not_waited_for(world_size: int) -> None:
+def test_a_rank_that_died_before_is_not_waited_for(world_size):
     outcomes = start_ranks(fail_before_shard, world_size).wait()
     assert outcomes[1].error_type == "OSError"
     for outcome in outcomes:

@@ -139,7 +139,7 @@ def each_kind(rank: int, num_ranks: int) -> dict[str, dict[str, tuple[int, int]]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_each_kind_of_collective_counts_what_this_rank_sends(num_ranks: int) -> None:
+def test_each_kind_of_collective_counts_what_this_rank_sends(num_ranks):
     for rank, found in enumerate(run_ranks(each_kind, num_ranks)):
         part, others = 4 * 6, num_ranks - 1
         rows = 12 * sum(rank + 1 + other for other in range(num_ranks) if other != rank)
@@ -209,9 +209,7 @@ def steps_over_tensors(rank: int, num_ranks: int, dp: int, by: str, by_sequence:
 @pytest.mark.parametrize("by", ["shard", "fully_shard"])
 @pytest.mark.parametrize("by_sequence", [False, True])
 @pytest.mark.parametrize(("num_ranks", "dp"), [(2, 1), (3, 1), (4, 2)])
-def test_what_tensor_parallelism_sends_is_counted_by_kind(
-    by: str, by_sequence: bool, num_ranks: int, dp: int
-) -> None:
+def test_what_tensor_parallelism_sends_is_counted_by_kind(by, by_sequence, num_ranks, dp):
     """By the formula: two blocks; of each a sum of the stream forward, and one backward.
 
     By sequence the sum is scattered, and the stream gathered; norms have partial gradients then.
@@ -274,7 +272,7 @@ def steps_of_a_pipeline(rank: int, num_ranks: int, by: str, schedule: str) -> di
 
 @pytest.mark.parametrize("by", ["shard", "fully_shard"])
 @pytest.mark.parametrize("schedule", [name for name in CROSSING if name in pipelines.THERE])
-def test_a_stage_counts_what_it_sends_to_other_ranks(by: str, schedule: str) -> None:
+def test_a_stage_counts_what_it_sends_to_other_ranks(by, schedule):
     """By the formula: each border of stages on two ranks is crossed forward and backward.
 
     Both ranks send as much in all: what one sends forward, the other sends back.
@@ -324,7 +322,7 @@ class Mixture(nn.Module):
         return made + balance
 
 
-def test_what_shardwise_sends_is_not_counted_again() -> None:
+def test_what_shardwise_sends_is_not_counted_again():
     """A ring is torch's own attention: what it sends is counted where it is called."""
     for found in run_ranks(steps_with_exchanges, 3):
         for method, (plain, counted) in found.items():

@@ -14,7 +14,7 @@ from test_overlap import OPTIMIZERS, assert_same, everything, make_optimizer, tr
 from torch import nn
 
 from models import Stack
-from rank_tables import Run, Scenarios, each_of
+from rank_tables import Scenarios, each_of
 from ranks import on_ranks, run_ranks
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
@@ -141,7 +141,7 @@ def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there() -> None:
+def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there():
     run_ranks(step_on_a_gpu, 1, "cuda", fresh=True)
 
 
@@ -272,9 +272,7 @@ def train_alone(model: Any, optimizer: Any) -> None:
     st.sampled_from((1, 16, 64)),
     st.integers(1, 2000),
 )
-def test_loads_have_every_element_once_in_order_and_begin_at_multiples(
-    rows: list[tuple[int, int, int]], multiple: int, num_bytes: int
-) -> None:
+def test_loads_have_every_element_once_in_order_and_begin_at_multiples(rows, multiple, num_bytes):
     loads = list(cut(rows, multiple, num_bytes))
     pieces = [piece for each in loads for piece in each]
     for row, (numel, _, first) in enumerate(rows):
@@ -299,5 +297,5 @@ SCENARIOS: Scenarios = {
 
 
 @each_of(SCENARIOS)
-def test_steps_on_the_device(run: Run, tmp_path: Path) -> None:
+def test_steps_on_the_device(run, tmp_path):
     run(tmp_path)

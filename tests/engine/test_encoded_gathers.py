@@ -64,7 +64,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("num_ranks", "is_nccl"), [(1, False), (2, False), (3, False), (7, False), (3, True)]
 )
-def test_layers_read_what_the_encoding_says_on_every_rank(num_ranks: int, is_nccl: bool) -> None:
+def test_layers_read_what_the_encoding_says_on_every_rank(num_ranks, is_nccl):
     """To the bit; the shards themselves stay as they are, and so do tensors of one dim.
 
     pytorch/ao #3982, #3983: a crash where rows do not divide, or a rank has none.

@@ -250,11 +250,11 @@ def beside_experts(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("beside", [beside_tensor_parallelism, beside_experts])
-def test_encoded_reductions_go_beside_tensor_parallelism_and_experts(beside: Any) -> None:
+def test_encoded_reductions_go_beside_tensor_parallelism_and_experts(beside):
     run_ranks(beside, 4)
 
 
-def test_a_format_that_is_not_known_is_refused_with_the_nearest() -> None:
+def test_a_format_that_is_not_known_is_refused_with_the_nearest():
     with pytest.raises(
         ConfigError, match=r"precision\.reduce='int8-a2b': .*did you mean 'int8-a2a'"
     ):

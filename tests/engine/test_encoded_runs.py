@@ -133,9 +133,7 @@ def loads(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_goes_on_to_the_bit_and_its_masters_load_at_another_number_of_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_to_the_bit_and_its_masters_load_at_another_number_of_ranks(tmp_path):
     """A checkpoint has what is kept, never what arrived."""
     run_ranks(saves, 3, tmp_path)
     by_size = {n: run_ranks(loads, n, tmp_path) for n in (1, 2, 3)}

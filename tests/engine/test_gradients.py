@@ -185,7 +185,7 @@ def test_wrong_gradients_are_found_and_their_factors_explained(rank, num_ranks):
     expert_scales_are_explained(rank, num_ranks)
 
 
-def test_powers_products_and_plain_numbers_are_told_apart() -> None:
+def test_powers_products_and_plain_numbers_are_told_apart():
     degrees = {"dp_shard": 3, "tp": 5, "micro-batches": 1}
 
     def finding(scale: float) -> str:

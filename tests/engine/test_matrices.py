@@ -80,7 +80,7 @@ def check_steps(rank: int, num_ranks: int, stage: int) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks: int) -> None:
+def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks):
     for stage in range(4):
         run_ranks(check_steps, num_ranks, stage)
 
@@ -176,7 +176,7 @@ def check_any(rank: int, num_ranks: int, stage: int, closes: bool) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_an_optimizer_with_state_of_any_kind_steps_each_matrix_on_its_owner(num_ranks: int) -> None:
+def test_an_optimizer_with_state_of_any_kind_steps_each_matrix_on_its_owner(num_ranks):
     for stage, closes in ((1, False), (3, True)):
         assert sum(run_ranks(check_any, num_ranks, stage, closes)) == 7  # the empty one has none
 
@@ -197,9 +197,7 @@ def load(rank: int, num_ranks: int, stage: int, path: Path) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize(("first", "then"), [((2, 3), (4, 1)), ((4, 1), (1, 3)), ((1, 3), (2, 2))])
-def test_a_checkpoint_goes_on_over_other_ranks(
-    first: tuple[int, int], then: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_over_other_ranks(first, then, tmp_path):
     run_ranks(save, *first, tmp_path / "saved")
     for found in run_ranks(load, *then, tmp_path / "saved"):
         assert_same_bits(found, plainly(range(4)))
@@ -225,7 +223,7 @@ def load_as(rank: int, num_ranks: int, layout: str, path: Path) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("other", ["rows", "flat"])
-def test_checkpoints_go_from_and_to_other_layouts(other: str, tmp_path: Path) -> None:
+def test_checkpoints_go_from_and_to_other_layouts(other, tmp_path):
     for number, (first, then) in enumerate((("matrices", other), (other, "matrices"))):
         path = tmp_path / str(number)
         run_ranks(save_as, 3, first, path)
@@ -247,7 +245,7 @@ def check_choice(rank: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(p.to_local().numel() for p in model.parameters() if p.ndim == 2)
 
 
-def test_a_function_chooses_which_matrices_are_whole() -> None:
+def test_a_function_chooses_which_matrices_are_whole():
     whole = [p.numel() for p in Model().parameters() if p.ndim == 2]
     held = run_ranks(check_choice, 2)
     spread = [p.ndim == 2 and p.shape == (11, 6) for p in Model().parameters() if p.ndim == 2]

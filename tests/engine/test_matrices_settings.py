@@ -199,9 +199,7 @@ def count_bytes(rank: int, num_ranks: int, by: str) -> int:
 
 @pytest.mark.parametrize("by", ["messages", "broadcasts"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_owners_send_their_matrices_and_get_their_gradients_to_the_byte(
-    num_ranks: int, by: str
-) -> None:
+def test_owners_send_their_matrices_and_get_their_gradients_to_the_byte(num_ranks, by):
     held = run_ranks(count_bytes, num_ranks, by)
     assert max(held) - min(held) <= 19 * 6 + 36  # the largest, and the frozen one's rows
 

@@ -213,7 +213,7 @@ def bytes_of_a_step(rank: int, world_size: int, make_model: Any) -> tuple[int, l
     return stats(model).param_full_peak_bytes, seen
 
 
-def test_a_checkpoint_inside_a_unit_holds_no_more_than_one_around_it() -> None:
+def test_a_checkpoint_inside_a_unit_holds_no_more_than_one_around_it():
     around, inside = (
         run_ranks(bytes_of_a_step, 3, model)[0] for model in (Checkpointed, CheckpointedInside)
     )
@@ -303,7 +303,7 @@ def gathers_of_backward(rank: int, world_size: int) -> list[str]:
     return [unit for kind, unit, _ in events if kind == "shard.all_gather"]
 
 
-def test_backward_gathers_each_unit_once_in_reverse_of_its_own_forward() -> None:
+def test_backward_gathers_each_unit_once_in_reverse_of_its_own_forward():
     """Block 2 ran first, where the prediction had it last, so it was kept for backward."""
     assert run_ranks(gathers_of_backward, 2) == [["blocks.1", "blocks.0"]] * 2
 

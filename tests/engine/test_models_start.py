@@ -44,7 +44,7 @@ def materialised(rank: int, world_size: int) -> dict[str, Tensor]:
     return found
 
 
-def test_a_meta_start_has_the_same_values_everywhere() -> None:
+def test_a_meta_start_has_the_same_values_everywhere():
     results = [result for world_size in (1, 2, 3) for result in run_ranks(materialised, world_size)]
     for result in results[1:]:
         assert_same_bits(result, results[0])
@@ -70,7 +70,7 @@ def train_from_meta(rank: int, world_size: int) -> tuple[list[float], list[Grads
     return losses, grads
 
 
-def test_a_model_from_meta_trains_alike_at_every_world_size() -> None:
+def test_a_model_from_meta_trains_alike_at_every_world_size():
     one, three = run_ranks(train_from_meta, 1)[0], run_ranks(train_from_meta, 3)[0]
     assert one[0][0] == three[0][0]
     assert one[0][-1] < one[0][0]

@@ -14,7 +14,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from rank_tables import Run, Scenarios, each_of
+from rank_tables import Scenarios, each_of
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
@@ -151,8 +151,8 @@ def train_on_a_disk_that_fails(
     ],
 )
 def test_a_disk_that_fails_in_training_is_told_to_every_rank_with_rank_unit_and_path(
-    kinds: tuple[str, ...], breaks: Break, first: int, doing: str, world_size: int, tmp_path: Path
-) -> None:
+    kinds, breaks, first, doing, world_size, tmp_path
+):
     places = [f"{kind}{tmp_path}" if kind else "cpu" for kind in kinds]
     found = run_ranks(
         *(train_on_a_disk_that_fails, world_size, tmp_path, Offload(*places), breaks, first),
@@ -199,5 +199,5 @@ SCENARIOS: Scenarios = {
 
 
 @each_of(SCENARIOS)
-def test_failures_of_disks_and_memory(run: Run, tmp_path: Path) -> None:
+def test_failures_of_disks_and_memory(run, tmp_path):
     run(tmp_path)

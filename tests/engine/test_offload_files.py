@@ -21,7 +21,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from rank_tables import Run, Scenarios, each_of
+from rank_tables import Scenarios, each_of
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard
 from shardwise.comm.collectives import Comm
 from shardwise.debug import stats
@@ -452,7 +452,7 @@ def fill_the_host(rank: int, world_size: int, folder: Path) -> None:
                 assert type(model[0].weight) is nn.Parameter
 
 
-def test_free_memory_of_the_host_is_what_the_system_says_or_less() -> None:
+def test_free_memory_of_the_host_is_what_the_system_says_or_less():
     lines = Path("/proc/meminfo").read_text().splitlines()
     total = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal")) * 1024
     assert 0 < available_host_bytes() <= total
@@ -561,7 +561,7 @@ def name_odd_folders(rank: int, world_size: int, folder: Path) -> None:
         ({"optimizer": "cpu", "step_on": "gpu"}, "expected 'host' or 'device'"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused_with_what_could(asked: Any, said: str) -> None:
+def test_what_cannot_be_offloaded_is_refused_with_what_could(asked, said):
     with pytest.raises(ConfigError) as refusal:
         shard(nn.Linear(2, 2), offload=Offload(**asked) if isinstance(asked, dict) else asked)
     assert said in str(refusal.value)
@@ -595,5 +595,5 @@ SCENARIOS: Scenarios = {
 
 
 @each_of(SCENARIOS)
-def test_state_in_files(run: Run, tmp_path: Path) -> None:
+def test_state_in_files(run, tmp_path):
     run(tmp_path)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Stack
-from rank_tables import Run, Scenarios, each_of
+from rank_tables import Scenarios, each_of
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, accumulate, fully_shard, gathered, load, optim, overlap, save, shard
 from shardwise.check import replicas as check_replicas
@@ -386,9 +386,7 @@ def fails(rank: int, world_size: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_step_that_fails_is_told_to_all_who_ask_until_a_load(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_a_step_that_fails_is_told_to_all_who_ask_until_a_load(world_size, tmp_path):
     for rank, told in enumerate(run_ranks(fails, world_size, tmp_path)):
         assert len(told) == 2 * len(USES)
         for use, text in zip(USES * 2, told, strict=True):
@@ -455,7 +453,7 @@ def old_graphs(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_graph_of_before_the_step_is_refused_on_all_ranks_alike(world_size: int) -> None:
+def test_a_graph_of_before_the_step_is_refused_on_all_ranks_alike(world_size):
     first, *others = run_ranks(old_graphs, world_size)
     assert len(first) == 3 and all(text == first[0] for text in first)
     assert all(told == first for told in others)
@@ -628,5 +626,5 @@ SCENARIOS: Scenarios = {
 
 
 @each_of(SCENARIOS)
-def test_overlapped_steps(run: Run, tmp_path: Path) -> None:
+def test_overlapped_steps(run, tmp_path):
     run(tmp_path)

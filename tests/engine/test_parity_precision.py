@@ -135,16 +135,16 @@ def compare_with_the_hand(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_bf16_computes_with_cast_masters_and_sums_gradients_in_fp32(world_size: int) -> None:
+def test_bf16_computes_with_cast_masters_and_sums_gradients_in_fp32(world_size):
     run_ranks(compare_with_the_hand, world_size, "bf16", torch.bfloat16)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_accumulated_bf16_gradients_are_summed_in_fp32(world_size: int) -> None:
+def test_accumulated_bf16_gradients_are_summed_in_fp32(world_size):
     run_ranks(compare_with_the_hand, world_size, "bf16", torch.bfloat16, num_micro_batches=3)
 
 
-def test_gradients_are_summed_in_bf16_where_the_user_asks_for_it() -> None:
+def test_gradients_are_summed_in_bf16_where_the_user_asks_for_it():
     precision = Precision(torch.bfloat16, torch.float32, torch.bfloat16)
     run_ranks(compare_with_the_hand, 3, precision, torch.bfloat16, torch.bfloat16)
 
@@ -203,13 +203,11 @@ def overflow_on_one_rank(rank: int, world_size: int, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(
-    world_size: int,
-) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(world_size):
     run_ranks(overflow_on_one_rank, world_size, False)
 
 
-def test_an_overflow_skips_the_step_of_the_fused_optimizer_too() -> None:
+def test_an_overflow_skips_the_step_of_the_fused_optimizer_too():
     run_ranks(overflow_on_one_rank, 2, True)
 
 
@@ -232,6 +230,6 @@ def scales_under_overflows(rank: int, world_size: int) -> list[float]:
     return scales
 
 
-def test_the_loss_scale_follows_the_same_sequence_on_every_rank() -> None:
+def test_the_loss_scale_follows_the_same_sequence_on_every_rank():
     expected = [32.0, 16.0, 16.0, 32.0, 32.0, 16.0, 16.0, 32.0]
     assert run_ranks(scales_under_overflows, 2) == [expected, expected]

@@ -127,7 +127,7 @@ def test_a_graph_that_never_runs_keeps_no_unit_open():
     assert heard.count(("on_pass_end", -1)) == 2
 
 
-def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to() -> None:
+def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to():
     unit = SimpleNamespace(name="blocks.1")
     for before, after in product(CallState, CallState):
         call = Call(unit, (), in_backward=False, recomputes=False)

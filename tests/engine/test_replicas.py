@@ -80,9 +80,7 @@ def flip_everywhere_once(rank: int, world_size: int, odd: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "odd"), [(3, 1), (3, 0), (2, 1)])
-def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(
-    world_size: int, odd: int
-) -> None:
+def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(world_size, odd):
     by_rank = run_ranks(flip_everywhere_once, world_size, odd)
     assert all(said == by_rank[0] for said in by_rank)
     places = [f"'{NAME}', value", f"'{NAME}', exp_avg", f"'{NAME}', step", "'counts', value"] * 2
@@ -121,7 +119,7 @@ def flip_in_full_copies(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_a_flipped_bit_of_a_fresh_full_copy_is_named() -> None:
+def test_a_flipped_bit_of_a_fresh_full_copy_is_named():
     by_rank = run_ranks(flip_in_full_copies, 3)
     assert all(said == by_rank[0] for said in by_rank)
     for said in by_rank[0]:
@@ -153,8 +151,8 @@ def flip_in_one_replica(rank: int, world_size: int, layout: str) -> list[str]:
     ],
 )
 def test_a_flipped_bit_of_one_replica_is_named_among_those_with_the_same_slices(
-    num_ranks: int, layout: str, blame: str
-) -> None:
+    num_ranks, layout, blame
+):
     by_rank = run_ranks(flip_in_one_replica, num_ranks, layout)
     assert all(said == by_rank[0] for said in by_rank)
     value, moment, step = by_rank[0]
@@ -190,7 +188,7 @@ def train_unharmed(rank: int, world_size: int, num_replicas: int) -> int:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2)])
-def test_no_rank_is_blamed_in_sound_training(num_ranks: int, num_replicas: int) -> None:
+def test_no_rank_is_blamed_in_sound_training(num_ranks, num_replicas):
     assert run_ranks(train_unharmed, num_ranks, num_replicas) == [7 * 9] * num_ranks
 
 
@@ -205,7 +203,7 @@ def state_on_one_rank_only(rank: int, world_size: int) -> str:
     return said
 
 
-def test_state_that_only_one_rank_has_is_named() -> None:
+def test_state_that_only_one_rank_has_is_named():
     said = run_ranks(state_on_one_rank_only, 2)
     assert said[0] == said[1]
     assert f"rank 1 has [parameter '{NAME}', step] where rank 0 has nothing more" in said[0]
@@ -219,7 +217,7 @@ def many_flips(rank: int, world_size: int) -> str:
     return refusal(model, optimizer)
 
 
-def test_only_the_first_of_many_differences_are_listed() -> None:
+def test_only_the_first_of_many_differences_are_listed():
     (said, *others) = run_ranks(many_flips, 3)
     assert others == [said, said]
     num_params = len(list(Noisy().parameters()))
@@ -227,7 +225,7 @@ def test_only_the_first_of_many_differences_are_listed() -> None:
     assert f"; {num_params - 3} further tensors. " in said
 
 
-def test_the_error_is_a_state_error() -> None:
+def test_the_error_is_a_state_error():
     assert issubclass(ReplicaError, StateError)
 
 

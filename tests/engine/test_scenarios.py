@@ -37,7 +37,7 @@ ROUNDINGS = stack_roundings(rows=3)
         for size in row.sizes
     ],
 )
-def test_every_setting_takes_the_steps_of_the_oracle(name: str, world_size: int) -> None:
+def test_every_setting_takes_the_steps_of_the_oracle(name, world_size):
     run_ranks(check, world_size, name)
 
 
@@ -99,7 +99,7 @@ def attach_late(rank: int, world_size: int, stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_module_attached_after_shard_is_refused_by_name(stage: int) -> None:
+def test_a_module_attached_after_shard_is_refused_by_name(stage):
     for message in run_ranks(attach_late, 2, stage):
         assert "blocks.1.late" in message, "its gradients would not be reduced, silently"
 
@@ -237,7 +237,7 @@ def compare_functional(rank: int, world_size: int, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", FUNCTIONAL)
-def test_functional_transforms_are_right_or_refused(kind: str) -> None:
+def test_functional_transforms_are_right_or_refused(kind):
     assert run_ranks(compare_functional, 2, kind) == [[], []]
 
 
@@ -278,7 +278,7 @@ def drop_models(rank: int, world_size: int) -> list[bool]:
     return gone
 
 
-def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory() -> None:
+def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory():
     assert run_ranks(drop_models, 2) == [[True] * 4] * 2
 
 

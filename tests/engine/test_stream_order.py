@@ -412,7 +412,7 @@ COMPOSED = {
 
 
 @pytest.mark.parametrize("name", [name for name in ON_ONE_AXIS if name not in COMPOSED])
-def test_everything_is_ordered_before_it_is_used(name: str) -> None:
+def test_everything_is_ordered_before_it_is_used(name):
     """On one rank every third of them."""
     assert set(ON_ONE_AXIS) > COMPOSED
     third = ON_ONE_AXIS.index(name) % 3 == 0
@@ -420,12 +420,12 @@ def test_everything_is_ordered_before_it_is_used(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 3", "stage 3, slices at home"])
-def test_everything_is_ordered_before_it_is_used_on_gloo(name: str) -> None:
+def test_everything_is_ordered_before_it_is_used_on_gloo(name):
     run_ranks(check_scenario, 3, name, False)
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_everything_is_ordered_before_it_is_used_over_two_axes(name: str) -> None:
+def test_everything_is_ordered_before_it_is_used_over_two_axes(name):
     run_ranks(check_scenario, 4, name, True)
 
 

@@ -96,8 +96,8 @@ def tied_steps(rank: int, num_ranks: int, folder: Path, cases: list[tuple[str, s
     ],
 )
 def test_tied_stages_take_the_steps_of_one_tied_model_and_are_saved_once(
-    num_ranks: int, cases: list[tuple[str, str, int]], tmp_path: Path
-) -> None:
+    num_ranks, cases, tmp_path
+):
     run_ranks(tied_steps, num_ranks, tmp_path, cases)
     for number in range(len(cases)):
         whole = Net(tied=True)

@@ -132,7 +132,7 @@ def test_a_call_that_raised_leaves_the_way_in_open():
         raise AssertionError("it was to raise")
 
 
-def test_only_what_is_merely_wrapped_is_an_entrance() -> None:
+def test_only_what_is_merely_wrapped_is_an_entrance():
     inner = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
     outer = nn.Sequential(nn.Identity(), nn.Sequential(inner, nn.Dropout()))
     assert wrapped_by(outer, ()) == [outer[1], inner]

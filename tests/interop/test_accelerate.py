@@ -223,9 +223,7 @@ def load_on_other_ranks(rank: int, world_size: int, folder: str, saved: Any, how
 
 
 @pytest.mark.parametrize("first", [{"stage": 3}, BY_CALLS])
-def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(
-    tmp_path: Path, first: dict[str, Any]
-) -> None:
+def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(tmp_path, first):
     saved = run_ranks(resume, 2, str(tmp_path), first)[0]
     run_ranks(load_on_other_ranks, 1, str(tmp_path), saved, BY_CALLS)
     if first == BY_CALLS:
@@ -269,9 +267,7 @@ def save_whole_model(rank: int, world_size: int, folder: str, how: dict[str, Any
 
 
 @pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
-def test_save_model_writes_the_whole_model_in_accelerates_files(
-    tmp_path: Path, how: dict[str, Any]
-) -> None:
+def test_save_model_writes_the_whole_model_in_accelerates_files(tmp_path, how):
     run_ranks(save_whole_model, 2, str(tmp_path), how)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
@@ -383,7 +379,7 @@ def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(rank, 
 
 
 @pytest.mark.slow
-def test_the_example_learns_resumes_and_leaves_a_whole_model(tmp_path: Path) -> None:
+def test_the_example_learns_resumes_and_leaves_a_whole_model(tmp_path):
     out = run_as_in_the_gallery("accelerate_loop.py", "--folder", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < 0.01

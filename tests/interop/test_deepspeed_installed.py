@@ -185,9 +185,7 @@ def fates(path: str) -> set[str]:
     return found
 
 
-def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(
-    facts: dict[str, Any],
-) -> None:
+def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(facts):
     unknown, without_effect = [], []
     for model, names in facts["fields"].items():
         for name in names:
@@ -200,9 +198,7 @@ def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(
     assert fates("zero_optimization.stge") == {"unknown"}
 
 
-def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(
-    facts: dict[str, Any],
-) -> None:
+def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(facts):
     assert set(facts["removed"]) == set(REMOVED)
     for path in REMOVED:
         with pytest.raises(ConfigError, match="gone from DeepSpeed") as caught:
@@ -211,9 +207,7 @@ def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(
 
 
 @pytest.mark.parametrize("number", range(len(CURVES)), ids=lambda n: f"{n}-{CURVES[n][0]}")
-def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(
-    facts: dict[str, Any], number: int
-) -> None:
+def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(facts, number):
     name, options = CURVES[number]
     settings = from_deepspeed({"scheduler": {"type": name, "params": options}})
     optimizer = two_groups()
@@ -222,7 +216,7 @@ def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(
     )
 
 
-def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts: dict[str, Any]) -> None:
+def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts):
     for (total, micro, passes, ranks), theirs in zip(SIZES, facts["batches"], strict=True):
         given = {"micro_batch": micro, "accumulation": passes, "global_batch": total}
         sizes = {name: size for name, size in given.items() if size is not None}
@@ -237,7 +231,7 @@ def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts: dict[str, An
     assert any(theirs is None for theirs in facts["batches"])
 
 
-def test_a_schedule_goes_on_from_its_state() -> None:
+def test_a_schedule_goes_on_from_its_state():
     settings = from_deepspeed({"scheduler": {"type": CURVES[11][0], "params": CURVES[11][1]}})
     optimizer = two_groups()
     expected = follow(optimizer, settings.scheduler(optimizer))
@@ -341,7 +335,7 @@ def ours(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def test_two_ranks_have_the_losses_of_deepspeeds_engine() -> None:
+def test_two_ranks_have_the_losses_of_deepspeeds_engine():
     found = run_ranks(ours, 2)
     expected = run_ranks(theirs, 2, fresh=True)
     assert found[0] == found[1]

@@ -1,6 +1,5 @@
 """What works for shard() works for fully_shard: checkpoints, contexts, what is told of a model."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,8 +111,8 @@ def load_and_go_on(rank: int, world_size: int, how: str, folder: str) -> tuple[A
     ],
 )
 def test_a_checkpoint_of_one_surface_loads_into_the_other_to_the_bit(
-    tmp_path: Path, source: str, num_source: int, target: str, num_target: int
-) -> None:
+    tmp_path, source, num_source, target, num_target
+):
     saved = run_ranks(save_after_two, num_source, source, str(tmp_path))[0]
     results = run_ranks(load_and_go_on, num_target, target, str(tmp_path))
     for state, inside, _ in results:

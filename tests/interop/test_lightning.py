@@ -458,7 +458,7 @@ def test_what_does_not_go_is_said(rank, world_size, tmp_path):
             assert module.blocks[0].up.weight.shape == (11, 8)
 
 
-def test_options_are_checked_before_a_process_starts() -> None:
+def test_options_are_checked_before_a_process_starts():
     with pytest.raises(ConfigError, match=r"ShardwiseStrategy\(stages=\): there is no such option"):
         ShardwiseStrategy(stages=3)
     with pytest.raises(ConfigError, match="stage=5"):
@@ -466,7 +466,7 @@ def test_options_are_checked_before_a_process_starts() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
+def test_the_example_trains_saves_and_goes_on(tmp_path):
     out = run_as_in_the_gallery("lightning_fit.py", "--folder", tmp_path / "saved")
     losses = [float(loss) for loss in re.findall(r"^epoch \d  loss (.*)$", out, re.M)]
     assert len(losses) == 4 and losses[-1] < 0.01 < losses[0], out

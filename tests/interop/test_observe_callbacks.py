@@ -95,7 +95,7 @@ def train_with_trainer(rank: int, world_size: int, folder: str) -> list[dict[str
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_trainer_run_is_observed_by_one_callback(world_size: int, tmp_path: Path) -> None:
+def test_a_trainer_run_is_observed_by_one_callback(world_size, tmp_path):
     logged, *_ = run_ranks(train_with_trainer, world_size, str(tmp_path))
     ours = read_run(tmp_path / "ours")
     check(ours, world_size, 4)
@@ -141,7 +141,7 @@ def flops_of(rank: int, world_size: int) -> tuple[float, float]:
     return facts_of(model, [optimizer], ["host"]).flops_per_token, 6 * wanted
 
 
-def test_of_experts_of_transformers_those_count_that_a_token_is_sent_to() -> None:
+def test_of_experts_of_transformers_those_count_that_a_token_is_sent_to():
     ((told, wanted),) = run_ranks(flops_of, 1)
     assert told == pytest.approx(wanted)
 
@@ -177,7 +177,7 @@ def train_with_accelerate(rank: int, world_size: int, folder: str) -> list[float
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_an_accelerate_loop_is_observed_by_one_line(world_size: int, tmp_path: Path) -> None:
+def test_an_accelerate_loop_is_observed_by_one_line(world_size, tmp_path):
     losses, *_ = run_ranks(train_with_accelerate, world_size, str(tmp_path))
     record = read_run(tmp_path)
     check(record, world_size, 4)
@@ -250,7 +250,7 @@ def train_with_lightning(rank: int, world_size: int, folder: str) -> list[float]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_lightning_fit_is_observed_by_one_callback(world_size: int, tmp_path: Path) -> None:
+def test_a_lightning_fit_is_observed_by_one_callback(world_size, tmp_path):
     seen, *_ = run_ranks(train_with_lightning, world_size, str(tmp_path))
     record = read_run(tmp_path / "run")
     check(record, world_size, 4)

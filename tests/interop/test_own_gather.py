@@ -176,9 +176,7 @@ def load_elsewhere(rank: int, world_size: int, folder: Path, saved_on: int) -> N
                 assert_same(dict(other.state_dict()), values)
 
 
-def test_tensors_with_a_gather_of_their_own_train_as_in_one_process_and_load_anywhere(
-    tmp_path: Path,
-) -> None:
+def test_tensors_with_a_gather_of_their_own_train_as_in_one_process_and_load_anywhere(tmp_path):
     run_sizes(train_alike, {1: (tmp_path,), 2: (tmp_path,), 3: (tmp_path,)})
     run_sizes(load_elsewhere, {1: (tmp_path, 3), 3: (tmp_path, 2)})
 
@@ -274,7 +272,7 @@ def refuse(rank: int, world_size: int) -> None:
         sharded("half", 3, offload="cpu")
 
 
-def test_windows_contexts_copies_and_replicas_know_tensors_with_a_gather_of_their_own() -> None:
+def test_windows_contexts_copies_and_replicas_know_tensors_with_a_gather_of_their_own():
     run_ranks(more, 2)
     run_ranks(alike_in_every_way, 2)
     run_ranks(replicas, 2)

@@ -34,7 +34,7 @@ def units_of(model: nn.Module) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("make", [make_llama, lambda: Stack(nn.Identity)])
-def test_units_are_found_inside_pefts_wrapping_and_hold_the_adapters(make: Any) -> None:
+def test_units_are_found_inside_pefts_wrapping_and_hold_the_adapters(make):
     plain = units_of(make())
     wrapped = units_of(
         peft.get_peft_model(make(), peft.LoraConfig(target_modules=["q_proj", "down"]))
@@ -143,7 +143,5 @@ def check_traffic(model: nn.Module, optimizer: torch.optim.Optimizer, world_size
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_adapters_take_the_steps_of_ddp_and_the_frozen_base_costs_its_shards_only(
-    name: str,
-) -> None:
+def test_adapters_take_the_steps_of_ddp_and_the_frozen_base_costs_its_shards_only(name):
     run_ranks(compare_with_ddp, 2, name, settings_of(name))

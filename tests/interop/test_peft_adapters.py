@@ -267,7 +267,7 @@ def save_prompts(rank: int, world_size: int, folder: str) -> None:
             assert_same_bits(values(fresh), dict(plain.named_parameters()))
 
 
-def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path: Path) -> None:
+def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path):
     lora_llama().save_pretrained(str(tmp_path / "lora"))
     run_ranks(save_prompts, 2, str(tmp_path))
 
@@ -345,7 +345,7 @@ def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reent
 
 
 @pytest.mark.slow
-def test_the_example_learns_and_its_adapter_is_peft_s(tmp_path: Path) -> None:
+def test_the_example_learns_and_its_adapter_is_peft_s(tmp_path):
     out = run_as_in_the_gallery("lora.py", "--folder", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)

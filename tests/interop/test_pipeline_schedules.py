@@ -193,8 +193,8 @@ def matrix(rank: int, num_ranks: int, cases: Sequence[Case]) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "every"), [(4, 1), (2, 3), (6, 6), (3, 1)])
 def test_every_schedule_takes_the_steps_of_one_process_and_gathers_and_reduces_once(
-    num_ranks: int, every: int
-) -> None:
+    num_ranks, every
+):
     cases = [case for case in some_cases() if num_ranks != 3 or case.schedule in SINGLE]
     run_ranks(matrix, num_ranks, cases[::every])
 

@@ -200,7 +200,7 @@ def peak_of_streaming(rank: int, num_ranks: int) -> tuple[int, int]:
     return trace.peak("all"), trace.peak("one")
 
 
-def test_one_weight_and_a_bucket_are_in_memory_on_the_ranks_that_take_them() -> None:
+def test_one_weight_and_a_bucket_are_in_memory_on_the_ranks_that_take_them():
     parameter = 4 * WIDTH * WIDTH
     both, (to_all, to_none) = run_ranks(peak_of_streaming, 2)
     for peak in (*both, to_all):

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,7 +243,7 @@ def assert_between(profiler: Any, label: str, work: str) -> None:
 @pytest.mark.parametrize(
     "sharded", [partial(shard, schedule=Schedule(bucket_bytes=0)), shard_fully]
 )
-def test_a_profile_names_every_unit_in_every_phase(sharded: Any) -> None:
+def test_a_profile_names_every_unit_in_every_phase(sharded):
     for labels in run_ranks(profile_step, 2, sharded):
         phases: dict[str, set[str]] = {}
         for label in labels:
@@ -259,7 +258,7 @@ def test_a_profile_names_every_unit_in_every_phase(sharded: Any) -> None:
             assert labels.count(f"shardwise.{phase}(blocks.1)") == 1
 
 
-def test_without_a_profiler_no_label_is_made() -> None:
+def test_without_a_profiler_no_label_is_made():
     tracer = Tracer()
     assert tracer.span("reduce", "a") is tracer.span("unshard", "b")
     tracer.mark_begin("forward", "a")
@@ -346,9 +345,7 @@ gc.collect()
 """
 
 
-def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process(
-    tmp_path: Path,
-) -> None:
+def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process(tmp_path):
     """torch ends a span by writing into its profile, which may be gone by then."""
     program = tmp_path / "cut_short.py"
     program.write_text(CUT_SHORT)

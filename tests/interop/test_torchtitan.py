@@ -393,13 +393,13 @@ def train_llama(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_torchtitans_llama_takes_the_steps_of_the_plain_one() -> None:
+def test_torchtitans_llama_takes_the_steps_of_the_plain_one():
     titan()
     run_ranks(train_llama, 2, fresh=True)
 
 
 @pytest.mark.slow
-def test_the_example_trains_torchtitans_debug_model() -> None:
+def test_the_example_trains_torchtitans_debug_model():
     titan()
     out = run_as_in_the_gallery("torchtitan_parallelize.py")
     losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]

@@ -1,7 +1,6 @@
 """`generate()` on sharded models, PEFT's too, gives the plain tokens; ranks end at any step."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ def generate_with_adapters(rank: int, world_size: int) -> None:
         assert torch.equal(tokens(model, 6 + rank, rank), wanted)
 
 
-def test_a_sharded_peft_model_generates_as_the_plain_one_and_its_base_can_be_called() -> None:
+def test_a_sharded_peft_model_generates_as_the_plain_one_and_its_base_can_be_called():
     pytest.importorskip("peft", reason="peft is in the test extra")
     run_ranks(generate_with_adapters, 2)
 
@@ -113,13 +112,13 @@ def generate_with_a_prompt(rank: int, world_size: int) -> None:
         assert torch.equal(tokens(model, 6), wanted)
 
 
-def test_a_model_with_a_prompt_generates_inside_gathered_only() -> None:
+def test_a_model_with_a_prompt_generates_inside_gathered_only():
     pytest.importorskip("peft", reason="peft is in the test extra")
     run_ranks(generate_with_a_prompt, 2)
 
 
 @pytest.mark.slow
-def test_the_trainer_example_learns_and_goes_on_to_the_same_loss(tmp_path: Path) -> None:
+def test_the_trainer_example_learns_and_goes_on_to_the_same_loss(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is in the test extra")
     out = run_as_in_the_gallery("trainer.py", "--folder", tmp_path)
     first, again = re.findall(r"^eval_loss (\S+) after 20 steps$", out, re.MULTILINE)

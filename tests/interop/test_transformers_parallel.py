@@ -134,7 +134,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("num_ranks", CELLS)
-def test_models_over_any_axes_train_as_one_process_does(num_ranks: int, tmp_path: Path) -> None:
+def test_models_over_any_axes_train_as_one_process_does(num_ranks, tmp_path):
     run_ranks(trains_as_one_process_does, num_ranks, CELLS[num_ranks], tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice():
     )
 
 
-def test_what_has_no_plan_is_refused() -> None:
+def test_what_has_no_plan_is_refused():
     with pytest.raises(ConfigError, match="Linear has no plan"):
         parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="which ranks share an expert"):

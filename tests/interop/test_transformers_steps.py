@@ -78,7 +78,7 @@ def start_llama_on_meta(rank: int, world_size: int) -> dict[str, Tensor]:
     return full_parameters(model)
 
 
-def test_a_transformers_model_starts_on_meta_with_its_own_init() -> None:
+def test_a_transformers_model_starts_on_meta_with_its_own_init():
     one = run_ranks(start_llama_on_meta, 1)[0]
     for values in run_ranks(start_llama_on_meta, 2):
         assert_same_bits(values, one)

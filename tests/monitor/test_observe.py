@@ -84,7 +84,7 @@ def ran(
     return way, world_size, read_run(folder), told
 
 
-def test_figures_of_all_steps_and_ranks_are_kept(ran: Any) -> None:
+def test_figures_of_all_steps_and_ranks_are_kept(ran):
     way, world_size, record, told = ran
     assert record.facts.num_ranks == world_size == len(record.facts.hosts)
     assert [unit.name for unit in record.facts.units] == ["", "blocks.0", "blocks.1", "blocks.2"]
@@ -122,7 +122,7 @@ def test_figures_of_all_steps_and_ranks_are_kept(ran: Any) -> None:
     assert set(record.by_rank) == set(range(world_size))
 
 
-def test_timelines_have_no_gaps_and_no_overlaps(ran: Any) -> None:
+def test_timelines_have_no_gaps_and_no_overlaps(ran):
     way, world_size, record, _ = ran
     timelines = [*record.lines(Timeline)]
     assert {(rank, line.step) for rank, line in timelines} == {
@@ -162,7 +162,7 @@ def count_passes(rank: int, world_size: int, output: str) -> None:
             optimizer.zero_grad()
 
 
-def test_a_step_is_told_as_skipped_where_gradients_went_without_it(tmp_path: Path) -> None:
+def test_a_step_is_told_as_skipped_where_gradients_went_without_it(tmp_path):
     run_ranks(count_passes, 3, str(tmp_path))
     told = [line.metrics[SKIPPED_STEPS] for line in read_run(tmp_path).steps]
     assert [(each.min, each.max) for each in told] == [(0, 0), (0, 0), (0, 0), (1, 1), (0, 0)]
@@ -201,9 +201,7 @@ def lose_updates(rank: int, world_size: int, output: str, way: str) -> list[floa
 @pytest.mark.parametrize(
     ("world_size", "way"), [(1, "files"), (1, "masters"), (2, "cpu"), (3, "fully_shard")]
 )
-def test_updates_that_round_away_are_counted_where_there_are_no_masters(
-    world_size: int, way: str, tmp_path: Path
-) -> None:
+def test_updates_that_round_away_are_counted_where_there_are_no_masters(world_size, way, tmp_path):
     told = run_ranks(lose_updates, world_size, str(tmp_path), way)
     lines = read_run(tmp_path).steps
     if way in ("masters", "files"):
@@ -251,7 +249,7 @@ def write_too_much(rank: int, world_size: int, output: str | None) -> tuple[list
     return heard, sink.calls
 
 
-def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path: Path) -> None:
+def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path):
     (first, _), *others = run_ranks(write_too_much, 3, str(tmp_path))
     assert len(first) == 1
     assert "rank 0: observe() could not write" in first[0] and "too large" in first[0]
@@ -274,9 +272,7 @@ def raises_after_its_steps(rank: int, world_size: int, output: str) -> None:
         run.log(loss=1 / 0)
 
 
-def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_due(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_due(tmp_path):
     run_ranks(raises_after_its_steps, 1, str(tmp_path))
     record = read_run(tmp_path)
     assert record.steps[-1].step == 10
@@ -320,7 +316,7 @@ def open_on_each(rank: int, world_size: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_an_output_that_one_rank_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
+def test_an_output_that_one_rank_cannot_write_is_refused_on_all(tmp_path):
     (tmp_path / "file").write_text("")
     for text in run_ranks(open_on_each, 3, str(tmp_path)):
         assert "rank 1" in text and "file" in text

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,9 +31,7 @@ def offloaded(rank: int, world_size: int, output: str, offload: str) -> list[int
 
 
 @pytest.mark.parametrize(("place", "world_size"), [("cpu", 3), ("nvme", 1), ("nvme", 3)])
-def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
-    place: str, world_size: int, tmp_path: Path
-) -> None:
+def test_every_copy_of_offloaded_state_is_told_with_its_bytes(place, world_size, tmp_path):
     (tmp_path / "files").mkdir()
     offload = place if place == "cpu" else f"nvme:{tmp_path / 'files'}"
     resting = run_ranks(offloaded, world_size, str(tmp_path), offload)

@@ -62,7 +62,7 @@ def run_out(rank: int, world_size: int, output: str, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["in_forward", "in_backward"])
-def test_it_is_told_where_memory_ran_out_and_whose_it_is(where: str, tmp_path: Path) -> None:
+def test_it_is_told_where_memory_ran_out_and_whose_it_is(where, tmp_path):
     outcomes = start_ranks(run_out, 2, str(tmp_path), where).wait()
     for rank, outcome in enumerate(outcomes):
         assert outcome.ok, outcome.describe()
@@ -92,7 +92,7 @@ def test_it_is_told_where_memory_ran_out_and_whose_it_is(where: str, tmp_path: P
     assert [rank for rank, _ in lines] == [0, 1]
 
 
-def test_messages_of_allocators_are_read() -> None:
+def test_messages_of_allocators_are_read():
     cuda = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB"
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -43,9 +42,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_are_readable_on_any_screen_and_load_nothing(
-    scheme: str, pages: Mapping[str, str], tmp_path: Path
-) -> None:
+def test_pages_are_readable_on_any_screen_and_load_nothing(scheme, pages, tmp_path):
     seen = look_at(pages, WIDTHS, scheme == "dark", tmp_path)
     assert seen.pop("console") == []
     assert len(seen) == len(pages) * len(WIDTHS)
@@ -57,7 +54,7 @@ def test_pages_are_readable_on_any_screen_and_load_nothing(
             assert page[wrong] == [], (name, wrong)
 
 
-def test_what_a_reader_would_not_like_is_seen(tmp_path: Path) -> None:
+def test_what_a_reader_would_not_like_is_seen(tmp_path):
     """Let the looking itself be tested: a page with one of each mistake."""
     page = (
         '<!doctype html><body style="margin:0"><p style="color:#eee;background:#fff">faint</p>'

@@ -31,7 +31,7 @@ def flops_of(rank: int, world_size: int, kind: str) -> float:
     return facts_of(model, [optimizer], ["host"] * world_size).flops_per_token
 
 
-def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+def test_of_experts_those_count_that_a_token_is_sent_to():
     experts = CHOSEN * 3 * DIM * WIDTH
     wanted = 6 * (2 * (EXPERTS * DIM + experts) + DIM * DIM) + 4 * 3 * DIM
     assert run_ranks(flops_of, 3, "mixture") == [wanted] * 3

@@ -38,9 +38,7 @@ def of_one_document(mask: Tensor, documents: Sequence[int]) -> Tensor:
 
 
 @given(documents=st.lists(st.integers(1, 40), min_size=1, max_size=8), num_ranks=st.integers(1, 9))
-def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(
-    documents: list[int], num_ranks: int
-) -> None:
+def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(documents, num_ranks):
     cut = SequenceCut(tuple(documents), num_ranks)
     tokens = [cut.tokens(rank) for rank in range(num_ranks)]
     assert sorted(token for mine in tokens for token in mine) == list(range(sum(documents)))
@@ -56,7 +54,7 @@ def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(
 
 
 @given(chunk=st.integers(1, 20), num_ranks=st.integers(1, 8))
-def test_ranks_have_as_many_pairs_of_a_query_and_a_key(chunk: int, num_ranks: int) -> None:
+def test_ranks_have_as_many_pairs_of_a_query_and_a_key(chunk, num_ranks):
     cut = cut_of(2 * num_ranks * chunk, num_ranks)
     products = [  # pairs of a query and a key that it sees
         sum(sum(range(s.lo - s.document + 1, s.hi - s.document + 1)) for s in cut.spans[rank])
@@ -66,7 +64,7 @@ def test_ranks_have_as_many_pairs_of_a_query_and_a_key(chunk: int, num_ranks: in
     assert sum(products) == cut.length * (cut.length + 1) // 2
 
 
-def test_documents_that_are_not_the_sequence_are_refused() -> None:
+def test_documents_that_are_not_the_sequence_are_refused():
     with pytest.raises(ConfigError, match="their lengths sum to 7, but the sequence has 8 tokens"):
         cut_of(8, 2, [3, 4])
     with pytest.raises(ConfigError, match="expected their lengths, each at least 1"):
@@ -256,7 +254,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("num_ranks", sorted(CASES))
-def test_a_cut_step_has_the_gradients_of_one_process(num_ranks: int) -> None:
+def test_a_cut_step_has_the_gradients_of_one_process(num_ranks):
     run_ranks(a_cut_step_is_that_of_one_process, num_ranks, CASES[num_ranks])
 
 
@@ -371,8 +369,6 @@ def test_contexts_of_one_model_are_over_their_own_ranks(num_ranks):
         assert shardwise.debug.stats(model).sent_bytes["cp.all_gather"] == sent
 
 
-def test_what_others_put_in_the_place_of_torchs_attention_is_no_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_others_put_in_the_place_of_torchs_attention_is_no_cut(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: args[0])
     assert not is_cut()

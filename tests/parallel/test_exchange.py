@@ -81,7 +81,7 @@ def rows_are_divided_and_joined(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_what_ranks_exchange_arrives_and_gradients_go_the_way_back(num_ranks: int) -> None:
+def test_what_ranks_exchange_arrives_and_gradients_go_the_way_back(num_ranks):
     run_ranks(gathers_and_sums_gradients, num_ranks)
     run_ranks(rows_go_there_and_back, num_ranks)
     run_ranks(rows_are_divided_and_joined, num_ranks)

@@ -289,7 +289,7 @@ MORE_CELLS: dict[int, list[Cell]] = {
 
 
 @pytest.mark.parametrize("num_ranks", CELLS)
-def test_experts_over_any_axes_train_as_one_process_does(num_ranks: int) -> None:
+def test_experts_over_any_axes_train_as_one_process_does(num_ranks):
     run_ranks(all_cells, num_ranks, CELLS[num_ranks])
 
 
@@ -408,7 +408,7 @@ SAVED: dict[int, dict[str, Cell]] = {
 }
 
 
-def test_checkpoints_of_any_degree_of_ep_load_into_any_other(tmp_path: Path) -> None:
+def test_checkpoints_of_any_degree_of_ep_load_into_any_other(tmp_path):
     for size, cells in SAVED.items():
         run_ranks(saved, size, tmp_path, cells)
     names = [name for cells in SAVED.values() for name in cells]

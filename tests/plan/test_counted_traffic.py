@@ -124,9 +124,7 @@ def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_ranks", RUNS)
-def test_a_plan_with_degrees_holds_and_sends_what_its_run_does(
-    num_ranks: int, tmp_path: Path
-) -> None:
+def test_a_plan_with_degrees_holds_and_sends_what_its_run_does(num_ranks, tmp_path):
     check_runs(num_ranks, RUNS[num_ranks][::2], tmp_path)
 
 
@@ -174,7 +172,7 @@ def check_stage(
         assert played.program.num_collectives.get(name, 0) == num, (settings, name)
 
 
-def test_a_stage_in_the_middle_sends_both_ways() -> None:
+def test_a_stage_in_the_middle_sends_both_ways():
     run = {"pp": 4, "layers": 4, "accumulation": 4}
     config = TrainConfig(**{**TINY, **run})
     model = ShapedModel("tiny", config.shape(VOCAB), config.seq)
@@ -200,7 +198,7 @@ LAYERS: dict[int, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("num_ranks", LAYERS)
-def test_a_plan_says_what_a_layer_sends_to_its_tensor_group(num_ranks: int) -> None:
+def test_a_plan_says_what_a_layer_sends_to_its_tensor_group(num_ranks):
     """Of the stream, in a run with one layer more on each stage.
 
     Gradients of its norms, which are summed once a step, are beside it. Weights of choices are

@@ -107,7 +107,7 @@ def above_0(figures: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_a_plan_has_the_figures_that_it_had(cell: tuple[str, dict[str, Any]]) -> None:
+def test_a_plan_has_the_figures_that_it_had(cell):
     frozen = json.loads(FIGURES.read_text())[name_of(cell)]
     figures = figures_of(cell)
     assert figures.pop("step_s") == pytest.approx(frozen.pop("step_s"), rel=1e-12)

@@ -118,9 +118,7 @@ def measure(rank: int, world_size: int, place: Offload, folder: Path) -> tuple[i
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_takes_the_host_memory_of_its_plan_and_five_per_cent_at_most(
-    place: Offload, tmp_path: Path
-) -> None:
+def test_a_run_takes_the_host_memory_of_its_plan_and_five_per_cent_at_most(place, tmp_path):
     played = planned(place)
     [(counted, grown)] = run_ranks(measure, 1, place, tmp_path, fresh=True)
     assert played.host.total <= counted <= 1.05 * played.host.total

@@ -99,9 +99,7 @@ def host_bytes_of_a_run(
         (llama, "bf16", None),
     ],
 )
-def test_planned_host_bytes_are_those_of_a_run(
-    make: Any, precision: str, units: tuple[str, ...] | None
-) -> None:
+def test_planned_host_bytes_are_those_of_a_run(make, precision, units):
     if make is llama:
         pytest.importorskip("transformers")
     tape = tape_of(make, precision, units)
@@ -111,7 +109,7 @@ def test_planned_host_bytes_are_those_of_a_run(
     assert run_ranks(host_bytes_of_a_run, 1, make, precision, units) == [planned]
 
 
-def test_formulas_have_the_inputs_that_a_trace_has() -> None:
+def test_formulas_have_the_inputs_that_a_trace_has():
     traced = [e.input_bytes for e in tape_of(decoder, "bf16", None).events if isinstance(e, Visit)]
     config = TrainConfig(data="-", dim=DIM, layers=BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
     model = ShapedModel("decoder", config.shape(VOCAB), SEQ)
@@ -128,7 +126,7 @@ def transfers(played: Played) -> list[tuple[str, int, int]]:
     ]
 
 
-def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two() -> None:
+def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two():
     tape = tape_of(decoder, "fp32", None)
     each = ROWS * SEQ * DIM * 4
     plain, away = (
@@ -150,7 +148,7 @@ def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two() ->
     assert (BLOCKS - 3) * each <= forward[0] - forward[1] <= (BLOCKS - 1) * each
 
 
-def test_micro_batches_in_flight_have_memory_each() -> None:
+def test_micro_batches_in_flight_have_memory_each():
     config = TrainConfig(data="-", dim=DIM, layers=2 * BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
     model = ShapedModel("decoder", config.shape(VOCAB), SEQ)
     two = replace(candidate_of("fp32", None, HOST), pp=2, accumulation=4)
@@ -166,7 +164,7 @@ def test_micro_batches_in_flight_have_memory_each() -> None:
         assert begins[0] - begins[1] == (2 - number) * each
 
 
-def test_a_search_moves_inputs_only_where_nothing_fits_without() -> None:
+def test_a_search_moves_inputs_only_where_nothing_fits_without():
     source = find_model("llama-3.2-1b")
     assert source.shape is not None
     model = ShapedModel(source.name, source.shape, 4096)

@@ -57,15 +57,13 @@ def needs_transformers(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model: str) -> None:
+def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model):
     needs_transformers(model)
     check(sample_of(model, "fp32"))
 
 
 @pytest.mark.parametrize(("model", "checkpointed"), [("decoder", True), ("gpt2", False)])
-def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(
-    model: str, checkpointed: bool
-) -> None:
+def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(model, checkpointed):
     """In one cell each, on few rows: most processors have no fast products in bf16."""
     needs_transformers(model)
     cells = [c for c in sample_of(model, "bf16") if c.checkpointed is checkpointed]
@@ -100,7 +98,7 @@ def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize("model", ["decoder", "llama"])
-def test_a_checkpointed_layer_is_freed_and_reduced_when_its_backward_is_over(model: str) -> None:
+def test_a_checkpointed_layer_is_freed_and_reduced_when_its_backward_is_over(model):
     needs_transformers(model)
     seen = run_ranks(layer_by_layer, NUM_RANKS, model)[0]
     assert len(seen) == 3

@@ -41,16 +41,14 @@ def cluster(num_ranks: int = 8, **host: Any) -> Cluster:
         (16, 8, {0: (5, 1), 7: (1, 0)}, 2 * (5 + 5 + 5 + 5)),  # those between are as the largest
     ],
 )
-def test_the_node_with_the_most_counts_with_the_stages_that_it_has(
-    num_ranks: int, pp: int, by_stage: dict[int, tuple[int, int]], host: int
-) -> None:
+def test_the_node_with_the_most_counts_with_the_stages_that_it_has(num_ranks, pp, by_stage, host):
     candidate = Candidate(num_shards=num_ranks // pp, pp=pp)
     found = node_room(cluster(num_ranks), candidate, by_stage)
     assert (found.num_ranks, found.host_bytes, found.missing) == (8, host, None)
     assert found.file_bytes == {1: 8, 2: 8, 4: 4, 8: 8}[pp]
 
 
-def test_a_plan_does_not_fit_where_its_host_or_its_files_do_not() -> None:
+def test_a_plan_does_not_fit_where_its_host_or_its_files_do_not():
     offload = Offload("cpu", None, "nvme")
     candidate = Candidate(num_shards=8, offload=offload)
     made = plan(model(), cluster(), candidate)
@@ -69,7 +67,7 @@ def test_a_plan_does_not_fit_where_its_host_or_its_files_do_not() -> None:
         )
 
 
-def test_a_search_rejects_what_a_node_has_no_room_for_and_says_so() -> None:
+def test_a_search_rejects_what_a_node_has_no_room_for_and_says_so():
     space = Space(
         Candidate(num_shards=8),
         stages=(3,),
@@ -86,7 +84,7 @@ def test_a_search_rejects_what_a_node_has_no_room_for_and_says_so() -> None:
     assert "the 8 ranks of a node need" in next(iter(tight.reasons))
 
 
-def test_flags_say_what_a_node_has() -> None:
+def test_flags_say_what_a_node_has():
     def found(**flags: Any) -> Any:
         request = check_keys(PlanRequest, {}, flags, None, "plan")
         return set_up("llama-3.2-1b", request).cluster.node.host

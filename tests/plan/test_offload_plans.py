@@ -139,7 +139,7 @@ def rest(rank: int, num_ranks: int, folder: Path, of: Any = cases) -> list[dict[
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_what_rests_where_is_a_runs_on_every_rank(num_ranks: int, tmp_path: Path) -> None:
+def test_what_rests_where_is_a_runs_on_every_rank(num_ranks, tmp_path):
     by_rank = run_ranks(rest, num_ranks, tmp_path)
     for number, (name, candidate) in enumerate(cases(num_ranks)):
         tape = tape_of(name, candidate)
@@ -150,7 +150,7 @@ def test_what_rests_where_is_a_runs_on_every_rank(num_ranks: int, tmp_path: Path
         assert played.bytes_by_place == by_rank[0][number]
 
 
-def test_ranks_with_different_matrices_have_what_each_of_them_owns(tmp_path: Path) -> None:
+def test_ranks_with_different_matrices_have_what_each_of_them_owns(tmp_path):
     num_ranks = 3
     by_rank = run_ranks(rest, num_ranks, tmp_path, matrices)
     for number, (name, candidate) in enumerate(matrices(num_ranks)):
@@ -245,7 +245,7 @@ def traffic(rank: int, num_ranks: int, folder: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_what_a_step_copies_is_what_a_run_counts(num_ranks: int, tmp_path: Path) -> None:
+def test_what_a_step_copies_is_what_a_run_counts(num_ranks, tmp_path):
     """Files that are memory too are read and written by the system, which nobody counts."""
     counts = run_ranks(traffic, num_ranks, tmp_path)[0]
     exact = 0

@@ -39,7 +39,7 @@ TRACED: dict[str, DecoderShape] = {
 
 @pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_trace_and_the_formulas_agree_in_time_and_memory(name: str, precision: str) -> None:
+def test_a_trace_and_the_formulas_agree_in_time_and_memory(name, precision):
     """The peak of tensors, and the step. Presets, at any size, differ by 0.4 % at most."""
     shape = TRACED[name]
     traced = TracedModel(shape_source(name, shape, 2048))
@@ -66,9 +66,7 @@ def config_file(folder: Path, family: str) -> str:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(
-    family: str, tmp_path: Path
-) -> None:
+def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(family, tmp_path):
     path = config_file(tmp_path, family)
     traced = TracedModel(huggingface_source(tmp_path / "config.json"), 2048)
     for precision, checkpointing in product(("bf16", "fp32"), ("none", "full")):
@@ -97,7 +95,7 @@ def check_levels(model: ShapedModel, base: Candidate) -> None:
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_computed_again_takes_longer_and_needs_less(name: str, kernels: str) -> None:
+def test_what_is_computed_again_takes_longer_and_needs_less(name, kernels):
     preset = find_preset(name)
     model = ShapedModel(preset.name, preset.shape, preset.seq)
     for tp, pp, cp, precision in ((1, 1, 1, "bf16"), (2, 1, 2, "bf16"), (1, 2, 1, "fp32")):
@@ -110,7 +108,7 @@ def test_what_is_computed_again_takes_longer_and_needs_less(name: str, kernels: 
             assert "tp=2" in str(error) or "pp=2" in str(error)
 
 
-def test_compiled_kernels_are_no_slower_and_need_no_more() -> None:
+def test_compiled_kernels_are_no_slower_and_need_no_more():
     for name in ("llama-3-8b", "qwen3-8b", "gpt2-xl", "gemma-2b"):
         preset = find_preset(name)
         model = ShapedModel(preset.name, preset.shape, preset.seq)
@@ -122,7 +120,7 @@ def test_compiled_kernels_are_no_slower_and_need_no_more() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["V100-32GB", "A100-80GB", "h100", "cpu"])
-def test_compiled_kernels_are_no_slower_on_any_device(gpu: str) -> None:
+def test_compiled_kernels_are_no_slower_on_any_device(gpu):
     """Products and attention are the same calls: what is computed again, and the loss, too."""
     experts = Experts(8, 2, 2816)
     mixture = replace(llama_shape(4, 1024, 8, 2, 2816, 32_000), experts=experts)
@@ -185,7 +183,7 @@ def batches(degrees: int, draw: random.Random) -> tuple[int, int]:
     return micro_batch, WINDOWS * degrees // micro_batch
 
 
-def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
+def test_no_plan_made_by_hand_fits_and_beats_the_winner():
     model, space, found = searched()
     winner = found.winner
     assert winner is not None
@@ -201,7 +199,7 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
     assert max(each.tokens_per_s for each in fitting) <= winner.tokens_per_s
 
 
-def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings() -> None:
+def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings():
     _, space, found = searched()
     assert found.num_played < 1000 < found.num_candidates
     assert {"per_op", "none", "full"} == set(space.activation_checkpointing)
@@ -211,7 +209,7 @@ def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings() -> N
     assert all(max(getattr(c, axis) for c in met) > 1 for axis in ("tp", "pp", "cp"))
 
 
-def test_bounds_are_below_what_a_plan_has() -> None:
+def test_bounds_are_below_what_a_plan_has():
     model, space, found = searched()
     assert found.winner is not None
     draw = random.Random(7)

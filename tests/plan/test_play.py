@@ -81,8 +81,8 @@ def counts_of(units: list[Shapes]) -> int:
 @pytest.mark.parametrize("transport", ["coalesced", "point_to_point"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_the_rank_with_most_matrices_sends_them_whole_and_gets_their_gradients(
-    transport: str, num_ranks: int
-) -> None:
+    transport, num_ranks
+):
     candidate = replace(
         SMALL, stage=1, layout="matrices", num_shards=num_ranks, transport=transport
     )
@@ -101,7 +101,7 @@ def test_the_rank_with_most_matrices_sends_them_whole_and_gets_their_gradients(
     assert sent["shard.reduce_scatter"] == reduced * 4
 
 
-def test_padded_shares_are_sent_where_collectives_are_even() -> None:
+def test_padded_shares_are_sent_where_collectives_are_even():
     played = play(make_tape(MODEL), replace(SMALL, stage=1), clips=False)
     shares = sum(owned(u, "rows", 3) for u in MODEL)
     assert played.program.sent_bytes["shard.all_gather"] == shares * 2 * 4
@@ -109,7 +109,7 @@ def test_padded_shares_are_sent_where_collectives_are_even() -> None:
     assert played.program.sent_bytes["shard.reduce_scatter"] == reduced
 
 
-def test_only_clipping_sends_a_norm() -> None:
+def test_only_clipping_sends_a_norm():
     with_clip, without = (play(make_tape(EVEN), SMALL, clips=c) for c in (True, False))
     assert with_clip.program.sent_bytes["shard.scalars"] == 8 * 2
     assert "shard.scalars" not in without.program.sent_bytes
@@ -133,7 +133,7 @@ HOMES = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16", "zero_paper"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_rests_is_what_the_accounting_says(stage: int, precision: str) -> None:
+def test_what_rests_is_what_the_accounting_says(stage, precision):
     played = play(make_tape(EVEN), replace(SMALL, stage=stage, precision=precision))
     count = sum(prod(s) for u in EVEN for s in u)
     sums = account(count, 3, stage, precision, "sgd_momentum")
@@ -145,9 +145,7 @@ def test_what_rests_is_what_the_accounting_says(stage: int, precision: str) -> N
     ("params", "state", "device", "host", "files"),
     [("device", "cpu", 2, 10, 0), ("cpu", "cpu", 0, 12, 0), ("nvme", "nvme", 0, 2, 10)],
 )
-def test_state_of_the_papers_rests_where_they_have_it(
-    params: str, state: str, device: int, host: int, files: int
-) -> None:
+def test_state_of_the_papers_rests_where_they_have_it(params, state, device, host, files):
     """ZeRO-Offload and ZeRO-Infinity, bytes per parameter of a slice; momentum has 4 of them."""
     offload = Offload(params=params, grads="cpu", optimizer=state)
     candidate = replace(SMALL, precision="zero_paper", offload=offload, optimizer="sgd_momentum")
@@ -159,7 +157,7 @@ def test_state_of_the_papers_rests_where_they_have_it(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
-def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision: str) -> None:
+def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision):
     offload = Offload(params="cpu", optimizer="cpu")
     candidate = replace(SMALL, num_shards=1, precision=precision, offload=offload)
     played = play(make_tape(EVEN), candidate)
@@ -185,7 +183,7 @@ def without_grads(tape: Tape, index: int) -> Tape:
 
 
 @pytest.mark.parametrize("offload", HOMES)
-def test_a_unit_that_never_runs_has_no_state_anywhere(offload: Offload) -> None:
+def test_a_unit_that_never_runs_has_no_state_anywhere(offload):
     candidate = replace(SMALL, optimizer="adamw", offload=offload)
     whole, less = make_tape(EVEN), without_grads(make_tape(EVEN), 2)
     played, full = play(less, candidate), play(whole, candidate)
@@ -199,7 +197,7 @@ def test_a_unit_that_never_runs_has_no_state_anywhere(offload: Offload) -> None:
     assert played.resting.grad_shards == rest.grad_shards
 
 
-def test_padding_is_what_rows_leave_empty_on_average() -> None:
+def test_padding_is_what_rows_leave_empty_on_average():
     model: list[Shapes] = [[], [(7, 6)], [(9, 5), (2, 3)]]
     for ranks in (1, 2, 3, 4):
         candidate = replace(SMALL, num_shards=ranks)
@@ -234,9 +232,7 @@ def play_model(model: list[Shapes], candidate: Candidate) -> Played:
 
 @given(models, candidates, st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=60)
-def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(
-    model: list[Shapes], candidate: Candidate, stage: int
-) -> None:
+def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(model, candidate, stage):
     played = play_model(model, replace(candidate, stage=stage))
     resting = played.resting
     transient = ("grad_full", "gather_staging", "reduce_staging", "activations", "temporary")
@@ -248,9 +244,7 @@ def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(
 
 @given(models, candidates, st.lists(st.integers(0, 5000), min_size=2, max_size=4).map(sorted))
 @settings(max_examples=40)
-def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(
-    model: list[Shapes], candidate: Candidate, budgets: list[int]
-) -> None:
+def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(model, candidate, budgets):
     held, sent = [], []
     for budget in budgets:
         played = play_model(model, replace(candidate, prefetch_bytes=budget))
@@ -263,7 +257,7 @@ def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(
     assert all(s == sent[0] for s in sent)
 
 
-def test_the_largest_unit_is_gathered_ahead_unless_asked() -> None:
+def test_the_largest_unit_is_gathered_ahead_unless_asked():
     sizes = [full_bytes(u, "float32") for u in make_tape(EVEN).units]
     asked, default = (
         play(make_tape(EVEN), replace(SMALL, prefetch_bytes=b)).program.ops
@@ -272,7 +266,7 @@ def test_the_largest_unit_is_gathered_ahead_unless_asked() -> None:
     assert asked == default
 
 
-def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment() -> None:
+def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment():
     adam = replace(SMALL, optimizer="adamw")
     fused, loop, foreach = (
         max(
@@ -290,9 +284,7 @@ def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment() 
 
 @given(models, candidates, st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=40)
-def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(
-    model: list[Shapes], candidate: Candidate, stage: int
-) -> None:
+def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(model, candidate, stage):
     ops = play_model(model, replace(candidate, stage=stage)).program.ops
     assert all(earlier < number for number, op in enumerate(ops) for earlier in op.after)
     phases = [op.phase for op in ops]
@@ -313,7 +305,7 @@ def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(
     assert reached == set(range(len(ops)))
 
 
-def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before() -> None:
+def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before():
     ops = play(make_tape(EVEN), replace(SMALL, prefetch_bytes=0)).program.ops
     gathers = [
         i
@@ -329,7 +321,7 @@ def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before()
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_flight: int) -> None:
+def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_flight):
     candidate = replace(SMALL, bucket_bytes=0, reduces_in_flight=in_flight)
     ops = play(make_tape(EVEN), candidate).program.ops
     flying: list[int] = []

@@ -335,7 +335,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_a_played_step_is_a_runs(num_ranks: int) -> None:
+def test_a_played_step_is_a_runs(num_ranks):
     common = {"micro_batch": 2, "transport": "point_to_point", "precision": "fp32"}
     common["num_shards"] = num_ranks
     cases = [(name, Candidate(**{**common, **settings})) for name, settings in CASES[num_ranks]]

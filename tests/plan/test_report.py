@@ -64,9 +64,7 @@ def figures_of(facts: Any) -> list[tuple[str, Any, bool]]:
     return list(figures(facts))
 
 
-def test_every_figure_has_its_unit_in_a_key_and_bytes_are_whole(
-    made: Plan, searched: SearchResult
-) -> None:
+def test_every_figure_has_its_unit_in_a_key_and_bytes_are_whole(made, searched):
     for facts in all_facts(made, searched):
         found = figures_of(facts)
         assert len(found) >= 8
@@ -78,7 +76,7 @@ def test_every_figure_has_its_unit_in_a_key_and_bytes_are_whole(
                 assert 0 <= value <= 1, key
 
 
-def test_facts_say_what_the_plan_says(made: Plan, searched: SearchResult) -> None:
+def test_facts_say_what_the_plan_says(made, searched):
     facts = plan_facts(made)
     assert facts["memory"]["peak"]["total_bytes"] == sum(
         facts["memory"]["peak"]["lines_bytes"].values()

@@ -71,7 +71,7 @@ def check_format(trace: dict[str, Any]) -> None:
             assert round(end["ts"] * 1000) in begins  # an arrow is bound to a slice
 
 
-def test_the_text_is_json_in_the_trace_event_format() -> None:
+def test_the_text_is_json_in_the_trace_event_format():
     trace = json.loads(json.dumps(simulated_trace(made())))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert trace["otherData"]["simulated_s"] == pytest.approx(made().step_s)
@@ -83,7 +83,7 @@ def test_the_text_is_json_in_the_trace_event_format() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 100))
-def test_any_simulation_gives_a_trace_without_overlaps(third: float) -> None:
+def test_any_simulation_gives_a_trace_without_overlaps(third):
     check_format(simulated_trace(made(third)))
 
 
@@ -95,7 +95,7 @@ def slices_of(trace: dict[str, Any], stream: str) -> list[tuple[str, float, floa
     ]
 
 
-def test_operations_carry_the_names_of_the_engines_spans() -> None:
+def test_operations_carry_the_names_of_the_engines_spans():
     trace = simulated_trace(made(third=4e-3))
     assert slices_of(trace, "shard") == [
         ("shardwise.unshard()", 0, 2000),
@@ -113,7 +113,7 @@ def test_operations_carry_the_names_of_the_engines_spans() -> None:
     assert slices_of(trace, "to_host") == [("offload layers.0", 14001, 500)]
 
 
-def test_a_wait_is_named_after_what_it_waits_for() -> None:
+def test_a_wait_is_named_after_what_it_waits_for():
     trace = simulated_trace(made(third=1e-3))
     names = [name for name, _, _ in slices_of(trace, "compute")]
     assert names[:4] == [
@@ -124,7 +124,7 @@ def test_a_wait_is_named_after_what_it_waits_for() -> None:
     ]
 
 
-def test_arguments_say_how_much_an_operation_does() -> None:
+def test_arguments_say_how_much_an_operation_does():
     by_name = {
         e["name"]: e["args"] for e in simulated_trace(made())["traceEvents"] if e["ph"] == "X"
     }
@@ -141,7 +141,7 @@ def test_arguments_say_how_much_an_operation_does() -> None:
     assert by_name["offload layers.0"]["num_bytes"] == 64
 
 
-def test_an_arrow_goes_from_each_gather_to_its_first_use() -> None:
+def test_an_arrow_goes_from_each_gather_to_its_first_use():
     flows = [e for e in simulated_trace(made(third=4e-3))["traceEvents"] if e["ph"] in "sf"]
     assert [(e["ph"], e["tid"], e["ts"]) for e in flows] == [
         ("s", 1, 0),

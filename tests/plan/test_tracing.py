@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -68,9 +67,7 @@ MIXTRAL = {**LLAMA_LIKE, "num_local_experts": 8, "num_experts_per_tok": 3}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_cost_the_products_of_the_rows_that_they_are_given(
-    tmp_path: Path, dtype: Any
-) -> None:
+def test_experts_cost_the_products_of_the_rows_that_they_are_given(tmp_path, dtype):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "mixtral", **MIXTRAL}))
@@ -84,7 +81,7 @@ def test_experts_cost_the_products_of_the_rows_that_they_are_given(
     assert tape.matmul_dtype == dtype
 
 
-def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast() -> None:
+def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64).to(torch.bfloat16))
 
     def loss(module: nn.Module, x: Tensor) -> Tensor:
@@ -152,9 +149,7 @@ def assert_within_a_percent(source: ModelSource, checkpointed: bool) -> None:
     [({}, True), ({"tied_head": True}, False), ({"dropout": 0.1}, True), ({"dropout": 0.1}, False)],
     ids=str,
 )
-def test_the_decoders_peak_is_that_of_the_allocators_trace(
-    keys: dict[str, Any], checkpointed: bool
-) -> None:
+def test_the_decoders_peak_is_that_of_the_allocators_trace(keys, checkpointed):
     assert_within_a_percent(decoder_source(**keys), checkpointed)
 
 
@@ -162,13 +157,13 @@ def test_the_decoders_peak_is_that_of_the_allocators_trace(
     ("family", "checkpointed"), [(family, place % 2 == 1) for place, family in enumerate(FAMILIES)]
 )
 def test_the_peak_of_a_transformers_model_is_that_of_the_allocators_trace(
-    family: str, checkpointed: bool, tmp_path: Path
-) -> None:
+    family, checkpointed, tmp_path
+):
     assert_within_a_percent(family_source(family, tmp_path), checkpointed)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed: bool) -> None:
+def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
     source = decoder_source(tied_head=True)
     model = real_twin(source, checkpointed)
     source.loss(model, source.make_batch(1, 64)).backward()
@@ -180,7 +175,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed: bool) -> N
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed: bool) -> None:
+def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed):
     tape = tape_of(decoder_source(tied_head=True), checkpointed, compute_dtype="bfloat16")
     works = [e for e in tape.events if isinstance(e, Work)]
     assert sum(w.net.grads for w in works) == 2 * tape.num_params
@@ -190,14 +185,14 @@ def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed: bool) -> 
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_every_visit_is_followed_by_one_work(checkpointed: bool) -> None:
+def test_every_visit_is_followed_by_one_work(checkpointed):
     events = tape_of(decoder_source(), checkpointed).events
     assert [isinstance(e, Visit) for e in events] == [i % 2 == 0 for i in range(len(events))]
     works = {e.phase for e in events if isinstance(e, Work)}
     assert works == {"forward", "loss", "backward"} | ({"recompute"} if checkpointed else set())
 
 
-def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path: Path) -> None:
+def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path):
     source = family_source("llama", tmp_path)
     plain, checkpointed = tape_of(source, False, 2, 32), tape_of(source, True, 2, 32)
     works = [e for e in checkpointed.events if isinstance(e, Work)]
@@ -206,7 +201,7 @@ def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path: Path
     assert not any(e.recomputes for e in checkpointed.events if isinstance(e, Visit))
 
 
-def test_the_logits_are_those_of_the_head_and_the_loss() -> None:
+def test_the_logits_are_those_of_the_head_and_the_loss():
     tape = tape_of(decoder_source(), False, compute_dtype="bfloat16")
     logits = 4 * 256 * 2048
     head = next(u for u, unit in enumerate(tape.units) if unit.name == "head")
@@ -219,7 +214,7 @@ def test_the_logits_are_those_of_the_head_and_the_loss() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_flops_are_those_that_torch_counts(checkpointed: bool) -> None:
+def test_the_flops_are_those_that_torch_counts(checkpointed):
     source = decoder_source()
     tape = tape_of(source, checkpointed)
     model, counter = real_twin(source, checkpointed), FlopCounterMode(display=False)
@@ -236,7 +231,7 @@ def test_the_flops_are_those_that_torch_counts(checkpointed: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed: bool) -> None:
+def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed):
     shape = find_preset("demo").shape
 
     def build(checkpointed: bool) -> nn.Module:
@@ -264,9 +259,7 @@ class Reads(nn.Module):
         (nn.Linear(3, 4), lambda m, b: m(b).sum(), "RuntimeError"),
     ],
 )
-def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(
-    model: nn.Module, loss: Callable[..., Tensor], words: str
-) -> None:
+def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(model, loss, words):
     before = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=words):
         trace(model, lambda: torch.ones(2, 4), loss, name="it", micro_batch=2, seq=1)
@@ -289,7 +282,7 @@ class Interleaved(nn.Module):
         return x
 
 
-def test_units_open_and_close_in_backward_as_often_as_they_should() -> None:
+def test_units_open_and_close_in_backward_as_often_as_they_should():
     tape = trace(
         Interleaved(),
         lambda: torch.ones(2, 8),
@@ -317,7 +310,7 @@ def test_units_open_and_close_in_backward_as_often_as_they_should() -> None:
     assert all(isinstance(b, Work) for a, b in pairwise(tape.events) if isinstance(a, Visit))
 
 
-def test_the_visits_are_the_calls_of_the_engine(tmp_path: Path) -> None:
+def test_the_visits_are_the_calls_of_the_engine(tmp_path):
     """The same model, sharded over one rank: which unit the engine is called for, in order."""
     import torch.distributed as dist
 
@@ -352,7 +345,7 @@ def test_the_visits_are_the_calls_of_the_engine(tmp_path: Path) -> None:
     assert visits == calls
 
 
-def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape() -> None:
+def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape():
     llama = llama_shape(8, 64, 4, 2, 96, 300)
     model = TracedModel(shape_source("llama", llama, 32))
     first = model.tape(Candidate(micro_batch=2))

@@ -36,9 +36,7 @@ def is_content(rank: int, world_size: int, flags: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", range(len(SETTINGS)))
-def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(
-    tmp_path: Any, case: int
-) -> None:
+def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(tmp_path, case):
     world_size, flags = SETTINGS[case]
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", **flags}
     run_ranks(is_content, world_size, flags)
@@ -59,6 +57,6 @@ def finds_a_wrong_scale(rank: int, world_size: int, flags: dict[str, Any]) -> No
     gradients.shard_decoder = shard_decoder
 
 
-def test_a_wrong_scale_ends_the_run(tmp_path: Any) -> None:
+def test_a_wrong_scale_ends_the_run(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run"}
     run_ranks(finds_a_wrong_scale, 3, flags)

@@ -1,6 +1,5 @@
 """`shardwise train` with encodings over every degree: it trains, gradients are checked."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def trains(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
     ],
     ids=lambda degrees: "+".join(degrees),
 )
-def test_every_degree_trains_with_encodings(degrees: dict[str, Any], tmp_path: Path) -> None:
+def test_every_degree_trains_with_encodings(degrees, tmp_path):
     """And computes something else than without: with encoded reductions from the first step on."""
     flags = {**degrees, "data": write_text(tmp_path)}
     curves = []

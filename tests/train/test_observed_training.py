@@ -25,9 +25,7 @@ def run_twice(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_step_of_a_run_and_of_its_resume_is_observed_once(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_every_step_of_a_run_and_of_its_resume_is_observed_once(world_size, tmp_path):
     write_text(tmp_path)
     run_ranks(run_twice, world_size, tmp_path)
     record = read_run(tmp_path / "run")

@@ -92,7 +92,7 @@ def straight_and_died(
 
 
 @pytest.mark.parametrize("case", range(len(SETTINGS)))
-def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path: Path, case: int) -> None:
+def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path, case):
     world_size, flags = SETTINGS[case]
     flags = {**flags, "data": write_text(tmp_path)}
     die_in, save_every = [(4, 1), (6, 2), (2, 1), (5, 3)][case % 4]
@@ -135,7 +135,7 @@ def assert_same_steps(one: Path, other: Path, last: int = STEPS) -> None:
 
 
 @pytest.mark.kernels
-def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path: Path) -> None:
+def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path):
     """Six micro-batches over four ranks: two of the eight passes have no micro-batch."""
     shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL, "dropout": 0.1}
     alone = {**shape, "output": tmp_path / "alone"}
@@ -152,7 +152,7 @@ def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path: Path) -> Non
     assert "global_batch" not in text and "dim" not in text
 
 
-def test_a_run_that_is_overwritten_has_the_losses_of_other_ranks(tmp_path: Path) -> None:
+def test_a_run_that_is_overwritten_has_the_losses_of_other_ranks(tmp_path):
     shape = {"data": write_text(tmp_path), **SMOOTH, "micro_batch": 1, "eval_windows": 0}
     shape |= {"steps": 2, "output": tmp_path / "run", "overwrite": True}
     losses = []
@@ -178,7 +178,7 @@ def train_wrongly(rank: int, world_size: int, flags: dict[str, Any]) -> None:
 
 
 @pytest.mark.kernels
-def test_a_gradient_that_is_wrong_by_1e_4_does_not_pass_for_a_rounding(tmp_path: Path) -> None:
+def test_a_gradient_that_is_wrong_by_1e_4_does_not_pass_for_a_rounding(tmp_path):
     shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL, "steps": 2}
     run_ranks(change_ranks, 1, {**shape, "output": tmp_path / "alone"}, None)
     for train_it, name in ((change_ranks, "right"), (train_wrongly, "wrong")):
@@ -198,7 +198,7 @@ def change_settings(rank: int, world_size: int, flags: dict[str, Any]) -> list[f
     return [group["weight_decay"], *group["betas"]]
 
 
-def test_settings_of_the_optimizer_are_those_asked_for_now(tmp_path: Path) -> None:
+def test_settings_of_the_optimizer_are_those_asked_for_now(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 1}
     flags |= {"save_every": 1, "resume": "auto"}
     run_ranks(change_ranks, 1, flags, None)
@@ -213,7 +213,7 @@ def draws_of_step(rank: int, world_size: int, flags: dict[str, Any]) -> list[lis
     return found
 
 
-def test_each_micro_batch_draws_its_own_masks_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_each_micro_batch_draws_its_own_masks_on_any_number_of_ranks(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "dropout": 0.1}
     flags |= {"global_batch": 8}
     (alone,) = run_ranks(draws_of_step, 1, flags)
@@ -230,7 +230,7 @@ def finish_twice(rank: int, world_size: int, flags: dict[str, Any]) -> str:
     return format_result(result, TrainConfig())
 
 
-def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path: Path) -> None:
+def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 3}
     flags |= {"save_every": 2, "resume": "auto"}
     texts = run_ranks(finish_twice, 2, flags)
@@ -266,7 +266,7 @@ def resume_past_damage(rank: int, world_size: int, flags: dict[str, Any]) -> Non
     train(rank, world_size, {**flags, "steps": 7})
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path):
     flags = {"data": write_text(tmp_path), "steps": 6, "schedule": "constant"}
     run_ranks(change_ranks, 2, {**flags, "steps": 7, "output": tmp_path / "straight"}, None)
     parts = {**flags, "output": tmp_path / "parts", "save_every": 2, "keep_last": 2}
@@ -298,7 +298,7 @@ def fail_to_save(rank: int, world_size: int, flags: dict[str, Any]) -> tuple[str
     raise AssertionError("the disk was full")
 
 
-def test_a_save_that_fails_in_the_background_ends_all_ranks_after_one_step(tmp_path: Path) -> None:
+def test_a_save_that_fails_in_the_background_ends_all_ranks_after_one_step(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 500}
     outcomes = run_ranks(fail_to_save, 3, {**flags, "save_every": 1})
     assert len(set(outcomes)) == 1
@@ -319,7 +319,7 @@ def run_beside(rank: int, world_size: int, flags: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_second_run_on_one_output_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+def test_a_second_run_on_one_output_is_refused_and_touches_nothing(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "resume": "auto"}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -352,9 +352,7 @@ def stop_and_go_on(rank: int, world_size: int, flags: dict[str, Any]) -> list[st
     return said
 
 
-def test_a_run_that_is_stopped_saves_to_disk_where_it_else_copies_to_memory_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_is_stopped_saves_to_disk_where_it_else_copies_to_memory_alone(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 5}
     flags |= {"memory_every": 1, "resume": "auto"}
     said, _ = run_ranks(stop_and_go_on, 2, flags)
@@ -362,7 +360,7 @@ def test_a_run_that_is_stopped_saves_to_disk_where_it_else_copies_to_memory_alon
 
 
 @pytest.mark.slow
-def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path):
     flags = {"data": write_text(tmp_path), "dropout": 0.1, "schedule": "constant"}
     shape = {**TINY, **flags, "output": tmp_path / "parts", "ranks": 2, "restarts": 9}
     shape |= {"memory_every": 2, "resume": "auto"}

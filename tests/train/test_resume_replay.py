@@ -3,7 +3,6 @@
 In test_same_bits.py and test_integrity.py they change no bit.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +55,7 @@ def flip_in_replay(
         ("forward", "the loss of its own windows"),
     ],
 )
-def test_a_bit_that_flips_between_two_passes_is_named(
-    tmp_path: Path, where: str, named: str
-) -> None:
+def test_a_bit_that_flips_between_two_passes_is_named(tmp_path, where, named):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 9}
     texts = run_ranks(flip_in_replay, 3, {**flags, "replay_every": 3, "stage": 2}, where, 4)
     assert len(set(texts)) == 1
@@ -82,7 +79,7 @@ def flip_a_copy(rank: int, world_size: int, flags: dict[str, Any]) -> tuple[str,
     return str(caught.value), num_steps
 
 
-def test_a_copy_that_differs_between_ranks_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+def test_a_copy_that_differs_between_ranks_ends_the_run_before_it_is_saved(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 9, "stage": 0}
     flags |= {"save_every": 1, "check_replicas_every": 2}
     outcomes = run_ranks(flip_a_copy, 3, flags)

@@ -76,9 +76,7 @@ def figures(output: Path, keys: Sequence[str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(1, CASES), (3, CASES), (2, COMPOSED)], ids=["1", "3", "composed"]
 )
-def test_a_run_has_the_same_bits_in_every_way(
-    world_size: int, cases: list[Case], tmp_path: Path
-) -> None:
+def test_a_run_has_the_same_bits_in_every_way(world_size, cases, tmp_path):
     write_text(tmp_path)
     run_ranks(train_all_ways, world_size, tmp_path, cases)
     for number, (flags, ways) in enumerate(cases):
@@ -114,13 +112,13 @@ def replay_on_slow_disk(rank: int, world_size: int, folder: Path) -> None:
         train(rank, world_size, flags)
 
 
-def test_a_step_computed_twice_waits_for_codes_on_their_way_to_a_slow_disk(tmp_path: Path) -> None:
+def test_a_step_computed_twice_waits_for_codes_on_their_way_to_a_slow_disk(tmp_path):
     write_text(tmp_path)
     run_ranks(replay_on_slow_disk, 1, tmp_path)
     assert len([row for row in lines_of(tmp_path) if "loss" in row]) == 4
 
 
-def test_inputs_move_where_blocks_are_checkpointed(tmp_path: Path) -> None:
+def test_inputs_move_where_blocks_are_checkpointed(tmp_path):
     write_text(tmp_path)
     flags = {"data": tmp_path / "text.txt", "offload": "{activations: cpu}"}
     with pytest.raises(

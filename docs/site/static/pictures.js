@@ -174,7 +174,7 @@ function drawStep(box, data) {
           of === row && begin <= at && at <= begin + long);
         if (!span) return "–";
         const [work, colour] = data.phases[span[1]];
-        return make("span", {}, makeSwatch(colour), `${work}, ${span[2] || "the root"}`);
+        return make("span", {}, makeSwatch(colour), `${work}, ${span[2] ? `unit ${span[2]}` : "the root"}`);
       })]);
     const held = ranks.map((rank) => heldAt(rank, at));
     const kinds = Object.entries(data.kinds).map(([kind, colour]) =>
