@@ -1,6 +1,7 @@
 """Formatting and parsing of bytes, counts and durations."""
 
 import re
+from math import log2
 
 from shardwise.errors import ConfigError
 
@@ -19,6 +20,12 @@ def format_bytes(num_bytes: float) -> str:
         size /= 1024
     digits = ".0f" if unit == "B" or abs(size) >= 999.5 else ".3g"
     return f"{size:{digits}} {unit}"
+
+
+def binary_unit(num_bytes: float) -> tuple[int, str]:
+    """Return the size and the name of the largest binary unit of which a count has one."""
+    power = min(int(log2(max(num_bytes, 1.0))) // 10, 4)
+    return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def format_gb(num_bytes: float) -> str:

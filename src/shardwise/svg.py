@@ -35,10 +35,11 @@ def _colours() -> Mapping[str, Mapping[str, str]]:
 
 
 def colour_of(name: str) -> str:
-    """Return the colour of a phase or a kind of memory; an unknown one has the same everywhere."""
+    """Return the colour of work or of a kind of memory; an unknown one has the same everywhere."""
     tables = _colours()
-    known, rest = {**tables["kinds"], **tables["phases"]}, [*tables["rest"].values()]
-    return known.get(name) or rest[sum(map(ord, name)) % len(rest)]
+    known, rest = {**tables["kinds"], **tables["work"]}, [*tables["rest"].values()]
+    word = known.get(name) or known.get(name_of_kind(name))
+    return word or rest[sum(map(ord, name)) % len(rest)]
 
 
 def order_of_kinds(kind: str) -> tuple[bool, int]:
@@ -48,8 +49,8 @@ def order_of_kinds(kind: str) -> tuple[bool, int]:
 
 
 def name_of_kind(kind: str) -> str:
-    """Return the shown name of a phase or a kind of memory."""
-    return "activations, temporaries, others" if kind == OTHER else kind.replace("_", " ")
+    """Return the word for a phase or a kind of memory; phases of one kind of work share one."""
+    return _colours()["words"].get(kind) or kind.replace("_", " ")
 
 
 # -- axes
@@ -227,23 +228,13 @@ def _draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
 
 
 # -- the document and its elements
-def document(
-    size: tuple[float, float],
-    title: str,
-    description: str,
-    parts: Iterable[str],
-    has_style: bool = True,
-) -> str:
-    """Return a whole SVG document, which may be put into an HTML page.
-
-    On a page that contains `style` pictures need no style.
-    """
+def document(size: tuple[float, float], title: str, description: str, parts: Iterable[str]) -> str:
+    """Return a whole SVG document, for a page that contains `style` or with it in its parts."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}" '
         f'role="img" class="shardwise-picture" aria-label="{escape(title, quote=True)}">',
         f"<title>{escape(title)}</title>",
         f"<desc>{escape(description)}</desc>",
-        *([f"<style>{style()}</style>"] if has_style else []),
         *parts,
         "</svg>",
     ]
@@ -316,7 +307,7 @@ def squares(kinds: Iterable[str], left: float, top: float) -> tuple[list[str], f
     """Draw a legend of kinds with their names, in lines; return it and its lower end."""
     parts: list[str] = []
     x = left
-    for kind in kinds:
+    for kind in dict.fromkeys(kinds):
         name = name_of_kind(kind)
         width = 28 + 6.8 * len(name)
         if x + width > WIDTH - 8:

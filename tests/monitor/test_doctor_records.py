@@ -20,7 +20,6 @@ from shardwise.monitor.findings import (
     Finding,
     Gain,
     finding_docs,
-    findings_page,
     read_docs,
 )
 from shardwise.monitor.lines import JsonLines, read_lines
@@ -29,7 +28,6 @@ from shardwise.monitor.record import (
     Begin,
     End,
     Fix,
-    LiveRun,
     LostUpdates,
     Memory,
     Moment,
@@ -43,13 +41,13 @@ from shardwise.monitor.record import (
     StepLine,
     Timeline,
     keys_of,
+    read_ends,
     read_line,
     read_run,
 )
 from shardwise.processes import own_process
 from shardwise.unit_facts import UnitFacts
 
-ROOT = Path(__file__).parents[2]
 LAYER = 400 << 20
 HOSTS = ("a",) * 4 + ("b",) * 4
 HEALTHY = {  # of all ranks alike: an accelerator, steps of a second
@@ -505,7 +503,7 @@ def test_a_line_that_somebody_has_edited_is_refused(name, keys, said, tmp_path):
     file = write_record(tmp_path) / "observed" / f"{name}.jsonl"
     *others, last = file.read_text().splitlines()
     file.write_text("\n".join([*others, json.dumps(json.loads(last) | keys)]) + "\n")
-    for read in (read_run, lambda run: LiveRun(run).look()):
+    for read in (read_run, read_ends):
         with pytest.raises(ConfigError, match=re.escape(said)):
             read(tmp_path)
 
@@ -518,7 +516,7 @@ def test_a_rule_abstains_where_a_figure_of_a_line_is_no_number(code, name, tmp_p
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[-2]["metrics"][name]["max"] = None
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    missing = {each.code: each.missing for each in diagnose(LiveRun(tmp_path).look()).abstentions}
+    missing = {each.code: each.missing for each in diagnose(read_ends(tmp_path)).abstentions}
     assert missing[code] == f"the figure {name}"
 
 
@@ -545,10 +543,7 @@ def test_a_finding_as_json_has_the_keys_of_the_documentation():
     }
 
 
-def test_the_page_of_findings_is_made_from_the_texts_of_the_source():
-    assert (ROOT / "docs" / "findings.md").read_text() == findings_page(), (
-        "write it anew: shardwise explain --markdown > docs/findings.md"
-    )
+def test_each_code_is_documented_in_full():
     doc = "[SW999]\ntitle='t'\nseverity='warning'\nmeans='m'\ncondition='s'\nremedies=['r']\n"
     case = "cases={default={verdict='v', why='w'}}\n"
     (whole,) = read_docs(f"{doc}picture='p'\n{case}").values()

@@ -289,7 +289,7 @@ def test_a_simulation_shows_scaling_and_goodput_and_writes_its_trace(tiny, tmp_p
     arguments = [str(tiny), *flags.split(), "--trace", str(trace)]
     assert run_simulate(arguments) == 0
     text = words(capsys)
-    for part in ("computing", "what decides the step", "scaling", "efficiency", "goodput"):
+    for part in ("computing", "what decides the step", "efficiency", "goodput"):
         assert part in text
     assert json.loads(trace.read_text())
     assert run_simulate([*arguments, "--json"]) == 0

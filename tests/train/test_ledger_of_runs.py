@@ -6,7 +6,7 @@ import pytest
 
 from ranks import run_ranks
 from resumes import train, write_text
-from shardwise.cli.planned_run import plan_of_run
+from shardwise.cli.report import plan_of_run
 from shardwise.monitor.record import Memory, read_run
 
 # Units that share a bucket, and so many of them that reductions are under way in later passes.

@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.padding import Padding
 from rich.text import Text
 
 from shardwise.cli.tables import make_table
@@ -41,12 +40,9 @@ _MOST_REASONS = 5
 
 def plan_view(plan: Plan) -> RenderableType:
     """Show a plan: verdict, memory, time, assumptions."""
-    return Group(
-        *(_headline(plan), Text(), _verdict(plan), Text()),
-        *(_memory_table(plan), Text(), _time_table(plan)),
-        *map(_dim_line, plan.notes),
-        _dim_line(f"{len(plan.assumptions)} figures and their sources are in --json"),
-    )
+    sources = f"{len(plan.assumptions)} figures and their sources are in --json"
+    parts = _headline(plan), Text(), _verdict(plan), _memory_table(plan), _time_table(plan)
+    return Group(*parts, _list_of((*plan.notes, sources)))
 
 
 def search_view(result: SearchResult) -> RenderableType:
@@ -59,8 +55,7 @@ def search_view(result: SearchResult) -> RenderableType:
     else:
         flags = " ".join(flags_of(winner.candidate))
         parts += [_headline(winner), Text(), _verdict(winner), Text()]
-        parts += [_dim_line(f"in full, with these in place of --search: {flags}"), Text()]
-        title = "nothing is both faster and smaller than these"
+        parts += [_list_of([f"in full, with these in place of --search: {flags}"]), Text()]
         rows = [
             (
                 *(plan.label, format_count(round(plan.tokens_per_s))),
@@ -69,8 +64,8 @@ def search_view(result: SearchResult) -> RenderableType:
             )
             for plan in result.pareto[:_MOST_PLANS]
         ]
-        parts.append(_table("plan >tokens/s >memory,_up_to >verdict", rows, title))
-        parts.append(_more(len(result.pareto) - _MOST_PLANS))
+        columns = "nothing is both faster and smaller", ">tokens/s", ">memory, up to", ">verdict"
+        parts += [make_table(columns, rows), _more(len(result.pareto) - _MOST_PLANS)]
         notes = (*winner.notes, *notes)
     alike: dict[str, list[Rejected]] = {}  # by the beginning of their reason
     for rejected in result.rejected:
@@ -82,8 +77,8 @@ def search_view(result: SearchResult) -> RenderableType:
         (those[0].candidate.label + more, those[0].reason)
         for those, more in zip(most[:_MOST_REASONS], also, strict=False)
     ]
-    parts += [Text(), _table("~candidate ~reason", lost, "why others lost")]
-    return Group(*parts, _more(sum(map(len, most[_MOST_REASONS:]))), *map(_dim_line, notes))
+    more = _more(sum(map(len, most[_MOST_REASONS:])))
+    return Group(*parts, make_table(("candidate", "why others lost"), lost), more, _list_of(notes))
 
 
 def flags_of(candidate: Candidate) -> list[str]:
@@ -112,14 +107,10 @@ def simulation_view(plan: Plan) -> RenderableType:
     parts.append(_speed(plan) if plan.verdict == "fits" else _verdict(plan))
     if plan.verdict == "will not fit":
         parts.append(Text(_WOULD_FAIL, style=_VERDICT_STYLES["will not fit"]))
-    simulated = plan.simulated
-    rows = [(row.name, _seconds(row.seconds)) for row in time_rows(plan) if not row.is_part]
-    title = f"time of a rank{_of_micro_batches(plan)}"
-    critical = sorted(simulated.critical_s.items(), key=lambda item: -item[1])
+    critical = sorted(plan.simulated.critical_s.items(), key=lambda item: -item[1])
     total = sum(seconds for _, seconds in critical) or 1.0
     shares = ", ".join(f"{kind.replace('_', '-')} {s / total:.0%}" for kind, s in critical)
-    decides = Text(f"what decides the step: {shares}")
-    return Group(*parts, Text(), _table(" >", rows, title), decides)
+    return Group(*parts, _times(plan, False), Text(f"what decides the step: {shares}"))
 
 
 def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
@@ -131,8 +122,8 @@ def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
         )
         for row in rows
     ]
-    columns = ">ranks >step >tokens/s >efficiency >not_hidden >memory_a_rank"
-    return _table(columns, shown, "scaling")
+    columns = ">ranks", ">step", ">tokens/s", ">efficiency", ">not hidden", ">memory a rank"
+    return make_table(columns, shown)
 
 
 def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
@@ -146,7 +137,7 @@ def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
         ("best time between checkpoints", format_duration(goodput.best_interval_s)),
         ("progress with it", f"{goodput.fraction_at_best:.2%}"),
     ]
-    return _table(" >", rows, "goodput: the share of time that is progress")
+    return make_table(("goodput: the share of time that is progress", ">"), rows)
 
 
 def names_view() -> RenderableType:
@@ -167,14 +158,7 @@ def names_view() -> RenderableType:
         "precisions": [(name, f"computes in {r.compute}") for name, r in PRECISIONS.items()],
         "optimizers": [(name, "") for name in OPTIMIZERS],
     }
-    parts: list[RenderableType] = []
-    for title, rows in sections.items():
-        table = make_table("!", "-", title=title, boxed=False)
-        table.title_style, table.pad_edge = "bold", True
-        for row in rows:
-            table.add_row(*row)
-        parts += [table, Text()]
-    return Group(*parts)
+    return Group(*(make_table((title, ""), rows) for title, rows in sections.items()))
 
 
 def _headline(plan: Plan) -> Text:
@@ -236,11 +220,11 @@ def _memory_table(plan: Plan) -> RenderableType:
         for m in plan.played.peaks
         if m.phase != peak.phase
     )
-    return Group(_table(" > -", shown, title), Text(f"other phases: {others}", style="dim"))
+    table = make_table((title, ">", ""), shown)
+    return Group(table, Text(f"other phases: {others}", style="dim"))
 
 
 def _time_table(plan: Plan) -> RenderableType:
-    rows = [(f"{'  ' * row.is_part}{row.name}", _seconds(row.seconds)) for row in time_rows(plan)]
     program = plan.played.program
     sent = ", ".join(f"{k} {format_bytes(b)}" for k, b in program.sent_bytes.items())
     lines = [
@@ -250,23 +234,16 @@ def _time_table(plan: Plan) -> RenderableType:
     if copied := program.copied_bytes:
         parts = (f"{k.replace('_', ' ')} {format_bytes(b)}" for k, b in copied.items())
         lines.append(f"copied by a rank in a step: {', '.join(parts)}")
-    title = f"time of a rank{_of_micro_batches(plan)}"
-    return Group(_table(" >", rows, title), Text("\n".join(lines), style="dim"))
+    return Group(_times(plan, True), Text("\n".join(lines), style="dim"))
 
 
-def _of_micro_batches(plan: Plan) -> str:
-    """Name the number of micro-batches behind the figures, if fewer than a step's."""
+def _times(plan: Plan, has_parts: bool) -> Table:
+    """Show the time of a rank, and the number of micro-batches if they are fewer than a step's."""
+    rows = [row for row in time_rows(plan) if has_parts or not row.is_part]
     shown, whole = plan.num_simulated, plan.candidate.accumulation
-    return f", of {shown} of the {whole} micro-batches" if shown < whole else ""
-
-
-def _table(columns: str, rows: Iterable[Sequence[str | Text]], title: str) -> Table:
-    """Make a table; columns are separated by spaces, "_" is a space in a name."""
-    names = (name.replace("_", " ") for name in columns.split(" "))
-    table = make_table(*names, title=title, boxed=False)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    of = f", of {shown} of the {whole} micro-batches" if shown < whole else ""
+    texts = ((f"{'  ' * row.is_part}{row.name}", _seconds(row.seconds)) for row in rows)
+    return make_table((f"time of a rank{of}", ">"), texts)
 
 
 def _seconds(seconds: float) -> str:
@@ -277,5 +254,5 @@ def _more(count: int) -> Text:
     return Text(f"and {count:,} more, in --json" if count > 0 else "", style="dim")
 
 
-def _dim_line(line: str) -> RenderableType:
-    return Padding(Text(f"- {line}", style="dim"), (0, 0, 0, 2))
+def _list_of(lines: Iterable[str]) -> Text:
+    return Text("\n".join(f"  - {line}" for line in lines), style="dim")

@@ -72,6 +72,7 @@ def loss_svg(lines: Iterable[str], title: str) -> str:
     columns = {round(across.at(step) / _COLUMN): step for step in reversed(resumed)}
     dashed = {"stroke_dasharray": "3 3", "y1": _TOP, "y2": _BOTTOM}
     parts = [
+        f"<style>{svg.style()}</style>",
         svg.element("rect", "paper", width=_WIDTH, height=_HEIGHT, rx=6),
         svg.heading(_LEFT, 28, title),
         svg.text(_LEFT, _TOP - 14, "loss, nats per token"),
