@@ -114,7 +114,6 @@ def check_plan(
     units = [
         TapeUnit(
             unit.name,
-            type(unit.module).__name__,
             tuple(
                 TapeParam(s.name, s.cut.shape, str(s.sharded.dtype)[6:], s.sharded.requires_grad)
                 for s in unit.params

@@ -52,7 +52,7 @@ def planned(place: Offload) -> Played:
         offload=place,
         transport="point_to_point",
     )
-    sizes: Any = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
+    sizes: Any = {"compute_dtype": "float32", "units": ("Linear",)}
     return play(trace(make_model(), make_batch, loss_of, name="model", **sizes), candidate)
 
 

@@ -74,10 +74,7 @@ def tape_of(make: Any, precision: str, units: tuple[str, ...] | None) -> Tape:
         batch,
         loss_of,
         name="model",
-        micro_batch=ROWS,
-        seq=SEQ,
         compute_dtype=PRECISIONS[precision].compute,
-        activation_checkpointing="full",
         units=units,
     )
 

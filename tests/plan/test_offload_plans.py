@@ -92,8 +92,7 @@ def make_model(name: str) -> nn.Module:
 @cache
 def make_tape(name: str, dtype: DtypeName) -> Tape:
     made = partial(make_batch, 2)
-    sizes = {"micro_batch": 2, "seq": 64}
-    return trace(make_model(name), made, loss_of, name=name, compute_dtype=dtype, **sizes)
+    return trace(make_model(name), made, loss_of, name=name, compute_dtype=dtype)
 
 
 def tape_of(name: str, candidate: Candidate) -> Tape:

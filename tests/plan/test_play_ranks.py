@@ -209,8 +209,6 @@ def make_tape(name: str, micro_batch: int, dtype: DtypeName) -> Tape:
         lambda: make_batch(micro_batch),
         loss_of,
         name=name,
-        micro_batch=micro_batch,
-        seq=64,
         compute_dtype=dtype,
     )
 
