@@ -1,5 +1,10 @@
-"""Encoded reductions: each addend is encoded once, and summed in rank order in float32."""
+"""Encoded messages against `block_codes`, to the bit, on every rank.
 
+Of gathers layers read what the encoding says. Of reductions each addend is encoded once, and summed
+in rank order in float32.
+"""
+
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -39,8 +44,10 @@ class Odd(nn.Module):
         for name, shape in ODD_SHAPES.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.norm = nn.Parameter(torch.randn(19))
+        self.seen: dict[str, Tensor] = {}
 
     def forward(self, rank: int) -> Tensor:
+        self.seen = {n: p.detach().clone() for n, p in self.named_parameters(recurse=False)}
         total = torch.zeros(())
         for number, param in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(100 * rank + number)
@@ -57,7 +64,7 @@ def gradients(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def encoded(grad: Tensor, kind: str, cuts: list[int]) -> Tensor:
-    """Return what arrives of one gradient, in float32."""
+    """Return what arrives of a parameter or a gradient, in float32."""
     if grad.dim() < 2 or not grad.numel():
         return grad.float()
     if kind == "bf16":
@@ -66,8 +73,9 @@ def encoded(grad: Tensor, kind: str, cuts: list[int]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(flat)).view(grad.shape)
 
 
+@cache
 def mean_of(
-    ranks: list[int], kind: str, layout: str, dtype: torch.dtype, num_shards: int
+    ranks: range, kind: str, layout: str, dtype: torch.dtype, num_shards: int
 ) -> dict[str, Tensor]:
     """Return the sum of what some ranks encode, in their order."""
     sums: dict[str, Tensor] = {}
@@ -80,11 +88,13 @@ def mean_of(
     return sums
 
 
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CASES = [
     (stage, layout, kind, dtype)
     for stage, layout, dtype in (
-        *((0, "rows", torch.float32), (1, "flat", torch.float32), (2, "rows", torch.bfloat16)),
-        *((3, "flat", torch.bfloat16), (3, "matrices", torch.float32), (0, "flat", torch.float32)),
+        *((0, "rows", FP32), (0, "flat", FP32), (1, "rows", FP32), (1, "flat", FP32)),
+        *((2, "rows", BF16), (2, "flat", BF16), (3, "flat", BF16), (3, "rows", FP16)),
+        *((3, "rows", FP32), (3, "matrices", FP32)),
     )
     for kind in KINDS
 ]
@@ -108,20 +118,31 @@ def record_exchanges(patch: pytest.MonkeyPatch) -> list[list[int]]:
     ("num_ranks", "is_nccl"), [(1, False), (2, False), (3, False), (7, False), (3, True)]
 )
 @on_ranks()
-def test_a_mean_is_that_of_what_every_rank_encoded_to_the_bit(rank, num_ranks, is_nccl):
+def test_layers_read_and_means_are_of_what_every_rank_encoded_to_the_bit(rank, num_ranks, is_nccl):
+    """The shards themselves stay as they are, and so do tensors of one dim.
+
+    pytorch/ao #3982, #3983: a crash where rows do not divide, or a rank has none.
+    """
+    start = {name: p.detach() for name, p in Odd().named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
         exchanged = record_exchanges(patch) if is_nccl else []
         # Of each kind and layout, where ranks are many.
         for stage, layout, kind, dtype in CASES[:: 5 if num_ranks == 7 else 1]:
-            half = dtype if dtype is torch.bfloat16 else None
-            master = torch.float32 if half else None
-            precision = Precision(half, master, reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+            half, master = (None, None) if dtype is FP32 else (dtype, FP32)
+            gathers = stage > 0 and kind != "bf16" and layout != "matrices"
+            precision = Precision(
+                half, master, reduce=f"{kind}-a2a", gather=kind if gathers else None, block=BLOCK
+            )  # type: ignore[arg-type]
             model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision)
             model(rank).backward()
-            sums = mean_of([*range(num_ranks)], kind, layout, dtype, num_ranks)
+            cuts = cuts_of(layout, {n: tuple(p.shape) for n, p in start.items()}, num_ranks)
+            sums = mean_of(range(num_ranks), kind, layout, dtype, num_ranks)
             for name, param in model.named_parameters():
-                expected = sums[name] / num_ranks
-                assert torch.equal(param.grad.full_tensor(), expected), (stage, layout, kind, name)
+                what = stage, layout, kind, dtype, name
+                assert torch.equal(param.full_tensor(), start[name]), what
+                read = encoded(start[name], kind, cuts[name]) if gathers else start[name]
+                assert torch.equal(model.seen[name], read.to(dtype)), what
+                assert torch.equal(param.grad.full_tensor(), sums[name] / num_ranks), what
         assert bool(exchanged) == is_nccl
         for sizes in exchanged:
             assert [size == 0 for size in sizes] == [r == rank for r in range(num_ranks)]
@@ -135,7 +156,7 @@ def test_sums_over_replicas_are_encoded_once_more(rank, num_ranks):
         model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision, mesh=mesh)
         model(rank).backward()
         shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
-        within = [mean_of([2 * r, 2 * r + 1], kind, layout, torch.float32, 2) for r in (0, 1)]
+        within = [mean_of(range(2 * r, 2 * r + 2), kind, layout, torch.float32, 2) for r in (0, 1)]
         for name, param in model.named_parameters():
             exact = sum(each[name] for each in within) / num_ranks
             error = (param.grad.full_tensor() - exact).abs().max() if exact.numel() else 0.0
@@ -174,7 +195,7 @@ def test_fully_shard_encodes_its_reductions_alike(rank, num_ranks):
         model: Any = fully_shard(Odd(), mp_policy=precision)
         for _ in range(2):
             model(rank).backward()
-        sums = mean_of([*range(num_ranks)], kind, "rows", torch.float32, num_ranks)
+        sums = mean_of(range(num_ranks), kind, "rows", torch.float32, num_ranks)
         for name, param in model.named_parameters():
             mean = sums[name] / num_ranks
             assert torch.equal(param.grad.full_tensor(), mean + mean), (kind, name)
@@ -185,8 +206,7 @@ def test_fully_shard_encodes_its_reductions_alike(rank, num_ranks):
 @on_ranks(1, 3)
 def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(rank, num_ranks):
     precision = Precision(reduce="int8-a2a", block=BLOCK)
-    ranks = [*range(num_ranks)]
-    sums = mean_of(ranks, "int8", "rows", torch.float32, num_ranks)
+    sums = mean_of(range(num_ranks), "int8", "rows", torch.float32, num_ranks)
     away: Any = shard(Odd(), precision=precision, offload="cpu")
     away(rank).backward()
     for name, param in away.named_parameters():
