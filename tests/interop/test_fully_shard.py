@@ -90,6 +90,7 @@ def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
     if world == 2:
         along = {"shard_placement_fn": LARGEST_EVEN}
         cases += [along, {**along, "offload_policy": OFFLOAD, "reshard_after_forward": False}]
+        cases += [{**along, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}]
         cases += [{"mesh": mesh_of(2, 1)}]
     for options in cases:
         for accumulate in (1, 2) if options == {} else (2,):

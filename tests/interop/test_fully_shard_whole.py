@@ -87,8 +87,8 @@ def save_after_two(rank: int, world_size: int, how: str, folder: str) -> dict[st
     return state
 
 
-def load_and_go_on(rank: int, world_size: int, how: str, folder: str) -> tuple[Any, Any, Any]:
-    """Load into a model that has trained already; go on as the one that was saved would."""
+def load_into(rank: int, world_size: int, how: str, folder: str) -> tuple[Any, Any]:
+    """Load into a model that has trained already; return its state, and what `gathered` shows."""
     model = sharded(how)
     optimizer = adam(model)
     train(model, optimizer, range(4, 7))
@@ -98,7 +98,7 @@ def load_and_go_on(rank: int, world_size: int, how: str, folder: str) -> tuple[A
     state = full_state(model, optimizer)
     with shardwise.gathered(model):
         inside = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return state, inside, train(model, optimizer, range(2, 4))
+    return state, inside
 
 
 @pytest.mark.parametrize(
@@ -114,21 +114,13 @@ def test_a_checkpoint_of_one_surface_loads_into_the_other_to_the_bit(
     tmp_path, source, num_source, target, num_target
 ):
     saved = run_ranks(save_after_two, num_source, source, str(tmp_path))[0]
-    results = run_ranks(load_and_go_on, num_target, target, str(tmp_path))
-    for state, inside, _ in results:
+    results = run_ranks(load_into, num_target, target, str(tmp_path))
+    for state, inside in results:
         assert state.keys() == saved.keys()
         for name, value in saved.items():
             assert torch.equal(value, state[name]), name
         for name, value in inside.items():
             assert torch.equal(value, saved[name]), name
-    if (source, num_source) == (target, num_target):
-        uninterrupted = run_ranks(train_four, num_source, source)
-        assert [losses for *_, losses in results] == [losses[2:] for losses in uninterrupted]
-
-
-def train_four(rank: int, world_size: int, how: str) -> list[float]:
-    model = sharded(how)
-    return train(model, adam(model), range(4))
 
 
 def train_without_step(model: nn.Module) -> None:

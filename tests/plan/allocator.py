@@ -48,12 +48,6 @@ class AllocatorTrace:
         inside = [total for time, total in self.totals if begin <= time <= end]
         return max([self.before(name), *inside])
 
-    def peak_ns(self, name: str) -> int:
-        """Return how long after the window's begin its peak was, to find it in a profile."""
-        begin, end = self.windows[name]
-        inside = [(total, -time) for time, total in self.totals if begin <= time <= end]
-        return -max(inside)[1] - begin if inside else 0
-
 
 @contextmanager
 def traced(*, skips_transport: bool = False) -> Iterator[AllocatorTrace]:

@@ -8,7 +8,7 @@ stage of up to two has several.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,21 +104,44 @@ def predict(cell: ComposedCell, num_ranks: int) -> list[Played]:
 
 
 # -- measured, in the ranks
+def compose(config: TrainConfig, num_ranks: int) -> tuple[Any, Callable[[], None]]:
+    """Return a decoder over the axes, and what runs all forward and backward passes of a step."""
+    axes, num = config.axes.over(num_ranks), config.accumulation or 1
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: Any = Decoder(config, config.vocab or 0)
+    model = shard_decoder(config, axes, model)
+    context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
+    pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
+    rows = config.micro_batch * (1 if pipeline is None else num)
+
+    def run_passes() -> None:
+        for number in range(num if pipeline is None else 1):
+            ids = torch.zeros(rows, config.seq, dtype=torch.int64)
+            cut = nullcontext((ids, ids, None)) if context is None else context.cut(ids, ids)
+            with cut as inputs:
+                if pipeline is not None:
+                    pipeline.step(*inputs)
+                    continue
+                with shardwise.accumulate(model, last=number + 1 == num):
+                    model(*inputs).backward()
+
+    return model, run_passes
+
+
 def measure(cell: ComposedCell, num_ranks: int, traces: bool = True) -> Measured:
     """Take a few steps, and trace them."""
     config, axes = cell.config, cell.config.axes.over(num_ranks)
-    torch.manual_seed(0)
     tracing = traced(skips_transport=True) if traces else nullcontext(AllocatorTrace())
     with tracing as allocator, _watched_frees():
-        with torch.device("meta"):
-            model: Any = Decoder(config, config.vocab or 0)
-        model = shard_decoder(config, axes, model)
-        context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
-        pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
+        model, run_passes = compose(config, num_ranks)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for number in range(NUM_STEPS):
             with allocator.window(f"step {number}"):
-                _step(config, model, context, pipeline, optimizer)
+                run_passes()
+                shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
     # All steps are alike. What another thread frees after all (a garbage collection that begins
     # there) is seen later than it happens, and never earlier: the least peak is the nearest.
     steps = [f"step {number}" for number in range(1, NUM_STEPS)]
@@ -173,23 +196,6 @@ def _wait_until_let_go(held: list[tuple[Tensor, tuple[int, int]]]) -> None:
         while (now := _references(tensor))[0] > of_it or now[1] > of_memory:
             assert time.monotonic() < deadline, "a thread of the transport keeps a tensor"
             time.sleep(0.0001)
-
-
-def _step(config: TrainConfig, model: Any, context: Any, pipeline: Any, optimizer: Any) -> None:
-    num = config.accumulation or 1
-    rows = config.micro_batch * (1 if pipeline is None else num)
-    for number in range(num if pipeline is None else 1):
-        ids = torch.zeros(rows, config.seq, dtype=torch.int64)
-        cut = nullcontext((ids, ids, None)) if context is None else context.cut(ids, ids)
-        with cut as inputs:
-            if pipeline is not None:
-                pipeline.step(*inputs)
-                continue
-            with shardwise.accumulate(model, last=number + 1 == num):
-                model(*inputs).backward()
-    shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def measure_all(

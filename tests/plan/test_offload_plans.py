@@ -28,7 +28,8 @@ from shardwise.plan.sizes import OPTIMIZERS as OPTIMIZER_ROWS
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play, resting_state
 from shardwise.unit.storage import Storage
-from test_play_ranks import Net, Unused, loss_of, make_batch, precision_of
+from step_counts import precision_of
+from test_play_ranks import Net, Unused, loss_of, make_batch
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
