@@ -1,12 +1,12 @@
 """The charts of reports, as SVG text: lines, bars, stacked areas and timelines."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from shardwise import svg
 from shardwise.names import name_of_unit
-from shardwise.quantities import binary_unit, format_bytes, format_count
+from shardwise.quantities import ByteUnit, format_bytes, format_count
 from shardwise.svg import Axis, Curve, colour_of, document, draw_bar, element, heading, text
 
 _LARGE = 1e5  # numbers above it are abbreviated beside the axis
@@ -26,20 +26,15 @@ def lines_chart(title: str, curves: Sequence[Curve], from_zero: bool = False) ->
     ticks = svg.padded_ticks([*[0.0] * from_zero, *(min(p.low, high) for p in points), high], 6)
     up = Axis(ticks[0], ticks[-1], 168, 34)
     is_large = max(abs(tick) for tick in ticks) >= _LARGE
-    held = [(curve.look, curve.name, "") for curve in curves if curve.look == "held"]
+    held = [(curve.look, curve.name) for curve in curves if curve.look == "held"]
     parts = [
         heading(8, 18, title, 13),
         *svg.legend(held, across.end, 18),
         *svg.draw_levels(up, ticks, across, [format_count(t) for t in ticks] if is_large else None),
         *svg.draw_steps(across, up.begin, 5),
-        *svg.draw_curves(curves, across, up),
+        *chain.from_iterable(svg.draw_curve(curve, across, up) for curve in curves),
     ]
-    ends = ((curve.name, curve.points[0], curve.points[-1]) for curve in curves if curve.points)
-    described = "; ".join(
-        f"{name}: from {first.middle:.4g} at step {first.step:,.0f} to {last.middle:.4g} at step "
-        f"{last.step:,.0f}"
-        for name, first, last in ends
-    )
+    described = "; ".join(svg.describe(each.name, each.points) for each in curves if each.points)
     return document((380, 196), title, f"{title}. {described}.", parts)
 
 
@@ -99,19 +94,18 @@ def areas_chart(
     columns = [max(group, key=lambda parts: sum(parts.values())) for group in groups]
     others = {} if beside is None else beside.parts
     most_bytes = max(*totals, sum(others.values()))
-    power, unit = binary_unit(most_bytes)
-    ticks = svg.round_ticks(0.0, most_bytes / power or 1.0, 6)
+    unit = ByteUnit(most_bytes)
+    ticks = svg.round_ticks(0.0, most_bytes / unit.size or 1.0, 6)
     across = Axis(0, len(moments), 64, svg.WIDTH - (16 if beside is None else 100))
-    up = Axis(0.0, ticks[-1] * power, 250, 48)
+    up = Axis(0.0, ticks[-1] * unit.size, 250, 48)
     kinds = sorted({k for parts in (*columns, others) for k in parts}, key=svg.order_of_kinds)
     peak = across.at(totals.index(max(totals)) + 0.5)
-    ends = {"x1": peak, "x2": peak, "y1": up.end, "y2": up.begin, "stroke_dasharray": "3 3"}
     parts = [
-        heading(_EDGE, 20, f"{title}, {unit}", 13),
-        *svg.draw_levels(up, [tick * power for tick in ticks], across, svg.labels(ticks)),
+        heading(_EDGE, 20, f"{title}, {unit.name}", 13),
+        *svg.draw_levels(up, [tick * unit.size for tick in ticks], across, svg.labels(ticks)),
         *_draw_areas(kinds, columns, across, up),
         *_draw_phases(moments, across, up.begin + 4),
-        element("line", "limit", "", stroke_width=1.2, **ends),
+        element("line", "limit", x1=peak, x2=peak, y1=up.end, y2=up.begin),
         text(peak, up.end - 6, "peak", 'text-anchor="middle"'),
     ]
     if beside is not None:

@@ -25,7 +25,7 @@ from shardwise.monitor.summary import (
 )
 from shardwise.names import name_of_unit
 from shardwise.plan.planned import Plan
-from shardwise.quantities import binary_unit, format_bytes, format_count, format_duration
+from shardwise.quantities import ByteUnit, format_bytes, format_count, format_duration
 
 MOST_RUNS, LIMIT_BYTES = 8, 300_000
 _MOST_VALUES, _MOST_UNITS, _MOST_SAVES, _MOST_FINDINGS = 9, 60, 12, 25
@@ -156,7 +156,7 @@ def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
         "run": run,
         "facts": record.facts,
         "units": unit_rows(record.facts),
-        "unit": binary_unit(max(unit.full_bytes for unit in record.facts.units)),
+        "unit": ByteUnit(max(unit.full_bytes for unit in record.facts.units)),
         "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
         "restarts": [line for _, line in record.lines(Restart)][-_MOST_SAVES:],
         "memory": _memory(run, divisor),
@@ -174,7 +174,13 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
         charts.Bar(svg.name_of_kind(m.phase.removesuffix("_end")), kinds_shown(m, facts))
         for m in line.moments
     ]
-    planned = _planned_lines(run.plan, not is_cpu) if run.plan is not None else {}
+    planned = dict[str, int]()
+    if run.plan is not None:  # on the CPU, of the engine alone, as it was measured
+        played = run.plan.played
+        ledger = (played.engines_peak if is_cpu else played.peak).ledger
+        planned = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
+        if not is_cpu:
+            planned[svg.OTHER] = ledger.total - sum(planned.values())
     peak, measured = line.moments[line.peak], moments[line.peak].parts
     whole = format_bytes(sum(measured.values()))
     units = ((name, sum(kinds.values())) for name, kinds in line.units["device"].items())
@@ -184,7 +190,7 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
         "peak": peak,
         "measured": measured,
         "planned": planned,
-        "unit": binary_unit(sum(measured.values())),
+        "unit": ByteUnit(sum(measured.values())),
         "kinds": sorted({k for m in moments for k in m.parts} | {*planned}, key=svg.order_of_kinds),
         "process_bytes": max(sum(m.device.values()) + m.other for m in line.moments) * is_cpu,
         "units": sorted(units, key=lambda unit: -unit[1])[:_MOST_UNITS_IN_MEMORY],
@@ -198,18 +204,6 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
     }
 
 
-def _planned_lines(plan: Plan, has_other: bool) -> dict[str, int]:
-    """Return the peak of a plan by the kinds that were measured.
-
-    Without ``has_other`` only the engine's memory was measured, whose peak is returned.
-    """
-    ledger = (plan.played.peak if has_other else plan.played.engines_peak).ledger
-    found = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
-    if has_other:
-        found[svg.OTHER] = ledger.total - sum(found.values())
-    return {kind: found[kind] for kind in sorted(found, key=svg.order_of_kinds)}
-
-
 def _timeline(run: ShownRun, divisor: int) -> str:
     """Draw the newest step of which all ranks have timelines, for a few of the ranks."""
     by_step: dict[int, dict[int, Timeline]] = {}
@@ -217,8 +211,7 @@ def _timeline(run: ShownRun, divisor: int) -> str:
         by_step.setdefault(line.step, {})[rank] = line
     if not by_step:
         return ""
-    most_ranks = max(len(ranks) for ranks in by_step.values())
-    step = max(step for step, ranks in by_step.items() if len(ranks) == most_ranks)
+    step = max(by_step, key=lambda step: (len(by_step[step]), step))
     found = by_step[step]
     # The first rank and those that wait least and most: a slow rank waits least.
     waits = {
