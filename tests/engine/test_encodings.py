@@ -38,7 +38,7 @@ BLOCK = 16
 class Odd(nn.Module):
     """Shapes that no number of ranks divides: one row, none, several dims, one dim."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         for name, shape in ODD_SHAPES.items():
@@ -46,7 +46,7 @@ class Odd(nn.Module):
         self.norm = nn.Parameter(torch.randn(19))
         self.seen: dict[str, Tensor] = {}
 
-    def forward(self, rank: int) -> Tensor:
+    def forward(self, rank):
         self.seen = {n: p.detach().clone() for n, p in self.named_parameters(recurse=False)}
         total = torch.zeros(())
         for number, param in enumerate(self.parameters()):
@@ -56,14 +56,14 @@ class Odd(nn.Module):
         return total
 
 
-def gradients(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def gradients(rank, dtype):
     """Return what one rank's gradients are, before anything is sent."""
     model = Odd().to(dtype)
     model(rank).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def encoded(grad: Tensor, kind: str, cuts: list[int]) -> Tensor:
+def encoded(grad, kind, cuts):
     """Return what arrives of a parameter or a gradient, in float32."""
     if grad.dim() < 2 or not grad.numel():
         return grad.float()
@@ -74,9 +74,7 @@ def encoded(grad: Tensor, kind: str, cuts: list[int]) -> Tensor:
 
 
 @cache
-def mean_of(
-    ranks: range, kind: str, layout: str, dtype: torch.dtype, num_shards: int
-) -> dict[str, Tensor]:
+def mean_of(ranks, kind, layout, dtype, num_shards):
     """Return the sum of what some ranks encode, in their order."""
     sums: dict[str, Tensor] = {}
     for rank in ranks:
@@ -100,13 +98,13 @@ CASES = [
 ]
 
 
-def record_exchanges(patch: pytest.MonkeyPatch) -> list[list[int]]:
+def record_exchanges(patch):
     """Send by NCCL's calls, on gloo; return the sizes that each all-to-all receives and sends."""
     patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
     found: list[list[int]] = []
     exchange = dist.ProcessGroup.alltoall_base
 
-    def record(group: Any, into: Tensor, out: Tensor, *sizes: Any) -> Any:
+    def record(group, into, out, *sizes):
         found.extend(sizes[:2])
         return exchange(group, into, out, *sizes)
 
@@ -132,7 +130,7 @@ def test_layers_read_and_means_are_of_what_every_rank_encoded_to_the_bit(rank, n
             gathers = stage > 0 and kind != "bf16" and layout != "matrices"
             precision = Precision(
                 half, master, reduce=f"{kind}-a2a", gather=kind if gathers else None, block=BLOCK
-            )  # type: ignore[arg-type]
+            )
             model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision)
             model(rank).backward()
             cuts = cuts_of(layout, {n: tuple(p.shape) for n, p in start.items()}, num_ranks)
@@ -152,7 +150,7 @@ def test_layers_read_and_means_are_of_what_every_rank_encoded_to_the_bit(rank, n
 def test_sums_over_replicas_are_encoded_once_more(rank, num_ranks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for stage, layout, kind in ((3, "rows", "int8"), (1, "flat", "fp8"), (0, "rows", "int8")):
-        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)
         model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision, mesh=mesh)
         model(rank).backward()
         shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
@@ -171,7 +169,7 @@ def test_sums_over_replicas_are_encoded_once_more(rank, num_ranks):
 def test_what_is_sent_are_codes_scales_and_little_more(rank, num_ranks):
     shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
     for kind in KINDS:
-        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)
         model: Any = shard(Odd(), stage=3, layout="matrices", precision=precision)
         model(rank).backward()
         owned = {
@@ -191,7 +189,7 @@ def test_what_is_sent_are_codes_scales_and_little_more(rank, num_ranks):
 @on_ranks(1, 3)
 def test_fully_shard_encodes_its_reductions_alike(rank, num_ranks):
     for kind in KINDS:
-        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)
         model: Any = fully_shard(Odd(), mp_policy=precision)
         for _ in range(2):
             model(rank).backward()
@@ -231,7 +229,7 @@ def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(ran
         )
 
 
-def check_beside(exact: dict[str, Tensor], coded: dict[str, Tensor]) -> None:
+def check_beside(exact, coded):
     """Check means over two ranks of addends that were each rounded to bf16 once, if matrices."""
     for name, mean in exact.items():
         error, largest = (coded[name] - mean).abs().max(), mean.abs().max()
@@ -239,7 +237,7 @@ def check_beside(exact: dict[str, Tensor], coded: dict[str, Tensor]) -> None:
         assert (error > 0) == (mean.dim() > 1), name
 
 
-def beside_tensor_parallelism(rank: int, num_ranks: int) -> None:
+def beside_tensor_parallelism(rank, num_ranks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     grads = []
     for reduce in (None, "bf16-a2a"):
@@ -247,18 +245,18 @@ def beside_tensor_parallelism(rank: int, num_ranks: int) -> None:
         model: Any = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         parallelize_module(model, mesh["tensor"], plan)
-        shard(model, mesh=mesh["shard"], precision=Precision(reduce=reduce))  # type: ignore[arg-type]
+        shard(model, mesh=mesh["shard"], precision=Precision(reduce=reduce))
         generator = torch.Generator().manual_seed(mesh["shard"].get_local_rank())
         model(torch.randn(3, 8, generator=generator)).square().mean().backward()
         grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
     check_beside(*grads)
 
 
-def beside_experts(rank: int, num_ranks: int) -> None:
+def beside_experts(rank, num_ranks):
     sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 64, "experts": 4, "ep": 2}
     grads = []
     for reduce in (None, "bf16-a2a"):
-        config = TrainConfig(**sizes, tp=2, reduce=reduce)  # type: ignore[arg-type]
+        config = TrainConfig(**sizes, tp=2, reduce=reduce)
         torch.manual_seed(1)
         with torch.device("meta"):
             model: Any = Decoder(config, 64)
@@ -278,4 +276,4 @@ def test_a_format_that_is_not_known_is_refused_with_the_nearest():
     with pytest.raises(
         ConfigError, match=r"precision\.reduce='int8-a2b': .*did you mean 'int8-a2a'"
     ):
-        shard(nn.Linear(2, 2), precision=Precision(reduce="int8-a2b"))  # type: ignore[arg-type]
+        shard(nn.Linear(2, 2), precision=Precision(reduce="int8-a2b"))

@@ -1,7 +1,6 @@
 """In fp32 every stage, layout and world size takes the bit-identical steps of the plain loop."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_two_ranks_have_the_bits_of_distributed_data_parallel(rank, world_size):
         assert_same_bits({n: trained.parameters[n] for n in expected}, expected)
 
 
-def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Tensor]:
+def steps_with_buffers(model, rank, sends):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -87,7 +86,7 @@ def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Te
 
 @on_ranks(2)
 def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them(rank):
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 

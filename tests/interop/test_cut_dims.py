@@ -6,7 +6,7 @@ Training along other dims is compared with torch's own in test_fully_shard.py.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -28,14 +28,14 @@ SHAPES = {
 class Held(nn.Module):
     """Parameters of whole numbers, so that sums over ranks have no rounding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for number, (name, (shape, _)) in enumerate(SHAPES.items()):
             numel = torch.Size(shape).numel()
             values = (torch.arange(numel) % 17 + number).float().reshape(shape)
             self.register_parameter(name, nn.Parameter(values))
 
-    def forward(self, factor: float) -> Tensor:
+    def forward(self, factor):
         total = torch.zeros(())
         for name, param in self.named_parameters():
             assert param.is_contiguous(), name
@@ -44,7 +44,7 @@ class Held(nn.Module):
         return total
 
 
-def place(model: nn.Module) -> Any:
+def place(model):
     dims = {id(p): SHAPES[name][1] for name, p in model.named_parameters()}
     return lambda param: Shard(dims[id(param)])
 

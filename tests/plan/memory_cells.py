@@ -8,19 +8,17 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import huggingface_source, module_source
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
@@ -70,7 +68,7 @@ class Cell:
     precision: str = "fp32"
     micro_batch: int = 2
 
-    def candidate(self, num_ranks: int) -> Candidate:
+    def candidate(self, num_ranks):
         return Candidate(
             stage=self.stage,
             num_shards=num_ranks,
@@ -81,7 +79,7 @@ class Cell:
         )
 
 
-def cells_of(model: str, precision: str = "fp32") -> list[Cell]:
+def cells_of(model, precision="fp32"):
     """Return all cells of a model."""
     return [
         Cell(model, stage, checkpointed, precision)
@@ -90,14 +88,14 @@ def cells_of(model: str, precision: str = "fp32") -> list[Cell]:
     ]
 
 
-def build_decoder(checkpointed: bool) -> nn.Module:
+def build_decoder(checkpointed):
     sizes = {"dim": 256, "layers": 3, "heads": 4, "kv_heads": 2, "seq": SEQ}
     return Decoder(TrainConfig(**sizes, activation_checkpointing=checkpointed), VOCAB)
 
 
 # -- predicted
 @cache
-def planned(model: str) -> TracedModel:
+def planned(model):
     """Return the tapes of a model, as `shardwise plan` gets them."""
     if model == "decoder":
         return TracedModel(module_source(model, build_decoder, SEQ))
@@ -107,7 +105,7 @@ def planned(model: str) -> TracedModel:
         return TracedModel(huggingface_source(path), SEQ)
 
 
-def predict(cell: Cell, num_ranks: int) -> tuple[dict[str, Any], Played]:
+def predict(cell, num_ranks):
     """Trace and play; return what `measure` counts, and all else."""
     candidate = cell.candidate(num_ranks)
     played = play(planned(cell.model).tape(candidate), candidate)
@@ -115,7 +113,7 @@ def predict(cell: Cell, num_ranks: int) -> tuple[dict[str, Any], Played]:
 
 
 # -- measured, in the ranks
-def build(cell: Cell) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def build(cell):
     """Return the plain model with weights, and what runs a new batch through it."""
     shape = (cell.micro_batch, SEQ)
     if cell.model == "decoder":
@@ -132,7 +130,7 @@ def build(cell: Cell) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     if cell.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def loss_of(model: nn.Module) -> Tensor:
+    def loss_of(model):
         ids = torch.zeros(shape, dtype=torch.int64)
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         return loss
@@ -140,7 +138,7 @@ def build(cell: Cell) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return model.train(), loss_of
 
 
-def measure_cell(cell: Cell, num_ranks: int, traces: bool = True) -> dict[str, Any]:
+def measure_cell(cell, num_ranks, traces=True):
     """Return the counts of the second step, and its peak by the allocator's own trace, if any."""
     plain, loss_of = build(cell)
     counts = measure(plain, loss_of, cell.candidate(num_ranks), traces=traces)
@@ -148,6 +146,6 @@ def measure_cell(cell: Cell, num_ranks: int, traces: bool = True) -> dict[str, A
     return counts
 
 
-def measure_all(rank: int, num_ranks: int, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def measure_all(rank, num_ranks, cells):
     """Return what this rank measures in each cell; a peak on rank 0 alone."""
     return [measure_cell(cell, num_ranks, traces=rank == 0) for cell in cells]

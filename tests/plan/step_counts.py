@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from allocator import AllocatorTrace, traced
-from shardwise import Precision, accumulate, shard
+from shardwise import accumulate, shard
 from shardwise.config import PRECISIONS, Schedule
 from shardwise.debug import stats
-from shardwise.plan.candidate import Candidate
-from shardwise.plan.step.ledger import Played
 
 
-def planned_counts(played: Played, candidate: Candidate) -> dict[str, Any]:
+def planned_counts(played, candidate):
     """Return what `measure` counts."""
     counts = {
         "sent_bytes": {k: v for k, v in played.program.sent_bytes.items() if v},
@@ -34,26 +30,20 @@ def planned_counts(played: Played, candidate: Candidate) -> dict[str, Any]:
     return counts
 
 
-def mesh_of(candidate: Candidate) -> Any:
+def mesh_of(candidate):
     if candidate.num_replicas == 1:
         return None
     sizes = (candidate.num_replicas, candidate.num_shards)
     return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 
 
-def precision_of(candidate: Candidate) -> Precision:
+def precision_of(candidate):
     named = PRECISIONS[candidate.precision]
     coded = {"gather": candidate.gather, "block": candidate.gather_block}
     return replace(named, reduce=candidate.reduce or named.reduce, **coded)
 
 
-def measure(
-    plain: nn.Module,
-    loss_of: Callable[[nn.Module], Tensor],
-    candidate: Candidate,
-    num_windows: int = 1,
-    traces: bool = True,
-) -> dict[str, Any]:
+def measure(plain, loss_of, candidate, num_windows=1, traces=True):
     """Return the counts of the second step; by the allocator's trace, if any, its rest and peak.
 
     What sharding broadcasts is freed by a thread of the transport, so ``plain`` is made before the
@@ -75,7 +65,7 @@ def measure(
             model.parameters(), fused=kernel == "fused", foreach=kernel == "foreach"
         )
 
-        def step() -> int:
+        def step():
             for number in range(candidate.accumulation):
                 with accumulate(model, last=number == candidate.accumulation - 1):
                     loss_of(model).backward()

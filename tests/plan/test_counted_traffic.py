@@ -5,7 +5,6 @@ The oracle is `shardwise.debug` around the second step, on every rank.
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Work
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.summary import count_state
@@ -78,11 +76,11 @@ RUNS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def run_all(rank: int, num_ranks: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run_all(rank, num_ranks, runs):
     return [measured(TrainConfig(**{**TINY, **run}), num_ranks) for run in runs]
 
 
-def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
+def measured(config, num_ranks):
     """Take two steps; return what this rank holds after the second one, and sent in it."""
     model, run_passes = compose(config, num_ranks)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -109,7 +107,7 @@ def test_a_plan_with_degrees_holds_and_sends_what_its_run_does(num_ranks, tmp_pa
     check_runs(num_ranks, RUNS[num_ranks][::2], tmp_path)
 
 
-def check_runs(num_ranks: int, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def check_runs(num_ranks, runs, tmp_path):
     """State of the largest rank, and what is sent over each axis: to the byte, and how many."""
     found = run_ranks(run_all, num_ranks, runs)
     for number, settings in enumerate(runs):
@@ -140,9 +138,7 @@ def check_runs(num_ranks: int, runs: list[dict[str, Any]], tmp_path: Path) -> No
                 assert program.num_collectives.get(name, 0) == num.get(name, 0), (settings, name)
 
 
-def check_stage(
-    played: Played, ranks: list[dict[str, Any]], names: list[str], settings: dict[str, Any]
-) -> None:
+def check_stage(played, ranks, names, settings):
     """Compare one stage's plan with its ranks, of which the first has most."""
     ledger = next(m.ledger for m in played.peaks if m.phase == "optimizer")
     held = [ledger.param_shards + ledger.param_full, ledger.grad_shards, ledger.optimizer_state]

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import OddModel
 from ranks import run_ranks
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import Tape
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play
@@ -22,25 +21,25 @@ from step_counts import measure, planned_counts
 class Block(nn.Module):
     """Rows that no number of ranks divides; small and large tensors, a bias."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 3 * width + 1)
         self.down = nn.Linear(3 * width + 1, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 101, vocabulary: int = 307, blocks: int = 4) -> None:
+    def __init__(self, width=101, vocabulary=307, blocks=4):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -50,30 +49,30 @@ class Net(nn.Module):
 class Part(nn.Module):
     """Only one of its two layers is used."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.used = nn.Linear(width, width)
         self.left = nn.Linear(width, 2 * width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.used(x))
 
 
 class Idle(nn.Module):
     """A unit that runs, although its parameter has no part in what it returns."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * x
 
 
 class Unused(nn.Module):
     """Parameters without a gradient: some of a unit, all of a unit that runs, and of one idle."""
 
-    def __init__(self, width: int = 101, vocabulary: int = 50) -> None:
+    def __init__(self, width=101, vocabulary=50):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.parts = nn.ModuleList(Part(width) for _ in range(3))
@@ -81,22 +80,22 @@ class Unused(nn.Module):
         self.never = nn.ModuleList(Block(width // 4) for _ in range(2))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for layer in (*self.parts, *self.idle):
             x = layer(x)
         return self.head(x)
 
 
-def make_batch(rows: int) -> Tensor:
+def make_batch(rows):
     return torch.zeros(rows, 64, dtype=torch.long)
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_of(model, tokens):
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name):
     if name == "net":
         return Net()
     if name == "tall net":
@@ -123,7 +122,7 @@ def make_model(name: str) -> nn.Module:
 
 
 @cache
-def make_tape(name: str, micro_batch: int, dtype: DtypeName) -> Tape:
+def make_tape(name, micro_batch, dtype):
     return trace(
         make_model(name),
         lambda: make_batch(micro_batch),
@@ -135,12 +134,10 @@ def make_tape(name: str, micro_batch: int, dtype: DtypeName) -> Tape:
     )
 
 
-def measure_all(
-    rank: int, world_size: int, cases: list[tuple[str, Candidate]]
-) -> list[dict[str, Any]]:
+def measure_all(rank, world_size, cases):
     """Return what this rank measures in each case; memory on rank 0 alone."""
 
-    def loss(model: nn.Module, rows: int) -> Tensor:
+    def loss(model, rows):
         return loss_of(model, make_batch(rows))
 
     return [
