@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,17 +28,17 @@ reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
 HOOKS = re.compile(r"register_(module_)?(full_)?(forward|backward)(_pre)?_hook")
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     """Return the path inside the package, e.g. ``shard/tensor.py``."""
     return path.relative_to(ROOT).as_posix()
 
 
-def dotted(node: ast.AST) -> str:
+def dotted(node):
     """Return ``a.b.c`` for an attribute chain, else nothing."""
     return ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
 
 
-def uses_of(path: Path) -> Iterator[tuple[int, str]]:
+def uses_of(path):
     """Yield (line, dotted name) of every attribute chain and imported name in a file."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
@@ -50,7 +49,7 @@ def uses_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
 
 
-def places(paths: list[Path], pattern: str) -> list[str]:
+def places(paths, pattern):
     wanted = re.compile(pattern)
     return [
         f"{name_of(path)}:{line} {name}"
@@ -60,11 +59,11 @@ def places(paths: list[Path], pattern: str) -> list[str]:
     ]
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+def functions():
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield path, node  # type: ignore[misc]
+                yield path, node
 
 
 def test_the_reading_order_names_every_room_and_no_other():
@@ -102,7 +101,7 @@ def test_inside_a_room_the_reading_order_is_the_import_order():
     edges = import_graph()
     done: set[str] = set()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def visit(name, path):
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name not in done:
             for target in edges[name]:
@@ -205,7 +204,7 @@ def test_public_names_are_sorted_and_there():
         assert getattr(importlib.import_module(home), name) is thing
     assert set(shardwise.__all__) <= set(dir(shardwise))
     with pytest.raises(AttributeError, match="no attribute 'shards'"):
-        _ = shardwise.shards  # type: ignore[attr-defined]
+        _ = shardwise.shards
 
 
 def test_every_cited_note_exists():
@@ -221,7 +220,7 @@ def test_every_cited_note_exists():
             assert any(title.startswith(wanted) for title in titles), f"{name}: Note [{cited}]"
 
 
-def run_python(code: str) -> str:
+def run_python(code):
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT.parent)!r}); {code}"],
         capture_output=True,

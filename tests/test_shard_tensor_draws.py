@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
@@ -54,7 +54,7 @@ AT_STAGE_0: dict[str, Draw] = {  # elsewhere these are refused
 }
 
 
-def own_generator() -> torch.Generator:
+def own_generator():
     """Return a generator in the state in which this rank's default one is."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
@@ -62,11 +62,11 @@ def own_generator() -> torch.Generator:
 
 
 @torch.enable_grad()
-def draw_orthogonal(param: Any) -> None:
+def draw_orthogonal(param):
     nn.init.orthogonal_(param)
 
 
-def add_noise_in_grad_mode(param: Any) -> None:
+def add_noise_in_grad_mode(param):
     with torch.enable_grad():
         noise = torch.randn_like(param)
     assert not noise.requires_grad
@@ -74,7 +74,7 @@ def add_noise_in_grad_mode(param: Any) -> None:
 
 
 @torch.no_grad()
-def draw_all(model: nn.Module, draw: Draw) -> dict[str, Tensor]:
+def draw_all(model, draw):
     give_grads([model, model], 5)
     for param in model.parameters():
         draw(param)
@@ -83,7 +83,7 @@ def draw_all(model: nn.Module, draw: Draw) -> dict[str, Tensor]:
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
 
-def check_draws(rank: int, world_size: int, every: bool = False) -> None:
+def check_draws(rank, world_size, every=False):
     meshes: list[Any] = [None]
     if world_size == 4:
         meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
@@ -131,17 +131,17 @@ def test_what_is_drawn_for_a_parameter_is_the_same_on_ranks_that_are_seeded_apar
 class Noisy(nn.Module):
     """Two units; the second's weight is used by the root, with noise, and its inputs dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         weight: Any = self.blocks[1].weight
         noise = torch.randn_like(weight)
         return functional.linear(self.blocks[0](x), weight + noise), noise
 
 
-def noise_in_forward(rank: int, world_size: int) -> list[bool]:
+def noise_in_forward(rank, world_size):
     own = []
     for stage in (0, 3):
         torch.manual_seed(0)

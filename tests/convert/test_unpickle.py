@@ -30,7 +30,7 @@ SCALARS = (
 KEYS = SCALARS | st.tuples(SCALARS, SCALARS)
 
 
-def values(sets: bool) -> st.SearchStrategy[Any]:
+def values(sets):
     return st.recursive(
         SCALARS,
         lambda inner: (
@@ -56,14 +56,14 @@ def test_plain_values_come_back_as_they_were(case):
 class Runs:
     """Pickles as a call of any function."""
 
-    def __init__(self, *call: Any) -> None:
+    def __init__(self, *call):
         self.call = call
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call[0], self.call[1:]
 
 
-def hostile_pickles(marker: Path) -> dict[str, bytes]:
+def hostile_pickles(marker):
     command = f"touch {marker}"
     text = command.encode()
     short = b"\x8c" + bytes([len(text)]) + text
@@ -101,7 +101,7 @@ def test_allowed_names_are_described_and_not_made():
     assert info.name == "zipfile.ZipInfo"
 
 
-def nested(depth: int) -> tuple[Any, ...]:
+def nested(depth):
     value: tuple[Any, ...] = ()
     for _ in range(depth):
         value = (value, value)
@@ -204,7 +204,7 @@ def test_a_pickle_that_was_cut_short_is_refused(length):
         read_pickle(SAMPLE[:length], "f", PLAIN)
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     base = torch.arange(60, dtype=torch.float32)
     floats = (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
     ints = (

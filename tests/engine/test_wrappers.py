@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +21,19 @@ STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "precision": "
 class Wrapper(nn.Module):
     """Holds a model and nothing else, as libraries do around a user's."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)
 
 
-def wrapped() -> nn.Module:
+def wrapped():
     return Wrapper(Wrapper(Stack()))
 
 
-def trace(
-    model: nn.Module, call: Callable[..., Tensor], options: dict[str, Any], rank: int
-) -> tuple[list[Any], list[Any], nn.Module]:
+def trace(model, call, options, rank):
     """Train, then evaluate; return what was sent, what was held and computed, and the model."""
     shard(model, **options)
     events, found = events_of(model), []
@@ -108,7 +105,7 @@ class Failing(Stack):
 
     fails = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.fails:
             self.fails = False
             raise ZeroDivisionError

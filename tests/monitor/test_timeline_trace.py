@@ -12,7 +12,7 @@ from shardwise.monitor.timeline import recorded_trace
 Event = dict[str, Any]
 
 
-def spans_of(trace: dict[str, Any]) -> dict[tuple[int, str], list[Event]]:
+def spans_of(trace):
     """Return complete events by rank and the name of the thread, in order."""
     events: list[Event] = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -1,14 +1,12 @@
 """DeepSpeed and accelerate files read for planning: planned, ignored with a reason, or refused."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.interop.foreign_keys import Report
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 
 ZERO3_OFFLOAD: dict[str, Any] = {
@@ -32,17 +30,17 @@ ZERO3_OFFLOAD: dict[str, Any] = {
 }
 
 
-def write_json(folder: Path, content: Any) -> Path:
+def write_json(folder, content):
     path = folder / "ds.json"
     path.write_text(json.dumps(content))
     return path
 
 
-def unused(report: Report) -> dict[str, str]:
+def unused(report):
     return report.ignored | report.auto
 
 
-def write_yaml(folder: Path, text: str) -> Path:
+def write_yaml(folder, text):
     path = folder / "accelerate.yaml"
     path.write_text(text)
     return path

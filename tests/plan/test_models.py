@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,7 +63,7 @@ def test_an_unknown_preset_is_answered_with_the_nearest():
     assert len(set(preset_names())) == len(preset_names())
 
 
-def write_config(folder: Path, **keys: Any) -> Path:
+def write_config(folder, **keys):
     config = {
         "model_type": "llama",
         "vocab_size": 256,

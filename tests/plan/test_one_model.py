@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import SearchResult, Space, search
+from shardwise.plan.searching import search
 
 LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "per_op", "full")
 # One of each family of presets.
@@ -60,7 +59,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def config_file(folder: Path, family: str) -> str:
+def config_file(folder, family):
     (folder / "config.json").write_text(json.dumps({"model_type": family, **CONFIG}))
     return str(folder)
 
@@ -83,7 +82,7 @@ def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(family, t
 FAMILIES = ("llama-3.2-1b", "gpt2-xl", "qwen2.5-7b", "qwen3-8b", "gemma-2b", "mpt-7b")
 
 
-def check_levels(model: ShapedModel, base: Candidate) -> None:
+def check_levels(model, base):
     """Check that each level of checkpointing takes as long as the one before or longer."""
     cluster = cluster_of_ranks(base.world_size)
     made = [plan(model, cluster, replace(base, activation_checkpointing=c)) for c in LEVELS]
@@ -135,7 +134,7 @@ def test_compiled_kernels_are_no_slower_on_any_device(gpu):
             assert compiled.step_s <= eager.step_s, (name, precision, level, loss)
 
 
-def eager_and_compiled(model: ShapedModel, base: Candidate, gpu: str) -> list[Plan]:
+def eager_and_compiled(model, base, gpu):
     cluster = make_cluster(gpu, 8)
     return [plan(model, cluster, replace(base, kernels=k)) for k in ("eager", "compiled")]
 
@@ -145,7 +144,7 @@ DEGREES = ((1, 1, 1), (8, 1, 1), (1, 2, 1), (1, 1, 2))
 
 
 @cache
-def searched() -> tuple[ShapedModel, Space, SearchResult]:
+def searched():
     request = check_keys(PlanRequest, {}, {"ranks": 64, "search": True}, None, "plan")
     setup = set_up("llama-3.2-1b", request)
     assert isinstance(setup.model, ShapedModel)
@@ -157,7 +156,7 @@ def searched() -> tuple[ShapedModel, Space, SearchResult]:
 WINDOWS = 8  # of a rank and step: 4 Mi tokens over 64 ranks
 
 
-def by_hand(space: Space, draw: random.Random) -> Candidate:
+def by_hand(space, draw):
     tp, pp, cp = draw.choice(space.degrees)
     ranks = 64 // (tp * pp * cp)
     kernels = draw.choice(space.kernels)
@@ -177,7 +176,7 @@ def by_hand(space: Space, draw: random.Random) -> Candidate:
     )
 
 
-def batches(degrees: int, draw: random.Random) -> tuple[int, int]:
+def batches(degrees, draw):
     """Draw a micro-batch and the accumulation that make as many tokens as the search's steps."""
     micro_batch = draw.choice([n for n in (1, 1, 2, 4) if n <= WINDOWS * degrees])
     return micro_batch, WINDOWS * degrees // micro_batch

@@ -23,7 +23,6 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.margins import MemoryInterval
-from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
 
 FEW = settings(max_examples=25)
@@ -31,7 +30,7 @@ STAGES = st.integers(0, 3)
 STATE = ("param_shards", "param_full", "grad_shards", "optimizer_state")
 
 
-def state_of(made: Plan) -> int:
+def state_of(made):
     return sum(made.played.resting.lines()[name] for name in STATE)
 
 

@@ -20,7 +20,6 @@ from shardwise.plan.model.tape import (
     Work,
     full_bytes,
 )
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Transfer
 
@@ -31,22 +30,22 @@ EVEN: list[Shapes] = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)],
 SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
 
 
-def make_unit(name: str, shapes: Shapes, reads: bool = True) -> TapeUnit:
+def make_unit(name, shapes, reads=True):
     params = tuple(TapeParam(f"{name}.{i}", s, "float32") for i, s in enumerate(shapes))
     return TapeUnit(name, "Unit", params, reads)
 
 
-def make_work(unit: int, phase: str, activations: int = 0, grads: int = 0) -> Work:
+def make_work(unit, phase, activations=0, grads=0):
     net = LiveBytes(activations=activations, grads=grads)
     peak = LiveBytes(activations=max(activations, 0), temporary=100, grads=grads)
     cost = Cost("matmul", "float32", 1000, 100, 1)
-    return Work(unit, phase, (cost,), peak, net)  # type: ignore[arg-type]
+    return Work(unit, phase, (cost,), peak, net)
 
 
-def make_tape(model: list[Shapes], dtype: str = "float32", recomputes: bool = False) -> Tape:
+def make_tape(model, dtype="float32", recomputes=False):
     """Unit 0 is the root, unit 1 an embedding; the others follow one another."""
     units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
-    grads = [full_bytes(u, dtype) for u in units]  # type: ignore[arg-type]
+    grads = [full_bytes(u, dtype) for u in units]
     last = len(units)
     events: list[Work | Visit] = [Visit("before_forward", 0), make_work(0, "forward")]
     for i in range(1, last):
@@ -62,10 +61,10 @@ def make_tape(model: list[Shapes], dtype: str = "float32", recomputes: bool = Fa
         events += [make_work(i, "backward", -1000, grads[i])]
         events += [Visit("after_backward", i), make_work(0, "backward")]
     events += [Visit("after_backward", 0), make_work(0, "backward")]
-    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)  # type: ignore[arg-type]
+    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)
 
 
-def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
+def owned(shapes, layout, num_ranks):
     """Return how many elements of a unit rank 0 owns, padding left out."""
     if layout == "flat":
         total = sum(map(prod, shapes))
@@ -73,7 +72,7 @@ def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
     return sum(-(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for s in shapes)
 
 
-def counts_of(units: list[Shapes]) -> int:
+def counts_of(units):
     """Return the bytes that tell a rank who had which gradient."""
     return sum(len(u) for u in units) * 4
 
@@ -173,7 +172,7 @@ def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision
     assert max(m.ledger.param_full for m in played.peaks) > 0
 
 
-def without_grads(tape: Tape, index: int) -> Tape:
+def without_grads(tape, index):
     """Return the tape of a model that trains a unit which no backward pass reaches."""
     unit = tape.units[index]
     params = tuple(replace(p, gets_grad=False) for p in unit.params)
@@ -225,7 +224,7 @@ candidates = st.builds(
 )
 
 
-def play_model(model: list[Shapes], candidate: Candidate) -> Played:
+def play_model(model, candidate):
     dtype = "float32" if candidate.precision == "fp32" else "bfloat16"
     return play(make_tape(model, dtype), candidate)
 

@@ -26,7 +26,7 @@ TURNS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def one_turn(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
+def one_turn(rank, num_ranks, flags):
     train(rank, num_ranks, flags)
 
 

@@ -16,7 +16,7 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def run(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def run(rank, world_size, flags):
     train(rank, world_size, flags)
 
 

@@ -1,7 +1,6 @@
 """Runs of `shardwise train` are observed: every step once, whatever happens between steps."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def run_twice(rank: int, world_size: int, folder: Path) -> None:
+def run_twice(rank, world_size, folder):
     made = {**FLAGS, "data": folder / "text.txt", "output": folder / "run"}
     train(rank, world_size, made)
     train(rank, world_size, {**made, "steps": 6, "resume": "auto"})

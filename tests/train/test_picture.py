@@ -15,7 +15,7 @@ from shardwise.train.picture import loss_svg, write_picture
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def metrics(losses: list[float | None], **more: dict[int, float]) -> list[str]:
+def metrics(losses, **more):
     """Return the lines of a run with these losses, rate 0.001; ``more`` are keys by step."""
     lines = []
     for step, loss in enumerate(losses, 1):
@@ -24,11 +24,11 @@ def metrics(losses: list[float | None], **more: dict[int, float]) -> list[str]:
     return [json.dumps(line) for line in lines]
 
 
-def drawn(lines: list[str]) -> ET.Element:
+def drawn(lines):
     return ET.fromstring(loss_svg(lines, "Loss of <runs> & more"))
 
 
-def places(root: ET.Element, name: str) -> list[list[tuple[float, float]]]:
+def places(root, name):
     """Return the points of each line of one class."""
     return [
         [
@@ -40,12 +40,12 @@ def places(root: ET.Element, name: str) -> list[list[tuple[float, float]]]:
     ]
 
 
-def titles(root: ET.Element, tag: str, name: str) -> list[str]:
+def titles(root, tag, name):
     found = [e for e in root.iter(f"{SVG}{tag}") if e.attrib.get("class") == name]
     return [title.text or "" for e in found for title in e.iter(f"{SVG}title")]
 
 
-def labels(root: ET.Element) -> list[str]:
+def labels(root):
     return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
