@@ -17,7 +17,6 @@ from shardwise.keys import checked_value
 from shardwise.quantities import format_bytes
 
 Severity = Literal["critical", "warning"]
-SEVERITIES: tuple[Severity, ...] = ("critical", "warning")  # the worst first
 DOC = "docs/findings.md"
 Setting = str | int | float | None
 _Text = Annotated[str, Field(min_length=1)]
@@ -115,11 +114,6 @@ class Diagnosis:
             "not_enough_evidence": {each.code: each.missing for each in self.abstentions},
             "judged": list(self.judged),
         }
-
-
-def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return findings in the order in which they are shown."""
-    return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.code)))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ Source of the names that it has too: torchtitan 0.3.0, components/metrics.py.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardwise.monitor.lines import MAX_LOGGED, Extreme, Figure, Rank
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
 from shardwise.names import MAIN
 
+T = TypeVar("T")
 GIB, MIB = 2**30, 2**20
 # Phases in which the training thread, or the device's stream, only waits for other ranks.
 WAITS = ("wait_unshard", "wait_reduce", "exchange")
@@ -149,8 +150,7 @@ class OverRanks:
 def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
     """Return every figure over the ranks that have it; ``rows`` are in rank order."""
     found = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        told = [(row[name], rank) for rank, row in enumerate(rows) if name in row]
+    for name, told in _by_name(enumerate(rows)).items():
         (low, low_rank), (high, high_rank) = min(told), max(told, key=lambda each: each[0])
         middle = statistics.median(value for value, _ in told)
         found[name] = OverRanks(low, middle, high, low_rank, high_rank)
@@ -176,8 +176,7 @@ class OverSteps:
 def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, OverSteps]:
     """Return every figure that is finite in one of the steps; ``steps`` are numbered, in order."""
     found = {}
-    for name in dict.fromkeys(name for _, values in steps for name in values):
-        told = [(values[name], step) for step, values in steps if name in values]
+    for name, told in _by_name(steps).items():
         finite = [each for each in told if abs(each[0]) <= MAX_LOGGED]
         if not finite:
             continue
@@ -205,10 +204,16 @@ def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
 
 def mean_of(steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Return the mean of each figure over the steps that have it; ``steps`` have weights."""
-    found = {}
-    for name in dict.fromkeys(name for _, step in steps for name in step):
-        values, weights = zip(*((s[name], w) for w, s in steps if name in s), strict=True)
-        found[name] = statistics.fmean(values, weights)
+    found = _by_name(steps).items()
+    return {name: statistics.fmean(*zip(*told, strict=True)) for name, told in found}
+
+
+def _by_name(rows: Iterable[tuple[T, Mapping[str, float]]]) -> dict[str, list[tuple[float, T]]]:
+    """Return the values of each figure in order, each with the label of its row."""
+    found: dict[str, list[tuple[float, T]]] = defaultdict(list)
+    for label, values in rows:
+        for name, value in values.items():
+            found[name].append((value, label))
     return found
 
 

@@ -25,11 +25,11 @@ from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.gatherer import Gatherer, LineMaker, ObservedStep, Outputs, Sink
+from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
-from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.metrics import IN_HALF, SKIPPED_STEPS
 from shardwise.monitor.record import (
     FOLDER,
     Begin,
@@ -119,10 +119,8 @@ def observe(
         return Outputs(rank, steps, own, doctor, sinks if rank == 0 else ())
 
     outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
-    lines = LineMaker(control, facts, outputs, every, parts.comm.device)
-    return Observation(
-        parts, optimizers, facts, Gatherer(control, lines, outputs), done, detail_every
-    )
+    gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
+    return Observation(parts, optimizers, facts, gatherer, done, detail_every)
 
 
 class Observation:
@@ -280,21 +278,20 @@ class Observation:
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
         lost, worst = self._lost_updates.take(self._step)
-        bad = self._gradients.take(number)
+        num_bad, bad = self._gradients.take(self._step)
         before, self._num_passes = self._num_passes, _num_passes(self._parts)
         begun, reduced = (now - was for now, was in zip(self._num_passes, before, strict=True))
         # `fully_shard` does not see that gradients are dropped, so there all passes count.
         skipped = max((begun or reduced) - 1, 0)
-        figures = {IN_HALF: float(self._recorder.in_half), SKIPPED_STEPS: skipped, **lost}
-        if bad is not None:
-            figures[BAD_GRADIENTS] = float(len(bad))
-        own_lines: list[RankLine] = [*worst, *self._memory.take(self._step)]
+        figures = {IN_HALF: float(self._recorder.in_half), SKIPPED_STEPS: skipped}
+        figures |= {**lost, **num_bad}
+        own_lines: list[RankLine] = [*worst, *bad, *self._memory.take(self._step)]
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
         self._recorder.on_main = self._memory.sample if samples_next else None
         self._hand_over()
         values, self._values = self._values, {}
         self._last_step = ObservedStep(
-            self._step, recorded, values, figures, own_lines, bad or (), keeps_timeline
+            self._step, recorded, values, figures, own_lines, keeps_timeline
         )
 
     def _hand_over(self) -> None:

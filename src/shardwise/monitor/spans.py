@@ -269,11 +269,13 @@ def _values_in(given: object, depth: int = 3) -> Iterator[object]:
         yield given
 
 
-def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) -> list[Span]:
+def spans_of(
+    recorded: Recorded, left_open: dict[str, list[tuple[str, str]]], timed: Sequence[Span] = ()
+) -> list[Span]:
     """Return the spans between two cuts, by the host's clock, the main line without gaps.
 
     ``left_open`` are the phases of background lines that continue over cuts; it is updated. A phase
-    that is open on the main line at a cut was cut short.
+    that is open on the main line at a cut was cut short. Lines of ``timed`` spans are left out.
     """
     by_line: dict[str, list[Event]] = {line: [] for line in (MAIN, *left_open)}
     for event in recorded.events:
@@ -286,7 +288,9 @@ def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) ->
         if stack and line != MAIN:
             left_open[line] = stack
     works = [(w, w.begin_s, w.end_s) for w in recorded.works]
-    return found + _sequential_spans(works, recorded.begin_s)
+    found += _sequential_spans(works, recorded.begin_s)
+    timed_lines = {span.line for span in timed}
+    return [span for span in found if span.line not in timed_lines]
 
 
 def device_spans_of(recorded: Recorded) -> list[Span]:
@@ -307,12 +311,6 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
         if w.began is not None and w.ended is not None
     ]
     return found + _sequential_spans(works, 0.0)
-
-
-def without_lines_of(timed: Sequence[Span], spans: Sequence[Span]) -> Sequence[Span]:
-    """Return spans by the host's clock, without lines that the device has timed."""
-    lines = {span.line for span in timed}
-    return [span for span in spans if span.line not in lines] if lines else spans
 
 
 def _innermost_spans(
