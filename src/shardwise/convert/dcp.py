@@ -25,8 +25,8 @@ import torch
 
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.convert.dcp_metadata import WRITER, Chunk, DcpMetadata, FileRange, read_dcp_metadata
-from shardwise.convert.pieces import Piece, PieceSource, read_pieces
-from shardwise.convert.torch_file import ObjectFound, StoredTensor, TorchFile, explained
+from shardwise.convert.pieces import Piece, PieceSource, explained, read_pieces
+from shardwise.convert.torch_file import ObjectFound, StoredTensor, TorchFile
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 64
