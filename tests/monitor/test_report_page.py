@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from commands import call_command
 from records import facts, memory, step_line, write_record
 from shardwise.charts import Bar, areas_chart
-from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain

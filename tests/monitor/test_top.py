@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from commands import call_command
 from records import memory, step_line, write_record
-from shardwise.cli.main import call_command
 from shardwise.cli.top import snapshot_of, sparkline
 from shardwise.monitor.metrics import STEP_S, OverRanks
 from shardwise.monitor.record import FOLDER, Memory, is_late, read_ends

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from shardwise import terminal
 from shardwise.cli.flags import Command
-from shardwise.errors import ConfigError
+from shardwise_labs import desk
 
 _MISSED = 1
 
@@ -32,13 +30,13 @@ _File = Annotated[
 @lab.command("list", cls=Command)
 def list_labs() -> None:
     """List the labs, with the targets met so far."""
-    terminal.say(_desk().list_labs(Path()) + "\n")
+    terminal.say(desk.list_labs(Path()) + "\n")
 
 
 @lab.command(cls=Command)
 def start(number: _Number) -> None:
     """Copy the lab's file with gaps into this folder."""
-    terminal.say(_desk().start(number, Path()) + "\n")
+    terminal.say(desk.start(number, Path()) + "\n")
 
 
 @lab.command(cls=Command)
@@ -47,20 +45,18 @@ def read(
     step: Annotated[str | None, typer.Argument(help="such as build; without it, a list")] = None,
 ) -> None:
     """Read one step of the lab's page."""
-    terminal.say(_desk().read(number, step) + "\n")
+    terminal.say(desk.read(number, step) + "\n")
 
 
 @lab.command(cls=Command)
 def run(number: _Number, file: _File = None) -> None:
     """Run your file on ranks, and show the measured values."""
-    desk = _desk()
     terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
 
 
 @lab.command(cls=Command)
 def check(number: _Number, file: _File = None) -> None:
     """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
-    desk = _desk()
     lab = desk.lab_of(number)
     found = desk.check(number, file or Path(lab.file))
     terminal.say(found.text(lab) + "\n")
@@ -74,7 +70,7 @@ def hint(
     gap: Annotated[int | None, typer.Option(help="the gap; the first that is not met")] = None,
 ) -> None:
     """Show the next of a gap's three hints."""
-    terminal.say(_desk().hint(number, gap, Path()) + "\n")
+    terminal.say(desk.hint(number, gap, Path()) + "\n")
 
 
 @lab.command(cls=Command)
@@ -83,13 +79,6 @@ def show(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask for a confirmation")] = False,
 ) -> None:
     """Show the solution, after a confirmation."""
-    lab = _desk().lab_of(number)
+    lab = desk.lab_of(number)
     if yes or typer.confirm(f"Show the solution of lab {number}?"):
         terminal.say(lab.solution())
-
-
-def _desk() -> ModuleType:
-    try:
-        return import_module("shardwise_labs.desk")
-    except ImportError as error:
-        raise ConfigError(f"the labs are not installed ({error}): pip install .") from None

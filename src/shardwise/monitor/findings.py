@@ -183,7 +183,6 @@ def make_finding(
     gain: float | tuple[float, float] | None = None,
     unit: str | None = None,
     rank: int | None = None,
-    step: int | None = None,
     **words: Setting,
 ) -> Finding:
     """Return a finding with the texts of ``case``, which is a code or "CODE.case".
@@ -211,5 +210,4 @@ def make_finding(
         None if low is None or texts.gain is None else Gain(low, *texts.gain, high),
         unit,
         rank,
-        step,
     )

@@ -123,7 +123,8 @@ class Gatherer:
         self._trained_by = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
         # What follows is the thread's.
-        self._gauges = _Gauges(facts, device)
+        self._device, self._native_id = device, threading.get_native_id()
+        self._core_wait_s = core_wait_s(self._native_id)
         self._sampler, self._line = Sampler(every), _LineUnderWay()
         self._last_step = 0
         self._saves: defaultdict[str, float] = defaultdict(float)  # by torch's calls, since then
@@ -246,6 +247,23 @@ class Gatherer:
             by_host = [span for span in by_host if span.line != MAIN and "." not in span.line]
         return m.step_metrics([*on_device, *by_host], recorded.seconds)
 
+    def _gauges(self) -> dict[str, float]:
+        """Return figures with a current value: memory, padding, waits for a core of the training.
+
+        **Cost** 0.1 to 0.3 ms of system calls.
+        """
+        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._native_id)
+        memory = memory_figures(self._device)
+        return {
+            m.CORE_WAIT_S: (self._core_wait_s - waited_s) / self._sampler.num_steps,
+            m.PADDING_SHARE: 100 * self._facts.padding_share,
+            m.MAX_ACTIVE_GIB: memory.peak_bytes / m.GIB,
+            m.MAX_RESERVED_GIB: memory.reserved_bytes / m.GIB,
+            m.MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
+            m.RETRIES: memory.num_retries,
+            m.OOMS: memory.num_ooms,
+        }
+
     def _write_line(self, step: int) -> None:
         """Exchange the figures of the line with all ranks; write it, on rank 0."""
         if self._is_abandoned:
@@ -255,7 +273,7 @@ class Gatherer:
         longest = nlargest(_MAX_WAITED_FOR, line.waited_for.items(), key=lambda each: each[1])
         tokens = line.tokens[: 1 if len(set(line.tokens)) == 1 else _MAX_TOKENS]
         mine = {
-            "metrics": {**self._sampler.mean(), **self._gauges.read(num_steps)},
+            "metrics": {**self._sampler.mean(), **self._gauges()},
             "waited_for": {r: 1e3 * s / num_steps for r, s in longest},
             "bad_since": line.bad_since,
             "tokens": tokens,
@@ -361,32 +379,6 @@ class Sampler:
         unit = self._every or _LINE_STEPS
         self._length = math.ceil(at_least / unit) * unit - self._num_seen % unit
         self._one_in = max(min(int(_LOOKED_AT_S / slowest_s), at_least), 1)
-
-
-class _Gauges:
-    """Figures with a current value: memory, padding, waits of the training thread for a core."""
-
-    def __init__(self, facts: RunFacts, device: torch.device) -> None:
-        self._facts, self._device = facts, device
-        self._native_id = threading.get_native_id()
-        self._core_wait_s = core_wait_s(self._native_id)
-
-    def read(self, num_steps: int) -> dict[str, float]:
-        """Return the figures of a line that ends, of so many steps.
-
-        **Cost** 0.1 to 0.3 ms of system calls.
-        """
-        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._native_id)
-        memory = memory_figures(self._device)
-        return {
-            m.CORE_WAIT_S: (self._core_wait_s - waited_s) / num_steps,
-            m.PADDING_SHARE: 100 * self._facts.padding_share,
-            m.MAX_ACTIVE_GIB: memory.peak_bytes / m.GIB,
-            m.MAX_RESERVED_GIB: memory.reserved_bytes / m.GIB,
-            m.MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
-            m.RETRIES: memory.num_retries,
-            m.OOMS: memory.num_ooms,
-        }
 
 
 class Sink(Protocol):

@@ -354,20 +354,13 @@ def _sequential_spans(works: Iterable[tuple[Work, float, float]], begin_s: float
     return found
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same moments as intervals in order that do not touch."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif end > begin:
-            found.append((begin, end))
-    return found
-
-
 def length(intervals: Iterable[Interval]) -> float:
     """Return the seconds that are in any of the intervals."""
-    return sum(end - begin for begin, end in union(intervals))
+    found_s, until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted(intervals):
+        found_s += max(end_s - max(begin_s, until_s), 0.0)
+        until_s = max(until_s, end_s)
+    return found_s
 
 
 def length_outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
