@@ -2,9 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +11,7 @@ from lab_answers_engine import ANSWERS as ENGINE
 from lab_answers_more import ANSWERS as MORE
 from typer.testing import CliRunner
 
+from programs import run_program
 from shardwise.cli.main import app
 from shardwise.plan import account
 from shardwise.plan.timing.scaling import young_interval_s
@@ -27,21 +25,19 @@ WRONG = {lab: list(ANSWERS[lab].all_wrong()) for lab in labs()}
 CASES = [(lab, number) for lab in labs() for number in range(len(WRONG[lab]))]
 
 
-def solution(number: int = 1) -> str:
+def solution(number=1):
     return ANSWERS[number].write_into(labs()[number].solution())
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
+def starter():
     """One process that has imported torch, for all jobs of this module."""
     with Starter() as kept:
         yield kept
 
 
 @pytest.fixture(scope="module")
-def verdicts(
-    starter: Starter, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, list[desk.Checked]]:
+def verdicts(starter, tmp_path_factory):
     """Check each lab's solution and all its wrong answers in one group of ranks."""
     found = {}
     for number, lab in labs().items():
@@ -118,7 +114,7 @@ def test_a_crash_is_told_with_its_line(starter, monkeypatch, tmp_path):
     )
 
 
-def cells(line: str) -> list[str]:
+def cells(line):
     return re.split(r"  +", line.replace(",", "").strip())
 
 
@@ -186,7 +182,7 @@ def test_commands_of_a_page_run(number):
 
 
 def test_numbers_of_the_labs_are_those_of_the_planner():
-    def gigabytes(stage: int, ranks: int = 8, precision: str = "fp32") -> float:
+    def gigabytes(stage, ranks=8, precision="fp32"):
         found = account(7_000_000_000, ranks, stage=stage, precision=precision)
         return found.device_bytes / 1e9
 
@@ -249,8 +245,7 @@ def test_the_doctor_finds_what_lab_10_provokes(tmp_path, monkeypatch):
     section = steps_of(labs()[10].page)["In the engine"]
     (script,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     train, doctor = script.replace("\\\n", "").strip().splitlines()
-    command = [sys.executable, "-m", *train.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_program(*train.split(), cwd=tmp_path, launches=True)
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.chdir(tmp_path)
     assert "SW010" in CliRunner().invoke(app, doctor.split()[1:]).output

@@ -1,6 +1,6 @@
 """`shardwise train` as a process: help, errors, two ranks end to end, signals.
 
-Ranks are launched as a user would launch them in one test; else see `programs`.
+How processes are started is in `programs`; ../test_wheel.py launches ranks as a user does.
 """
 
 import argparse
@@ -11,9 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -33,31 +32,14 @@ SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\neval_windows: 3\n"
 
 
-def command(*arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=HANG_S)
-    return process.returncode, out, err
-
-
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY + f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n")
     return path
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -144,10 +126,10 @@ def test_what_a_search_varies_can_be_asked_of_a_run(tiny):
 
 @pytest.mark.slow
 def test_two_ranks_train_end_to_end(tiny):
-    code, out, err = finish(
-        command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
-    )
-    assert code == 0, err
+    flags = ("--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
+    done = run_program("shardwise", "train", tiny, *flags, launches=True)
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 0, err
     assert re.fullmatch(r"(step .* left\n)*step 6 of 6: loss .* tokens/s, took .*\n", err), err
     run = tiny.parent / "run"
     lines = metrics(run)
@@ -217,19 +199,19 @@ def test_a_rank_that_dies_is_named(tiny):
     assert "was killed by SIGKILL" in err
 
 
-def wait_for_a_step(tiny: Path) -> None:
+def wait_for_a_step(tiny):
     """Wait until a step was written."""
     path = tiny.parent / "run" / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.stat().st_size > 0)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     deadline = time.monotonic() + HANG_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def go_on(rank: int, world_size: int, path: Path, flags: dict[str, Any]) -> None:
+def go_on(rank, world_size, path, flags):
     config = check_run(load_config(path, flags), world_size)
     place = RankPlace(rank, world_size, rank, world_size)
     train_prepared(prepare_run(config, place, torch.device("cpu")), StopRequest())
