@@ -29,13 +29,19 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Entry, Files, Lock, Reader, Writer, read_text
 from shardwise.checkpoint.folder import (
     LOCK,
-    check_quickly,
     choose,
+    clean_up,
+    hold,
+    is_held,
+    let_go,
     lock_holder,
+    remove_checkpoint,
+    remove_tree,
     rotate,
     step_name,
     steps_in,
     take_lock,
+    temporary,
 )
 from shardwise.checkpoint.generators import derive_generators, read_generators, set_generators
 from shardwise.checkpoint.loading import Host, Request, load_from
@@ -60,15 +66,6 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
-from shardwise.checkpoint.trash import (
-    clean_up,
-    hold,
-    is_held,
-    let_go,
-    remove_checkpoint,
-    remove_tree,
-    temporary,
-)
 from shardwise.checkpoint.values import decode, dumps, encode, loads
-from shardwise.checkpoint.verify import Verified, verify
+from shardwise.checkpoint.verify import Verified, check_quickly, verify
 from shardwise.checkpoint.write import Part, Written, index_row, write_checkpoint, write_rank

@@ -26,6 +26,8 @@ from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import (
     NO_COPIES,
     CopiesThatCount,
+    Leftovers,
+    clean_up,
     copies_that_count,
     is_usable,
     name_holder,
@@ -46,7 +48,6 @@ from shardwise.checkpoint.save_load import (
     write_table,
 )
 from shardwise.checkpoint.state import Item, Table
-from shardwise.checkpoint.trash import Leftovers, clean_up
 from shardwise.checkpoint.write import Progress, Written
 from shardwise.comm.control import naming
 from shardwise.engine.conditions import Origin

@@ -23,13 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.all_ranks import collector_paused, on_all_ranks
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import (
-    MAX_LOOKS,
-    Chosen,
-    choose,
-    has_changed,
-    too_fast,
-)
+from shardwise.checkpoint.folder import Chosen, choose, has_changed
 from shardwise.checkpoint.generators import (
     check_generators,
     derive_generators,
@@ -38,6 +32,7 @@ from shardwise.checkpoint.generators import (
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import Place, Restore, places_of_plain, places_of_sharded
 from shardwise.checkpoint.state import module_states, persistent_buffers
+from shardwise.checkpoint.verify import MAX_LOOKS, too_fast
 from shardwise.comm.control import Control, SoloControl, exchange_any
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts, modules_of

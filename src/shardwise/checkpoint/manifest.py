@@ -60,6 +60,7 @@ from shardwise.strict_json import check_containers, dumps, loads
 FORMAT, PIECES_FORMAT = 1, 2  # see Note [Pieces and meshes]
 MANIFEST = "manifest.json"
 MAX_PART_BYTES = 256 << 20  # of a manifest or an index; parsing takes a few times as much memory
+STEP = re.compile(r"step-([0-9]{8,12})")  # the name of a step's checkpoint
 _MAX_TENSOR_BYTES = 1 << 40
 _SEAL = b',"digest":"'
 _SHOWN_CHARS = 200

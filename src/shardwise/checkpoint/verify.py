@@ -1,4 +1,4 @@
-"""Check every byte of one checkpoint, offline; all damage is listed, not only the first.
+"""Check one checkpoint: quickly before it is read, or every byte of it, with a list of all damage.
 
 Note [Every byte is covered]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,27 +11,137 @@ tensors as we do.
 This needs neither torch nor other ranks: it runs anywhere, on any user's checkpoint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.container import MAX_HEADER_BYTES, Stored, digest_of, parse_header
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly
+from shardwise.checkpoint.files import Entry, Files, reading
 from shardwise.checkpoint.manifest import (
     MANIFEST,
+    STEP,
     FileRow,
+    IndexRow,
     Manifest,
     file_name,
     index_name,
+    index_of,
     is_ours,
     parse_manifest,
 )
 from shardwise.checkpoint.read import Checkpoint, Chunk, chunks_in, read_small
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
+MAX_LOOKS = 100  # how often a checkpoint may vanish or change while it is checked or read
 _LENGTH_BYTES = 8
+
+
+# -- the quick check of a checkpoint
+
+
+def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
+    """Check a checkpoint's manifest, and that its files are there in their sizes.
+
+    The digests of tensors are checked when they are read. Returns the manifest and its bytes. If
+    the checkpoint is replaced meanwhile, it is checked again.
+
+    **Cost** one listing and one small file, whatever the number of ranks; four more for damage.
+
+    **Raises** DamagedCheckpoint naming the file.
+    """
+    for _ in range(MAX_LOOKS):
+        data = None
+        try:
+            data = read_small(files, path / MANIFEST)
+            return _check_against(files, path, data), data
+        except (DamagedCheckpoint, OSError):  # OSError: on NFS, of a folder that was replaced
+            if manifest_now(files, path) == data:
+                raise
+    raise too_fast(path)
+
+
+def manifest_now(files: Files, path: Path) -> bytes | None:
+    """Return the bytes of a checkpoint's manifest; None if it cannot be read."""
+    try:
+        return read_small(files, path / MANIFEST)
+    except (CheckpointError, OSError):
+        return None
+
+
+def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
+    """Check a folder against the bytes of its manifest; return the manifest."""
+    manifest = parse_manifest(data, str(path / MANIFEST))
+    named = STEP.fullmatch(path.name)
+    if named and manifest.step is not None and int(named[1]) != manifest.step:
+        raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
+    with reading(path):
+        entries = files.list(path)
+    found = find_difference(path, entries, manifest.ranks)
+    if found is None:
+        return manifest
+    # The manifest has the total size of a rank's files, the index has the size of each, and the
+    # manifest itself may be of another save: what the indexes say is more exact.
+    sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
+    rank, text = found
+    for each in sorted({0, rank}):
+        with suppress(OSError):
+            index, _ = index_of(manifest, each, read_small(files, path / index_name(each)), path)
+            for number, file in enumerate(index.files):
+                name = file_name(each, number)
+                if sizes.get(name, file.num_bytes) != file.num_bytes:
+                    text = f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
+    raise DamagedCheckpoint(text)
+
+
+def find_difference(
+    path: Path, entries: Iterable[Entry], ranks: Sequence[IndexRow]
+) -> tuple[int, str] | None:
+    """Compare a folder's listing with the manifest's row of each rank.
+
+    Return the rank and the first file that is missing, of another size, or one too many. Files with
+    other names than ours are ignored.
+    """
+    found = {entry.name: entry for entry in entries if is_ours(entry.name)}
+    expected = {MANIFEST}
+    for rank, row in enumerate(ranks):
+        expected |= set(names_of_rank(rank, row))
+        if text := difference_of_rank(path, found, rank, row):
+            return rank, text
+    unknown = sorted(set(found) - expected)
+    return (0, f"{path / unknown[0]}: the manifest does not name this file") if unknown else None
+
+
+def names_of_rank(rank: int, row: IndexRow) -> list[str]:
+    """Return the names of a rank's files, its index first."""
+    return [index_name(rank), *(file_name(rank, number) for number in range(row.num_files))]
+
+
+def difference_of_rank(path: Path, found: Mapping[str, Entry], rank: int, row: IndexRow) -> str:
+    """Describe which file of a rank is missing or has another size; return "" if none."""
+    index, *names = names_of_rank(rank, row)
+    for name in (index, *names):
+        if name not in found or found[name].kind != "file":
+            return f"{path / name}: it is missing, or no regular file"
+    for text, size, wanted in (
+        (index, found[index].size, row.index_bytes),
+        (", ".join(names), sum(found[n].size for n in names), row.file_bytes),
+    ):
+        if size != wanted:
+            return f"{path / text}: {size} bytes, expected {wanted}"
+    return ""
+
+
+def too_fast(path: Path) -> CheckpointError:
+    """Return the error for a folder whose run changes each checkpoint while it is read."""
+    return CheckpointError(
+        f"{path}: checkpoints are removed or replaced faster than they can be read; load later, or "
+        "let the run that saves there keep more of them (keep_last)"
+    )
+
+
+# -- every byte
 
 
 @dataclass(frozen=True)
@@ -118,8 +228,8 @@ class _Check:
         expected = {MANIFEST}
         try:
             for rank, row in enumerate(manifest.ranks):
-                names = [file_name(rank, number) for number in range(row.num_files)]
-                expected |= {index_name(rank), *names}
+                index, *names = names_of_rank(rank, row)
+                expected |= {index, *names}
                 self._check_rank(checkpoint, rank, names)
         finally:
             checkpoint.close()

@@ -29,9 +29,9 @@ from shardwise.checkpoint.container import (
     torch_dtype,
 )
 from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import remove_tree
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.checkpoint.trash import remove_tree
 from shardwise.checkpoint.write import write_small
 from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, follow_link
 from shardwise.errors import CheckpointError, ConfigError
