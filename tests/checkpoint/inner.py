@@ -44,7 +44,6 @@ from shardwise.checkpoint.folder import (
     temporary,
 )
 from shardwise.checkpoint.generators import derive_generators, read_generators, set_generators
-from shardwise.checkpoint.loading import Host, Request, load_from
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     FileRow,
@@ -64,6 +63,7 @@ from shardwise.checkpoint.manifest import (
     unseal,
 )
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.save_load import Load
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.checkpoint.values import decode, dumps, encode, loads

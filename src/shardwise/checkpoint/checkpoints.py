@@ -36,10 +36,11 @@ from shardwise.checkpoint.folder import (
     steps_in,
     take_lock,
 )
-from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
 from shardwise.checkpoint.memory import ROOT, MemoryTier
 from shardwise.checkpoint.save_load import (
     NOTHING,
+    Load,
+    Loaded,
     checked_step,
     collect_on_all_ranks,
     holds_checkpoint,
@@ -310,11 +311,10 @@ class Checkpoints:
             only = None if step is None else self.folder / step_name(checked_step(step))
             if step is not None:
                 on_all_ranks(self._control, lambda: self._refuse_newer(step))
-            host = Host(self._model)
             how = strict, cast, restore_generators, progress
-            request = Request(self._files, host, self._optimizer, extra, *how)
+            one = Load(self._files, self._model, self._optimizer, extra, *how)
             copies = self._memory.find() if self._memory is not None and step is None else []
-            loaded = load_from(request, self.folder, only, copies)
+            loaded = one.run(self.folder, only, copies)
             if loaded is not None and self._memory is not None:
                 if loaded.from_memory:  # later saves are of its run, as after a load from disk
                     path = self.folder / step_name(loaded.step or 0)

@@ -186,10 +186,9 @@ class Restore:
         model: Model,
         places: Sequence[Place],
         optimizer: Joined | None,
-        *,
-        strict: bool = True,
-        cast: bool = False,
-        elsewhere: Collection[str] = (),
+        strict: bool,
+        cast: bool,
+        elsewhere: Collection[str],
     ) -> None:
         self.targets: list[Target] = []
         self.found: dict[Place, str] = {}  # with the name under which each was saved
@@ -243,20 +242,12 @@ class Restore:
             self.targets.append(Target(infos[key], 0, local.numel(), local, piece))
         self.unexpected = [name for name in infos if name not in used]
         if (strict or not self.found) and (self.missing or self.unexpected):
+            differences = list_differences(self.missing, self.unexpected)
             both = "or pass strict=False to load what both have"
             raise CheckpointError(
-                f"{source.where}: the model and the checkpoint differ: {self.differences()}. Load "
+                f"{source.where}: the model and the checkpoint differ: {differences}. Load "
                 f"into the model that was saved; {both if self.found else 'no name is in both'}"
             )
-
-    def differences(self) -> str:
-        """Describe which names only the model has, and which only the checkpoint."""
-        parts = [
-            f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
-            for what, names in (("missing there", self.missing), ("unknown here", self.unexpected))
-            if names
-        ]
-        return "; ".join(parts)
 
     def _check(self, info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         where = f"{self._source.where}: '{info.name}'"
@@ -448,6 +439,16 @@ class Restore:
                         each.state[place.held] = state
                     else:
                         each.state.pop(place.held, None)
+
+
+def list_differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Describe which names only the model has, and which only the checkpoint."""
+    parts = [
+        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
+        for what, names in (("missing there", missing), ("unknown here", unexpected))
+        if names
+    ]
+    return "; ".join(parts)
 
 
 def _differ(source: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
