@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -226,15 +226,10 @@ def chunk_digest(data: bytes | memoryview) -> str:
     return b64encode(xxhash.xxh3_128_digest(data))[:DIGEST_CHARS].decode()
 
 
-def chunks_of(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the range [begin, end) of each chunk of a tensor of ``num_bytes``."""
-    for begin in range(0, num_bytes, CHUNK_BYTES):
-        yield begin, min(begin + CHUNK_BYTES, num_bytes)
-
-
 def chunk_digests(data: memoryview) -> str:
     """Return the digests of all chunks of some bytes, one after the other; "" for no bytes."""
-    return "".join(chunk_digest(data[begin:end]) for begin, end in chunks_of(len(data)))
+    begins = range(0, len(data), CHUNK_BYTES)
+    return "".join(chunk_digest(data[begin : begin + CHUNK_BYTES]) for begin in begins)
 
 
 def num_chunks(num_bytes: int) -> int:

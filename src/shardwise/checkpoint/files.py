@@ -279,20 +279,21 @@ def reading(path: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
 
 
-def read_text(files: Files, path: Path, limit: int) -> str:
-    """Return a whole file of UTF-8 text.
-
-    **Raises** DamagedCheckpoint if it is longer than ``limit`` bytes or no UTF-8.
-    """
+def read_file(files: Files, path: Path, limit: int) -> bytes:
+    """Return a whole file. **Raises** DamagedCheckpoint if it is longer than ``limit`` bytes."""
     with files.open(path) as reader:
         if reader.size > limit:
             raise DamagedCheckpoint(
                 f"{path} has {reader.size} bytes, at most {limit} were expected: it is damaged or "
-                "not a file of this program"
+                "not a file of this kind"
             )
-        data = reader.read(0, reader.size)
+        return reader.read(0, reader.size)
+
+
+def read_text(files: Files, path: Path, limit: int) -> str:
+    """Return a whole file of text. **Raises** as `read_file`, and if it is no UTF-8."""
     try:
-        return data.decode()
+        return read_file(files, path, limit).decode()
     except UnicodeDecodeError as error:
         raise DamagedCheckpoint(f"{path} should be UTF-8 text but is not: {error}") from error
 

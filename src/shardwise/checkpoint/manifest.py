@@ -517,13 +517,20 @@ class RankIndex(SealedPart):
 
 
 class Extent(NamedTuple):
-    """Bytes [begin, end) of the file ``name``: one box of a tensor, and its chunks' digests."""
+    """One box of a tensor in the file ``name``, with the digests of its chunks.
+
+    ``stored`` is its entry in the header; bytes count from the begin of the file.
+    """
 
     name: str
-    begin: int
-    end: int
+    stored: Stored
     digests: str
     box: Box
+
+    @property
+    def key(self) -> str:
+        """The tensor's name, without the rank to which it belongs alone."""
+        return self.stored.key.removeprefix(f"{self.name.partition('-')[0]}.")
 
 
 Extents = Mapping[int, Sequence[Extent]]  # by the number of the tensor, as in `Content`
@@ -558,7 +565,8 @@ def find_extents(manifest: Manifest, index: RankIndex) -> Extents:
             begin, end = (of_file[0].begin + at for at in (stored.begin, stored.end))
             if row.begin != begin or len(row.digests) != num_chunks(end - begin) * DIGEST_CHARS:
                 raise ValueError(f"{name}: '{stored.key}' is not described right")
-            extents.setdefault(number, []).append(Extent(name, begin, end, row.digests, box))
+            placed = stored._replace(begin=begin, end=end)
+            extents.setdefault(number, []).append(Extent(name, placed, row.digests, box))
         if end != index.files[file].num_bytes:
             raise ValueError(f"{name} does not end with its last tensor")
     return extents

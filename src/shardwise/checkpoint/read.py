@@ -33,7 +33,7 @@ from shardwise.checkpoint.container import (
     num_chunks,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, Reader, reading
+from shardwise.checkpoint.files import Files, Reader, read_file, reading
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     MAX_PART_BYTES,
@@ -67,10 +67,8 @@ def read_small(files: Files, path: Path) -> bytes:
     **Raises** DamagedCheckpoint if it is missing, no regular file, lost by the disk or not readable
     by this user; OSError if the disk does not answer.
     """
-    with reading(path), files.open(path) as reader:
-        if reader.size > MAX_PART_BYTES:
-            raise DamagedCheckpoint(f"{path}: {reader.size} bytes are too many for its kind")
-        return reader.read(0, reader.size)
+    with reading(path):
+        return read_file(files, path, MAX_PART_BYTES)
 
 
 class Checkpoint:
@@ -155,7 +153,7 @@ class Checkpoint:
                 raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
             row, extent = own.pop(place)
             out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
-            self._fill(list(chunks_in(extent, row.info.key, memory_of(out))))
+            self._fill(list(chunks_in(extent, memory_of(out))))
             return out
 
         values = {key: decode(value, tensor) for key, value in index.values.items()}
@@ -223,7 +221,7 @@ class Checkpoint:
         want, width = piece or full_region(tensor.shape), element_bytes(tensor.dtype)
         if self._own and (tensor, want) in self._own:
             own = self._own[tensor, want]
-            return list(chunks_in(own, tensor.key, out, lo * width, hi * width)) if lo < hi else []
+            return list(chunks_in(own, out, lo * width, hi * width)) if lo < hi else []
         chunks: list[Chunk] = []
         for number in self.manifest.rows_of[tensor]:
             have = self.manifest.tensors[number].region
@@ -310,7 +308,7 @@ class Checkpoint:
                 if begin < end:
                     inside = out[(begin - lo) * width : (end - lo) * width]
                     bounds = (begin - box.lo) * width, (end - box.lo) * width
-                    yield from chunks_in(extent, row.info.key, inside, *bounds)
+                    yield from chunks_in(extent, inside, *bounds)
 
     def _fill(self, chunks: Sequence[Chunk]) -> None:
         for _ in self.read_chunks(chunks):
@@ -376,13 +374,12 @@ class Chunk(NamedTuple):
 
 def chunks_in(
     extent: Extent,
-    key: str,
     out: memoryview | Scattered | None = None,
     first: int = 0,
     last: int | None = None,
 ) -> Iterator[Chunk]:
-    """Yield the chunks around bytes [first, last) of a box of tensor ``key``, wanted in ``out``."""
-    num_bytes = extent.end - extent.begin
+    """Yield the chunks around bytes [first, last) of a box, which are wanted in ``out``."""
+    num_bytes, key = extent.stored.end - extent.stored.begin, extent.key
     last = num_bytes if last is None else last
     for number in range(first // CHUNK_BYTES, num_chunks(last)):
         begin = number * CHUNK_BYTES
@@ -390,7 +387,7 @@ def chunks_in(
         lo, hi = max(begin, first), min(end, last)
         yield Chunk(
             extent.name,
-            extent.begin + begin,
+            extent.stored.begin + begin,
             end - begin,
             extent.digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
             key,

@@ -254,17 +254,14 @@ class _Check:
             return
         finally:
             self._count(checkpoint.num_bytes - before)
-        contents = checkpoint.manifest.files_of(rank, index.own)
-        for file, (name, row) in enumerate(zip(names, index.files, strict=True)):
-            tensors = [(each.stored, extents[each.number][file]) for each in contents[file]]
+        for name, row in zip(names, index.files, strict=True):
+            tensors = [each for boxes in extents.values() for each in boxes if each.name == name]
             try:
-                stored = [s._replace(begin=e.begin, end=e.end) for s, e in tensors]
-                self._check_header(checkpoint, name, row, stored)
+                self._check_header(checkpoint, name, row, [each.stored for each in tensors])
             except (OSError, CheckpointError) as error:
                 self._found(name, "", error)
-            for each, extent in tensors:
-                key = each.key.removeprefix(f"rank{rank:05d}.")  # of a tensor of this rank alone
-                self._check_tensor(checkpoint, list(chunks_in(extent, key)))
+            for each in tensors:
+                self._check_tensor(checkpoint, list(chunks_in(each)))
 
     def _check_tensor(self, checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> None:
         """Check a tensor chunk by chunk."""
