@@ -8,8 +8,7 @@ from shardwise.checkpoint.all_ranks import (
     rows_of_all_ranks,
 )
 from shardwise.checkpoint.assemble import assemble
-from shardwise.checkpoint.background import Saving
-from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.checkpoints import Checkpoints, Saving
 from shardwise.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_CHARS,

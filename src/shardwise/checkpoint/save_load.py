@@ -359,6 +359,9 @@ class Load:
                     raise
                 skipped[chosen.step] = str(error)
                 continue
+            if self._engine is not None:  # later saves are of its run, after a copy in memory too
+                path = chosen.path if chosen.in_memory is None else folder / step_name(chosen.step)
+                self._engine.origin = Origin(path, loaded.step, loaded.run, bool(reasons))
             if control.rank == 0:  # after all ranks have finished
                 _warn_of_load(loaded, lost)
             return loaded
@@ -411,8 +414,6 @@ class Load:
             if engine is not None:
                 engine.refuse(f"a load of {path} did not come to its end: {error}")
             raise
-        if engine is not None:
-            engine.origin = Origin(path, manifest.step, manifest.run, bool(skipped))
         return Loaded(
             path,
             manifest.step,
