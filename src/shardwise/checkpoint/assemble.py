@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from reprlib import repr as shown
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,6 +31,7 @@ from shardwise.checkpoint.manifest import (
     FORMAT,
     PIECES_FORMAT,
     Count,
+    Key,
     LayoutRow,
     Manifest,
     MeshRow,
@@ -48,19 +49,12 @@ from shardwise.checkpoint.write import Part
 from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError
-from shardwise.layout.boxes import Box, Region, full_region
+from shardwise.layout.boxes import Box, Region
 
 _HINT = "Was an optimizer stepped on some ranks only?"
 _HASHED_ELEMENTS = 1 << 22  # at once
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MIX = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed numbers
-
-
-class Key(NamedTuple):
-    """A tensor, or a piece of one, as all ranks that hold it identify it."""
-
-    info: TensorInfo
-    region: Region
 
 
 class Described(SealedPart):
@@ -117,7 +111,7 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
     """
     merged = merge(_groups_of(control, table, run, step))
     _check_tied_copies(control, table, merged)
-    mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
+    mine = {item.row.key: item for item in (*table.sharded, *table.uncut)}
     rows, owned = list[TensorRow](), list(table.own)
     for number, places in enumerate(merged.cut.values()):
         rows.append(list(places.values())[number % len(places)])
@@ -154,7 +148,7 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
         item = mine[keys[number]]
         return bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
 
-    own = [(row_of(key_of(item)), partial(bytes_of, item.data)) for item in owned]
+    own = [(item.row, partial(bytes_of, item.data)) for item in owned]
     return manifest, Part(control.rank, read, own, table.values)
 
 
@@ -165,7 +159,7 @@ def items_to_write(table: Table, control: Control) -> list[Item]:
     """
     found = []
     for number, item in enumerate(table.sharded):
-        mesh = table.meshes[table.layouts[item.layout or 0].mesh]
+        mesh = table.meshes[table.layouts[item.row.layout or 0].mesh]
         if table.is_alike:
             is_mine = number % len(mesh) == control.rank // len(mesh[0])
         else:
@@ -173,30 +167,6 @@ def items_to_write(table: Table, control: Control) -> list[Item]:
             is_mine = control.members[control.rank] in mesh[turn]
         found += [item] if is_mine else []
     return [*found, *table.uncut, *table.own]
-
-
-def key_of(item: Item | TensorRow) -> Key:
-    """Return the key of an item or a row."""
-    if isinstance(item, TensorRow):
-        return Key(item.info, item.region)
-    return Key(item.info, item.piece or full_region(item.info.shape))
-
-
-def row_of(key: Key, layout: int | None = None, index: int | None = None) -> TensorRow:
-    """Return the manifest's row of a tensor or a piece."""
-    info, region = key
-    is_piece = region.shape != info.shape
-    return TensorRow(
-        kind=info.kind,
-        name=info.name,
-        state=info.state,
-        dtype=info.dtype,
-        shape=region.shape,
-        layout=layout,
-        index=index,
-        at=region.at if is_piece else (),
-        of=info.shape if is_piece else (),
-    )
 
 
 # -- descriptions of ranks
@@ -249,8 +219,8 @@ def _describe(control: Control, table: Table, run: str, step: int | None) -> Des
         stage=table.stage,
         meshes=tuple(MeshRow(ranks=ranks) for ranks in meshes),
         layouts=table.layouts,
-        cut=tuple(row_of(key_of(item), item.layout, item.index) for item in table.sharded),
-        uncut=tuple(row_of(key_of(item)) for item in table.uncut),
+        cut=tuple(item.row for item in table.sharded),
+        uncut=tuple(item.row for item in table.uncut),
         tied=dict(table.tied),
         optimizer=table.optimizer,
         apart=table.apart,
@@ -290,12 +260,12 @@ def merge(groups: Sequence[_Group]) -> Merged:
         on_mesh.append({})
         for row in said.cut:
             assert row.layout is not None and row.index is not None
-            key, place = key_of(row), (layouts[row.layout], row.index)
+            key, place = row.key, (layouts[row.layout], row.index)
             moved_row = row if is_alike else row.model_copy(update={"layout": place[0]})
             merged.cut.setdefault(key, {}).setdefault(place, moved_row)
             on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
         for row, digests in zip(said.uncut, group.digests, strict=True):
-            _, holders, found = merged.uncut.setdefault(key_of(row), (row, [], set()))
+            _, holders, found = merged.uncut.setdefault(row.key, (row, [], set()))
             holders.append(group)
             found |= digests
         for name, holder in said.tied.items():
@@ -439,7 +409,7 @@ def drop_copies(table: Table) -> Table:
 def _without_copies(items: Sequence[Item]) -> tuple[Item, ...]:
     found: dict[Key, Item] = {}
     for item in items:
-        first = found.setdefault(key_of(item), item)
+        first = found.setdefault(item.row.key, item)
         if first is item:
             continue
         if first.lo != item.lo or first.data.numel() != item.data.numel():
@@ -462,7 +432,7 @@ def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:
     shared = [key for key, places in merged.cut.items() if len(places) > 1]
     if not shared or table.place is None:
         return
-    mine = {key_of(item): item for item in table.sharded}
+    mine = {item.row.key: item for item in table.sharded}
     sums = [fingerprint(mine[key]) if key in mine else 0 for key in shared]
     said = control.exchange(b"".join(n.to_bytes(8, "big") for n in (table.place, *sums)))
     rows = [[int.from_bytes(row[n : n + 8], "big") for n in range(0, len(row), 8)] for row in said]

@@ -151,6 +151,13 @@ def validated(kind: type[_PartT], value: object, where: str) -> _PartT:
 # -- the manifest
 
 
+class Key(NamedTuple):
+    """A tensor, or a piece of one, as all ranks that hold it identify it."""
+
+    info: TensorInfo
+    region: Region
+
+
 class TensorRow(SealedPart):
     """One tensor, and where it is in the files.
 
@@ -170,6 +177,15 @@ class TensorRow(SealedPart):
     at: _Shape = ()
     of: _Shape = ()
 
+    @classmethod
+    def of_piece(
+        cls, info: TensorInfo, piece: Region, layout: int | None = None, index: int | None = None
+    ) -> Self:
+        """Return the row of a piece of a tensor, which may be all of it."""
+        row = {"kind": info.kind, "name": info.name, "state": info.state, "dtype": info.dtype}
+        at = {} if piece.shape == info.shape else {"at": piece.at, "of": info.shape}
+        return cls(**row, shape=piece.shape, layout=layout, index=index, **at)
+
     @cached_property
     def info(self) -> TensorInfo:
         """The whole tensor's description."""
@@ -179,6 +195,11 @@ class TensorRow(SealedPart):
     def region(self) -> Region:
         """The row's box in the whole tensor."""
         return Region(self.at, self.shape) if self.of else full_region(self.shape)
+
+    @property
+    def key(self) -> Key:
+        """What other ranks know it by."""
+        return Key(self.info, self.region)
 
     @property
     def num_bytes(self) -> int:

@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.checkpoint.container import dtype_name
-from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
+from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow, TensorRow
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.errors import CheckpointError, ConfigError, StateError
-from shardwise.layout.boxes import Region
+from shardwise.layout.boxes import Region, full_region
 from shardwise.tensor.inner import cut_by_rows, inner_of, plain_parts
 from shardwise.tensor.plain_state import cut_plain_state
 from shardwise.unit.param import ShardedParam
@@ -45,18 +45,19 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of the table: ``data`` are this rank's elements of it, flat.
+    """One tensor of the table, or a piece of one, with the manifest's row of it.
 
-    With a layout it is parameter ``index`` of ``layouts[layout]``, from element ``lo`` on. Without
-    one it is whole here. With a ``piece``, "it" is that box of the tensor.
+    ``data`` are this rank's elements, flat: with a layout those from ``lo`` on, else all.
     """
 
-    info: TensorInfo
+    row: TensorRow
     data: torch.Tensor
-    layout: int | None = None
-    index: int | None = None
     lo: int = 0
-    piece: Region | None = None
+
+    @property
+    def info(self) -> TensorInfo:
+        """The whole tensor's description."""
+        return self.row.info
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def collect(
             for p in params
             if p.unit.comm.axes.mesh != engine.comm.axes.mesh and p.cut.outer is None
         ),
-        is_alike=not any(item.piece for item in (*sharded, *uncut))
+        is_alike=not any(item.row.of for item in (*sharded, *uncut))
         and are_all(engine.everyone, layouts.meshes),
     )
 
@@ -225,7 +226,7 @@ class _Cut:
     index: int
     lo: int
     inside: slice
-    piece: Region | None
+    piece: Region
     is_here: bool = True  # or all of it is on another rank
 
 
@@ -271,15 +272,15 @@ class _Layouts:
                 if key not in self._numbers:
                     self._numbers[key] = self._add("rows", (of.shape,), self._ranks_of(of.comm))
                 called = name if state else name + part.suffix
-                cut = _Cut(called, of.shape, self._numbers[key], 0, of.lo, slice(None), None)
+                all_of_it = slice(None), full_region(of.shape)
+                cut = _Cut(called, of.shape, self._numbers[key], 0, of.lo, *all_of_it)
             found.append((cut, _sliced(cut, state + part.suffix if state else "", part.local)))
         return found
 
     def _cut_of(self, param: ShardedParam, name: str) -> _Cut:
         """Return this rank's part of a parameter, and its layout."""
         storage, cut = param.storage, param.cut
-        box: Region = cut.piece
-        piece = box if box.shape != cut.shape else None
+        piece: Region = cut.piece
         comm, owner = param.unit.comm, storage.layout.owner(param.index)
         if param.dim == 0 and owner is None:
             held = storage.layout.piece(param.index, storage.rank)
@@ -289,7 +290,7 @@ class _Layouts:
         # A chunk along another dim, and a matrix that has an owner: no other rank cuts these.
         holder = comm.axes.shard.rank if owner is None else owner
         alone = tuple((replica[holder],) for replica in self._ranks_of(comm))
-        number, is_here = self._add("rows", (box.shape,), alone), comm.axes.shard.rank == holder
+        number, is_here = self._add("rows", (piece.shape,), alone), comm.axes.shard.rank == holder
         return _Cut(name, cut.shape, number, 0, 0, slice(None), piece, is_here)
 
     def _ranks_of(self, comm: Comm) -> Ranks:
@@ -304,20 +305,20 @@ def _sliced(cut: _Cut, state: str, local: torch.Tensor) -> Item:
     data = local.detach().reshape(-1)[cut.inside]
     kind: Kind = "optimizer" if state else "param"
     info = TensorInfo(kind, cut.name, dtype_name(data.dtype, cut.name), cut.shape, state)
-    return Item(info, data, cut.layout, cut.index, cut.lo, cut.piece)
+    return Item(TensorRow.of_piece(info, cut.piece, cut.layout, cut.index), data, cut.lo)
 
 
 def _uncut(kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> Item:
     info = TensorInfo(kind, name, "", tuple(tensor.shape), state)
     local, piece = local_piece(tensor, info.key)
     info = replace(info, dtype=dtype_name(local.dtype, info.key))
-    return Item(info, local.detach().contiguous().reshape(-1), piece=piece)
+    return Item(TensorRow.of_piece(info, piece), local.detach().contiguous().reshape(-1))
 
 
-def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region | None]:
-    """Return what a rank has of a buffer, and which box of it that is, unless it is all."""
+def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
+    """Return what a rank has of a buffer, and which box of it that is."""
     if not isinstance(tensor, DTensor):
-        return tensor, None
+        return tensor, full_region(tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
             f"'{name}' is a sum that is not taken yet {tensor.placements}; give it a placement of "
@@ -326,8 +327,7 @@ def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region |
     shape, at = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    is_all = tuple(shape) == tuple(tensor.shape)
-    return tensor.to_local(), None if is_all else Region(tuple(at), tuple(shape))
+    return tensor.to_local(), Region(tuple(at), tuple(shape))
 
 
 def _collect_optimizer(
