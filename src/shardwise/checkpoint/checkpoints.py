@@ -489,9 +489,8 @@ class Checkpoints:
         newer = [s for s in steps_in(self._files, self.folder) if s > step]
         if self._control.rank == 0 and newer:
             raise ConfigError(
-                f"step={step}: {self.folder} holds newer checkpoints ({newer[0]}), and the next "
-                "load of the newest would come back to them. Move them away first, or use "
-                "shardwise.load() and save into another folder"
+                f"step={step}: {self.folder} holds newer checkpoints ({newer[0]}), which the next "
+                "load would take. Move them away, or use shardwise.load() and another folder"
             )
 
     def _refuse_older(self, step: int) -> None:
@@ -504,8 +503,7 @@ class Checkpoints:
             if other not in self._skipped and is_usable(self._files, self.folder, other):
                 raise ConfigError(
                     f"step {step}: {self.folder} holds step {other}, which the next load would "
-                    "take, and not this one. Call load() to go on from there, choose another "
-                    "folder, or move the newer checkpoints away first"
+                    "take. Call load(), choose another folder, or move the newer checkpoints away"
                 )
 
     def _warn_of_unread(self) -> None:
@@ -517,9 +515,8 @@ class Checkpoints:
             begins = "without load()" if self._origin is None else f"from step {self._origin.step}"
             warnings.warn(
                 f"{self.folder} holds checkpoints of an earlier run (newest: step {unread}) and "
-                f"training begins {begins}. The next load takes the highest step, so saves "
-                f"up to step {unread} will be refused. Call load() to go on from there, choose "
-                "another folder, or move them away first",
+                f"training begins {begins}. Saves up to step {unread} will be refused, as the next "
+                "load takes the highest step. Call load(), take another folder, or move them away",
                 stacklevel=2,
             )
 

@@ -1,20 +1,13 @@
 """One safetensors file: its dtypes, its header, and the digests of the bytes in it.
 
 Note [A file is a safetensors file that DCP reads]
-Our files are plain safetensors files: eight bytes of header length, a JSON header, the tensors one
-after the other. The header's ``__metadata__`` gives each tensor's offsets in the whole tensor, in
-the form of torch's ``HuggingFaceStorageReader``, so stock ``dcp.load`` reads and reshards these
-files. Keys are unique in a file, so the second box of a tensor goes to a second file. The constants
-of that form are in ``torch/distributed/checkpoint/_hf_utils.py``; a test compares them.
+The header's ``__metadata__`` gives each tensor's offsets in the whole tensor, in the form of
+torch's ``HuggingFaceStorageReader``, so stock ``dcp.load`` reads and reshards these files. The
+constants of that form are in ``torch/distributed/checkpoint/_hf_utils.py``; a test compares them.
 
-Note [Chunks]
 Tensors are hashed in chunks of one MiB, from the memory that holds them and not from the file that
-was written. A reader of a slice reads and checks the chunks around it, at most two MiB more than
-the slice, and hashes a chunk while it is in the processor's cache.
-
-Digests are xxh3-128, a checksum: 2 of 10^38 damaged chunks pass. It does not prove who wrote the
-bytes. To prove that, sign `manifest.json`, which holds the digest of everything else.
-Source: xxHash, github.com/Cyan4973/xxHash, XXH3 128 bits.
+was written, while it is in the processor's cache. Digests are xxh3-128, a checksum: 2 of 10^38
+damaged chunks pass. Source: xxHash, github.com/Cyan4973/xxHash, XXH3 128 bits.
 """
 
 from __future__ import annotations
@@ -155,8 +148,8 @@ def read_header(reader: Reader, where: str) -> tuple[dict[str, Stored], int]:
     text = reader.read(_LENGTH_BYTES, header_bytes)
     if b'"DCP_SHARDING_INFO"' in text:
         raise CheckpointError(
-            f"{where} is a part of a sharded checkpoint, whose tensors may be slices. Open that "
-            "checkpoint by its own format, or consolidate it first"
+            f"{where} is a part of a sharded checkpoint; open that by its own format, or "
+            "consolidate it first"
         )
     begin = _LENGTH_BYTES + header_bytes
     return parse_header(text, reader.size - begin, where), begin

@@ -115,8 +115,8 @@ def take(files: Files, path: Path, busy: Callable[[], str]) -> Lock:
         asking.release()
         time.sleep(_LOCK_RETRY_S)
     raise CheckpointError(
-        f"{path}: processes that only test this lock (`shardwise ckpt`) have held it for a minute. "
-        "One of them may be stopped: end it"
+        f"{path}: processes that only test this lock (`shardwise ckpt`) have held it for a "
+        "minute; one may be stopped: end it"
     )
 
 

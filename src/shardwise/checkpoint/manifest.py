@@ -1,24 +1,11 @@
 """The JSON parts of a checkpoint: the manifest, and one index per rank.
 
-Note [One manifest, one index per rank]
-``manifest.json`` names every tensor with its shape and how it is cut, in integers: which rank holds
-which elements is computed from that, never listed. What only one rank knows (the digests of its
-chunks, its generators, its part of the user's state) is in the rank's index, ``rank00000.json``.
-The manifest holds the size and digest of each index. So ranks never collect objects, and a reader
-opens the indexes of only those ranks that hold the tensors it needs.
-
-Each part ends with the digest of all that precedes it, and is used only after that is checked. So
-the manifest seals the checkpoint: manifest -> indexes -> headers and chunks.
-
-Note [Pieces and meshes]
-~~~~~~~~~~~~~~~~~~~~~~~~
-If all ranks cut whole tensors together, the checkpoint has format 1 and no meshes. With tensor,
-expert or pipeline parallelism, groups of ranks cut tensors that other ranks do not have. Then the
-format is 2: ``meshes`` are tables of ranks, each layout names the mesh that cuts it, and a row may
-be a *piece*: the box that begins at ``at`` in a tensor of shape ``of``, cut like a whole tensor.
-The rows of one key form a grid that has each element once. If several groups hold a piece, the
-manifest names one of them. Of that group's replicas, a hash of the key chooses the writer, so a
-rank knows the writer of each of its tensors before it knows those of other ranks.
+docs/checkpoint-format.md describes their fields, and format 2 with its pieces and meshes. The
+manifest says how each tensor is cut, in integers; which rank holds which elements is computed from
+that, never listed. What only one rank knows (the digests of its chunks, its generators, its part of
+the user's state) is in the rank's index. So ranks never collect objects, and a reader opens the
+indexes of only those ranks that hold the tensors it needs. A part is used only after its digest is
+checked.
 """
 
 import re
@@ -57,7 +44,7 @@ from shardwise.layout.boxes import Box, Region, boxes_of_range, full_region
 from shardwise.layout.segments import Layout, build_layout
 from shardwise.strict_json import check_containers, dumps, loads
 
-FORMAT, PIECES_FORMAT = 1, 2  # see Note [Pieces and meshes]
+FORMAT, PIECES_FORMAT = 1, 2  # 2: of pieces, or of several meshes
 MANIFEST = "manifest.json"
 MAX_PART_BYTES = 256 << 20  # of a manifest or an index; parsing takes a few times as much memory
 STEP = re.compile(r"step-([0-9]{8,12})")  # the name of a step's checkpoint
@@ -115,8 +102,8 @@ def seal(part: SealedPart) -> bytes:
     sealed = body + _SEAL + digest_of(body).encode() + b'"}\n'
     if len(sealed) > MAX_PART_BYTES:
         raise CheckpointError(
-            f"{len(sealed)} bytes of names and values are more than a checkpoint may have "
-            f"({MAX_PART_BYTES}); put large state into tensors (torch.from_numpy)"
+            f"names and values have {len(sealed)} bytes, at most {MAX_PART_BYTES} were expected; "
+            "put large state into tensors (torch.from_numpy)"
         )
     try:
         check_containers(body)
@@ -465,7 +452,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def turn_of_key(key: str, num_replicas: int) -> int:
-    """Return which replica writes the tensor of this key, in format 2."""
+    """Return which replica writes the tensor of this key, in format 2.
+
+    A rank knows it before it knows the tensors of other ranks.
+    """
     return crc32(key.encode(errors="surrogatepass")) % num_replicas
 
 

@@ -141,8 +141,8 @@ class MemoryTier:
             is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
             if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
                 raise CheckpointError(
-                    f"{path} is to be a folder that only this user may read and write, and is not; "
-                    "remove it, or pass memory_folder="
+                    f"{path} is no folder that only this user may read; remove it, or pass "
+                    "memory_folder="
                 )
         name = socket.gethostname()
         with suppress(OSError):
@@ -195,11 +195,10 @@ class MemoryTier:
         free = self._files.free_bytes(self.folder)
         if wanted > free + held:
             raise CheckpointError(
-                f"{self.folder}: the ranks of this host want {wanted} bytes for two copies of the "
-                f"state in memory, and {free + held} are free; {others - held} are those of other "
-                f"jobs beside it: remove {self.folder.parent}/* of jobs that are gone. Or give "
-                "that file system more room (in a container, --shm-size), or leave out "
-                "memory_every="
+                f"{self.folder}: two copies of this host's state want {wanted} bytes of memory, "
+                f"and {free + held} are free; copies of other jobs have {others - held}. Remove "
+                f"{self.folder.parent}/* of jobs that are gone, give that file system more room "
+                "(in a container, --shm-size), or leave out memory_every="
             )
 
     def _num_bytes(self, folder: Path) -> int:

@@ -394,10 +394,8 @@ class Load:
             if begun is not None:
                 begun.drop_states()
                 if engine is None and isinstance(error, CheckpointError):
-                    raise type(error)(
-                        f"{error}. What was read before it is in the model: do not use that "
-                        "before a load has succeeded"
-                    ) from error
+                    why = "the model is loaded in part: do not use it before a load has succeeded"
+                    raise type(error)(f"{error}. {why}") from error
             raise
         finally:
             checkpoint.close()
@@ -503,7 +501,6 @@ def _named(what: str, target: object) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"{what} ({type(target).__name__}) raised {type(error).__name__}: {error}. Parameters "
-            "and optimizer are those of the checkpoint already; a sharded model refuses to run "
-            "until a load succeeds"
+            f"{what} ({type(target).__name__}) raised {type(error).__name__}: {error}. The state "
+            "is loaded in part: a sharded model refuses to run until a load succeeds"
         ) from error

@@ -189,11 +189,11 @@ def names_of_params(known: Sequence[tuple[object, _T]], optimizer: Joined) -> li
     for number, group in enumerate(optimizer.param_groups):
         for place, held in enumerate(group["params"]):
             if id(held) not in by_id:
-                sharded = any(isinstance(ours, DTensor) for ours, _ in known)
+                is_sharded = any(isinstance(ours, DTensor) for ours, _ in known)
+                after = " once it is sharded" if is_sharded else ""
                 raise ConfigError(
                     f"optimizer: parameter {place} of group {number} {tuple(held.shape)} is not "
-                    f"one of the {'sharded ' if sharded else ''}model's; build the optimizer from "
-                    f"model.parameters(){' once it is sharded' if sharded else ''}, and keep other "
+                    f"one of the model's; build it from model.parameters(){after}, and keep other "
                     "parameters in an optimizer of their own (extra=)"
                 )
         groups.append([by_id[id(held)] for held in group["params"]])
@@ -212,7 +212,7 @@ def _check_moment(engine: Parts) -> None:
         where = f"unit '{partial[0]}' holds gradients of" if partial else "this is inside of"
         raise StateError(
             f"save(): {where} an accumulation window that is not over, and a checkpoint has no "
-            "gradients: they would be lost. Save after optimizer.step() and zero_grad()"
+            "gradients. Save after optimizer.step() and zero_grad()"
         )
 
 
@@ -376,8 +376,7 @@ def _not_of_one(optimizer: Joined, key: str, name: str) -> CheckpointError:
     kind = optimizer.name
     return CheckpointError(
         f"optimizer: {kind} keeps its state '{key}', found at '{name}', in tensors that are not "
-        "cut as that parameter is, and a checkpoint has state "
-        f"parameter by parameter. Save with optimizer=None, and {kind} starts anew after a load; "
+        f"cut as that parameter is. Save with optimizer=None, and {kind} starts anew after a load; "
         "at stage 0 its state is saved"
     )
 

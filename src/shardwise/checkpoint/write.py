@@ -2,16 +2,11 @@
 
 Note [Commit]
 ~~~~~~~~~~~~~
-1. Rank 0 makes ``.tmp-<name>-<nonce>`` beside the target, under a lock (Note [Who writes there]),
-   and sends the nonce to the others.
-2. Every rank writes its tensors there, hashing the memory as it goes, then its index; each file is
-   synced. The ranks exchange a row: whether it worked, and the size and digest of the index.
-3. Rank 0 writes the manifest with those rows, syncs it and the folder, renames the folder to its
-   name, and syncs the folder above (`_commit`). After a last exchange `write_checkpoint` returns.
-
-So a folder with that name is complete, and once the call has returned it survives a power cut. All
-other folders are leftovers. A failure anywhere raises the same error on all ranks, and rank 0
-removes the files. Nothing but its name points at a checkpoint.
+docs/checkpoint-format.md has the steps: rank 0 makes a temporary folder under a lock, every rank
+writes and syncs its files there, rank 0 adds the manifest and renames the folder. So a folder with
+that name is complete, and once the call has returned it survives a power cut. All other folders are
+leftovers. A failure anywhere raises the same error on all ranks, and rank 0 removes the files.
+Nothing but its name points at a checkpoint.
 """
 
 from __future__ import annotations
@@ -302,7 +297,7 @@ def _check_replaceable(files: Files, target: Path, there: Entry) -> None:
     """Refuse to replace a folder that is not a checkpoint."""
     if there.kind != "folder":
         raise CheckpointError(
-            f"{target} is a link or a file, and replace=True replaces a checkpoint's own folder: "
+            f"{target} is a link or a file, and replace=True expects a checkpoint's own folder: "
             "save to the folder that the link leads to, or remove it first"
         )
     names = [entry.name for entry in files.list(target)]
@@ -358,9 +353,8 @@ def _give_name(files: Files, folder: Path, target: Path, replaces: bool) -> None
     except OSError as error:
         if replaces and error.errno in (errno.ENOSYS, errno.EINVAL):
             raise CheckpointError(
-                f"{target}: this file system cannot swap two folders at once, so the old "
-                "checkpoint cannot be replaced safely; save under another name and remove the old "
-                "one afterwards"
+                f"{target}: this file system cannot swap two folders at once, as replace=True "
+                "needs; save under another name and remove the old one afterwards"
             ) from error
         if not replaces and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise CheckpointError(f"{_exists(target)} (another save made it meanwhile)") from error
