@@ -47,8 +47,8 @@ class Listed(Files):
             names += [
                 (file_name(rank, n), row.file_bytes if n == 0 else 0) for n in range(row.num_files)
             ]
-            self._entries += [Entry(name, "file", size, 1) for name, size in names]
-        self._entries.append(Entry(MANIFEST, "file", 1, 1))
+            self._entries += [Entry(name, "file", size) for name, size in names]
+        self._entries.append(Entry(MANIFEST, "file", 1))
 
     def list(self, path: Path) -> list[Entry]:
         return self._entries

@@ -45,7 +45,6 @@ class Entry:
     name: str
     kind: Literal["file", "folder", "other"]
     size: int
-    inode: int
 
 
 class _Descriptor:
@@ -211,11 +210,17 @@ class Files:
 
     def list(self, path: Path) -> list[Entry]:
         """Return a folder's entries, sorted by name."""
-        entries = []
+        entries: list[Entry] = []
         with os.scandir(path) as found:
             for item in found:
                 with suppress(FileNotFoundError):  # removed since
-                    entries.append(_entry(item.name, item.stat(follow_symlinks=False)))
+                    status = item.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        entries.append(Entry(item.name, "file", status.st_size))
+                    elif stat.S_ISDIR(status.st_mode):
+                        entries.append(Entry(item.name, "folder", 0))
+                    else:
+                        entries.append(Entry(item.name, "other", 0))
         return sorted(entries, key=lambda entry: entry.name)
 
     def remove_file(self, path: Path) -> None:
@@ -312,12 +317,6 @@ def _check_has_one_name(path: Path, fd: int) -> None:
             f"{path}: a lock's text would be written over a file with {num_names} names (hard "
             "links), expected one; remove this name"
         )
-
-
-def _entry(name: str, status: os.stat_result) -> Entry:
-    if stat.S_ISREG(status.st_mode):
-        return Entry(name, "file", status.st_size, status.st_ino)
-    return Entry(name, "folder" if stat.S_ISDIR(status.st_mode) else "other", 0, status.st_ino)
 
 
 def _open_regular(path: Path, flags: int) -> int:

@@ -156,8 +156,9 @@ def _is_locked(files: Files, path: Path) -> bool:
         return False
     lock = files.lock(path, shared=True)
     if lock is not None:
-        if path.name != LOCK:  # the save may have ended just now: then this made the file anew
-            files.remove_file(path)
+        with suppress(OSError):
+            if path.name != LOCK:  # the save may have ended just now: then this made the file anew
+                files.remove_file(path)
         lock.release()
     return lock is None
 

@@ -350,14 +350,9 @@ class _Server(socketserver.ThreadingTCPServer):
         self.folder, self.token = folder, token
         self.address_family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, 0), _Handler)
+        self.address = str(self.server_address[0]), int(self.server_address[1])
         run = self.serve_forever
         threading.Thread(target=run, name="shardwise-peers", daemon=True).start()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port."""
-        host, port = self.server_address[:2]
-        return str(host), int(port)
 
     def close(self) -> None:
         """Stop listening."""

@@ -92,28 +92,11 @@ class Checkpoint:
         if manifest is None:
             manifest = parse_manifest(read_small(files, folder / MANIFEST), str(folder / MANIFEST))
         self.manifest = manifest
+        self.tensors = tuple(manifest.rows_of)  # in the manifest's order
+        self.step, self.tied = manifest.step, manifest.tied
+        self.is_imported = not manifest.layouts  # whole, from a checkpoint of another format
         self._readers: dict[str, Reader] = {}
         self._indexes: dict[int, tuple[RankIndex, Extents]] = {}
-
-    @property
-    def tensors(self) -> Sequence[TensorInfo]:
-        """Every tensor, in the manifest's order."""
-        return tuple(self.manifest.rows_of)
-
-    @property
-    def step(self) -> int | None:
-        """The optimizer step at which it was saved."""
-        return self.manifest.step
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Further names of shared parameters."""
-        return self.manifest.tied
-
-    @property
-    def is_imported(self) -> bool:
-        """Tell whether it was written whole, from a checkpoint of another format."""
-        return not self.manifest.layouts
 
     @cached_property
     def optimizer(self) -> OptimizerInfo | None:

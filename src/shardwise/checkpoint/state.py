@@ -347,18 +347,21 @@ def _collect_optimizer(
     for param in (param for group in by_group for param in group):
         cut = cuts[id(param)]
         for key, value in optimizer.saved_state(param.sharded).items():
-            if isinstance(value, DTensor):
-                if not param.form.is_alike(value):
-                    raise _not_of_one(optimizer, key, cut.name)
+            listed = value if isinstance(value, list | tuple) else ()
+            is_cut = isinstance(value, DTensor)
+            is_other = is_cut and not param.form.is_alike(value)
+            if is_other or any(isinstance(each, DTensor) for each in listed):
+                raise CheckpointError(
+                    f"optimizer: {optimizer.name} keeps its state '{key}', found at '{cut.name}', "
+                    "in tensors that are not cut as that parameter is. Save with optimizer=None, "
+                    "and it starts anew after a load; at stage 0 its state is saved"
+                )
+            if is_cut:
                 of_state = layouts.items_of(param, value._local_tensor, key, cut)
                 sharded += [item for part, item in of_state if part.is_here]
             elif isinstance(value, torch.Tensor):
                 uncut.append(_uncut("optimizer", cut.name, value, key))
             else:
-                if isinstance(value, list | tuple) and any(
-                    isinstance(each, DTensor) for each in value
-                ):
-                    raise _not_of_one(optimizer, key, cut.name)
                 values.setdefault(cut.name, {})[key] = value
     groups = [
         {**group, "params": [cuts[id(param)].name for param in of_group]}
@@ -369,16 +372,6 @@ def _collect_optimizer(
     for place, tensor in tensors.items():
         uncut.append(_uncut("optimizer", "", tensor, place))
     return OptimizerRow(class_name=optimizer.name, groups=encoded_groups, state=encoded_state)
-
-
-def _not_of_one(optimizer: Joined, key: str, name: str) -> CheckpointError:
-    """Return the error of state that is not one parameter's, and so cannot be cut anew."""
-    kind = optimizer.name
-    return CheckpointError(
-        f"optimizer: {kind} keeps its state '{key}', found at '{name}', in tensors that are not "
-        f"cut as that parameter is. Save with optimizer=None, and {kind} starts anew after a load; "
-        "at stage 0 its state is saved"
-    )
 
 
 def _own_values(
