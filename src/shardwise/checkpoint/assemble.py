@@ -53,6 +53,7 @@ from shardwise.layout.boxes import Box, Region
 
 _HINT = "Was an optimizer stepped on some ranks only?"
 _HASHED_ELEMENTS = 1 << 22  # at once
+_OnMesh = tuple[int, Key, tuple[int, int]]  # a mesh, and a tensor's layout and index there
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MIX = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed numbers
 
@@ -249,21 +250,20 @@ def merge(groups: Sequence[_Group]) -> Merged:
                 )
     merged = Merged(_merged_optimizer(groups), is_alike)
     numbers: dict[LayoutRow, int] = {}
-    on_mesh: list[dict[int, set[tuple[Key, int, int]]]] = []  # of each group
-    for group in groups:
+    held: dict[_OnMesh, set[int]] = {}  # the groups that have a tensor
+    for number, group in enumerate(groups):
         said = group.said
         meshes = [merged.meshes.setdefault(m.ranks, len(merged.meshes)) for m in said.meshes]
         moved = [row.model_copy(update={"mesh": meshes[row.mesh]}) for row in said.layouts]
         layouts = [numbers.setdefault(row, len(numbers)) for row in moved]
         if is_alike:  # in format 1 each unit has a layout of its own
             layouts = list(range(len(moved)))
-        on_mesh.append({})
         for row in said.cut:
             assert row.layout is not None and row.index is not None
             key, place = row.key, (layouts[row.layout], row.index)
             moved_row = row if is_alike else row.model_copy(update={"layout": place[0]})
             merged.cut.setdefault(key, {}).setdefault(place, moved_row)
-            on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
+            held.setdefault((moved[row.layout].mesh, key, place), set()).add(number)
         for row, digests in zip(said.uncut, group.digests, strict=True):
             _, holders, found = merged.uncut.setdefault(row.key, (row, [], set()))
             holders.append(group)
@@ -273,10 +273,10 @@ def merge(groups: Sequence[_Group]) -> Merged:
                 both = f"'{merged.tied[name]}' and '{holder}'"
                 raise CheckpointError(f"'{name}' is another name of {both} on different ranks")
     merged.layouts = list(first.layouts if is_alike else numbers)
-    _check_meshes(groups, merged, on_mesh)
+    _check_meshes(groups, merged, held)
     if is_alike and len(groups) > 1:
         lacking = [
-            key.info.key for key, (_, held, _) in merged.uncut.items() if len(held) < len(groups)
+            key.info.key for key, (_, on, _) in merged.uncut.items() if len(on) < len(groups)
         ]
         raise CheckpointError(
             f"rank {groups[1].ranks[0]} has other buffers or optimizer state to save than rank 0"
@@ -288,24 +288,20 @@ def merge(groups: Sequence[_Group]) -> Merged:
 
 
 def _check_meshes(
-    groups: Sequence[_Group],
-    merged: Merged,
-    on_mesh: Sequence[Mapping[int, set[tuple[Key, int, int]]]],
+    groups: Sequence[_Group], merged: Merged, held: Mapping[_OnMesh, set[int]]
 ) -> None:
     """Check that ranks which cut tensors together have the same ones."""
     group_of = {rank: number for number, group in enumerate(groups) for rank in group.ranks}
-    for table, mesh in merged.meshes.items():
-        first, *others = [rank for replica in table for rank in replica]
-        mine = on_mesh[group_of[first]].get(mesh, set())
-        for number in dict.fromkeys(group_of[rank] for rank in others):
-            theirs = on_mesh[number].get(mesh, set())
-            if theirs != mine:
-                other = next(rank for rank in others if group_of[rank] == number)
-                name = min(key.info.key for key, *_ in mine ^ theirs)
-                raise CheckpointError(
-                    f"rank {other} has other tensors to save than rank {first}, with which it cuts "
-                    f"them: '{name}' is not the same on both. {_HINT}"
-                )
+    meshes = [[rank for replica in table for rank in replica] for table in merged.meshes]
+    groups_in = [{group_of[rank] for rank in ranks} for ranks in meshes]
+    for (mesh, key, _), having in held.items():
+        if lacking := groups_in[mesh] - having:
+            rank = next(rank for rank in meshes[mesh] if group_of[rank] in lacking)
+            other = next(rank for rank in meshes[mesh] if group_of[rank] in having)
+            raise CheckpointError(
+                f"rank {rank} has other tensors to save than rank {other}, with which it cuts "
+                f"them: '{key.info.key}' is not the same on both. {_HINT}"
+            )
 
 
 def _check_tensors(groups: Sequence[_Group], merged: Merged) -> None:
@@ -363,12 +359,11 @@ def _merged_optimizer(groups: Sequence[_Group]) -> OptimizerRow | None:
     merged: list[Any] = []
     state: dict[str, object] = {}
     for ranks, row in rows:
-        kinds = [each.class_name if each else "none" for each in (first, row)]
-        if kinds[0] != kinds[1] or (first and row and len(first.groups) != len(row.groups)):
-            said = [f"{len(each.groups)} groups" if each else "" for each in (first, row)]
+        kinds = [f"{o.class_name} {len(o.groups)} groups" if o else "none" for o in (first, row)]
+        if kinds[0] != kinds[1]:
             raise CheckpointError(
-                f"the optimizer is {kinds[0]} {said[0]} on {first_ranks}, {kinds[1]} {said[1]} on "
-                f"{ranks}: all ranks save theirs, of one kind and with as many groups"
+                f"the optimizer is {kinds[0]} on {first_ranks}, {kinds[1]} on {ranks}: all ranks "
+                "save theirs, of one kind and with as many groups"
             )
         if row is None:
             continue

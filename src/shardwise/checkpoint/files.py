@@ -314,8 +314,8 @@ def _is_file_of(path: Path, fd: int) -> bool:
 def _check_has_one_name(path: Path, fd: int) -> None:
     if (num_names := os.fstat(fd).st_nlink) > 1:
         raise CheckpointError(
-            f"{path}: a lock's text would be written over a file with {num_names} names (hard "
-            "links), expected one; remove this name"
+            f"{path}: the same file has {num_names} names (hard links), and the lock's text would "
+            "be written over it; remove this name"
         )
 
 

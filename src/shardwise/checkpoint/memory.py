@@ -44,7 +44,6 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -72,6 +71,7 @@ from shardwise.processes import boot_id
 
 ROOT = Path("/dev/shm")
 _NUM_COPIES = 2  # at most, of one step each
+_Copy = tuple[int, str, int]  # its step, the digest of its manifest, the number of its ranks
 _COPY = re.compile(r"step-[0-9]{8,12}|\.tmp-step-[0-9]{8,12}-[0-9a-f]{8}")
 _TOKEN_BYTES = 16
 _SIZE = Struct("<q")  # of the file, or -1 if it cannot be read; the bytes asked for follow
@@ -84,14 +84,6 @@ _RANK = re.compile(r"rank([0-9]+)[.-]")
 def folder_in_memory(folder: Path, root: Path) -> Path:
     """Return where the copies of a run lie that keeps its checkpoints in ``folder``."""
     return root / f"shardwise-{os.getuid()}" / digest_of(os.fsencode(folder))
-
-
-class _Copy(NamedTuple):
-    """A copy, as the ranks name it to each other: the newest is the greatest."""
-
-    step: int
-    digest: str
-    num_ranks: int
 
 
 class MemoryTier:
@@ -141,8 +133,8 @@ class MemoryTier:
             is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
             if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
                 raise CheckpointError(
-                    f"{path} is no folder that only this user may read; remove it, or pass "
-                    "memory_folder="
+                    f"{path} is no folder that only this user may read and write; remove it, or "
+                    "pass memory_folder="
                 )
         name = socket.gethostname()
         with suppress(OSError):
@@ -270,20 +262,20 @@ class MemoryTier:
         holders: dict[_Copy, dict[int, int]] = {}  # by saved rank: who leads a host with its files
         here = self._hosts[self._host][0]
         for leader in sorted(range(len(rows)), key=lambda rank: rank != here):
-            for *copy, ranks in rows[leader]:
-                held = holders.setdefault(_Copy(*copy), {})
+            for step, digest, num_ranks, ranks in rows[leader]:
+                held = holders.setdefault((step, digest, num_ranks), {})
                 held.update(dict.fromkeys(set(ranks) - held.keys(), leader))
         found = []
         for copy in sorted(holders, reverse=True):
-            held = holders[copy]
-            if len(held) == copy.num_ranks:
+            (step, _, num_ranks), held = copy, holders[copy]
+            if len(held) == num_ranks:
                 source = next(r for r, row in enumerate(rows) if [*copy] in [c[:3] for c in row])
                 data = self._control.broadcast(mine.get(copy, (b"", ()))[0], source)
-                path = self.folder / step_name(copy.step)
+                path = self.folder / step_name(step)
                 manifest = parse_manifest(data, str(path / MANIFEST))
                 away = {r: self._addresses[by] for r, by in held.items() if by != here}
                 files = PeerFiles(away, self._token)
-                found.append(Chosen(path, copy.step, manifest, data, files))
+                found.append(Chosen(path, step, manifest, data, files))
         return found
 
     def _held(self, counts: CopiesThatCount) -> dict[_Copy, tuple[bytes, list[int]]]:
@@ -301,8 +293,7 @@ class MemoryTier:
                     if not difference_of_rank(path, entries, rank, row)
                 ]
                 if (manifest.run, manifest.step) == (counts.run, step) and step <= counts.step:
-                    copy = _Copy(step, digest_of(data), manifest.num_ranks)
-                    found[copy] = data, ranks
+                    found[step, digest_of(data), manifest.num_ranks] = data, ranks
         return found
 
     def keep_only(self, step: int | None) -> None:

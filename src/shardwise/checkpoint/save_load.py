@@ -394,7 +394,7 @@ class Load:
             if begun is not None:
                 begun.drop_states()
                 if engine is None and isinstance(error, CheckpointError):
-                    why = "the model is loaded in part: do not use it before a load has succeeded"
+                    why = "A part is in the model: do not use that before a load has succeeded"
                     raise type(error)(f"{error}. {why}") from error
             raise
         finally:

@@ -190,11 +190,11 @@ def names_of_params(known: Sequence[tuple[object, _T]], optimizer: Joined) -> li
         for place, held in enumerate(group["params"]):
             if id(held) not in by_id:
                 is_sharded = any(isinstance(ours, DTensor) for ours, _ in known)
-                after = " once it is sharded" if is_sharded else ""
+                model = "sharded model" if is_sharded else "model"
                 raise ConfigError(
                     f"optimizer: parameter {place} of group {number} {tuple(held.shape)} is not "
-                    f"one of the model's; build it from model.parameters(){after}, and keep other "
-                    "parameters in an optimizer of their own (extra=)"
+                    f"one of the {model}'s; build it from the {model}'s parameters(), and keep "
+                    "other parameters in an optimizer of their own (extra=)"
                 )
         groups.append([by_id[id(held)] for held in group["params"]])
     return groups
