@@ -397,13 +397,8 @@ def drop_copies(table: Table) -> Table:
 
     **Raises** CheckpointError naming a tensor whose copies differ.
     """
-    sharded, uncut = map(_without_copies, (table.sharded, table.uncut))
-    return replace(table, sharded=sharded, uncut=uncut)
-
-
-def _without_copies(items: Sequence[Item]) -> tuple[Item, ...]:
     found: dict[Key, Item] = {}
-    for item in items:
+    for item in (*table.sharded, *table.uncut):
         first = found.setdefault(item.row.key, item)
         if first is item:
             continue
@@ -414,7 +409,11 @@ def _without_copies(items: Sequence[Item]) -> tuple[Item, ...]:
             )
         if fingerprint(first) != fingerprint(item):
             raise _copies_differ(item.info.key, "two stages of this rank")
-    return tuple(found.values())
+    kept = {id(item) for item in found.values()}
+    sharded, uncut = (
+        tuple(item for item in items if id(item) in kept) for items in (table.sharded, table.uncut)
+    )
+    return replace(table, sharded=sharded, uncut=uncut)
 
 
 def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:

@@ -251,7 +251,11 @@ class Files:
                 with _named(path):
                     fcntl.flock(fd, kind | fcntl.LOCK_NB)
                 if _is_file_of(path, fd):
-                    _check_has_one_name(path, fd)
+                    if (num_names := os.fstat(fd).st_nlink) > 1:
+                        raise CheckpointError(
+                            f"{path}: the same file has {num_names} names (hard links), and the "
+                            "lock's text would be written over it; remove this name"
+                        )
                     break
                 os.close(fd)  # its holder removed it: by now there is another file, or no file
             except BlockingIOError:
@@ -309,14 +313,6 @@ def _is_file_of(path: Path, fd: int) -> bool:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
         return False
-
-
-def _check_has_one_name(path: Path, fd: int) -> None:
-    if (num_names := os.fstat(fd).st_nlink) > 1:
-        raise CheckpointError(
-            f"{path}: the same file has {num_names} names (hard links), and the lock's text would "
-            "be written over it; remove this name"
-        )
 
 
 def _open_regular(path: Path, flags: int) -> int:

@@ -11,11 +11,9 @@ Note [Who writes there]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A save to ``.tmp-<name>-<nonce>`` holds the lock ``.tmp-<name>-<nonce>.lock`` from before the folder
 is made until the folder has its final name. A leftover is removed only under that lock, which
-proves that its writer is gone: a save in another process or on another machine is left alone. If
-the file system has no locks, nothing is proved and nothing is removed. If machines do not see each
-other's locks, a save of another machine may look like a leftover. Therefore a leftover is renamed
-to ``.old-...`` before its files are removed. One of the two renames fails, and if it is the save's,
-the save raises; a checkpoint that lacks files never appears.
+proves that its writer is gone. Machines may not see each other's locks: therefore a leftover is
+renamed to ``.old-...`` before its files are removed. If the rename of its save fails then, the save
+raises; a checkpoint that lacks files never appears. See docs/decisions/0018.
 
 Note [Beside a running run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~

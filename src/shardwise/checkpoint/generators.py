@@ -35,7 +35,7 @@ def read_generators(device: torch.device) -> dict[str, str | None]:
     of_numpy = np.random.get_state(legacy=False)
     if of_numpy["bit_generator"] != "MT19937":
         raise CheckpointError(
-            f"generators: of numpy's global one, expected MT19937, got {of_numpy['bit_generator']}; "
+            f"generators: numpy's global one, expected MT19937, got {of_numpy['bit_generator']}; "
             "leave out np.random.set_bit_generator, and keep a Generator of your own in your state"
         )
     version, words, gauss = random.getstate()

@@ -8,9 +8,8 @@ outlives the processes that write it. Each host holds the files of its ranks, an
 background saves writes it:
 
 1. One rank of each host removes all copies but the newest, and makes a folder.
-2. Every rank writes its files there. The ranks exchange their rows of the manifest.
-3. Ranks read the files of other hosts that theirs is to hold, over TCP.
-4. One rank of each host writes the manifest and gives the folder its name. A copy counts if the
+2. Every rank writes its files there. Ranks read those of other hosts that theirs is to hold.
+3. One rank of each host writes the manifest and gives the folder its name. A copy counts if the
    hosts together hold the files of every rank.
 
 So there are at most two copies, and while one is written the other is whole. A copy never counts as
