@@ -295,11 +295,12 @@ def _check_meshes(
     meshes = [[rank for replica in table for rank in replica] for table in merged.meshes]
     groups_in = [{group_of[rank] for rank in ranks} for ranks in meshes]
     for (mesh, key, _), having in held.items():
-        if lacking := groups_in[mesh] - having:
-            rank = next(rank for rank in meshes[mesh] if group_of[rank] in lacking)
-            other = next(rank for rank in meshes[mesh] if group_of[rank] in having)
+        if groups_in[mesh] - having:
+            first, *others = meshes[mesh]
+            has_it = group_of[first] in having
+            rank = next(rank for rank in others if (group_of[rank] in having) != has_it)
             raise CheckpointError(
-                f"rank {rank} has other tensors to save than rank {other}, with which it cuts "
+                f"rank {rank} has other tensors to save than rank {first}, with which it cuts "
                 f"them: '{key.info.key}' is not the same on both. {_HINT}"
             )
 

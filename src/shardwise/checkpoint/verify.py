@@ -12,7 +12,7 @@ This needs neither torch nor other ranks: it runs anywhere, on any user's checkp
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,9 +190,7 @@ def verify(files: Files, path: Path, progress: Callable[[int], None] | None = No
     except OSError as error:
         raise CheckpointError(f"{path} cannot be listed: {explain(error)}") from error
     check = _Check(files, path, progress)
-    manifest = check.read_manifest()
-    if manifest is not None:
-        check.check_ranks(manifest, names)
+    manifest = check.run(names)
     return Verified(
         path,
         manifest.step if manifest else None,
@@ -211,30 +209,24 @@ class _Check:
         self.num_bytes = self.num_files = 0
         self._files, self._path, self._progress = files, path, progress
 
-    def read_manifest(self) -> Manifest | None:
-        """Read the manifest; without it nothing else can be checked."""
+    def run(self, names: Sequence[str]) -> Manifest | None:
+        """Check the files of these names; return the manifest, without which there is no check."""
         try:
             data = read_small(self._files, self._path / MANIFEST)
             self._count(len(data))
             self.num_files = 1
-            return parse_manifest(data, str(self._path / MANIFEST))
+            manifest = parse_manifest(data, str(self._path / MANIFEST))
         except (OSError, DamagedCheckpoint) as error:
             self._found(MANIFEST, "", error, "; nothing else can be checked")
             return None
-
-    def check_ranks(self, manifest: Manifest, found: Sequence[str]) -> None:
-        """Check the files of all ranks, and that no other file has such a name."""
-        checkpoint = Checkpoint(self._files, self._path, manifest)
         expected = {MANIFEST}
-        try:
+        with closing(Checkpoint(self._files, self._path, manifest)) as checkpoint:
             for rank, row in enumerate(manifest.ranks):
-                index, *names = names_of_rank(rank, row)
-                expected |= {index, *names}
-                self._check_rank(checkpoint, rank, names)
-        finally:
-            checkpoint.close()
+                index, *others = names_of_rank(rank, row)
+                expected |= {index, *others}
+                self._check_rank(checkpoint, rank, others)
         self.num_files += len(checkpoint.opened)
-        for name in found:
+        for name in names:
             if is_ours(name) and name not in expected:
                 self._found(name, "", "the manifest does not name this file")
         if not self.findings:  # a load begins with this check, which must not refuse it now
@@ -242,6 +234,7 @@ class _Check:
                 check_quickly(self._files, self._path)
             except (OSError, DamagedCheckpoint) as error:  # OSError: it was removed meanwhile
                 self._found(MANIFEST, "", explain(error))
+        return manifest
 
     def _check_rank(self, checkpoint: Checkpoint, rank: int, names: Sequence[str]) -> None:
         name, before = index_name(rank), checkpoint.num_bytes
