@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import add
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from zlib import crc32
 
@@ -586,34 +585,3 @@ def find_extents(manifest: Manifest, index: RankIndex) -> Extents:
 def parse_index(data: bytes, where: str) -> RankIndex:
     """Return a rank's index from its file. **Raises** DamagedCheckpoint naming the wrong field."""
     return validated(RankIndex, unseal(data, where), where)
-
-
-def index_of(manifest: Manifest, rank: int, data: bytes, folder: Path) -> tuple[RankIndex, Extents]:
-    """Return a rank's index from its file, checked against the manifest, and where its tensors are.
-
-    **Raises** DamagedCheckpoint naming the first difference. An index that is whole, with another
-    digest than the manifest says, is of another save.
-    """
-    name, expected = index_name(rank), manifest.ranks[rank]
-    where = str(folder / name)
-    index = parse_index(data, where)
-    if digest_of(data) != expected.digest and index.rank == rank:
-        raise DamagedCheckpoint(
-            f"{folder}: {MANIFEST} and {name} are whole and of two saves: step {manifest.step} of "
-            f"run {manifest.run} and step {index.step} of run {index.run}. One of the two was "
-            "copied there from another checkpoint"
-        )
-    for what, found, wanted in (
-        ("run", index.run, manifest.run),
-        ("step", index.step, manifest.step),
-        ("rank", index.rank, rank),
-        ("format", index.format, manifest.format),
-        ("files", len(index.files), expected.num_files),
-        ("bytes of files", sum(file.num_bytes for file in index.files), expected.file_bytes),
-    ):
-        if found != wanted:
-            raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {wanted}")
-    try:
-        return index, find_extents(manifest, index)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{where}: {error}") from None

@@ -28,6 +28,7 @@ from shardwise.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_CHARS,
     chunk_digest,
+    digest_of,
     element_bytes,
     memory_of,
     num_chunks,
@@ -43,8 +44,9 @@ from shardwise.checkpoint.manifest import (
     OptimizerRow,
     OwnRow,
     RankIndex,
+    find_extents,
     index_name,
-    index_of,
+    parse_index,
     parse_manifest,
 )
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
@@ -148,12 +150,16 @@ class Checkpoint:
         return values
 
     def index_of(self, rank: int) -> RankIndex:
-        """Return the index of a rank, read and checked on first use."""
+        """Return the index of a rank, read and checked against the manifest on first use.
+
+        **Raises** DamagedCheckpoint naming the first difference. An index that is whole, with
+        another digest than the manifest says, is of another save.
+        """
         if rank not in self._indexes:
             data = read_small(self._files, self.folder / index_name(rank))
             self.opened.add(index_name(rank))
             self.num_bytes += len(data)
-            self._indexes[rank] = index_of(self.manifest, rank, data, self.folder)
+            self._indexes[rank] = self._checked_index(rank, data)
         return self._indexes[rank][0]
 
     def extents_of(self, rank: int) -> Extents:
@@ -292,6 +298,31 @@ class Checkpoint:
                     inside = out[(begin - lo) * width : (end - lo) * width]
                     bounds = (begin - box.lo) * width, (end - box.lo) * width
                     yield from chunks_in(extent, inside, *bounds)
+
+    def _checked_index(self, rank: int, data: bytes) -> tuple[RankIndex, Extents]:
+        name, manifest = index_name(rank), self.manifest
+        where, expected = str(self.folder / name), manifest.ranks[rank]
+        index = parse_index(data, where)
+        if digest_of(data) != expected.digest and index.rank == rank:
+            raise DamagedCheckpoint(
+                f"{self.folder}: {MANIFEST} and {name} are whole and of two saves: step "
+                f"{manifest.step} of run {manifest.run} and step {index.step} of run {index.run}. "
+                "One of the two was copied there from another checkpoint"
+            )
+        for what, found, wanted in (
+            ("run", index.run, manifest.run),
+            ("step", index.step, manifest.step),
+            ("rank", index.rank, rank),
+            ("format", index.format, manifest.format),
+            ("files", len(index.files), expected.num_files),
+            ("bytes of files", sum(file.num_bytes for file in index.files), expected.file_bytes),
+        ):
+            if found != wanted:
+                raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {wanted}")
+        try:
+            return index, find_extents(manifest, index)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{where}: {error}") from None
 
     def _fill(self, chunks: Sequence[Chunk]) -> None:
         for _ in self.read_chunks(chunks):

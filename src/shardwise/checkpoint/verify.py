@@ -27,7 +27,6 @@ from shardwise.checkpoint.manifest import (
     Manifest,
     file_name,
     index_name,
-    index_of,
     is_ours,
     parse_manifest,
 )
@@ -85,10 +84,10 @@ def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
     # manifest itself may be of another save: what the indexes say is more exact.
     sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
     rank, text = found
+    checkpoint = Checkpoint(files, path, manifest)
     for each in sorted({0, rank}):
         with suppress(OSError):
-            index, _ = index_of(manifest, each, read_small(files, path / index_name(each)), path)
-            for number, file in enumerate(index.files):
+            for number, file in enumerate(checkpoint.index_of(each).files):
                 name = file_name(each, number)
                 if sizes.get(name, file.num_bytes) != file.num_bytes:
                     text = f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
