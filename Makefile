@@ -65,7 +65,6 @@ format: $(DEV_STAMP)
 
 pages: $(RUN_STAMP)
 	$(BIN)/python docs/generate_pages.py
-	$(BIN)/shardwise explain --markdown > docs/findings.md
 
 # A warning of the builder, such as a link to a page that is not there, is an error. All pages are
 # written anew, since each has the navigation of all.

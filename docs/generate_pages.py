@@ -1,7 +1,7 @@
-"""Write the pages that are made from other files: lists of files, errors, names and decisions.
+"""Write the pages that are made from other files: files, errors, findings, names, decisions.
 
-Run it after a change of the docstring of a module, an error or a public name, or after a file or a
-decision was added, moved or removed: ``make pages``, or ``python docs/generate_pages.py``.
+Run it after a change of the docstring of a module, an error, a finding or a public name, or after
+a file or a decision was added or moved: ``make pages``, or ``python docs/generate_pages.py``.
 tests/test_docs.py compares the committed pages with the source.
 
 files.md lists rooms in the order of the table in ``shardwise.__doc__``. Inside a room a file stands
@@ -17,6 +17,8 @@ from pathlib import Path
 
 from generate_accounting import accounting_data, accounting_page
 from generate_api import api_page
+from generate_findings import findings_page
+from generate_owner import owner_page
 from generate_step import step_page, step_picture
 
 DOCS = Path(__file__).resolve().parent
@@ -50,10 +52,12 @@ def pages() -> dict[str, str]:
     return {
         "files.md": files_page(),
         "errors.md": errors_page(),
+        "findings.md": findings_page(),
         "decisions/README.md": decisions_page(),
         "api.md": api_page(),
         "account.md": accounting_page(),
         "site/data/accounting.json": accounting_data(),
+        "owner.md": owner_page(),
         "step.md": step_page(),
         "step.svg": step_picture(),
     }

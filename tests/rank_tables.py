@@ -15,10 +15,10 @@ Run = Callable[[Path], object]
 Scenarios = Mapping[str, tuple[Callable[..., object], Sequence[Any]]]
 
 
-def each_of(scenarios: Scenarios) -> pytest.MarkDecorator:
+def each_of(scenarios):
     """Parametrize a test by ``run``, one for each number of ranks, which takes a folder."""
 
-    def made(function: Callable[..., object], size: int, *args: Any) -> Run:
+    def made(function, size, *args):
         takes_folder = "folder" in signature(function).parameters
         return lambda folder: run_ranks(function, size, *[folder][:takes_folder], *args)
 
@@ -31,14 +31,14 @@ def each_of(scenarios: Scenarios) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("run", found)
 
 
-def begin_all(calls: Mapping[str, Sequence[Any]]) -> Callable[[str], list[Any]]:
+def begin_all(calls):
     """Start calls that mostly wait all at once; return what gives the results of one by its name.
 
     Each call is a function, its number of ranks, and its other arguments.
     """
     begun = {name: start_ranks(*call) for name, call in calls.items()}
 
-    def results(name: str) -> list[Any]:
+    def results(name):
         outcomes = begun[name].wait()
         assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
         return [outcome.result for outcome in outcomes]

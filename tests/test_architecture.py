@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,17 +28,17 @@ reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
 HOOKS = re.compile(r"register_(module_)?(full_)?(forward|backward)(_pre)?_hook")
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     """Return the path inside the package, e.g. ``shard/tensor.py``."""
     return path.relative_to(ROOT).as_posix()
 
 
-def dotted(node: ast.AST) -> str:
+def dotted(node):
     """Return ``a.b.c`` for an attribute chain, else nothing."""
     return ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
 
 
-def uses_of(path: Path) -> Iterator[tuple[int, str]]:
+def uses_of(path):
     """Yield (line, dotted name) of every attribute chain and imported name in a file."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
@@ -50,7 +49,7 @@ def uses_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
 
 
-def places(paths: list[Path], pattern: str) -> list[str]:
+def places(paths, pattern):
     wanted = re.compile(pattern)
     return [
         f"{name_of(path)}:{line} {name}"
@@ -60,20 +59,20 @@ def places(paths: list[Path], pattern: str) -> list[str]:
     ]
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+def functions():
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield path, node  # type: ignore[misc]
+                yield path, node
 
 
-def test_the_reading_order_names_every_room_and_no_other() -> None:
+def test_the_reading_order_names_every_room_and_no_other():
     on_disk = {p.name for p in ROOT.iterdir() if p.is_dir() and any(p.glob("*.py"))}
     on_disk |= {p.stem for p in ROOT.glob("*.py")} - {"__init__", "__main__"}
     assert sorted(rooms()) == sorted(on_disk)
 
 
-def test_a_room_imports_only_from_what_stands_above_it() -> None:
+def test_a_room_imports_only_from_what_stands_above_it():
     order = {room: number for number, room in enumerate(rooms())}
     wrong = []
     for path in FILES:
@@ -88,7 +87,7 @@ def test_a_room_imports_only_from_what_stands_above_it() -> None:
     assert not wrong
 
 
-def test_no_room_below_the_recipe_imports_the_public_names() -> None:
+def test_no_room_below_the_recipe_imports_the_public_names():
     """They are imported late, so this would be a cycle that shows only on first use."""
     inner = [
         p for p in FILES if p.parent != ROOT and p.parts[len(ROOT.parts)] not in ("train", "cli")
@@ -97,12 +96,12 @@ def test_no_room_below_the_recipe_imports_the_public_names() -> None:
     assert not [n for n in names if n.split(".")[-1] in shardwise.__all__ and n.count(".") < 3]
 
 
-def test_inside_a_room_the_reading_order_is_the_import_order() -> None:
+def test_inside_a_room_the_reading_order_is_the_import_order():
     """No two files import each other, directly or in a circle."""
     edges = import_graph()
     done: set[str] = set()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def visit(name, path):
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name not in done:
             for target in edges[name]:
@@ -113,30 +112,30 @@ def test_inside_a_room_the_reading_order_is_the_import_order() -> None:
         visit(name, ())
 
 
-def test_only_the_device_file_says_torch_cuda() -> None:
+def test_only_the_device_file_says_torch_cuda():
     others = [p for p in FILES if name_of(p) != "device.py"]
     assert not places(others, r"^torch\.cuda\b")
 
 
-def test_only_comm_calls_the_collectives_of_torch_distributed() -> None:
+def test_only_comm_calls_the_collectives_of_torch_distributed():
     others = [p for p in FILES if not name_of(p).startswith("comm/")]
     names = "|".join(COLLECTIVES.split())
     assert not places(others, rf"^(dist|torch\.distributed)\.({names})$")
     assert not places(others, r"distributed\._functional_collectives")
 
 
-def test_only_the_hooks_file_registers_module_hooks() -> None:
+def test_only_the_hooks_file_registers_module_hooks():
     others = [p for p in FILES if name_of(p) != "engine/hooks.py"]
     assert not places(others, HOOKS.pattern)
     assert places([ROOT / "engine" / "hooks.py"], HOOKS.pattern)
 
 
-def test_only_the_command_line_reads_the_environment() -> None:
+def test_only_the_command_line_reads_the_environment():
     others = [p for p in FILES if not name_of(p).startswith("cli/")]
     assert not places(others, r"^os\.(environ|getenv)\b")
 
 
-def test_no_file_prints_but_the_command_line() -> None:
+def test_no_file_prints_but_the_command_line():
     calls = [
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
@@ -147,18 +146,18 @@ def test_no_file_prints_but_the_command_line() -> None:
     assert not calls
 
 
-def test_no_file_is_too_long_to_be_read_in_one_go() -> None:
+def test_no_file_is_too_long_to_be_read_in_one_go():
     lengths = {name_of(p): len(p.read_text().splitlines()) for p in FILES}
     too_long = {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES}
     assert set(too_long) == set(LONGER_FILES), too_long
 
 
-def test_the_package_does_not_grow() -> None:
+def test_the_package_does_not_grow():
     """What is added is paid for by something that leaves."""
     assert sum(len(path.read_text().splitlines()) for path in FILES) <= MAX_LINES
 
 
-def test_no_function_is_too_long_to_be_read_at_a_glance() -> None:
+def test_no_function_is_too_long_to_be_read_at_a_glance():
     lengths = [
         (f"{name_of(path)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1)
         for path, node in functions()
@@ -166,11 +165,11 @@ def test_no_function_is_too_long_to_be_read_at_a_glance() -> None:
     assert not [(where, lines) for where, lines in lengths if lines > MAX_FUNCTION_LINES]
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_says_what_it_is_for():
     assert not [name_of(p) for p in FILES if not ast.get_docstring(tree_of(p))]
 
 
-def test_every_public_function_and_class_has_a_docstring() -> None:
+def test_every_public_function_and_class_has_a_docstring():
     missing = []
     for path in FILES:
         public: list[ast.stmt] = list(tree_of(path).body)
@@ -190,14 +189,14 @@ def test_every_public_function_and_class_has_a_docstring() -> None:
     assert not missing
 
 
-def test_public_functions_are_described_by_an_imperative_line() -> None:
+def test_public_functions_are_described_by_an_imperative_line():
     for name in shardwise.__all__:
         thing = getattr(shardwise, name)
         first = (inspect.getdoc(thing) or "").splitlines()[0]
         assert first.endswith("."), f"{name}: {first}"
 
 
-def test_public_names_are_sorted_and_there() -> None:
+def test_public_names_are_sorted_and_there():
     assert shardwise.__all__ == sorted(shardwise.__all__)
     for name in shardwise.__all__:
         thing = getattr(shardwise, name)
@@ -205,10 +204,10 @@ def test_public_names_are_sorted_and_there() -> None:
         assert getattr(importlib.import_module(home), name) is thing
     assert set(shardwise.__all__) <= set(dir(shardwise))
     with pytest.raises(AttributeError, match="no attribute 'shards'"):
-        _ = shardwise.shards  # type: ignore[attr-defined]
+        _ = shardwise.shards
 
 
-def test_every_cited_note_exists() -> None:
+def test_every_cited_note_exists():
     texts = {name_of(p): p.read_text() for p in (*FILES, *ROOT.rglob("*.toml"))}
     titles = {
         match
@@ -221,7 +220,7 @@ def test_every_cited_note_exists() -> None:
             assert any(title.startswith(wanted) for title in titles), f"{name}: Note [{cited}]"
 
 
-def run_python(code: str) -> str:
+def run_python(code):
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT.parent)!r}); {code}"],
         capture_output=True,
@@ -231,12 +230,12 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_the_package_does_not_import_torch() -> None:
+def test_importing_the_package_does_not_import_torch():
     assert run_python("import shardwise; print('torch' in sys.modules)") == "False"
     assert run_python("import shardwise.errors; print('torch' in sys.modules)") == "False"
 
 
-def test_importing_the_command_line_does_not_import_torch() -> None:
+def test_importing_the_command_line_does_not_import_torch():
     assert run_python("import shardwise.cli.main; print('torch' in sys.modules)") == "False"
 
 
@@ -255,34 +254,34 @@ from torch import nn
 from shardwise.comm.listener import WAITS, Listener
 from shardwise.engine.api import shard
 WAITS.attach(Listener)
-torch.manual_seed(0)
-plain, model = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
-model.load_state_dict(plain.state_dict())
 x = torch.linspace(-1, 1, 20).view(4, 5)
 dist.init_process_group("gloo", store=dist.FileStore(STORE, 2), rank=RANK, world_size=2)
-shard(model, stage=STAGE, units=nn.Linear)
-for each in (plain, model):
-    optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, foreach=False)
-    for _ in range(3):
-        optimizer.zero_grad()
-        each(x).square().sum().backward()
-        optimizer.step()
-for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-    assert torch.equal(ours.full_tensor(), theirs), (ours, theirs)
+for stage in range(4):
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    shard(model, stage=stage, units=nn.Linear)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs), (stage, ours, theirs)
 dist.destroy_process_group()
 """
 
 
-def test_the_core_comes_before_all_that_stands_on_it() -> None:
+def test_the_core_comes_before_all_that_stands_on_it():
     order = rooms()
     assert order[order.index("layout") : order.index("engine") + 1] == list(CORE)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_core_trains_without_any_room_below_it(stage: int, tmp_path: Path) -> None:
+def test_the_core_trains_without_any_room_below_it(tmp_path):
     order = rooms()
     below = {f"shardwise.{room}" for room in order[order.index("engine") + 1 :]}
-    values = f"BELOW, STAGE, STORE = {below!r}, {stage}, {str(tmp_path / 'store')!r}"
+    values = f"BELOW, STORE = {below!r}, {str(tmp_path / 'store')!r}"
     ranks = [
         subprocess.Popen([sys.executable, "-c", f"{values}; RANK = {rank}\n{TRAINS_ALONE}"])
         for rank in range(2)

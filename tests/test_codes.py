@@ -23,9 +23,7 @@ NUMBERS = st.one_of(
 BLOCKS = st.lists(NUMBERS, min_size=1, max_size=33)
 
 
-def there_and_back(
-    values: list[float], kind: str, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def there_and_back(values, kind, dtype=torch.float32):
     block = torch.tensor([values], dtype=torch.float32)
     codes = torch.empty(1, Coding(kind, 16).code_bytes(len(values)), dtype=torch.uint8)
     scales, out = torch.empty(1, 1), torch.empty(1, len(values), dtype=dtype)
@@ -38,14 +36,14 @@ def there_and_back(
     return out[0]
 
 
-def bits(values: torch.Tensor) -> list[int]:
+def bits(values):
     return values.view(torch.int32).tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(values=BLOCKS)
-def test_what_arrives_is_what_the_page_says_to_the_bit(kind: str, values: list[float]) -> None:
+def test_what_arrives_is_what_the_page_says_to_the_bit(kind, values):
     """And is the same by both ways of decoding, in every dtype of computation."""
     wanted = torch.from_numpy(decoded_block(values, kind))
     assert bits(there_and_back(values, kind) + 0.0) == bits(wanted + 0.0)  # zeros of any sign
@@ -56,7 +54,7 @@ def test_what_arrives_is_what_the_page_says_to_the_bit(kind: str, values: list[f
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(values=BLOCKS)
-def test_no_number_moves_by_more_than_the_formats_bound(kind: str, values: list[float]) -> None:
+def test_no_number_moves_by_more_than_the_formats_bound(kind, values):
     """Half a step of the largest magnitude, and for fp8 a sixteenth of the number itself."""
     largest = max(abs(v) for v in values)
     levels = {"int8": 127, "fp8": 448, "int4": 7}[kind]
@@ -73,22 +71,20 @@ def test_no_number_moves_by_more_than_the_formats_bound(kind: str, values: list[
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @settings(max_examples=30, deadline=None)
 @given(values=BLOCKS, place=st.integers(0, 40))
-def test_a_block_with_one_number_that_is_not_finite_has_none(
-    kind: str, bad: float, values: list[float], place: int
-) -> None:
+def test_a_block_with_one_number_that_is_not_finite_has_none(kind, bad, values, place):
     values = [*values]
     values[place % len(values)] = bad
     assert there_and_back(values, kind).isnan().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_zeros_and_numbers_below_the_smallest_normal_one_stay_small(kind: str) -> None:
+def test_zeros_and_numbers_below_the_smallest_normal_one_stay_small(kind):
     assert there_and_back([0.0, -0.0, 0.0], kind).abs().tolist() == [0.0] * 3
     assert there_and_back([1e-45, -1e-40, 0.0], kind).abs().max() <= 2.0**-126
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_huge_outlier_costs_its_own_block_alone(kind: str) -> None:
+def test_a_huge_outlier_costs_its_own_block_alone(kind):
     values = torch.cat([torch.tensor([LARGEST]), torch.linspace(-1, 1, 31)])
     block = values.reshape(2, 16)
     codes = torch.empty(2, Coding(kind, 16).code_bytes(16), dtype=torch.uint8)
@@ -101,7 +97,7 @@ def test_a_huge_outlier_costs_its_own_block_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_of_fp8_stand_for_what_torchs_own_cast_gives(dtype: torch.dtype) -> None:
+def test_codes_of_fp8_stand_for_what_torchs_own_cast_gives(dtype):
     """All but those of NaN, which are in blocks whose scale is NaN alone."""
     codes = torch.arange(256, dtype=torch.uint8)
     wanted = codes.view(torch.float8_e4m3fn).to(dtype)
@@ -114,7 +110,7 @@ def test_codes_of_fp8_stand_for_what_torchs_own_cast_gives(dtype: torch.dtype) -
     assert out.isnan().all()
 
 
-def test_every_code_of_fp8_is_its_own_image() -> None:
+def test_every_code_of_fp8_is_its_own_image():
     numbers = fp8_numbers()
     assert there_and_back([*numbers, 448.0], "fp8")[-1] == pytest.approx(448.0, rel=2**-21)
     scaled = there_and_back(numbers, "fp8") / (448.0 / numbers[-1])
@@ -132,9 +128,9 @@ def test_every_code_of_fp8_is_its_own_image() -> None:
     block=st.sampled_from([16, 32, 256]),
 )
 def test_shares_cover_every_element_once_and_nothing_overlaps(
-    kind: str, shapes: list[tuple[int, ...]], num_ranks: int, layout: str, block: int
-) -> None:
-    wire = Wire(build_layout(layout, shapes, num_ranks), Coding(kind, block), 2)  # type: ignore[arg-type]
+    kind, shapes, num_ranks, layout, block
+):
+    wire = Wire(build_layout(layout, shapes, num_ranks), Coding(kind, block), 2)
     seen = np.zeros(wire.layout.full_numel, dtype=int)
     for number, segment in enumerate(wire.segments):
         longest = 0
@@ -163,14 +159,14 @@ def test_shares_cover_every_element_once_and_nothing_overlaps(
 @pytest.mark.parametrize(
     ("kind", "ratio"), [("int8", 0.5078125), ("fp8", 0.5078125), ("int4", 0.2578125)]
 )
-def test_blocks_of_256_take_these_parts_of_bf16(kind: str, ratio: float) -> None:
+def test_blocks_of_256_take_these_parts_of_bf16(kind, ratio):
     shapes = [(1024, 512), (512, 1024)]
     wire = Wire(build_layout("rows", shapes, 4), Coding(kind, 256), 2)
     assert wire.num_bytes == ratio * 2 * wire.layout.full_numel
     assert wire.num_bytes == 2 * wire_bytes(1024 * 512, kind, 256)
 
 
-def test_the_oracle_knows_a_cut_block() -> None:
+def test_the_oracle_knows_a_cut_block():
     values = np.array([1.0, 2.0, 100.0, 3.0], dtype=np.float32)
     whole, cut = decoded(values, "int4", 16), decoded(values, "int4", 16, [2])
     assert whole[0] == 0

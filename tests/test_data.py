@@ -4,9 +4,6 @@ import multiprocessing
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,26 +21,24 @@ from shardwise.errors import ConfigError, StateError
 
 
 @given(size=st.integers(1, 400), key=st.integers(0, 2**64 - 1))
-def test_permute_is_a_permutation(size: int, key: int) -> None:
+def test_permute_is_a_permutation(size, key):
     assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
 
 
-def test_permute_depends_on_its_key() -> None:
+def test_permute_depends_on_its_key():
     orders = {tuple(permute(i, 50, key) for i in range(50)) for key in range(20)}
     assert len(orders) == 20
 
 
 @given(size=st.integers(1, 500), data=st.data(), seed=st.integers(0, 99))
-def test_each_epoch_takes_each_sample_once_with_blocks_and_without(
-    size: int, data: st.DataObject, seed: int
-) -> None:
+def test_each_epoch_takes_each_sample_once_with_blocks_and_without(size, data, seed):
     order = SampleOrder(size, seed, data.draw(st.none() | st.integers(1, size)))
     for epoch in range(2):
         taken = [order.sample(epoch * size + place) for place in range(size)]
         assert sorted(taken) == list(range(size))
 
 
-def test_blocks_keep_reads_in_a_few_regions_and_mix_them() -> None:
+def test_blocks_keep_reads_in_a_few_regions_and_mix_them():
     order = SampleOrder(100_000, seed=3, block=50)
     taken = [order.sample(place) for place in range(16 * 50)]
     assert len({sample // 50 for sample in taken}) == 16
@@ -53,8 +48,8 @@ def test_blocks_keep_reads_in_a_few_regions_and_mix_them() -> None:
 
 @given(micro_batch=st.integers(1, 5), num_micro_batches=st.integers(1, 20), ranks=st.integers(1, 8))
 def test_the_ranks_take_each_sample_of_a_step_once_in_as_many_passes(
-    micro_batch: int, num_micro_batches: int, ranks: int
-) -> None:
+    micro_batch, num_micro_batches, ranks
+):
     shares = [
         BatchShare(micro_batch * num_micro_batches, micro_batch, rank, ranks)
         for rank in range(ranks)
@@ -75,14 +70,14 @@ def test_the_ranks_take_each_sample_of_a_step_once_in_as_many_passes(
 class Items:
     """A dataset that notes what is read; item i is i."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 60
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.tensor([float(index)])
 
 
-def loader_of(kind: str, samples: Samples) -> Any:
+def loader_of(kind, samples):
     if kind == "stateful":
         stateful = pytest.importorskip("torchdata.stateful_dataloader")
         with warnings.catch_warnings():
@@ -90,15 +85,13 @@ def loader_of(kind: str, samples: Samples) -> Any:
             return stateful.StatefulDataLoader(
                 Items(), batch_sampler=samples, num_workers=1, multiprocessing_context="fork"
             )
-    return DataLoader(Items(), batch_sampler=samples)  # type: ignore[arg-type]
+    return DataLoader(Items(), batch_sampler=samples)
 
 
-def take(
-    rank: int, world_size: int, state: dict[str, object] | None, num: int, kind: str
-) -> tuple[list[tuple[int, int]], dict[str, object]]:
+def take(rank, world_size, state, num, kind):
     """Take steps; return (step, sample) of all that counts, and the position."""
     # Ranks of tests are daemons, which may not start a loader's workers.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False
     samples = Samples(60, global_batch=6, micro_batch=2, seed=5)
     if state is not None:
         samples.load_state_dict(state)
@@ -106,17 +99,17 @@ def take(
     for step in samples.steps(loader_of(kind, samples)):
         for micro in step:
             taken += [(step.number, int(item)) for item in micro.batch if micro.weight]
-        if step.number == (state or {"step": 0})["step"] + num:  # type: ignore[operator]
+        if step.number == (state or {"step": 0})["step"] + num:
             break
     return taken, samples.state_dict()
 
 
-def all_taken(results: list[Any]) -> Counter[tuple[int, int]]:
+def all_taken(results):
     return Counter(pair for taken, _ in results for pair in taken)
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
-def test_no_sample_is_lost_or_seen_twice_when_the_number_of_ranks_changes(kind: str) -> None:
+def test_no_sample_is_lost_or_seen_twice_when_the_number_of_ranks_changes(kind):
     alone = run_ranks(take, 1, None, 9, "plain")
     first = run_ranks(take, 2, None, 4, kind)
     second = run_ranks(take, 3, first[0][1], 3, kind)
@@ -126,7 +119,7 @@ def test_no_sample_is_lost_or_seen_twice_when_the_number_of_ranks_changes(kind: 
     assert third[0][1]["step"] == 9
 
 
-def test_a_position_of_other_samples_is_refused() -> None:
+def test_a_position_of_other_samples_is_refused():
     state = Samples(40, global_batch=6, micro_batch=2).state_dict()
     for key, samples in (
         ("num_samples", Samples(41, global_batch=6, micro_batch=2)),
@@ -139,7 +132,7 @@ def test_a_position_of_other_samples_is_refused() -> None:
             samples.load_state_dict(state)
 
 
-def test_sizes_that_do_not_fit_and_a_step_that_is_left_early_are_refused() -> None:
+def test_sizes_that_do_not_fit_and_a_step_that_is_left_early_are_refused():
     with pytest.raises(ConfigError, match="a multiple of micro_batch, got 40 samples, 7 and 2"):
         Samples(40, global_batch=7, micro_batch=2)
     with pytest.raises(ConfigError, match="shuffle: expected 1 to 40, got 41"):
@@ -157,11 +150,11 @@ def test_sizes_that_do_not_fit_and_a_step_that_is_left_early_are_refused() -> No
     assert [(step.number, len(list(step))) for step in steps] == [(2, 3), (3, 3)]
 
 
-def steps_of(rank: int, world_size: int, samples: Samples) -> None:
+def steps_of(rank, world_size, samples):
     next(samples.steps(iter(samples)))
 
 
-def test_samples_made_before_the_process_group_are_refused() -> None:
+def test_samples_made_before_the_process_group_are_refused():
     samples = Samples(40, global_batch=6, micro_batch=2)
     with pytest.raises(
         RankError, match="divided over 1 ranks, and there are 2: make Samples after"
@@ -169,7 +162,7 @@ def test_samples_made_before_the_process_group_are_refused() -> None:
         run_ranks(steps_of, 2, samples)
 
 
-def infinite_neighbour(rank: int, world_size: int) -> list[float]:
+def infinite_neighbour(rank, world_size):
     """Take a step whose next one has a sample that is not finite."""
     samples = Samples(40, global_batch=8, micro_batch=2, shuffle=False)
     data = torch.arange(40.0).index_fill(0, torch.arange(8, 40), torch.inf)
@@ -177,12 +170,12 @@ def infinite_neighbour(rank: int, world_size: int) -> list[float]:
     return [float(micro.batch.sum() * micro.weight) for micro in step]
 
 
-def test_a_pass_without_weight_takes_no_sample_of_another_step() -> None:
+def test_a_pass_without_weight_takes_no_sample_of_another_step():
     sums = [value for values in run_ranks(infinite_neighbour, 3) for value in values]
     assert sum(sums) / 3 == pytest.approx(sum(range(8)) / 4)
 
 
-def weights_after(rank: int, world_size: int, seeds_draws: bool) -> dict[str, torch.Tensor]:
+def weights_after(rank, world_size, seeds_draws):
     """Train with dropout, over four micro-batches a step."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
@@ -200,7 +193,7 @@ def weights_after(rank: int, world_size: int, seeds_draws: bool) -> dict[str, to
     return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 
-def test_a_loop_takes_the_same_steps_on_any_number_of_ranks_also_with_empty_passes() -> None:
+def test_a_loop_takes_the_same_steps_on_any_number_of_ranks_also_with_empty_passes():
     alone = run_ranks(weights_after, 1, True)[0]
     roundings = 3 * of_gradient(1, 4, over=8)
     for ranks in (2, 3):
@@ -208,13 +201,13 @@ def test_a_loop_takes_the_same_steps_on_any_number_of_ranks_also_with_empty_pass
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[list[Path]]:
+def files(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(21, dtype=np.uint16))
     (tmp_path / "b.bin").write_bytes(np.arange(100, 112, dtype=np.uint16).tobytes())
     yield [tmp_path / "a.npy", tmp_path / "b.bin"]
 
 
-def test_windows_start_at_multiples_with_targets_ahead_and_span_no_files(files: list[Path]) -> None:
+def test_windows_start_at_multiples_with_targets_ahead_and_span_no_files(files):
     tokens = TokenFiles(files, 10, dtype="uint16")
     assert (len(tokens), tokens.num_tokens) == (2 + 1, 33)
     found = [(ids.tolist(), targets.tolist()) for ids, targets in map(tokens.__getitem__, range(3))]
@@ -237,9 +230,7 @@ def test_windows_start_at_multiples_with_targets_ahead_and_span_no_files(files: 
         ("short.npy", np.zeros(4, dtype=int), "4 tokens are no window of seq 4"),
     ],
 )
-def test_a_file_that_is_no_row_of_tokens_is_named(
-    tmp_path: Path, name: str, content: Any, message: str
-) -> None:
+def test_a_file_that_is_no_row_of_tokens_is_named(tmp_path, name, content, message):
     path = tmp_path / name
     if isinstance(content, bytes):
         path.write_bytes(content)

@@ -7,8 +7,10 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from math import prod
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -20,6 +22,7 @@ from generate_accounting import held_bytes
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
 from shardwise.cli.main import call_command
+from shardwise.layout.segments import rows_layout
 from shardwise.plan import account
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
@@ -46,7 +49,7 @@ def prose(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_relative_link_resolves(page: Path) -> None:
+def test_every_relative_link_resolves(page):
     links = [link for link in LINK.findall(prose(page)) if "://" not in link]
     broken = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
     assert not broken, f"{page_id(page)}: {broken}"
@@ -60,7 +63,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_linked_section_exists(page: Path) -> None:
+def test_every_linked_section_exists(page):
     links = [link for link in LINK.findall(prose(page)) if "://" not in link and ".md#" in link]
     links += [page.name + link for link in LINK.findall(prose(page)) if link.startswith("#")]
     parts = [link.split("#") for link in links]
@@ -69,7 +72,7 @@ def test_every_linked_section_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_page_is_reached_from_the_index_or_the_readme(page: Path) -> None:
+def test_every_page_is_reached_from_the_index_or_the_readme(page):
     index = ROOT / "docs" / "index.md"
     entries = (index, ROOT / "docs" / "decisions" / "README.md")
     linked = {(e.parent / link).resolve() for e in entries for link in LINK.findall(e.read_text())}
@@ -77,7 +80,7 @@ def test_every_page_is_reached_from_the_index_or_the_readme(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_python_blocks_compile(page: Path) -> None:
+def test_python_blocks_compile(page):
     for code in code_blocks(page, "python"):
         ast.parse(code, page_id(page))
 
@@ -90,7 +93,7 @@ def names_in(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_name_under_shardwise_exists(page: Path) -> None:
+def test_every_name_under_shardwise_exists(page):
     for name in names_in(page):
         found: object = shardwise
         for part in name.split("."):
@@ -101,7 +104,7 @@ def test_every_name_under_shardwise_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_calls_of_shardwise_name_parameters_that_exist(page: Path) -> None:
+def test_calls_of_shardwise_name_parameters_that_exist(page):
     """Parameters of earlier versions, which calls take with a warning, are not in the pages."""
     for code in code_blocks(page, "python"):
         for node in ast.walk(ast.parse(code)):
@@ -114,13 +117,13 @@ def test_calls_of_shardwise_name_parameters_that_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_cited_program_exists(page: Path) -> None:
+def test_every_cited_program_exists(page):
     cited = re.findall(r"\b(?:benchmarks|examples|tests)/[\w/-]+\.\w+", page.read_text())
     missing = [path for path in cited if not (ROOT / path).exists()]
     assert not missing, f"{page_id(page)}: {missing}"
 
 
-def test_every_cited_note_stands_in_the_code() -> None:
+def test_every_cited_note_stands_in_the_code():
     titles = {
         title
         for path in SOURCES
@@ -131,7 +134,7 @@ def test_every_cited_note_stands_in_the_code() -> None:
         assert set(cited) <= titles, f"{page_id(page)}: {set(cited) - titles}"
 
 
-def test_every_cited_method_or_field_stands_in_the_code() -> None:
+def test_every_cited_method_or_field_stands_in_the_code():
     defined = {
         f"{outer.name}.{inner.name if isinstance(inner, ast.FunctionDef) else inner.target.id}"
         for path in SOURCES
@@ -148,12 +151,12 @@ def test_every_cited_method_or_field_stands_in_the_code() -> None:
 
 
 @pytest.mark.parametrize("name", pages())
-def test_a_page_that_is_made_from_the_source_is_current(name: str) -> None:
+def test_a_page_that_is_made_from_the_source_is_current(name):
     """`make pages` writes them."""
     assert (ROOT / "docs" / name).read_text() == pages()[name]
 
 
-def test_the_list_of_files_has_each_file_once_below_those_that_it_imports() -> None:
+def test_the_list_of_files_has_each_file_once_below_those_that_it_imports():
     page = ROOT / "docs" / "files.md"
     linked = [(page.parent / link).resolve() for link in LINK.findall(page.read_text())]
     listed = [path for path in linked if path.suffix == ".py"]
@@ -165,26 +168,26 @@ def test_the_list_of_files_has_each_file_once_below_those_that_it_imports() -> N
         assert not graph[name] & set(names[number + 1 :]), name
 
 
-def test_the_architecture_names_the_rooms_in_their_order() -> None:
+def test_the_architecture_names_the_rooms_in_their_order():
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `([\w/, `]+)` \|", page, re.MULTILINE)
     listed = re.findall(r"\w+(?=/)", " ".join(rows))
     assert listed == [room for room in rooms() if (ROOT / "src" / "shardwise" / room).is_dir()]
 
 
-def test_the_architecture_quotes_the_table_of_stages() -> None:
+def test_the_architecture_quotes_the_table_of_stages():
     quoted = code_blocks(ROOT / "docs" / "architecture.md", "python")[0]
     assert quoted in (ROOT / "src" / "shardwise" / "stages.py").read_text()
 
 
-def test_every_key_of_the_train_command_is_in_its_table() -> None:
+def test_every_key_of_the_train_command_is_in_its_table():
     page = ROOT / "docs" / "how-to" / "train-command.md"
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page.read_text(), re.MULTILINE)
     fields = TrainConfig.model_fields
     assert rows == [(key, fields[key].description) for key in shardwise.keys.names_in(TrainConfig)]
 
 
-def test_the_picture_of_a_ranks_bytes_multiplies_what_the_planner_says() -> None:
+def test_the_picture_of_a_ranks_bytes_multiplies_what_the_planner_says():
     """For other numbers than those of which its rates were made, but for blocks of codes."""
     data = json.loads((ROOT / "docs" / "site" / "data" / "accounting.json").read_text())
     for key, rates in data["rates"].items():
@@ -198,7 +201,7 @@ def test_the_picture_of_a_ranks_bytes_multiplies_what_the_planner_says() -> None
         assert found == pytest.approx(held, abs=16), key
 
 
-def test_the_recorded_step_is_small_and_holds_what_the_planner_says() -> None:
+def test_the_recorded_step_is_small_and_holds_what_the_planner_says():
     path = ROOT / "docs" / "site" / "data" / "step.json"
     assert path.stat().st_size < 60_000
     for stage, step in json.loads(path.read_text())["stages"].items():
@@ -210,7 +213,37 @@ def test_the_recorded_step_is_small_and_holds_what_the_planner_says() -> None:
             assert held["optimizer_state"] == pytest.approx(planned.optimizer_state, rel=1e-3)
 
 
-def test_every_error_is_explained_with_a_remedy() -> None:
+def test_the_recorded_owners_are_those_of_the_layout_and_hold_what_the_stages_say():
+    data = json.loads((ROOT / "docs" / "site" / "data" / "owner.json").read_text())
+    layout, numel = rows_layout([data["shape"]], 4), prod(data["shape"])
+    updated = set()
+    for stage in STAGES:
+        moments = {each["moment"]: each["ranks"] for each in data["stages"][str(stage.number)]}
+        for ranks in moments.values():
+            for number, rank in enumerate(ranks):
+                piece = layout.piece(0, number)
+                owns = [piece.lo, piece.hi] if stage.shards_state else [0, numel]
+                assert rank["owns"] == owns and rank["adam"] == owns[1] - owns[0]
+                assert (rank["full"] == "no") is (None in rank["values"])
+            if any(rank["full"] == "fresh" for rank in ranks):
+                assert all(rank["values"] == ranks[0]["values"] for rank in ranks)
+        rests = "no" if stage.frees_after_backward else "stale" if stage.shards_state else "fresh"
+        assert {rank["full"] for rank in moments["at rest, without gradients"]} == {rests}
+        between = moments["between two micro-batches"]
+        reduces = stage.reduce_every == "micro_batch"
+        assert {rank["grad"] for rank in between} == {"mean" if reduces else "own"}
+        if reduces:
+            own = [rank["grads"] for rank in moments["its layer's backward"]]
+            means = [value for rank in between for value in rank["grads"]]
+            assert means == pytest.approx(
+                [fmean(each) for each in zip(*own, strict=True)], abs=2e-3
+            )
+        step = moments["after the optimizer's step"]
+        updated.add(tuple(step[0]["values"][:6] + step[3]["values"][18:]))
+    assert len(updated) == 1
+
+
+def test_every_error_is_explained_with_a_remedy():
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \| (.*) \| ", pages()["errors.md"], re.MULTILINE)
     errors = {n for n in dir(importlib.import_module("shardwise.errors")) if n[0].isupper()}
     assert errors <= {name for name, *_ in rows}
@@ -254,7 +287,7 @@ def passes_of(stage: Stage, num_micro_batches: int) -> int:
     return reductions + (uses or 1)  # a copy that is kept is gathered once, after the step
 
 
-def test_the_table_of_costs_follows_from_the_table_of_stages() -> None:
+def test_the_table_of_costs_follows_from_the_table_of_stages():
     table = table_of_costs()
     assert sorted(table) == [stage.number for stage in STAGES]
     for stage in STAGES:
@@ -272,7 +305,7 @@ def losses_in(out: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_program_of_the_readme_runs_and_learns(tmp_path: Path) -> None:
+def test_the_program_of_the_readme_runs_and_learns(tmp_path):
     (program,) = [code for code in code_blocks(ROOT / "README.md", "python") if "init_" in code]
     (tmp_path / "program.py").write_text(program)
     done = programs.run_program(tmp_path / "program.py", num_ranks=2, cwd=tmp_path)
@@ -293,13 +326,7 @@ CHOOSE = ROOT / "docs" / "choose.md"
 
 
 @pytest.mark.parametrize(("arguments", "lines"), list(plans_on(CHOOSE)))
-def test_plans_print_what_the_page_on_choices_says(
-    arguments: str,
-    lines: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plans_print_what_the_page_on_choices_says(arguments, lines, tmp_path, monkeypatch, capsys):
     (config,) = code_blocks(CHOOSE, "json")
     (tmp_path / "config.json").write_text(config)
     monkeypatch.chdir(tmp_path)
@@ -310,9 +337,7 @@ def test_plans_print_what_the_page_on_choices_says(
 
 
 @pytest.mark.slow
-def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(
-    tmp_path: Path,
-) -> None:
+def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(tmp_path):
     page = ROOT / "docs" / "start.md"
     (program,) = code_blocks(page, "python")
     (tmp_path / "first.py").write_text(program)
@@ -325,33 +350,31 @@ def test_the_first_program_runs_on_two_ranks_and_its_run_is_drawn(
     assert (tmp_path / "runs" / "first" / "report.html").exists()
 
 
-def test_the_site_finds_the_colours_of_report_pages() -> None:
+def test_the_site_finds_the_colours_of_report_pages():
     light, dark = colours()
     assert light.keys() == dark.keys() and not set(light.items()) & set(dark.items())
 
 
-def test_the_version_is_the_same_in_each_file() -> None:
+def test_the_version_is_the_same_in_each_file():
     citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
     package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert {m and m[1] for m in (citation, package, newest)} == {shardwise.__version__}
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1000
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_readme_learns_under_torchrun_at_another_stage() -> None:
+def test_the_loop_of_the_readme_learns_under_torchrun_at_another_stage():
     out = programs.torchrun("examples/train_loop.py", "--stage", 1)
     first, *_, last = losses_in(out)
     assert last < first / 2 and "stage 1 over 2 ranks" in out
 
 
 @pytest.mark.slow
-def test_a_loop_goes_on_by_itself_when_ranks_die_and_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_goes_on_by_itself_when_ranks_die_and_to_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
     quiet = programs.run_example("restart.py", "--folder", tmp_path / "quiet")
@@ -368,7 +391,7 @@ def test_a_loop_goes_on_by_itself_when_ranks_die_and_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
+def test_a_hugging_face_model_is_finetuned_unmodified_and_writes():
     pytest.importorskip("transformers", reason="needs transformers, an extra")
     out = programs.run_as_in_the_gallery("finetune_transformers.py")
     first, *_, last = losses_in(out)
@@ -376,7 +399,7 @@ def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
 
 
 @pytest.mark.slow
-def test_a_generator_gets_the_weights_of_training_ranks() -> None:
+def test_a_generator_gets_the_weights_of_training_ranks():
     out = programs.run_as_in_the_gallery("stream_weights.py", num_ranks=3)
     first, *_, last = (int(right) for right in re.findall(r"steps: (\d+) of 32", out))
     assert first < last > 24
@@ -393,25 +416,25 @@ def test_a_generator_gets_the_weights_of_training_ranks() -> None:
         (["pipeline.py"], 8),
     ],
 )
-def test_sharded_and_composed_models_learn(arguments: list[str], num_ranks: int) -> None:
+def test_sharded_and_composed_models_learn(arguments, num_ranks):
     out = programs.run_as_in_the_gallery(*arguments, num_ranks=num_ranks)
     first, *_, last = losses_in(out)
     assert last < first / 2
 
 
-def test_offload_on_one_device_changes_no_loss() -> None:
+def test_offload_on_one_device_changes_no_loss():
     out = programs.run_as_in_the_gallery("offload.py", num_ranks=1)
     assert out.endswith("the same losses: True\n")
     files = programs.run_example("offload.py", "--place", "nvme:.", num_ranks=1)
     assert files.endswith("the same losses: True\n")
 
 
-def test_a_loop_of_fsdp2_prints_the_same_losses_with_one_import_changed() -> None:
+def test_a_loop_of_fsdp2_prints_the_same_losses_with_one_import_changed():
     out = programs.run_as_in_the_gallery("from_fsdp2.py")
     assert out == programs.run_example("from_fsdp2.py", "--torch")
 
 
-def test_every_example_is_short_and_in_the_gallery() -> None:
+def test_every_example_is_short_and_in_the_gallery():
     page = (ROOT / "docs" / "gallery.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         assert f"(../examples/{path.name})" in page, path.name

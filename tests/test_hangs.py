@@ -12,7 +12,6 @@ import time
 import traceback
 import weakref
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,7 +21,7 @@ from torch import nn
 
 import shardwise
 from hangs import Case, End, named, train
-from ranks import HANG_S, Ranks, run_ranks, start_ranks
+from ranks import HANG_S, run_ranks, start_ranks
 from shardwise.comm.collective_key import CollectiveKey
 from shardwise.comm.listener import WAITS, Listener, checked_timeout
 from shardwise.comm.process_groups import FAILED_GROUPS
@@ -53,7 +52,7 @@ SAMPLE = [
 ]
 
 
-def train_into_a_log(rank: int, world_size: int, case: Case, folder: str, port: int) -> None:
+def train_into_a_log(rank, world_size, case, folder, port):
     log = os.open(Path(folder, f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -71,7 +70,7 @@ def train_into_a_log(rank: int, world_size: int, case: Case, folder: str, port: 
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Ranks, Path]]:
+def running(tmp_path_factory):
     """Let all cases wait at once; each begins once the one before it has come to its fault."""
     found = {}
     for case in SAMPLE:
@@ -89,9 +88,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Ranks,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"{case.axis}-{case.fault}-{case.rank}")
-def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(
-    running: dict[Case, tuple[Ranks, Path]], case: Case
-) -> None:
+def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(running, case):
     ranks, folder = running[case]
     survivors = [rank for rank in range(case.num_ranks) if rank != case.rank]
     for rank in survivors:
@@ -106,13 +103,13 @@ def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(
 
 
 # -- whether a process lives
-def process_of(pid: int, mine: Process) -> Process:
+def process_of(pid, mine):
     """Describe a process of this machine, as it would itself."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return Process(pid, mine.host, mine.machine, stat[19])
 
 
-def test_a_process_is_alive_stopped_or_dead_of_a_signal() -> None:
+def test_a_process_is_alive_stopped_or_dead_of_a_signal():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
     mine = own_process()
     process = process_of(child.pid, mine)
@@ -131,38 +128,38 @@ def test_a_process_is_alive_stopped_or_dead_of_a_signal() -> None:
     assert fate(elsewhere, mine)[0] == "silent"
 
 
-def test_a_heartbeat_is_read_as_it_was_published() -> None:
+def test_a_heartbeat_is_read_as_it_was_published():
     wait = WaitRecord("k", 1, (0, 1), "here")
     published = Heartbeat(3, own_process(), "all_gather", "in f", wait, begun={"k": 1})
     assert Heartbeat.from_json(published.to_json().encode()) == published
 
 
 # -- the table
-def beats(**other: Any) -> Heartbeat:
+def beats(**other):
     return Heartbeat(**{"beat": 1, "process": own_process(), **other})
 
 
-def waits(**other: Any) -> Heartbeat:
+def waits(**other):
     return beats(wait=record(**other))
 
 
-def record(**other: Any) -> WaitRecord:
+def record(**other):
     return WaitRecord(**{"key": "k", "number": 2, "ranks": (0, 1, 2), "text": "here", **other})
 
 
-def table(**by_rank: Heartbeat) -> Table:
+def table(**by_rank):
     """Return the table of rank 0, which waits in ``record()``."""
     return table_of(record(), **by_rank)
 
 
-def table_of(wait: WaitRecord, **by_rank: Heartbeat) -> Table:
+def table_of(wait, **by_rank):
     heard = Heartbeats()
     for name, heartbeat in by_rank.items():
         heard.add(int(name[1:]), heartbeat)
     return Table(heard, 0, wait)
 
 
-def test_a_rank_that_has_not_come_is_in_the_table_with_its_line_and_its_last_collective() -> None:
+def test_a_rank_that_has_not_come_is_in_the_table_with_its_line_and_its_last_collective():
     found = table(_1=beats(where="in load (a.py:3)", last="a gather"), _2=waits())
     text = found.describe()
     assert not found.gone
@@ -170,7 +167,7 @@ def test_a_rank_that_has_not_come_is_in_the_table_with_its_line_and_its_last_col
     assert "its last collective: a gather" in text and "Waiting: ranks 0, 2 in here" in text
 
 
-def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one() -> None:
+def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one():
     elsewhere = waits(number=1, text="there", key="other")
     text = table(_1=elsewhere, _2=waits()).describe()
     assert "in different calls" in text and "optional=" in text
@@ -178,13 +175,13 @@ def test_ranks_in_different_calls_are_told_apart_from_those_stuck_in_one() -> No
     assert "stuck inside" in table(_1=waits(), _2=waits()).describe()
 
 
-def test_a_rank_that_others_wait_for_elsewhere_is_in_the_table_too() -> None:
+def test_a_rank_that_others_wait_for_elsewhere_is_in_the_table_too():
     there = waits(key="other", ranks=(1, 5), text="there")
     found = table(_1=there, _2=waits(), _5=beats(left="ValueError: enough"))
     assert found.gone == [5] and "ValueError: enough" in found.describe()
 
 
-def test_who_follows_another_ones_failure_passes_its_verdict_on() -> None:
+def test_who_follows_another_ones_failure_passes_its_verdict_on():
     cause = beats(left="ValueError: enough")
     follows = beats(failed=f"{FAILED}rank 7 has died", left="CollectiveError: x", follows=True)
     both = table(_1=cause, _2=follows).describe()
@@ -194,7 +191,7 @@ def test_who_follows_another_ones_failure_passes_its_verdict_on() -> None:
     assert silent.gone == [] and silent.followers == [2]  # it is about to find its cause out
 
 
-def test_where_the_store_is_silent_a_stopped_rank_is_named_before_those_that_it_has_ended() -> None:
+def test_where_the_store_is_silent_a_stopped_rank_is_named_before_those_that_it_has_ended():
     mine = own_process()
     children = [
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"]) for _ in range(2)
@@ -228,14 +225,12 @@ def test_where_the_store_is_silent_a_stopped_rank_is_named_before_those_that_it_
         ("", 1, True, False),
     ],
 )
-def test_who_has_ended_well_is_missed_only_where_all_must_come(
-    left: str, number: int, needs_all: bool, is_missed: bool
-) -> None:
+def test_who_has_ended_well_is_missed_only_where_all_must_come(left, number, needs_all, is_missed):
     ended = beats(left=left, begun={"k": number})
     assert table_of(record(needs_all=needs_all), _1=ended, _2=waits()).gone == [1] * is_missed
 
 
-def test_a_rank_that_raises_is_gone_from_training_and_not_from_small_exchanges() -> None:
+def test_a_rank_that_raises_is_gone_from_training_and_not_from_small_exchanges():
     ranks = {"_1": beats(failed="rank 1: no space left"), "_2": waits()}
     found = table(**ranks)
     assert "rank 1: no space left" in found.describe() and found.gone == [1]
@@ -246,14 +241,14 @@ def test_a_rank_that_raises_is_gone_from_training_and_not_from_small_exchanges()
 class OnDevice:
     """A collective on a device, which ends when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.over = False
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self.over
 
 
-def test_of_collectives_that_fly_the_oldest_counts_from_when_the_one_before_ended() -> None:
+def test_of_collectives_that_fly_the_oldest_counts_from_when_the_one_before_ended():
     launched = AsyncCollectives()
     key = CollectiveKey("all_gather", "", 0, "shard", mock.Mock(group_name="0"))
     works = [OnDevice() for _ in range(3)]
@@ -274,7 +269,7 @@ def test_of_collectives_that_fly_the_oldest_counts_from_when_the_one_before_ende
     assert launched.oldest() is None
 
 
-def a_device_hangs(rank: int, world_size: int) -> list[str]:
+def a_device_hangs(rank, world_size):
     """Let a collective of a device that aborts never end, as rank 1 does not begin it."""
     WATCH.look_every_s = 0.2
     shardwise.debug.watch(4)
@@ -297,14 +292,14 @@ def a_device_hangs(rank: int, world_size: int) -> list[str]:
     return [str(caught.value)]
 
 
-def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missing() -> None:
+def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missing():
     (text,), _ = run_ranks(a_device_hangs, 2, fresh=True)
     assert "the next is not possible any more" in text
     assert "rank 1" in text and "Waiting: rank 0 in all_gather of unit 'blocks.0'" in text
 
 
 # -- the switch
-def one_rank(rank: int, world_size: int) -> None:
+def one_rank(rank, world_size):
     shardwise.debug.watch(4)
     model = shardwise.shard(nn.Linear(4, 4))
     assert WAITS.limit_s == 4
@@ -316,11 +311,11 @@ def one_rank(rank: int, world_size: int) -> None:
     assert WAITS.limit_s == 77
 
 
-def test_one_rank_may_be_watched_too() -> None:
+def test_one_rank_may_be_watched_too():
     run_ranks(one_rank, 1, fresh=True)
 
 
-def train_without_a_listener(rank: int, world_size: int) -> None:
+def train_without_a_listener(rank, world_size):
     WAITS.attach(Listener)
     WAITS.set_limit(4)
     model = shardwise.shard(nn.Linear(4, 4), stage=3)
@@ -329,30 +324,30 @@ def train_without_a_listener(rank: int, world_size: int) -> None:
     assert not [thread for thread in threading.enumerate() if "watch" in thread.name]
 
 
-def test_the_core_needs_no_watch() -> None:
+def test_the_core_needs_no_watch():
     run_ranks(train_without_a_listener, 2, fresh=True)
 
 
-def test_the_package_attaches_the_watch() -> None:
+def test_the_package_attaches_the_watch():
     assert WAITS.listener is WATCH
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 3.9, float("nan"), "10", True])
-def test_what_is_no_time_is_refused(wrong: Any) -> None:
+def test_what_is_no_time_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"hang_timeout=.*4 seconds or more"):
         checked_timeout(wrong)
 
 
-def test_a_main_thread_that_computes_is_in_no_wait_of_torchs() -> None:
+def test_a_main_thread_that_computes_is_in_no_wait_of_torchs():
     assert torch_call() is None
     assert "test_hangs.py" in lines_of_main()
 
 
-def wait_in_barrier(rank: int, world_size: int, folder: str) -> str:
+def wait_in_barrier(rank, world_size, folder):
     """Return what a thread of rank 0 sees of its main thread, which waits in a barrier."""
     seen: list[str] = []
 
-    def look() -> None:
+    def look():
         while (call := torch_call()) is None:
             time.sleep(0.05)
         seen.append(call.text)
@@ -370,7 +365,7 @@ def wait_in_barrier(rank: int, world_size: int, folder: str) -> str:
     return ""
 
 
-def test_a_wait_in_a_call_of_torchs_is_seen_from_another_thread() -> None:
+def test_a_wait_in_a_call_of_torchs_is_seen_from_another_thread():
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(wait_in_barrier, 3, folder)
     assert found[0] == "torch's barrier over ranks 0, 1, 2"

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +28,28 @@ SOURCES = Path(__file__).parents[1] / "src"
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.inner(x)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
+def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -63,7 +63,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(("name", "said"), [(n, s) for n, all_ in SAME.items() for s in all_])
-def test_a_precision_has_torchs_names_too(name: str, said: Any, tmp_path: Path) -> None:
+def test_a_precision_has_torchs_names_too(name, said, tmp_path):
     assert resolve_config(3, "rows", said).precision == PRECISIONS[name]
     assert Candidate(precision=said).precision == Setup(2, precision=said).precision == name
     text = str(said)
@@ -77,17 +77,17 @@ def test_a_precision_has_torchs_names_too(name: str, said: Any, tmp_path: Path) 
     assert load_config(path, {}, (other, {"precision": name})).precision == name
 
 
-def test_a_model_computes_in_the_dtype_that_was_given() -> None:
+def test_a_model_computes_in_the_dtype_that_was_given():
     model = shardwise.shard(Net(), precision=torch.bfloat16)
     assert model(torch.randn(2, 4)).dtype is torch.bfloat16
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def names(model: nn.Module) -> list[str]:
+def names(model):
     return [unit.name for unit in engine_of(model).units]
 
 
-def test_one_unit_may_stand_alone_and_a_list_of_modules_for_its_own() -> None:
+def test_one_unit_may_stand_alone_and_a_list_of_modules_for_its_own():
     blocks = ["", "layers.0", "layers.1"]
     for units in ("Block", Block, ["Block"], {Block}, (kind for kind in [Block])):
         assert names(shardwise.shard(Net(), units=units)) == blocks
@@ -103,7 +103,7 @@ def test_one_unit_may_stand_alone_and_a_list_of_modules_for_its_own() -> None:
         assert names(shardwise.shard(model, units=choose(model))) == expected
 
 
-def sharded() -> nn.Module:
+def sharded():
     return shardwise.shard(Net())
 
 
@@ -123,10 +123,10 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: shardwise.shard(Net(), precision="bf-16"), "did you mean 'bf16'?"),
     (lambda: shardwise.shard(Net(), precision=torch.int8), "precision=torch.int8: expected one of"),
     (
-        lambda: Precision("bf16", gather="int8"),  # type: ignore[arg-type]
+        lambda: Precision("bf16", gather="int8"),
         "'bf16' stands for Precision(torch.bfloat16, torch.float32, torch.float32)",
     ),
-    (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),  # type: ignore[arg-type]
+    (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),
     (lambda: Precision(block=100), "precision.block=100: expected a multiple of 16"),
     (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),
     (lambda: Schedule(prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
@@ -163,13 +163,13 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("slip", "said"), SLIPS, ids=[said[:40] for _, said in SLIPS])
-def test_a_slip_is_answered_with_what_was_expected(slip: Callable[[], Any], said: str) -> None:
+def test_a_slip_is_answered_with_what_was_expected(slip, said):
     with pytest.raises(ConfigError) as refused:
         slip()
     assert said in str(refused.value)
 
 
-def test_a_parameter_of_a_class_that_does_not_say_how_it_is_gathered_is_named() -> None:
+def test_a_parameter_of_a_class_that_does_not_say_how_it_is_gathered_is_named():
     for shard in (shardwise.shard, shardwise.fully_shard):
         model = Net()
         plain = model.head.weight.detach()
@@ -178,15 +178,15 @@ def test_a_parameter_of_a_class_that_does_not_say_how_it_is_gathered_is_named() 
             shard(model)
 
 
-def test_no_precision_keeps_each_parameters_dtype() -> None:
+def test_no_precision_keeps_each_parameters_dtype():
     model = Net().bfloat16()
     shardwise.shard(model, precision=None)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_root_without_reset_parameters_is_called_the_root() -> None:
+def test_a_root_without_reset_parameters_is_called_the_root():
     class Bare(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.empty(3))
 
@@ -196,7 +196,7 @@ def test_a_root_without_reset_parameters_is_called_the_root() -> None:
         shardwise.shard(model)
 
 
-def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) -> None:
+def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path):
     """All of them in one process: what is imported once stays, so none may import torch."""
     (tmp_path / "typo.yaml").write_text("stge: 1\n")
     (tmp_path / "typo.json").write_text('{"zero_optimization": {"stge": 3}}')

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -36,7 +36,7 @@ MIB = 1 << 20
 Hook = Callable[[], None]
 
 
-def host_memory(num_bytes: int) -> torch.Tensor:
+def host_memory(num_bytes):
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -51,42 +51,42 @@ class FaultySystem(System):
     counts: dict[str, int] = field(default_factory=dict)
     folders: dict[int, str] = field(default_factory=dict)  # by descriptor
 
-    def open(self, folder: Path) -> int:
+    def open(self, folder):
         self._do("open", folder.name, 0)
         fd = super().open(folder)
         self.folders[fd] = folder.name
         return fd
 
-    def reserve(self, fd: int, num_bytes: int) -> None:
+    def reserve(self, fd, num_bytes):
         self._do("reserve", self.folders[fd], num_bytes)
         super().reserve(fd, num_bytes)
 
-    def go_direct(self, fd: int) -> None:
+    def go_direct(self, fd):
         self._do("go_direct", self.folders[fd], 0)
         super().go_direct(fd)
 
-    def read(self, fd: int, at: int, into: Sequence[Any]) -> int:
+    def read(self, fd, at, into):
         limit = self._do("read", self.folders[fd], at)
         return _some(super().read, fd, at, into, limit)
 
-    def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
+    def write(self, fd, at, data):
         limit = self._do("write", self.folders[fd], at)
         return _some(super().write, fd, at, data, limit)
 
-    def drop_cache(self, fd: int, at: int, num_bytes: int) -> None:
+    def drop_cache(self, fd, at, num_bytes):
         self._do("drop_cache", self.folders[fd], at)
         super().drop_cache(fd, at, num_bytes)
 
-    def close(self, fd: int) -> None:
+    def close(self, fd):
         self._do("close", self.folders[fd], 0)
         super().close(fd)
 
-    def _do(self, op: str, folder: str, at: int) -> int | None:
+    def _do(self, op, folder, at):
         self.counts[op] = self.counts.get(op, 0) + 1
         return self.fault(op, folder, at)
 
 
-def _some(call: Any, fd: int, at: int, parts: Sequence[Any], limit: int | None) -> int:
+def _some(call, fd, at, parts, limit):
     """Do ``limit`` bytes at most. Of the last block, if that is not whole, nothing is done."""
     if limit is None:
         return call(fd, at, parts)
@@ -98,8 +98,8 @@ def _some(call: Any, fd: int, at: int, parts: Sequence[Any], limit: int | None) 
     return min(sum(len(part) for part in parts), done + limit % ALIGNMENT)
 
 
-def fails(op: str, number: int, folder: str | None = None) -> Callable[[str, str, int], None]:
-    def fault(done: str, where: str, at: int) -> None:
+def fails(op, number, folder=None):
+    def fault(done, where, at):
         if done == op and folder in (None, where):
             raise OSError(number, os.strerror(number))
 
@@ -107,9 +107,7 @@ def fails(op: str, number: int, folder: str | None = None) -> Callable[[str, str
 
 
 @contextmanager
-def opened(
-    *folders: Path, buffers: int = 2, buffer_bytes: int = MIB, system: System | None = None
-) -> Iterator[Disk]:
+def opened(*folders, buffers=2, buffer_bytes=MIB, system=None):
     disk = Disk(folders, buffer_bytes, buffers, host_memory, rank=3, system=system)
     try:
         yield disk
@@ -118,13 +116,13 @@ def opened(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path):
     yield tmp_path
     assert not list(tmp_path.iterdir()), "something is left"
 
 
 @pytest.fixture
-def two(folder: Path) -> Iterator[tuple[Path, Path]]:
+def two(folder):
     both = folder / "a", folder / "b"
     for path in both:
         path.mkdir()
@@ -133,11 +131,11 @@ def two(folder: Path) -> Iterator[tuple[Path, Path]]:
         path.rmdir()  # which it could not be with a file in it
 
 
-def some_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
+def some_bytes(num_bytes, seed=0):
     return torch.randint(256, (num_bytes,), generator=torch.manual_seed(seed)).to(torch.uint8)
 
 
-def assert_kept(disk: Disk, file: Any, begin: int, data: torch.Tensor) -> None:
+def assert_kept(disk, file, begin, data):
     """Check that a read gives the data, after the writes that were started before."""
     found = torch.empty_like(data)
     disk.start_read(file, begin, found).wait()
@@ -148,9 +146,7 @@ def assert_kept(disk: Disk, file: Any, begin: int, data: torch.Tensor) -> None:
 
 
 @given(st.lists(st.integers(0, 3 * ALIGNMENT), max_size=12))
-def test_tensors_of_a_unit_begin_at_blocks_touch_nobody_and_waste_less_than_a_block(
-    sizes: list[int],
-) -> None:
+def test_tensors_of_a_unit_begin_at_blocks_touch_nobody_and_waste_less_than_a_block(sizes):
     regions = regions_of(sizes)
     ends = [*regions.begins[1:], regions.num_bytes] if sizes else []
     assert regions.sizes == tuple(sizes) and len(regions.begins) == len(sizes)
@@ -165,8 +161,8 @@ speeds = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
 
 @given(speeds, st.integers(1, 300 * ALIGNMENT), st.data())
 def test_every_byte_of_a_range_is_in_one_piece_and_every_place_of_a_folder_has_one_byte(
-    speeds: list[float], num_bytes: int, data: st.DataObject
-) -> None:
+    speeds, num_bytes, data
+):
     stripes = Stripes(speeds, stripe_bytes=2 * ALIGNMENT)
     begin = data.draw(st.integers(0, num_bytes))
     end = data.draw(st.integers(begin, num_bytes))
@@ -199,7 +195,7 @@ def test_every_byte_of_a_range_is_in_one_piece_and_every_place_of_a_folder_has_o
 
 
 @given(speeds)
-def test_folders_share_bytes_by_their_speeds_in_every_part_of_a_unit(speeds: list[float]) -> None:
+def test_folders_share_bytes_by_their_speeds_in_every_part_of_a_unit(speeds):
     stripes = Stripes(speeds)
     stripe_round = sum(stripes.counts)
     for speed, count in zip(speeds, stripes.counts, strict=True):
@@ -227,8 +223,8 @@ operations = st.lists(
 
 @pytest.mark.parametrize("num_folders", [1, 2])
 def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
-    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, num_folders: int
-) -> None:
+    two, monkeypatch, num_folders
+):
     size = 60_000
     monkeypatch.setattr(disk_module, "_REQUEST_BYTES", 4 * ALIGNMENT)
     monkeypatch.setattr(
@@ -238,7 +234,7 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
 
         @given(operations)
         @settings(max_examples=60)
-        def run(operations: list[tuple[str, int, int, bool]]) -> None:
+        def run(operations):
             file, oracle = disk.file("u", size), bytearray(size)
             reads: list[tuple[Any, torch.Tensor, bytes, Hook]] = []
             for number, (kind, begin, num_bytes, at_blocks) in enumerate(operations):
@@ -271,14 +267,14 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
         assert disk.pool.num_free == 3
 
 
-def check(transfer: Any, memory: torch.Tensor, expected: bytes, release: Hook) -> None:
+def check(transfer, memory, expected, release):
     transfer.wait()
     assert bytes(memory.tolist()) == expected
     release()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_of_any_dtype_come_back(folder: Path, dtype: torch.dtype) -> None:
+def test_tensors_of_any_dtype_come_back(folder, dtype):
     with opened(folder) as disk:
         file = disk.file("blocks.0", 100_000)
         for shape in ((), (0,), (7,), (33, 5)):
@@ -288,8 +284,8 @@ def test_tensors_of_any_dtype_come_back(folder: Path, dtype: torch.dtype) -> Non
 
 
 def test_aligned_memory_goes_to_the_disk_in_requests_of_eight_mib_and_nothing_else_is_called(
-    folder: Path,
-) -> None:
+    folder,
+):
     system = FaultySystem()
     with opened(folder, buffers=1, buffer_bytes=20 * MIB, system=system) as disk:
         file, buffer = disk.file("u", 20 * MIB), disk.take()
@@ -302,12 +298,10 @@ def test_aligned_memory_goes_to_the_disk_in_requests_of_eight_mib_and_nothing_el
 
 
 @pytest.mark.parametrize(("first", "then"), [("write", "read"), ("read", "write")])
-def test_a_transfer_waits_for_those_of_its_bytes_and_for_no_other(
-    folder: Path, first: str, then: str
-) -> None:
+def test_a_transfer_waits_for_those_of_its_bytes_and_for_no_other(folder, first, then):
     go_on = threading.Event()
 
-    def fault(op: str, where: str, at: int) -> None:
+    def fault(op, where, at):
         if op == first and at == ALIGNMENT and not go_on.is_set():
             assert go_on.wait(HANG_S)
 
@@ -330,8 +324,8 @@ def test_a_transfer_waits_for_those_of_its_bytes_and_for_no_other(
         assert before.is_over and torch.equal(found, new if first == "write" else old)
 
 
-def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folder: Path) -> None:
-    def fault(op: str, where: str, at: int) -> None:
+def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folder):
+    def fault(op, where, at):
         if op == "read":
             time.sleep(0.02)  # between the read of a block and its write is time for another
 
@@ -343,7 +337,7 @@ def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folde
 
 
 @pytest.mark.parametrize("most", [ALIGNMENT, 3 * ALIGNMENT + 100])
-def test_calls_that_do_a_part_are_repeated_for_the_rest(two: tuple[Path, Path], most: int) -> None:
+def test_calls_that_do_a_part_are_repeated_for_the_rest(two, most):
     system = FaultySystem(lambda op, where, at: most if op in ("read", "write") else None)
     with opened(*two, system=system) as disk:
         data = some_bytes(3 * MIB + 17)
@@ -353,12 +347,10 @@ def test_calls_that_do_a_part_are_repeated_for_the_rest(two: tuple[Path, Path], 
 
 
 @pytest.mark.parametrize("slow", ["read", "write"])
-def test_two_folders_share_the_bytes_by_measured_speed(
-    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, slow: str
-) -> None:
+def test_two_folders_share_the_bytes_by_measured_speed(two, monkeypatch, slow):
     now_s, lock = [0.0], threading.Lock()
 
-    def fault(op: str, where: str, at: int) -> None:
+    def fault(op, where, at):
         with lock:  # a request takes 2 s in one direction of b, else 1 s
             now_s[0] += 2 if op == slow and where == "b" else 1 if op in ("read", "write") else 0
 
@@ -377,8 +369,8 @@ def test_two_folders_share_the_bytes_by_measured_speed(
 
 
 def test_a_file_system_that_refuses_direct_io_goes_through_the_cache_and_that_is_said_once(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    folder, caplog
+):
     system = FaultySystem(fails("go_direct", errno.EINVAL))
     with caplog.at_level(logging.INFO, "shardwise"), opened(folder, system=system) as disk:
         for unit in ("a", "b"):
@@ -391,12 +383,10 @@ def test_a_file_system_that_refuses_direct_io_goes_through_the_cache_and_that_is
     assert system.counts["drop_cache"] == 4 and system.counts["go_direct"] == 1
 
 
-def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_the_start(
-    folder: Path,
-) -> None:
+def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_the_start(folder):
     refused: list[str] = []
 
-    def fault(op: str, where: str, at: int) -> None:
+    def fault(op, where, at):
         if op == "write" and not refused:
             refused.append(op)
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -410,10 +400,10 @@ def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_th
 # -------------------------------------------------------------------------------------- the ring
 
 
-def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(folder: Path) -> None:
+def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(folder):
     made: list[int] = []
 
-    def counted(num_bytes: int) -> torch.Tensor:
+    def counted(num_bytes):
         made.append(num_bytes)
         return host_memory(num_bytes)
 
@@ -421,7 +411,7 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
     assert made == [5000] * 3 and pool.num_bytes == 15000
     out, most, lock = [0], [0], threading.Lock()
 
-    def work() -> None:
+    def work():
         for _ in range(50):
             buffer = pool.take()
             with lock:
@@ -441,10 +431,10 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
     assert most[0] <= 3 and pool.num_free == 3
 
 
-def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte(tmp_path: Path) -> None:
+def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte(tmp_path):
     made: list[int] = []
 
-    def page_locked(num_bytes: int) -> torch.Tensor:
+    def page_locked(num_bytes):
         made.append(num_bytes)
         memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
         begin = -memory.data_ptr() % ALIGNMENT
@@ -454,7 +444,7 @@ def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte(tmp_pa
     assert made == [8192, 8192]
 
 
-def test_a_write_gives_its_buffer_back_whether_it_ends_well_or_not(folder: Path) -> None:
+def test_a_write_gives_its_buffer_back_whether_it_ends_well_or_not(folder):
     system = FaultySystem()
     with opened(folder, buffers=1, system=system) as disk:
         file = disk.file("u", MIB)
@@ -474,9 +464,7 @@ def test_a_write_gives_its_buffer_back_whether_it_ends_well_or_not(folder: Path)
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(
-    two: tuple[Path, Path], op: str
-) -> None:
+def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op):
     system = FaultySystem()
     with opened(*two, system=system) as disk:
         file, data = disk.file("blocks.7", 4 * MIB), some_bytes(4 * MIB)
@@ -500,7 +488,7 @@ def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(
             assert torch.equal(data, some_bytes(4 * MIB))
 
 
-def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder: Path) -> None:
+def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder):
     calls: list[Callable[[Disk, Any], Any]] = [
         lambda disk, file: disk.take(),
         lambda disk, file: disk.file("other", 10),
@@ -520,9 +508,7 @@ def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder: Path) ->
             disk.take().release()
 
 
-def test_a_full_disk_is_told_before_anything_is_written_with_what_is_needed_and_free(
-    folder: Path,
-) -> None:
+def test_a_full_disk_is_told_before_anything_is_written_with_what_is_needed_and_free(folder):
     with opened(folder) as disk:
         too_much = System().free_bytes(folder) + (64 << 30)
         with pytest.raises(StorageError) as caught:
@@ -535,7 +521,7 @@ def test_a_full_disk_is_told_before_anything_is_written_with_what_is_needed_and_
         gc.collect()
 
 
-def test_a_file_that_could_not_be_made_leaves_no_descriptor_open(two: tuple[Path, Path]) -> None:
+def test_a_file_that_could_not_be_made_leaves_no_descriptor_open(two):
     system = FaultySystem()
     with opened(*two, system=system) as disk:
         before = len(os.listdir("/proc/self/fd"))
@@ -553,9 +539,7 @@ def test_a_file_that_could_not_be_made_leaves_no_descriptor_open(two: tuple[Path
     ],
     ids=["full in spite of the reservation", "a read that does not go on"],
 )
-def test_a_call_that_fails_or_does_nothing_is_an_error(
-    folder: Path, op: str, fault: Any, said: str
-) -> None:
+def test_a_call_that_fails_or_does_nothing_is_an_error(folder, op, fault, said):
     system = FaultySystem()
     with opened(folder, system=system) as disk:
         file = disk.file("u", MIB)
@@ -566,7 +550,7 @@ def test_a_call_that_fails_or_does_nothing_is_an_error(
 
 
 @pytest.mark.parametrize("case", ["missing", "a file", "refused"])
-def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path: Path, case: str) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path, case):
     path, system = tmp_path / "disk", FaultySystem()
     if case == "a file":
         path.write_text("")
@@ -574,13 +558,13 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path: Path, c
         system.fault = fails("open", errno.EACCES)
     made: list[int] = []
     with pytest.raises(ConfigError, match=f"rank 0: {path} for offload: .* may be written to"):
-        Disk([path], 1, 1, lambda n: made.append(n) or host_memory(n), 0, system)  # type: ignore[func-returns-value]
+        Disk([path], 1, 1, lambda n: made.append(n) or host_memory(n), 0, system)
     assert not made, "memory was taken before"
     with pytest.raises(ConfigError, match="at least one folder"):
         Disk([], 1, 1, host_memory, 0)
 
 
-def test_bytes_outside_of_a_file_are_refused_and_the_buffer_is_free_again(folder: Path) -> None:
+def test_bytes_outside_of_a_file_are_refused_and_the_buffer_is_free_again(folder):
     with opened(folder, buffers=1) as disk:
         file = disk.file("u", 100)
         for begin, num_bytes in ((-1, 1), (0, 101), (100, 1)):
@@ -592,13 +576,11 @@ def test_bytes_outside_of_a_file_are_refused_and_the_buffer_is_free_again(folder
 # ----------------------------------------------------------------------------------------- the end
 
 
-def threads_of_disks() -> list[str]:
+def threads_of_disks():
     return [t.name for t in threading.enumerate() if t.name.startswith("shardwise-disk")]
 
 
-def test_closing_waits_for_what_is_under_way_and_leaves_no_thread_and_no_space(
-    folder: Path,
-) -> None:
+def test_closing_waits_for_what_is_under_way_and_leaves_no_thread_and_no_space(folder):
     system = FaultySystem(lambda op, where, at: time.sleep(0.01) if op == "write" else None)
     with opened(folder, system=system) as disk:
         file = disk.file("u", 64 * MIB)
@@ -617,7 +599,7 @@ def test_closing_waits_for_what_is_under_way_and_leaves_no_thread_and_no_space(
             call()
 
 
-def test_a_file_is_closed_only_after_what_is_under_way(folder: Path) -> None:
+def test_a_file_is_closed_only_after_what_is_under_way(folder):
     system = FaultySystem(lambda op, where, at: time.sleep(0.02) if op == "write" else None)
     with opened(folder, system=system) as disk:
         file = disk.file("u", MIB)
@@ -629,7 +611,7 @@ def test_a_file_is_closed_only_after_what_is_under_way(folder: Path) -> None:
         assert system.counts["close"] == before
 
 
-def test_a_disk_that_nobody_holds_any_more_ends_its_threads_and_files(folder: Path) -> None:
+def test_a_disk_that_nobody_holds_any_more_ends_its_threads_and_files(folder):
     system = FaultySystem()
     disk = Disk([folder], MIB, 1, host_memory, 0, system)
     file = disk.file("u", MIB)
@@ -659,13 +641,13 @@ if len(sys.argv) > 2:
 """
 
 
-def start_program(*args: str) -> subprocess.Popen[str]:
+def start_program(*args):
     command = [sys.executable, "-c", PROGRAM, *args]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
-def test_a_process_that_is_killed_leaves_no_file_and_no_space_taken(folder: Path) -> None:
+def test_a_process_that_is_killed_leaves_no_file_and_no_space_taken(folder):
     program = start_program(str(folder), "sleep")
     try:
         assert program.stdout is not None and program.stdout.readline() == "wrote\n"
@@ -678,18 +660,18 @@ def test_a_process_that_is_killed_leaves_no_file_and_no_space_taken(folder: Path
     assert program.returncode == -signal.SIGKILL and not list(folder.iterdir())
 
 
-def test_a_program_that_ends_without_closing_does_not_hang(folder: Path) -> None:
+def test_a_program_that_ends_without_closing_does_not_hang(folder):
     program = start_program(str(folder))
     out, _ = program.communicate(timeout=HANG_S)
     assert out == "wrote\n" and program.returncode == 0
 
 
 def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_same(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, monkeypatch
+):
     plain = os.open
 
-    def without(path: Any, flags: int, *more: Any, **options: Any) -> int:
+    def without(path, flags, *more, **options):
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         return plain(path, flags, *more, **options)
@@ -702,7 +684,7 @@ def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_sa
         assert_kept(disk, file, 0, data)
 
 
-def test_what_the_system_has_of_a_file_in_memory_is_known(tmp_path: Path) -> None:
+def test_what_the_system_has_of_a_file_in_memory_is_known(tmp_path):
     disk = Disk([tmp_path], 0, 1, lambda n: torch.zeros(n, dtype=torch.uint8), 0)
     memory = mapped(disk.file("unit", 8 << 20))
     memory.fill_(3)

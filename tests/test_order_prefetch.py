@@ -13,8 +13,8 @@ some_units = st.frozensets(unit_ids)
 
 @given(orders, sizes, some_units, some_units, st.integers(0, 200))
 def test_the_nearest_units_that_are_not_there_are_chosen_as_far_as_the_budget_goes(
-    upcoming: list[int], sizes: list[int], ahead: set[int], resident: set[int], budget: int
-) -> None:
+    upcoming, sizes, ahead, resident, budget
+):
     before = list(upcoming), set(ahead)
     wanted = [u for u in dict.fromkeys(upcoming) if u not in ahead | resident]
     arguments = (upcoming, sizes.__getitem__, ahead, resident.__contains__, budget)
@@ -28,7 +28,7 @@ def test_the_nearest_units_that_are_not_there_are_chosen_as_far_as_the_budget_go
     assert (list(upcoming), set(ahead)) == before
 
 
-def run_step(order: Order, units: list[int]) -> tuple[list[list[int] | None], ...]:
+def run_step(order, units):
     """Visit the units forward and backward; return what was expected after each."""
     forward = [order.visit_forward(u) for u in units]
     order.begin_backward(units)
@@ -37,12 +37,12 @@ def run_step(order: Order, units: list[int]) -> tuple[list[list[int] | None], ..
     return forward, backward
 
 
-def tails(units: list[int]) -> list[list[int]]:
+def tails(units):
     return [units[i + 1 :] for i in range(len(units))]
 
 
 @given(st.lists(unit_ids, min_size=1, max_size=12), st.lists(unit_ids, min_size=1, max_size=12))
-def test_a_changed_order_is_expected_one_step_later(old: list[int], new: list[int]) -> None:
+def test_a_changed_order_is_expected_one_step_later(old, new):
     order = Order(range(8))
     for _ in range(2):
         run_step(order, old)
@@ -52,34 +52,32 @@ def test_a_changed_order_is_expected_one_step_later(old: list[int], new: list[in
 
 
 @given(st.lists(unit_ids, min_size=1, max_size=12))
-def test_backward_is_expected_in_reverse_of_this_very_step(units: list[int]) -> None:
+def test_backward_is_expected_in_reverse_of_this_very_step(units):
     _, backward = run_step(Order(range(8)), units)
     assert backward == tails(units[::-1])
 
 
 @given(st.permutations(range(8)))
-def test_the_first_step_is_expected_in_the_order_of_registration(units: list[int]) -> None:
+def test_the_first_step_is_expected_in_the_order_of_registration(units):
     forward, _ = run_step(Order(units), units)
     assert forward == tails(units)
 
 
-def test_a_unit_that_was_never_seen_is_expected_by_nobody_and_does_no_harm() -> None:
+def test_a_unit_that_was_never_seen_is_expected_by_nobody_and_does_no_harm():
     order = Order([0, 1, 2])
     assert order.visit_forward(0) == [1, 2]
     assert order.visit_forward(7) is None
     assert order.visit_forward(1) == [2]
 
 
-def test_a_unit_that_is_skipped_does_not_spoil_what_is_expected_after_it() -> None:
+def test_a_unit_that_is_skipped_does_not_spoil_what_is_expected_after_it():
     order = Order([0, 1, 2, 3])
     order.visit_forward(0)
     assert order.visit_forward(2) == [3]
 
 
 @given(orders, st.lists(unit_ids, min_size=1, max_size=12))
-def test_evaluation_does_not_change_what_training_expects(
-    evaluated: list[int], units: list[int]
-) -> None:
+def test_evaluation_does_not_change_what_training_expects(evaluated, units):
     order = Order(range(8))
     run_step(order, units)
     for unit in evaluated:
@@ -90,7 +88,7 @@ def test_evaluation_does_not_change_what_training_expects(
 
 
 @given(st.lists(unit_ids, min_size=1, max_size=12))
-def test_a_step_without_a_visit_forgets_nothing(units: list[int]) -> None:
+def test_a_step_without_a_visit_forgets_nothing(units):
     order = Order(range(8))
     run_step(order, units)
     order.begin_backward([])

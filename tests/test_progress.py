@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,22 +18,20 @@ from shardwise.quantities import format_duration
 class Clock:
     """A clock that the test turns."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def lines_of(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""  # what programs read stays as it is
     return captured.err.splitlines()
 
 
-def test_a_run_says_every_30_seconds_where_it_is_and_once_more_at_its_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_says_every_30_seconds_where_it_is_and_once_more_at_its_end(capsys):
     clock = Clock()
     with run_bar(1000, shown=True, num_done=900, clock=clock) as advance:
         for step in range(901, 1001):
@@ -48,7 +45,7 @@ def test_a_run_says_every_30_seconds_where_it_is_and_once_more_at_its_end(
     ]
 
 
-def test_a_run_that_breaks_off_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_breaks_off_says_how_far_it_came(capsys):
     clock = Clock()
     with pytest.raises(ZeroDivisionError), run_bar(10, shown=True, clock=clock) as advance:
         advance("loss 1.000", "2 tokens/s")
@@ -63,9 +60,7 @@ def test_a_run_that_breaks_off_says_how_far_it_came(capsys: pytest.CaptureFixtur
     assert lines_of(capsys) == []
 
 
-def test_bytes_steps_and_shares_are_told_in_lines_when_they_take_long(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bytes_steps_and_shares_are_told_in_lines_when_they_take_long(capsys):
     clock = Clock()
     with byte_bar("verify", 100 << 20, clock) as progress:
         for _ in range(5):
@@ -95,7 +90,7 @@ def test_bytes_steps_and_shares_are_told_in_lines_when_they_take_long(
     ]
 
 
-def test_what_is_done_sooner_is_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_done_sooner_is_not_worth_a_line(capsys):
     clock = Clock()
     with byte_bar("verify", None, clock) as progress, byte_bar("load", None, clock) as load:
         clock.now_s += 29
@@ -115,11 +110,9 @@ def test_what_is_done_sooner_is_not_worth_a_line(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("end", [OSError("broken pipe"), ValueError("closed"), None])
-def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(
-    monkeypatch: pytest.MonkeyPatch, end: Exception | None
-) -> None:
+def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(monkeypatch, end):
     class Closed:
-        def write(self, text: str) -> None:
+        def write(self, text):
             assert end is not None
             raise end
 
@@ -131,15 +124,15 @@ def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(
             advance("loss 1.000")
 
 
-def test_durations_have_their_two_largest_units() -> None:
+def test_durations_have_their_two_largest_units():
     times = {0.04: "0.0 s", 9.94: "9.9 s", 9.96: "10 s", 59.6: "1 min 0 s", 3599: "59 min 59 s"}
     times |= {3600: "1 h 0 min", 7530: "2 h 5 min", 90_000: "1 d 1 h"}
     assert {seconds: format_duration(seconds) for seconds in times} == times
 
 
 def test_the_commands_tell_their_lines_on_stderr_and_their_json_on_stdout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(progress_lines, "INTERVAL_S", 0.0)  # every advance is worth a line
     model = torch.nn.Linear(4, 3)
     torch.distributed.init_process_group(
@@ -150,7 +143,7 @@ def test_the_commands_tell_their_lines_on_stderr_and_their_json_on_stdout(
     finally:
         torch.distributed.destroy_process_group()
 
-    def run(*arguments: object) -> tuple[str, str]:
+    def run(*arguments):
         with pytest.raises(SystemExit) as ended:
             app([str(a) for a in arguments])
         assert ended.value.code == 0
@@ -173,9 +166,7 @@ def test_the_commands_tell_their_lines_on_stderr_and_their_json_on_stdout(
     assert json.loads(out) and "simulating: 1 of 2, " in err
 
 
-def test_where_a_terminal_shows_a_bar_there_are_no_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_a_terminal_shows_a_bar_there_are_no_lines(monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes what it writes to for a terminal
     clock = Clock()
     makers: list[Callable[[], object]] = [
@@ -183,7 +174,7 @@ def test_where_a_terminal_shows_a_bar_there_are_no_lines(
         lambda: byte_bar("load", None, clock),
     ]
     for make in makers:
-        with make() as progress:  # type: ignore[attr-defined]
+        with make() as progress:
             clock.now_s += 60
             progress(4)
     assert "took" not in capsys.readouterr().err

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,38 +19,38 @@ from programs import is_running, run_program
 from ranks import RankError, on_ranks, run_ranks, run_sizes, start_ranks
 
 
-def rank_times_ten(rank: int, world_size: int, offset: int = 0) -> tuple[int, torch.Tensor]:
+def rank_times_ten(rank, world_size, offset=0):
     total = torch.tensor(float(rank))
     dist.all_reduce(total)
     return rank * 10 + offset, total
 
 
-def raise_on(rank: int, world_size: int, bad_rank: int) -> None:
+def raise_on(rank, world_size, bad_rank):
     if rank == bad_rank:
         raise ValueError(f"boom on {rank}")
     dist.barrier()
 
 
-def kill_yourself_on(rank: int, world_size: int, bad_rank: int, how: int = signal.SIGKILL) -> int:
+def kill_yourself_on(rank, world_size, bad_rank, how=signal.SIGKILL):
     if rank == bad_rank:
         os.kill(os.getpid(), how)
     return rank
 
 
-def sleep_on(rank: int, world_size: int, slow_rank: int, seconds: float) -> int:
+def sleep_on(rank, world_size, slow_rank, seconds):
     if rank == slow_rank:
         time.sleep(seconds)
     return rank
 
 
-def wait_for_the_others(rank: int, world_size: int, pid_dir: str) -> None:
+def wait_for_the_others(rank, world_size, pid_dir):
     Path(pid_dir, str(rank)).write_text(str(os.getpid()))
     if rank == 0:
         time.sleep(600)
     dist.barrier()
 
 
-def warn_on_one(rank: int, world_size: int) -> None:
+def warn_on_one(rank, world_size):
     if rank == 1:
         warnings.warn("look here", UserWarning, stacklevel=1)
 
@@ -68,53 +67,53 @@ def body_that_fails():
     assert dist.get_rank() == 0, "on the other rank"
 
 
-def test_a_test_on_ranks_fails_if_one_rank_does() -> None:
+def test_a_test_on_ranks_fails_if_one_rank_does():
     with pytest.raises(RankError, match="on the other rank") as caught:
         body_that_fails(world_size=2)
     assert caught.value.rank == 1
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = module.HANG_S) -> None:
+def wait_until(condition, timeout_s=module.HANG_S):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not become true"
         time.sleep(0.01)
 
 
-def pids_in(folder: Path) -> list[str]:
+def pids_in(folder):
     """Return what `wait_for_the_others` has written there so far."""
     return [pid for path in sorted(folder.iterdir()) if (pid := path.read_text())]
 
 
-def pid_of(rank: int, world_size: int) -> int:
+def pid_of(rank, world_size):
     return os.getpid()
 
 
-def leave_a_mess(rank: int, world_size: int) -> None:
+def leave_a_mess(rank, world_size):
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
     torch.rand(3)
 
 
-def random_number(rank: int, world_size: int) -> tuple[float, bool]:
+def random_number(rank, world_size):
     return torch.rand(()).item(), torch.is_grad_enabled()
 
 
 @pytest.fixture(autouse=True)
-def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_grace(monkeypatch):
     """Here ranks are left hanging on purpose, so each wait lasts as long as it may."""
     monkeypatch.setattr(module, "GRACE_S", 0.4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_results_come_back_in_rank_order(world_size: int, fresh: bool) -> None:
+def test_results_come_back_in_rank_order(world_size, fresh):
     results = run_ranks(rank_times_ten, world_size, fresh=fresh, offset=1)
     assert [number for number, _ in results] == [10 * rank + 1 for rank in range(world_size)]
     assert all(total == sum(range(world_size)) for _, total in results)
 
 
-def test_an_exception_arrives_with_its_rank_and_its_remote_traceback() -> None:
+def test_an_exception_arrives_with_its_rank_and_its_remote_traceback():
     with pytest.raises(RankError, match="rank 1 of 3 raised ValueError") as caught:
         run_ranks(raise_on, 3, 1)
     assert caught.value.rank == 1
@@ -122,7 +121,7 @@ def test_an_exception_arrives_with_its_rank_and_its_remote_traceback() -> None:
     assert "in raise_on" in str(caught.value)
 
 
-def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test() -> None:
+def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test():
     with pytest.raises(RankError, match="rank 1 of 2 raised UserWarning"):
         run_ranks(warn_on_one, 2)
     with warnings.catch_warnings():
@@ -130,30 +129,30 @@ def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test() -> None:
         run_ranks(warn_on_one, 2)
 
 
-def test_a_failure_does_not_wait_for_ranks_that_hang() -> None:
+def test_a_failure_does_not_wait_for_ranks_that_hang():
     with pytest.raises(RankError, match="rank 0 of 2 raised ValueError") as caught:
         run_ranks(raise_on, 2, 0)
     assert caught.value.outcomes[1].timed_out  # its barrier would have failed by itself, far later
 
 
-def test_a_killed_rank_is_reported_with_its_signal() -> None:
+def test_a_killed_rank_is_reported_with_its_signal():
     with pytest.raises(RankError, match="rank 2 of 3 ended without a result, exit code -9"):
         run_ranks(kill_yourself_on, 3, 2)
 
 
-def default_signals(rank: int, world_size: int) -> None:
+def default_signals(rank, world_size):
     """Put back what Python knows of signals, as a fit of Lightning does at its end."""
     signal.signal(signal.SIGSEGV, signal.getsignal(signal.SIGSEGV))
 
 
-def test_a_rank_shows_where_it_crashed_whatever_has_set_signals_before() -> None:
+def test_a_rank_shows_where_it_crashed_whatever_has_set_signals_before():
     run_ranks(default_signals, 1)
     with pytest.raises(RankError, match="exit code -11; its stacks") as caught:
         run_ranks(kill_yourself_on, 1, 0, signal.SIGSEGV)
     assert "in kill_yourself_on" in str(caught.value)
 
 
-def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood() -> None:
+def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood():
     ranks = start_ranks(sleep_on, 2, 1, 2 * module.HANG_S)
     assert ranks.pipes[0].poll(module.HANG_S), "the other one returned"
     with pytest.raises(RankError, match="rank 1 of 2 was still running") as caught:
@@ -162,13 +161,13 @@ def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood() -> None:
     assert [outcome.ok for outcome in caught.value.outcomes] == [True, False]
 
 
-def meet(rank: int, world_size: int, folder: str, expected: int) -> int:
+def meet(rank, world_size, folder, expected):
     Path(folder, f"{rank} of {world_size}").touch()
     wait_until(lambda: len(list(Path(folder).iterdir())) == expected)
     return 10 * world_size + rank
 
 
-def test_worlds_of_several_sizes_run_at_once(tmp_path: Path) -> None:
+def test_worlds_of_several_sizes_run_at_once(tmp_path):
     args = (str(tmp_path), 1 + 2 + 3)
     assert run_sizes(meet, {1: args, 2: args, 3: args}) == {
         1: [10],
@@ -177,7 +176,7 @@ def test_worlds_of_several_sizes_run_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others() -> None:
+def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others():
     before = run_ranks(pid_of, 2)
     with pytest.raises(RankError, match="rank 0 of 1 raised ValueError"):
         run_sizes(raise_on, {1: (0,), 2: (1,)})
@@ -185,13 +184,13 @@ def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others() -> None:
     assert set(run_ranks(pid_of, 2)).isdisjoint(before)
 
 
-def test_a_pool_is_used_again() -> None:
+def test_a_pool_is_used_again():
     before = run_ranks(pid_of, 4)
     after = [run_ranks(pid_of, 4) for _ in range(10)]
     assert all(pids == before for pids in after)
 
 
-def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call() -> None:
+def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call():
     before = run_ranks(pid_of, 2)
     pool = module._pools[2]
     pool.answered_at_s = float("-inf")
@@ -203,7 +202,7 @@ def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call() -> None:
     assert not pool.resting, "it has just been called"
 
 
-def test_a_pool_in_which_a_call_failed_is_replaced() -> None:
+def test_a_pool_in_which_a_call_failed_is_replaced():
     before = run_ranks(pid_of, 2)
     with pytest.raises(RankError):
         run_ranks(raise_on, 2, 0)
@@ -212,14 +211,14 @@ def test_a_pool_in_which_a_call_failed_is_replaced() -> None:
     assert not any(is_running(pid) for pid in before)
 
 
-def test_every_call_starts_from_the_same_state() -> None:
+def test_every_call_starts_from_the_same_state():
     first = run_ranks(random_number, 2)
     run_ranks(leave_a_mess, 2)
     assert run_ranks(random_number, 2) == first
     assert all(grad_enabled for _, grad_enabled in first)
 
 
-def groups_of_a_mesh(rank: int, world_size: int, name: str) -> tuple[float, list[str], int]:
+def groups_of_a_mesh(rank, world_size, name):
     before = len(dist.distributed_c10d._world.pg_map)
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", name))
     total = torch.tensor(float(rank))
@@ -227,7 +226,7 @@ def groups_of_a_mesh(rank: int, world_size: int, name: str) -> tuple[float, list
     return total.item(), [group.group_name for group in mesh.get_all_groups()], before
 
 
-def test_a_call_takes_the_groups_of_the_one_before_and_few_stay_open() -> None:
+def test_a_call_takes_the_groups_of_the_one_before_and_few_stay_open():
     first = run_ranks(groups_of_a_mesh, 4, "a")
     again = run_ranks(groups_of_a_mesh, 4, "a")
     assert [total for total, _, _ in first] == [1.0, 1.0, 5.0, 5.0]
@@ -238,7 +237,7 @@ def test_a_call_takes_the_groups_of_the_one_before_and_few_stay_open() -> None:
         assert all(before <= 1 + kept_groups.KEPT for _, _, before in found)
 
 
-def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path: Path) -> None:
+def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path):
     ranks = start_ranks(wait_for_the_others, 3, str(tmp_path))
     wait_until(lambda: len(pids_in(tmp_path)) == 3)
     killed_at_s = ranks.kill(0)
@@ -250,7 +249,7 @@ def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path: Path) -> N
         assert outcome.ended_at_s >= killed_at_s
 
 
-def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path):
     ranks = start_ranks(wait_for_the_others, 2, str(tmp_path))
     wait_until(lambda: len(pids_in(tmp_path)) == 2)
     pids = ranks.pids
@@ -260,7 +259,7 @@ def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path: Path) -> None
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path):
     script = (
         "import sys, time; sys.path[:0] = sys.argv[1].split(':')\n"
         "import ranks, test_ranks\n"
@@ -285,9 +284,7 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_a_program_has_the_place_that_torchrun_gives_and_its_own_words_and_code(
-    tmp_path: Path,
-) -> None:
+def test_a_program_has_the_place_that_torchrun_gives_and_its_own_words_and_code(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
         "import os, sys\n"

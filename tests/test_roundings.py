@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ranks
 from roundings import (
@@ -20,14 +20,14 @@ from roundings import (
 pytestmark = pytest.mark.kernels
 
 
-def test_the_kernels_are_those_that_were_asked_for() -> None:
+def test_the_kernels_are_those_that_were_asked_for():
     best = torch.backends.cpu.get_cpu_capability().lower()
     assert os.environ.get("ATEN_CPU_CAPABILITY", best) == best
     assert torch.get_num_threads() == ranks.NUM_THREADS
 
 
 @pytest.mark.parametrize("terms", [1, 7, 100, 2000])
-def test_a_sum_in_any_order_is_alike_and_one_term_that_is_wrong_is_not(terms: int) -> None:
+def test_a_sum_in_any_order_is_alike_and_one_term_that_is_wrong_is_not(terms):
     for seed in range(30):
         numbers = torch.randn(terms, generator=torch.Generator().manual_seed(seed))
         scale = numbers.abs().sum().item()
@@ -41,7 +41,7 @@ def test_a_sum_in_any_order_is_alike_and_one_term_that_is_wrong_is_not(terms: in
             assert_rounded_alike(one_by_one + SHARP * scale, exact, terms, scale=scale)
 
 
-def test_roundings_add_up_one_by_one_and_later_by_their_root() -> None:
+def test_roundings_add_up_one_by_one_and_later_by_their_root():
     for dtype in (torch.float32, torch.float64):
         assert apart(1, dtype) == 2 * unit(dtype)
         assert apart(16, dtype) == 32 * unit(dtype)
@@ -49,7 +49,7 @@ def test_roundings_add_up_one_by_one_and_later_by_their_root() -> None:
     assert apart(1, torch.bfloat16) > SHARP  # nothing is sharp there
 
 
-def test_a_number_of_roundings_that_hides_a_wrong_gradient_is_refused() -> None:
+def test_a_number_of_roundings_that_hides_a_wrong_gradient_is_refused():
     most = 10_000
     assert SHARP / 2.2 < apart(most) < SHARP / 2
     with pytest.raises(ValueError, match=r"hide an error of 0\.0001"):
@@ -59,7 +59,7 @@ def test_a_number_of_roundings_that_hides_a_wrong_gradient_is_refused() -> None:
 
 @pytest.mark.parametrize("roundings", [1, 300, 10_000])
 @pytest.mark.parametrize("size", [(1,), (3, 5), (300, 7)])
-def test_a_gradient_that_is_wrong_by_1e_4_is_found(roundings: int, size: tuple[int, ...]) -> None:
+def test_a_gradient_that_is_wrong_by_1e_4_is_found(roundings, size):
     grad = torch.randn(size) * 1e-6  # however small it is
     assert_rounded_alike(grad, grad.clone(), roundings)
     with pytest.raises(AssertionError, match=r"up\.weight differ by .* of the largest"):
@@ -70,7 +70,7 @@ def test_a_gradient_that_is_wrong_by_1e_4_is_found(roundings: int, size: tuple[i
         assert_rounded_alike(one_wrong.view(size), grad, roundings)
 
 
-def test_what_is_no_number_or_is_missing_or_has_another_form_is_not_alike() -> None:
+def test_what_is_no_number_or_is_missing_or_has_another_form_is_not_alike():
     grad = torch.ones(3)
     for other in (grad * float("nan"), torch.ones(4), torch.ones(3, dtype=torch.float64)):
         with pytest.raises(AssertionError):
@@ -83,14 +83,14 @@ def test_what_is_no_number_or_is_missing_or_has_another_form_is_not_alike() -> N
     assert_rounded_alike(0.1 + 0.2, 0.3, 1)
 
 
-def gradients(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+def gradients(model, batch):
     model.zero_grad()
     model(batch).square().mean().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("width", [8, 64])
-def test_the_roundings_of_a_gradient_are_counted_forward_and_back(width: int) -> None:
+def test_the_roundings_of_a_gradient_are_counted_forward_and_back(width):
     """fp32 against fp64: the whole error of one side."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())]
     model, batch = nn.Sequential(*layers), torch.randn(12, width)
@@ -105,11 +105,11 @@ def test_the_roundings_of_a_gradient_are_counted_forward_and_back(width: int) ->
             assert_all_rounded_alike(wrong, exact, roundings)
 
 
-def test_adam_makes_a_rounding_visible_and_hides_a_wrong_gradient_unless_its_eps_is_large() -> None:
+def test_adam_makes_a_rounding_visible_and_hides_a_wrong_gradient_unless_its_eps_is_large():
     """What Note [Losses after steps of Adam] says."""
     tiny = torch.tensor([unit(), -unit(), 1e-3])
 
-    def step(grad: Tensor, eps: float) -> Tensor:
+    def step(grad, eps):
         param = nn.Parameter(torch.zeros(3))
         param.grad = grad
         torch.optim.Adam([param], lr=1.0, eps=eps).step()

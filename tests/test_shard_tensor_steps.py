@@ -29,7 +29,7 @@ from test_shard_tensor import (
 class Even(nn.Module):
     """Every slice of every parameter on 1, 2 or 3 ranks is a multiple of 64 elements."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 64))
         self.bias = nn.Parameter(torch.randn(384))
@@ -38,11 +38,11 @@ class Even(nn.Module):
 class Lion(torch.optim.Optimizer):
     """Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2."""
 
-    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
+    def __init__(self, params, lr=1e-2, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -72,7 +72,7 @@ FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+def groups_of(model):
     """Return the usual two groups: matrices decay, the rest does not and has another rate."""
     params = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in params if p.ndim >= 2]
@@ -80,11 +80,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
 
 
-def train_both(
-    models: list[nn.Module],
-    make: Callable[[Any], torch.optim.Optimizer],
-    by_operations: bool = False,
-) -> None:
+def train_both(models, make, by_operations=False):
     """Train a model and its plain twin. A hook of a user's makes steps of operations on shards."""
     optimizers = [make(groups_of(m)) for m in models]
     if by_operations:
@@ -152,7 +148,7 @@ def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
     alone = [nn.Parameter(torch.ones(3)) for _ in models]  # a parameter that is not sharded
     made = [torch.optim.AdamW([*m.parameters(), p]) for m, p in zip(models, alone, strict=True)]
 
-    def give(step: int) -> None:
+    def give(step):
         give_grads(models, step)
         for param in alone:
             param.grad = torch.full((3,), 1.0 + step)
@@ -165,7 +161,7 @@ def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
             hooks = []
             for optimizer in made:
                 if by == "a closure":
-                    optimizer.step(lambda: give(7) or 0.0)  # type: ignore[func-returns-value]
+                    optimizer.step(lambda: give(7) or 0.0)
                     continue
                 if by == "a hook":
                     hooks.append(optimizer.register_step_pre_hook(lambda *_: give(8)))
@@ -209,7 +205,7 @@ WAYS_TO_CLIP = [
 ]
 
 
-def clip_reports(rank: int, world_size: int) -> list[Any]:
+def clip_reports(rank, world_size):
     """Clip in every way; return (label, norm) of each."""
     found = []
     for layout in LAYOUTS:
@@ -250,7 +246,7 @@ def clip_reports(rank: int, world_size: int) -> list[Any]:
 
 
 @pytest.mark.kernels
-def test_clipping_is_right_the_same_on_every_rank_and_one_collective() -> None:
+def test_clipping_is_right_the_same_on_every_rank_and_one_collective():
     for world_size in (1, 2, 3):
         first, *others = run_ranks(clip_reports, world_size)
         assert all(other == first for other in others)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 class Installed:
     """A new environment that has the wheel, and sees the packages of this one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.bin = folder, folder / "venv" / "bin"
         venv.create(folder / "venv", symlinks=True)
         (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
@@ -29,7 +29,7 @@ class Installed:
         (self.information,) = site.glob("shardwise-*.dist-info")
         self.metadata = Parser().parsestr((self.information / "METADATA").read_text())
 
-    def run(self, *command: object) -> str:
+    def run(self, *command):
         """Run a command in the folder, without this process's paths; return what it prints."""
         kept = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
@@ -40,12 +40,12 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory):
     return Installed(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
-def test_the_wheel_says_what_it_is_by_whom_and_under_which_license(installed: Installed) -> None:
+def test_the_wheel_says_what_it_is_by_whom_and_under_which_license(installed):
     told = installed.metadata
     assert told["Summary"] and told["License-Expression"] == "Apache-2.0"
     assert told["Author"] == "The Shardwise authors"
@@ -55,7 +55,7 @@ def test_the_wheel_says_what_it_is_by_whom_and_under_which_license(installed: In
 
 
 @pytest.mark.slow
-def test_the_command_and_both_packages_work_from_the_wheel(installed: Installed) -> None:
+def test_the_command_and_both_packages_work_from_the_wheel(installed):
     command = installed.bin / "shardwise"
     files = "import shardwise, shardwise_labs as labs; print(shardwise.__file__, labs.__file__)"
     assert installed.run(installed.bin / "python", "-c", files).count(f"{installed.folder}/") == 2
@@ -65,7 +65,7 @@ def test_the_command_and_both_packages_work_from_the_wheel(installed: Installed)
 
 
 @pytest.mark.slow
-def test_two_ranks_train_from_the_wheel(installed: Installed) -> None:
+def test_two_ranks_train_from_the_wheel(installed):
     small = ("--ranks", 2, "--dim", 32, "--layers", 2, "--steps", 4)
     printed = installed.run(installed.bin / "shardwise", "train", *small)
     assert "4 steps" in printed and "rank 1: " in printed, printed

@@ -39,52 +39,50 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_cell_of_the_memory_matrix(model: str, precision: str) -> None:
+def test_every_cell_of_the_memory_matrix(model, precision):
     memory.needs_transformers(model)
     memory.check(cells_of(model, precision))
 
 
-def test_every_function_of_torch_on_every_kind_of_tensor() -> None:
+def test_every_function_of_torch_on_every_kind_of_tensor():
     trials = functions.calls_that_work_on_plain_tensors()
     functions.check_sweep([trials] * len(functions.WAYS))
 
 
-def test_every_hostile_checkpoint_by_every_call(tmp_path: Path) -> None:
+def test_every_hostile_checkpoint_by_every_call(tmp_path):
     hostile.test_a_hostile_checkpoint_gives_an_error_and_nothing_else(
         hostile.attack(tmp_path, every=True)
     )
 
 
 @pytest.mark.parametrize("size", parallel.WAYS)
-def test_every_checkpoint_of_several_meshes_under_every_other(
-    tmp_path_factory: pytest.TempPathFactory, size: int
-) -> None:
+def test_every_checkpoint_of_several_meshes_under_every_other(tmp_path_factory, size):
     saves = parallel.save_all(tmp_path_factory.mktemp("saves"))
     parallel.test_what_is_saved_over_any_meshes_loads_over_any_others(saves, size, every=1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_optimizer_at_every_stage_and_layout(world_size: int) -> None:
+def test_every_optimizer_at_every_stage_and_layout(world_size):
     run_ranks(optimizers.check_optimizers, world_size, every=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_draw_at_every_stage(world_size: int) -> None:
+def test_every_draw_at_every_stage(world_size):
     run_ranks(draws.check_draws, world_size, every=True)
 
 
 @pytest.mark.parametrize("name", streams.ON_ONE_AXIS)
-def test_every_scenario_of_the_order_of_streams_has_the_bits_of_a_plain_run(name: str) -> None:
+def test_every_scenario_of_the_order_of_streams_has_the_bits_of_a_plain_run(name):
     for world_size in (1, 2):
         run_ranks(streams.check_scenario, world_size, name, True)
 
 
 @pytest.mark.parametrize("name", scenarios.FAMILIES)
-def test_every_model_of_the_families_at_every_stage_and_layout(name: str) -> None:
+def test_every_model_of_the_families_at_every_stage_and_layout(name):
     run_ranks(scenarios.check, 3, name, LAYOUTS, steps=4)
 
 
-def test_every_adapter_in_every_setting() -> None:
+def test_every_adapter_in_every_setting():
     peft = pytest.importorskip("test_peft", reason="peft is in the test extra")
     for name in sorted(peft.VARIANTS):
         run_ranks(peft.compare_with_ddp, 2, name, peft.SETTINGS)
@@ -92,57 +90,55 @@ def test_every_adapter_in_every_setting() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 @pytest.mark.parametrize("schedule", schedules.THERE)
-def test_every_schedule_at_every_stage_and_precision(schedule: str, num_ranks: int) -> None:
+def test_every_schedule_at_every_stage_and_precision(schedule, num_ranks):
     cases = [case for case in schedules.every_case() if case.schedule == schedule]
     run_ranks(schedules.matrix, num_ranks, cases)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 @pytest.mark.parametrize("schedule", schedules.THERE)
-def test_every_schedule_of_tied_stages_at_every_stage(
-    schedule: str, num_ranks: int, tmp_path: Path
-) -> None:
+def test_every_schedule_of_tied_stages_at_every_stage(schedule, num_ranks, tmp_path):
     cases = [(schedule, "shard", stage) for stage in range(4)] + [(schedule, "fully_shard", 3)]
     run_ranks(tied.tied_steps, num_ranks, tmp_path, cases)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 @pytest.mark.parametrize("by", ["shard", "fully_shard"])
-def test_several_stages_of_a_rank_are_one_model(num_ranks: int, by: str, tmp_path: Path) -> None:
+def test_several_stages_of_a_rank_are_one_model(num_ranks, by, tmp_path):
     stages.test_a_rank_saves_and_loads_its_stages_as_one_model(num_ranks, by, tmp_path)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_optimizer_in_every_setting_steps_in_the_background(world_size: int) -> None:
+def test_every_optimizer_in_every_setting_steps_in_the_background(world_size):
     run_ranks(overlap.takes_the_plain_steps, world_size, every=True)
     run_ranks(overlap.steps_offloaded_units_behind, world_size, every=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_whatever_comes_after_a_step_in_the_background(world_size: int, tmp_path: Path) -> None:
+def test_whatever_comes_after_a_step_in_the_background(world_size, tmp_path):
     run_ranks(overlap.sees_the_step, world_size, tmp_path, every=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_kind_of_state_in_files_at_every_stage(world_size: int, tmp_path: Path) -> None:
+def test_every_kind_of_state_in_files_at_every_stage(world_size, tmp_path):
     run_ranks(offload_files.in_every_kind, world_size, tmp_path, every=True)
 
 
-def test_a_thousand_steps_with_delays_in_the_thread_that_steps() -> None:
+def test_a_thousand_steps_with_delays_in_the_thread_that_steps():
     run_ranks(overlap.with_delays, 3, 1000)
 
 
-def test_a_thousand_steps_with_delays_of_the_disk(tmp_path: Path) -> None:
+def test_a_thousand_steps_with_delays_of_the_disk(tmp_path):
     run_ranks(offload_files.with_a_slow_disk, 3, tmp_path, 1000)
 
 
 @pytest.mark.parametrize("num_ranks", traffic.RUNS)
-def test_every_plan_with_degrees_sends_what_its_run_does(num_ranks: int, tmp_path: Path) -> None:
+def test_every_plan_with_degrees_sends_what_its_run_does(num_ranks, tmp_path):
     traffic.check_runs(num_ranks, traffic.RUNS[num_ranks], tmp_path)
 
 
 @pytest.mark.parametrize("num_ranks", experts.MORE_CELLS)
-def test_every_cell_of_experts_over_any_axes(num_ranks: int) -> None:
+def test_every_cell_of_experts_over_any_axes(num_ranks):
     run_ranks(experts.all_cells, num_ranks, experts.MORE_CELLS[num_ranks])
 
 
@@ -188,9 +184,7 @@ def has_the_gradients_of_one_process(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_every_product_of_degrees_has_the_gradients_of_one_process(
-    num_ranks: int, tmp_path: Path
-) -> None:
+def test_every_product_of_degrees_has_the_gradients_of_one_process(num_ranks, tmp_path):
     write_text(tmp_path)
     cells = composed_cells(num_ranks)
     for lo in range(0, len(cells), 12):  # each cell makes groups of processes, which stay

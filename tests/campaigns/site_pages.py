@@ -23,7 +23,7 @@ SOURCES = [page for page in ALL if page.startswith("source/")]
 PAGES = [page for page in ALL if page not in ("index.html", *SOURCES)] + SOURCES[::40]
 KINDS = (
     *("docs/index.html", "docs/how-to/checkpoints.html", "labs/shardwise_labs/lab03/page.html"),
-    *("docs/api.html", "docs/account.html", "docs/step.html", "search.html"),
+    *("docs/api.html", "docs/account.html", "docs/owner.html", "docs/step.html", "search.html"),
     "docs/decisions/0052-the-site.html",
 )
 NOTHING_FROM_ELSEWHERE = (
@@ -100,7 +100,7 @@ def page_at(path: Path) -> _Page:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_link_is_dead(name: str) -> None:
+def test_no_link_is_dead(name):
     page, path = page_at(SITE / name), SITE / name
     assert not [each for each in page.loaded if urlsplit(each).netloc]
     dead = []
@@ -120,9 +120,7 @@ def test_no_link_is_dead(name: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_readable_and_loads_nothing_from_elsewhere(
-    name: str, width: int, scheme: str, tab: Tab, address: str
-) -> None:
+def test_a_page_is_readable_and_loads_nothing_from_elsewhere(name, width, scheme, tab, address):
     tab.console.clear()
     tab.requests.clear()
     tab.prefer(scheme)
@@ -139,9 +137,7 @@ def test_a_page_is_readable_and_loads_nothing_from_elsewhere(
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", KINDS)
-def test_everything_in_sight_is_reached_by_the_keyboard(
-    name: str, width: int, tab: Tab, address: str
-) -> None:
+def test_everything_in_sight_is_reached_by_the_keyboard(name, width, tab, address):
     tab.resize(width, 900)
     tab.open(address + name)
     wanted = tab.run(f"{CONTROLS}.map(e => [...document.querySelectorAll('*')].indexOf(e))")
@@ -156,7 +152,7 @@ def test_everything_in_sight_is_reached_by_the_keyboard(
     assert not [each for each in set(reached) if each >= 0 and tab.run(unseen % each)]
 
 
-def test_a_picture_changes_by_keyboard(tab: Tab, address: str) -> None:
+def test_a_picture_changes_by_keyboard(tab, address):
     tab.resize(390, 900)
     tab.open(address + "docs/account.html")
     while tab.run("document.activeElement.type") != "range":
@@ -175,7 +171,7 @@ def test_a_picture_changes_by_keyboard(tab: Tab, address: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["__navigation", "__toc"])
-def test_drawers_open_by_keyboard_on_a_narrow_screen(name: str, tab: Tab, address: str) -> None:
+def test_drawers_open_by_keyboard_on_a_narrow_screen(name, tab, address):
     tab.resize(390, 900)
     tab.open(address + "docs/how-to/checkpoints.html")
     drawer = ".sidebar-drawer" if name == "__navigation" else ".toc-drawer"
@@ -188,7 +184,7 @@ def test_drawers_open_by_keyboard_on_a_narrow_screen(name: str, tab: Tab, addres
 
 
 @pytest.mark.parametrize("how", ["served", "from files"])
-def test_search_finds_pages_without_another_host(how: str, tab: Tab, address: str) -> None:
+def test_search_finds_pages_without_another_host(how, tab, address):
     start = address if how == "served" else f"{SITE.as_uri()}/"
     tab.open("about:blank")  # a search before this one may still load pages
     tab.requests.clear()
@@ -202,7 +198,7 @@ def test_search_finds_pages_without_another_host(how: str, tab: Tab, address: st
     assert not [url for url in tab.requests if not url.startswith((start, "data:"))]
 
 
-def test_what_a_reader_would_not_like_is_seen(tab: Tab, address: str) -> None:
+def test_what_a_reader_would_not_like_is_seen(tab, address):
     tab.resize(390, 900)
     tab.open(address + KINDS[0])
     tab.console.clear()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def write(folder: Path, tensor: torch.Tensor, boxes: list[Box]) -> names.Metadata:
+def write(folder, tensor, boxes):
     """Write one tensor cut into boxes (offsets, lengths); return the table, not yet saved."""
     folder.mkdir(parents=True, exist_ok=True)
     storage, at = {}, 0
@@ -40,13 +39,13 @@ def write(folder: Path, tensor: torch.Tensor, boxes: list[Box]) -> names.Metadat
     return names.Metadata({"w": entry}, {"w": ("w",)}, storage, names.StorageMeta())
 
 
-def put(folder: Path, table: Any) -> Path:
+def put(folder, table):
     (folder / ".metadata").write_bytes(pickle.dumps(table))
     return folder
 
 
-def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
-    def pairs(inner: set[int]) -> list[tuple[int, int]]:
+def cuts(size):
+    def pairs(inner):
         borders = [0, *sorted(inner), size]
         return [(a, b - a) for a, b in pairwise(borders)]
 
@@ -56,9 +55,7 @@ def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 
 
 @given(st.data(), st.lists(st.integers(1, 5), max_size=3))
-def test_any_grid_of_boxes_gives_every_slice(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: list[int]
-) -> None:
+def test_any_grid_of_boxes_gives_every_slice(tmp_path_factory, data, shape):
     boxes: list[Box] = [((), ())]
     for size in shape:
         sides = data.draw(cuts(size))
@@ -75,17 +72,17 @@ HALVES: list[Box] = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
 W = torch.arange(12.0).view(4, 3)
 
 
-def set_info(folder: Path, table: names.Metadata, **fields: Any) -> None:
+def set_info(folder, table, **fields):
     key = names.MetadataIndex("w", torch.Size((2, 0)))
     table.storage_data[key] = _StorageInfo(**{**vars(table.storage_data[key]), **fields})
 
 
-def set_chunk(table: names.Metadata, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+def set_chunk(table, offsets, lengths):
     chunk = names.ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
     table.state_dict_metadata["w"].chunks[1] = chunk
 
 
-def link(folder: Path, table: names.Metadata) -> None:
+def link(folder, table):
     (folder / "__0_0.distcp").rename(folder / "real")
     (folder / "__0_0.distcp").symlink_to("real")
 
@@ -141,7 +138,7 @@ LIES: dict[str, tuple[Callable[[Path, names.Metadata], object], type[Exception],
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_table_that_lies_is_refused_when_it_is_opened(name: str, tmp_path: Path) -> None:
+def test_a_table_that_lies_is_refused_when_it_is_opened(name, tmp_path):
     lie, error, says = LIES[name]
     made = write(tmp_path, W, HALVES)
     lie(tmp_path, made)
@@ -156,12 +153,12 @@ def test_a_table_that_lies_is_refused_when_it_is_opened(name: str, tmp_path: Pat
         [((0, 0), (2, 2)), ((0, 2), (3, 1)), ((2, 0), (2, 2)), ((3, 2), (1, 1))],
     ],
 )
-def test_chunks_that_overlap_or_are_no_grid_are_refused(boxes: list[Box], tmp_path: Path) -> None:
+def test_chunks_that_overlap_or_are_no_grid_are_refused(boxes, tmp_path):
     with pytest.raises(DamagedCheckpoint, match="overlap, or are no grid"):
         open_dcp(put(tmp_path, write(tmp_path, W, boxes)))
 
 
-def test_a_chunk_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
+def test_a_chunk_of_another_shape_or_dtype_is_refused(tmp_path):
     for wrong in (W.double(), W[:, :2]):
         made = write(tmp_path, W, HALVES)
         lying = write(tmp_path, wrong, [((0, 0), (2, wrong.size(1))), ((2, 0), (2, wrong.size(1)))])
@@ -172,7 +169,7 @@ def test_a_chunk_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["metadata", "planner_data", "tensor"])
-def test_code_in_a_folder_is_refused_and_never_runs(where: str, tmp_path: Path) -> None:
+def test_code_in_a_folder_is_refused_and_never_runs(where, tmp_path):
     marker = tmp_path / "ran"
     hostile = Command(f"touch {marker}")
     folder = tmp_path / "c"
@@ -196,7 +193,7 @@ def test_code_in_a_folder_is_refused_and_never_runs(where: str, tmp_path: Path) 
     assert not marker.exists()
 
 
-def add_value(folder: Path, made: names.Metadata, path: tuple[str | int, ...], value: Any) -> None:
+def add_value(folder, made, path, value):
     key = ".".join(map(str, path))
     with open(folder / f"of {key}", "wb") as file:
         torch.save(value, file)
@@ -206,7 +203,7 @@ def add_value(folder: Path, made: names.Metadata, path: tuple[str | int, ...], v
     made.storage_data[names.MetadataIndex(key)] = info
 
 
-def test_what_is_made_of_other_classes_is_left_out_named_and_never_run(tmp_path: Path) -> None:
+def test_what_is_made_of_other_classes_is_left_out_named_and_never_run(tmp_path):
     marker, folder = tmp_path / "ran", tmp_path / "c"
     made = write(folder, W, HALVES)
     hostile, state = Command(f"touch {marker}"), np.random.RandomState(5).get_state()
@@ -235,7 +232,7 @@ def test_what_is_made_of_other_classes_is_left_out_named_and_never_run(tmp_path:
     assert not marker.exists()
 
 
-def test_a_dtype_that_is_not_read_is_named_as_torch_names_it(tmp_path: Path) -> None:
+def test_a_dtype_that_is_not_read_is_named_as_torch_names_it(tmp_path):
     made = write(tmp_path, W, HALVES)
     made.state_dict_metadata["w"].properties.dtype = torch.complex128
     with pytest.raises(CheckpointError, match=r"'w' has dtype torch\.complex128,"):
@@ -249,9 +246,7 @@ OPTIONS = {"lr": 0.5, "momentum": 0.9, "dampening": 0, "nesterov": False}
     ("options", "expected"),
     [(OPTIONS, "SGD"), ({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False}, "")],
 )
-def test_the_optimizers_class_is_told_by_its_options(
-    options: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+def test_the_optimizers_class_is_told_by_its_options(options, expected, tmp_path):
     made = write(tmp_path, W, HALVES)
     for name, value in {**options, "params": ["w"]}.items():
         add_value(tmp_path, made, ("optim", "param_groups", 0, name), value)
@@ -260,7 +255,7 @@ def test_the_optimizers_class_is_told_by_its_options(
     assert found.class_name == expected
 
 
-def test_param_groups_of_the_users_own_are_no_optimizer(tmp_path: Path) -> None:
+def test_param_groups_of_the_users_own_are_no_optimizer(tmp_path):
     made = write(tmp_path, W, HALVES)
     add_value(tmp_path, made, ("mine", "param_groups", "x"), 5)
     source = open_dcp(put(tmp_path, made))
@@ -269,7 +264,7 @@ def test_param_groups_of_the_users_own_are_no_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [-(10**400), 10**400, float("nan"), 1j])
-def test_an_odd_step_is_none_or_an_error_that_names_the_folder(step: Any, tmp_path: Path) -> None:
+def test_an_odd_step_is_none_or_an_error_that_names_the_folder(step, tmp_path):
     made = write(tmp_path, W, HALVES)
     for name, value in {"lr": 0.5, "params": ["w"]}.items():
         add_value(tmp_path, made, ("optim", "param_groups", 0, name), value)
@@ -278,7 +273,7 @@ def test_an_odd_step_is_none_or_an_error_that_names_the_folder(step: Any, tmp_pa
     assert source.step is None
 
 
-def test_a_group_of_5000_digits_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+def test_a_group_of_5000_digits_is_an_error_that_names_the_folder(tmp_path):
     made = write(tmp_path, W, HALVES)
     add_value(tmp_path, made, ("o", "param_groups", 0, "params"), ["w"])
     digits, old = "9" * 5000, "o.param_groups.0.params"
@@ -292,7 +287,7 @@ def test_a_group_of_5000_digits_is_an_error_that_names_the_folder(tmp_path: Path
         open_dcp(put(tmp_path, made))
 
 
-def test_a_flipped_bit_in_a_chunk_is_found_and_named(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_chunk_is_found_and_named(tmp_path):
     put(tmp_path, write(tmp_path, W, HALVES))
     path = tmp_path / "__0_0.distcp"
     data = bytearray(path.read_bytes())
@@ -306,9 +301,7 @@ def test_a_flipped_bit_in_a_chunk_is_found_and_named(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_any_change_of_the_table_gives_the_tensor_or_our_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_change_of_the_table_gives_the_tensor_or_our_error(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz")
     table = bytearray(pickle.dumps(write(folder, W, HALVES)))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from convert import fake_deepspeed
-from convert.fake_deepspeed import STATES, Run, make_run, write
+from convert.fake_deepspeed import STATES, make_run, write
 from convert.sources import Command, check_slices, infos_of
 from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 ALL = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)]
 
 
-def expected_tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
+def expected_tensors(run):
     trained = {name: tensor for group in run.groups for name, tensor in group.items()}
     expected = {(n, ""): t for n, t in {**trained, **run.frozen, **run.buffers}.items()}
     if run.step is not None:
@@ -28,9 +28,7 @@ def expected_tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.mark.parametrize(("stage", "world"), ALL)
 @pytest.mark.parametrize("step", [7.0, 7, None])
-def test_every_slice_is_that_of_the_known_tensors(
-    stage: int, world: int, step: Any, tmp_path: Path
-) -> None:
+def test_every_slice_is_that_of_the_known_tensors(stage, world, step, tmp_path):
     run = make_run()
     run.step = step
     write(tmp_path, run, stage, world)
@@ -47,7 +45,7 @@ def test_every_slice_is_that_of_the_known_tensors(
 
 
 @pytest.mark.parametrize(("stage", "world"), ALL)
-def test_what_is_no_tensor_comes_back_too(stage: int, world: int, tmp_path: Path) -> None:
+def test_what_is_no_tensor_comes_back_too(stage, world, tmp_path):
     run = make_run()
     write(tmp_path, run, stage, world)
     source = open_deepspeed(tmp_path)
@@ -77,9 +75,7 @@ def test_what_is_no_tensor_comes_back_too(stage: int, world: int, tmp_path: Path
         ({}, ""),
     ],
 )
-def test_the_optimizers_class_is_torchs_name_for_it(
-    config: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+def test_the_optimizers_class_is_torchs_name_for_it(config, expected, tmp_path):
     home = write(tmp_path, make_run(), 1, 1)
     edit(home / "mp_rank_00_model_states.pt", lambda saved: saved.update(ds_config=config))
     optimizer = open_deepspeed(home).optimizer
@@ -87,7 +83,7 @@ def test_the_optimizers_class_is_torchs_name_for_it(
     assert optimizer.class_name == expected
 
 
-def test_the_tag_is_the_one_asked_for_or_the_latest_or_the_folder_itself(tmp_path: Path) -> None:
+def test_the_tag_is_the_one_asked_for_or_the_latest_or_the_folder_itself(tmp_path):
     first, second = make_run(), make_run()
     write(tmp_path, first, 2, 1, "one")
     write(tmp_path, second, 2, 1, "two")
@@ -100,14 +96,14 @@ def test_the_tag_is_the_one_asked_for_or_the_latest_or_the_folder_itself(tmp_pat
 
 
 @pytest.mark.parametrize("tag", ["..", "a/b", "/etc", ""])
-def test_a_tag_never_leads_out_of_the_folder(tag: str, tmp_path: Path) -> None:
+def test_a_tag_never_leads_out_of_the_folder(tag, tmp_path):
     write(tmp_path / "f", make_run(), 1, 1)
     (tmp_path / "f" / "latest").write_text(tag)
     with pytest.raises(CheckpointError, match="no plain name"):
         open_deepspeed(tmp_path / "f")
 
 
-def test_a_folder_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_refused_in_words(tmp_path):
     with pytest.raises(CheckpointError, match="neither 'latest' nor"):
         open_deepspeed(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
@@ -118,7 +114,7 @@ def test_a_folder_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_missing_file_is_named(stage: int, tmp_path: Path) -> None:
+def test_each_missing_file_is_named(stage, tmp_path):
     home = write(tmp_path, make_run(), stage, 3)
     for path in sorted(home.iterdir()):
         data = path.read_bytes()
@@ -134,7 +130,7 @@ def test_each_missing_file_is_named(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_each_file_that_was_cut_short_is_named(stage: int, tmp_path: Path) -> None:
+def test_each_file_that_was_cut_short_is_named(stage, tmp_path):
     home = write(tmp_path, make_run(), stage, 2)
     for path in sorted(home.iterdir()):
         data = path.read_bytes()
@@ -145,7 +141,7 @@ def test_each_file_that_was_cut_short_is_named(stage: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_files_of_two_checkpoints_are_not_mixed(stage: int, tmp_path: Path) -> None:
+def test_files_of_two_checkpoints_are_not_mixed(stage, tmp_path):
     run = make_run()
     home = write(tmp_path / "a", run, stage, 2)
     run.step = 8.0
@@ -158,7 +154,7 @@ def test_files_of_two_checkpoints_are_not_mixed(stage: int, tmp_path: Path) -> N
         open_deepspeed(home)
 
 
-def test_files_of_two_numbers_of_ranks_are_not_mixed(tmp_path: Path) -> None:
+def test_files_of_two_numbers_of_ranks_are_not_mixed(tmp_path):
     home = write(tmp_path / "a", make_run(), 3, 2)
     other = write(tmp_path / "b", make_run(), 3, 3)
     for path in home.iterdir():
@@ -168,7 +164,7 @@ def test_files_of_two_numbers_of_ranks_are_not_mixed(tmp_path: Path) -> None:
         open_deepspeed(home)
 
 
-def test_a_flipped_bit_in_a_partition_is_found_and_named(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_partition_is_found_and_named(tmp_path):
     run = make_run()
     home = write(tmp_path, run, 3, 2)
     path = home / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -193,21 +189,21 @@ def test_a_flipped_bit_in_a_partition_is_found_and_named(tmp_path: Path) -> None
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "several files"),
     ],
 )
-def test_what_is_not_read_is_refused_in_words(name: str, message: str, tmp_path: Path) -> None:
+def test_what_is_not_read_is_refused_in_words(name, message, tmp_path):
     home = write(tmp_path, make_run(), 2, 1)
     (home / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=message):
         open_deepspeed(home)
 
 
-def edit(path: Path, change: Any) -> None:
+def edit(path, change):
     with fake_deepspeed.deepspeed_names():
         saved = torch.load(path, weights_only=False)
         change(saved)
         torch.save(saved, path)
 
 
-def optim(saved: Any) -> Any:
+def optim(saved):
     return saved["optimizer_state_dict"]
 
 
@@ -243,9 +239,7 @@ LIES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("where", "change", "message"), LIES)
-def test_files_that_contradict_each_other_are_refused(
-    where: str, change: Any, message: str, tmp_path: Path
-) -> None:
+def test_files_that_contradict_each_other_are_refused(where, change, message, tmp_path):
     home = write(tmp_path, make_run(), 2, 1)
     (path,) = home.glob(f"*{where}_states.pt")
     edit(path, change)
@@ -254,12 +248,12 @@ def test_files_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize("place", ["optim", "module"])
-def test_code_in_a_file_is_refused_and_never_runs(place: str, tmp_path: Path) -> None:
+def test_code_in_a_file_is_refused_and_never_runs(place, tmp_path):
     marker = tmp_path / "ran"
     home = write(tmp_path, make_run(), 3, 2)
     path = sorted(home.glob("*optim_states.pt" if place == "optim" else "*model_states.pt"))[0]
 
-    def change(saved: Any) -> None:
+    def change(saved):
         (saved if place == "optim" else saved["module"])["evil"] = Command(f"touch {marker}")
 
     edit(path, change)
@@ -268,7 +262,7 @@ def test_code_in_a_file_is_refused_and_never_runs(place: str, tmp_path: Path) ->
     assert not marker.exists()
 
 
-def test_what_the_users_own_classes_made_is_left_out_named_and_never_run(tmp_path: Path) -> None:
+def test_what_the_users_own_classes_made_is_left_out_named_and_never_run(tmp_path):
     marker = tmp_path / "ran"
     run = make_run()
     when = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)

@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 60, 10**9])
-def test_what_is_exported_comes_back_to_the_bit(tmp_path: Path, max_shard_bytes: int) -> None:
+def test_what_is_exported_comes_back_to_the_bit(tmp_path, max_shard_bytes):
     tensors = odd_tensors()
     told: list[int] = []
     done = export_huggingface(
@@ -57,7 +55,7 @@ def test_what_is_exported_comes_back_to_the_bit(tmp_path: Path, max_shard_bytes:
     assert all_bits(whole_tensors(open_huggingface(tmp_path / "out"))) == all_bits(tensors)
 
 
-def test_the_library_reads_the_files_and_finds_tensors_aligned(tmp_path: Path) -> None:
+def test_the_library_reads_the_files_and_finds_tensors_aligned(tmp_path):
     tensors = odd_tensors()
     done = export_huggingface(MemorySource(tensors), tmp_path / "out", files=FILES)
     file = tmp_path / "out" / done.files[0]
@@ -73,7 +71,7 @@ def test_the_library_reads_the_files_and_finds_tensors_aligned(tmp_path: Path) -
         assert (begin + entry["data_offsets"][0]) % tensors[name].element_size() == 0, name
 
 
-def test_only_parameters_and_buffers_are_exported_and_a_shared_one_once(tmp_path: Path) -> None:
+def test_only_parameters_and_buffers_are_exported_and_a_shared_one_once(tmp_path):
     source = MemorySource({"embed": torch.ones(3, 2), "head": torch.ones(3, 2)})
     source.tied = {"head": "embed"}
     source.add("buffer", "mean", torch.zeros(3))
@@ -84,9 +82,7 @@ def test_only_parameters_and_buffers_are_exported_and_a_shared_one_once(tmp_path
     assert source.total_read_bytes == 4 * 9
 
 
-def test_one_piece_of_a_tensor_is_in_memory_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_piece_of_a_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_PIECE_BYTES", 4096)
     tensors = {"big": torch.randn(100, 1001), "small": torch.randn(7).double()}
     source = MemorySource(tensors)
@@ -99,7 +95,7 @@ def test_one_piece_of_a_tensor_is_in_memory_at_a_time(
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 20))
-def test_files_are_split_as_the_hub_splits_them(sizes: list[int], max_bytes: int) -> None:
+def test_files_are_split_as_the_hub_splits_them(sizes, max_bytes):
     hub = pytest.importorskip("huggingface_hub", reason="it comes with transformers")
     split = hub.split_state_dict_into_shards_factory(
         {str(i): size for i, size in enumerate(sizes)},
@@ -115,9 +111,7 @@ def test_files_are_split_as_the_hub_splits_them(sizes: list[int], max_bytes: int
 
 
 @pytest.mark.parametrize("spelling", ["BF16", "bfloat16", "torch.bfloat16"])
-def test_a_cast_changes_floating_tensors_as_torch_does_and_no_others(
-    tmp_path: Path, spelling: str
-) -> None:
+def test_a_cast_changes_floating_tensors_as_torch_does_and_no_others(tmp_path, spelling):
     tensors = odd_tensors()
     done = export_huggingface(
         MemorySource(tensors), tmp_path / "out", files=FILES, dtype=spelling, max_shard_bytes=50
@@ -130,9 +124,7 @@ def test_a_cast_changes_floating_tensors_as_torch_does_and_no_others(
     assert index["metadata"] == {"total_size": done.total_bytes}
 
 
-def test_a_value_that_does_not_fit_the_new_dtype_is_refused_and_not_made_infinite(
-    tmp_path: Path,
-) -> None:
+def test_a_value_that_does_not_fit_the_new_dtype_is_refused_and_not_made_infinite(tmp_path):
     source = MemorySource({"fine": torch.ones(2), "large": torch.tensor([1.0, 70_000.0])})
     with pytest.raises(CheckpointError, match=r"'large' of F32 holds values beyond .* F16"):
         export_huggingface(source, tmp_path / "out", files=FILES, dtype="F16")
@@ -140,9 +132,7 @@ def test_a_value_that_does_not_fit_the_new_dtype_is_refused_and_not_made_infinit
 
 
 @pytest.mark.parametrize("wrong", [{"dtype": "int8"}, {"dtype": "F4"}, {"max_shard_bytes": 0}])
-def test_wrong_arguments_are_refused_before_anything_is_written(
-    tmp_path: Path, wrong: dict[str, Any]
-) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, wrong):
     with pytest.raises(ConfigError, match="expected"):
         export_huggingface(MemorySource({"w": torch.ones(2)}), tmp_path / "a", files=FILES, **wrong)
     assert os.listdir(tmp_path) == []
@@ -151,7 +141,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
 # -- the target -----------------------------------------------------------------------------------
 
 
-def test_a_missing_target_is_made_and_an_empty_one_is_filled(tmp_path: Path) -> None:
+def test_a_missing_target_is_made_and_an_empty_one_is_filled(tmp_path):
     source = MemorySource({"w": torch.ones(2)})
     (tmp_path / "empty").mkdir()
     for target in (tmp_path / "empty", tmp_path / "a" / "b" / "new"):
@@ -161,7 +151,7 @@ def test_a_missing_target_is_made_and_an_empty_one_is_filled(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["full", "file", "link"])
-def test_a_target_in_use_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_target_in_use_is_refused_and_left_alone(tmp_path, kind):
     target = tmp_path / "out"
     (tmp_path / "elsewhere").mkdir()
     if kind == "full":
@@ -182,14 +172,14 @@ def test_a_target_in_use_is_refused_and_left_alone(tmp_path: Path, kind: str) ->
     assert source.total_read_bytes == 0
 
 
-def test_a_source_without_parameters_is_refused(tmp_path: Path) -> None:
+def test_a_source_without_parameters_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="memory holds no parameter"):
         export_huggingface(MemorySource(), tmp_path / "out", files=FILES)
 
 
-def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path: Path) -> None:
+def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path):
     class Full(Files):
-        def free_bytes(self, path: Path) -> int:
+        def free_bytes(self, path):
             return 7
 
     source = MemorySource({"w": torch.ones(2)})
@@ -200,14 +190,12 @@ def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_export_that_fails_anywhere_leaves_nothing_or_all(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
+def test_an_export_that_fails_anywhere_leaves_nothing_or_all(tmp_path, error):
     tensors = {"a": torch.randn(5), "b": torch.randn(3, 2), "c": torch.tensor(1)}
     for n in range(100):
         target, count, failed = tmp_path / str(n) / "out", itertools.count(), True
 
-        def fail(n: int = n, count: Iterator[int] = count) -> None:
+        def fail(n=n, count=count):
             if next(count) == n:
                 raise error(errno.EIO, "I/O error")
 
@@ -231,9 +219,9 @@ def test_an_export_that_fails_anywhere_leaves_nothing_or_all(
     assert {"make_folder", "create", "write", "sync", "rename", "sync_folder"} <= operations
 
 
-def test_a_damaged_source_leaves_no_export(tmp_path: Path) -> None:
+def test_a_damaged_source_leaves_no_export(tmp_path):
     class Damaged(MemorySource):
-        def read(self, tensor: Any, lo: int, hi: int) -> torch.Tensor:
+        def read(self, tensor, lo, hi):
             if tensor.name == "b":
                 raise DamagedCheckpoint("b")
             return super().read(tensor, lo, hi)
@@ -251,7 +239,7 @@ def test_a_damaged_source_leaves_no_export(tmp_path: Path) -> None:
 # -- transformers ---------------------------------------------------------------------------------
 
 
-def llama(*, tied: bool = False) -> Any:
+def llama(*, tied=False):
     transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
     config = transformers.LlamaConfig(
         vocab_size=61,
@@ -266,7 +254,7 @@ def llama(*, tied: bool = False) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def source_of(model: nn.Module) -> MemorySource:
+def source_of(model):
     """Take parameters once and the further names of shared ones as tied, as a checkpoint does."""
     params = dict(model.named_parameters())
     first = {id(p): name for name, p in params.items()}
@@ -276,14 +264,14 @@ def source_of(model: nn.Module) -> MemorySource:
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     return model(IDS).logits
 
 
 @pytest.mark.parametrize(("tied", "max_shard_bytes"), [(False, 10**9), (True, 3000)])
 def test_transformers_loads_an_export_with_the_same_logits_to_the_bit(
-    tmp_path: Path, tied: bool, max_shard_bytes: int
-) -> None:
+    tmp_path, tied, max_shard_bytes
+):
     model = llama(tied=tied)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
     source = source_of(model)
@@ -312,9 +300,7 @@ def test_transformers_loads_an_export_with_the_same_logits_to_the_bit(
 
 
 @pytest.mark.parametrize("family", ["Bert", "GPT2", "T5"])
-def test_the_names_are_those_that_transformers_writes_whatever_is_tied(
-    tmp_path: Path, family: str
-) -> None:
+def test_the_names_are_those_that_transformers_writes_whatever_is_tied(tmp_path, family):
     transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
     small = {"vocab_size": 31, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     options, kind = {
@@ -338,7 +324,7 @@ def test_the_names_are_those_that_transformers_writes_whatever_is_tied(
     assert all_bits(loaded.state_dict()) == all_bits(model.state_dict())
 
 
-def test_transformers_loads_a_cast_export_as_it_casts_itself(tmp_path: Path) -> None:
+def test_transformers_loads_a_cast_export_as_it_casts_itself(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "theirs")
     theirs = type(model).from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
@@ -353,9 +339,7 @@ def test_transformers_loads_a_cast_export_as_it_casts_itself(tmp_path: Path) -> 
     assert bits(logits(ours)) == bits(logits(theirs))
 
 
-def test_joined_experts_of_a_mixture_are_loaded_under_the_names_of_the_module(
-    tmp_path: Path,
-) -> None:
+def test_joined_experts_of_a_mixture_are_loaded_under_the_names_of_the_module(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
     config = transformers.MixtralConfig(
         vocab_size=31,
@@ -376,7 +360,7 @@ def test_joined_experts_of_a_mixture_are_loaded_under_the_names_of_the_module(
     assert bits(logits(loaded)) == bits(logits(model))
 
 
-def test_the_tokenizer_and_the_config_come_along_through_links_but_no_code(tmp_path: Path) -> None:
+def test_the_tokenizer_and_the_config_come_along_through_links_but_no_code(tmp_path):
     theirs, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     theirs.mkdir(parents=True)
     (theirs / "vocab.txt").symlink_to(blobs / "gone")
@@ -396,7 +380,7 @@ def test_the_tokenizer_and_the_config_come_along_through_links_but_no_code(tmp_p
     assert not (tmp_path / "new").exists()
 
 
-def test_a_config_from_elsewhere_or_beyond_all_sizes_is_not_copied(tmp_path: Path) -> None:
+def test_a_config_from_elsewhere_or_beyond_all_sizes_is_not_copied(tmp_path):
     theirs, source = tmp_path / "theirs", MemorySource({"w": torch.ones(2)})
     theirs.mkdir()
     (tmp_path / "secret").write_text("x")
@@ -415,18 +399,18 @@ def test_a_config_from_elsewhere_or_beyond_all_sizes_is_not_copied(tmp_path: Pat
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 11)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.head(self.norm(self.embed(ids)))
 
 
-def trained(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(seed, num_steps):
     torch.manual_seed(seed)
     model = Tied()
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
@@ -437,14 +421,14 @@ def trained(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+def take_steps(model, optimizer, num_steps):
     for step in range(num_steps):
         model((torch.arange(7) + step) % 11).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def source_with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemorySource:
+def source_with_optimizer(model, optimizer):
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [
         {**group, "params": [names[id(p)] for p in group["params"]]}
@@ -461,13 +445,13 @@ def source_with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return source
 
 
-def load_dcp(nested: dict[str, Any], folder: Path) -> None:
+def load_dcp(nested, folder):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(nested, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
 
-def test_a_plain_script_resumes_from_the_dcp_export_to_the_bit(tmp_path: Path) -> None:
+def test_a_plain_script_resumes_from_the_dcp_export_to_the_bit(tmp_path):
     model, optimizer = trained(seed=0, num_steps=3)
     export_dcp(source_with_optimizer(model, optimizer), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp"]
@@ -491,7 +475,7 @@ def test_a_plain_script_resumes_from_the_dcp_export_to_the_bit(tmp_path: Path) -
     assert all_bits(other.state_dict()) == all_bits(model.state_dict())
 
 
-def test_weights_alone_and_values_of_the_state_that_are_no_tensors(tmp_path: Path) -> None:
+def test_weights_alone_and_values_of_the_state_that_are_no_tensors(tmp_path):
     source = MemorySource({"w": torch.arange(6.0).view(2, 3)})
     export_dcp(source, tmp_path / "weights")
     nested: dict[str, Any] = {"model": {"w": torch.zeros(2, 3)}}
@@ -510,10 +494,8 @@ def test_weights_alone_and_values_of_the_state_that_are_no_tensors(tmp_path: Pat
     assert wanted["optim"] == {"state": {"w": {"step": 12, "name": "x"}}, "param_groups": [group]}
 
 
-def test_a_failure_inside_torch_is_an_error_of_ours_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_failure_inside_torch_is_an_error_of_ours_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)

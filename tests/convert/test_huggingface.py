@@ -35,7 +35,7 @@ def two_files(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def test_a_file_that_the_library_wrote_is_read_to_the_bit(tmp_path: Path) -> None:
+def test_a_file_that_the_library_wrote_is_read_to_the_bit(tmp_path):
     tensors = odd_tensors()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for path in (tmp_path, tmp_path / "model.safetensors"):
@@ -45,7 +45,7 @@ def test_a_file_that_the_library_wrote_is_read_to_the_bit(tmp_path: Path) -> Non
         assert (source.step, source.optimizer, source.extra, source.tied) == (None, None, {}, {})
 
 
-def test_the_files_of_an_index_are_one_model(tmp_path: Path) -> None:
+def test_the_files_of_an_index_are_one_model(tmp_path):
     two_files(tmp_path)
     for path in (tmp_path, tmp_path / INDEX):
         found = whole_tensors(open_huggingface(path))
@@ -55,9 +55,7 @@ def test_the_files_of_an_index_are_one_model(tmp_path: Path) -> None:
 
 
 @given(numel=st.integers(1, 40), ends=st.tuples(st.integers(0, 40), st.integers(0, 40)))
-def test_a_range_is_that_range_of_the_flat_tensor(
-    tmp_path_factory: pytest.TempPathFactory, numel: int, ends: tuple[int, int]
-) -> None:
+def test_a_range_is_that_range_of_the_flat_tensor(tmp_path_factory, numel, ends):
     folder = tmp_path_factory.mktemp("range")
     tensor = torch.arange(numel).bfloat16()
     save_file({"before": torch.ones(3), "w": tensor}, folder / "model.safetensors")
@@ -67,7 +65,7 @@ def test_a_range_is_that_range_of_the_flat_tensor(
     assert bits(source.read(info, lo, hi)) == bits(tensor[lo:hi])
 
 
-def test_only_the_asked_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_asked_bytes_are_read(tmp_path, monkeypatch):
     save_file({"w": torch.randn(1000, 100)}, tmp_path / "model.safetensors")
     source = open_huggingface(tmp_path)
     asked: list[int] = []
@@ -82,7 +80,7 @@ def test_only_the_asked_bytes_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked == [4 * 207]
 
 
-def test_a_range_outside_the_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_range_outside_the_tensor_is_refused(tmp_path):
     two_files(tmp_path)
     source = open_huggingface(tmp_path)
     info = next(t for t in source.tensors if t.name == "b")
@@ -91,7 +89,7 @@ def test_a_range_outside_the_tensor_is_refused(tmp_path: Path) -> None:
             source.read(info, lo, hi)
 
 
-def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+def test_links_of_the_hub_cache_are_followed(tmp_path):
     two_files(tmp_path / "real")
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
@@ -105,7 +103,7 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
         open_huggingface(snapshot)
 
 
-def test_a_link_that_leads_out_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_that_leads_out_is_not_followed(tmp_path):
     two_files(tmp_path / "real")
     (tmp_path / "real" / FIRST).rename(tmp_path / "elsewhere")
     (tmp_path / "real" / FIRST).symlink_to("../elsewhere")
@@ -126,9 +124,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=repr)
-def test_a_hostile_name_in_an_index_is_refused_before_it_is_opened(
-    tmp_path: Path, name: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_name_in_an_index_is_refused_before_it_is_opened(tmp_path, name, monkeypatch):
     weight_map = two_files(tmp_path / "model")
     save_file({"c": torch.tensor(7)}, tmp_path / "model.safetensors")
     write_index(tmp_path / "model", weight_map | {"c": name})
@@ -146,7 +142,7 @@ def test_a_hostile_name_in_an_index_is_refused_before_it_is_opened(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}'])
-def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_index_without_a_weight_map_is_refused(tmp_path, text):
     two_files(tmp_path)
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match=r"index\.json"):
@@ -172,7 +168,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
-def test_an_index_that_differs_from_its_files_is_refused(tmp_path: Path, kind: str) -> None:
+def test_an_index_that_differs_from_its_files_is_refused(tmp_path, kind):
     change, says = DIFFERENCES[kind]
     change(tmp_path, two_files(tmp_path))
     error = DamagedCheckpoint if "lacks" in kind else CheckpointError
@@ -180,7 +176,7 @@ def test_an_index_that_differs_from_its_files_is_refused(tmp_path: Path, kind: s
         open_huggingface(tmp_path)
 
 
-def test_a_folder_of_two_models_or_of_none_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_two_models_or_of_none_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds neither"):
         open_huggingface(tmp_path)
     two_files(tmp_path)
@@ -190,7 +186,7 @@ def test_a_folder_of_two_models_or_of_none_is_refused(tmp_path: Path) -> None:
     assert [t.name for t in open_huggingface(tmp_path / "model.safetensors").tensors] == ["w"]
 
 
-def test_a_part_of_a_sharded_checkpoint_is_not_taken_for_whole_tensors(tmp_path: Path) -> None:
+def test_a_part_of_a_sharded_checkpoint_is_not_taken_for_whole_tensors(tmp_path):
     info = json.dumps({"w": {"saved_offsets": [0]}})
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors", metadata=metadata)
@@ -198,7 +194,7 @@ def test_a_part_of_a_sharded_checkpoint_is_not_taken_for_whole_tensors(tmp_path:
         open_huggingface(tmp_path)
 
 
-def test_a_file_that_was_cut_short_is_named_at_once_and_while_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_named_at_once_and_while_it_is_read(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4), "b": torch.ones(4)}, file)
     data = file.read_bytes()
@@ -213,7 +209,7 @@ def test_a_file_that_was_cut_short_is_named_at_once_and_while_it_is_read(tmp_pat
         source.read(source.tensors[1], 0, 4)
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere"):
         open_huggingface(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
@@ -227,8 +223,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 @given(where=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 10**6))
 def test_a_changed_byte_or_length_is_an_error_of_ours_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory, where: int, value: int, cut: int
-) -> None:
+    tmp_path_factory, where, value, cut
+):
     folder = tmp_path_factory.mktemp("changed")
     file = folder / "model.safetensors"
     save_file({"a": torch.ones(2, 3), "b": torch.ones(4)}, file, metadata={"format": "pt"})

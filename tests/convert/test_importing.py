@@ -77,9 +77,7 @@ def load_and_gather(rank: int, _: int, path: Path, setting: Setting) -> dict[str
 @pytest.mark.parametrize(
     "setting", [Setting(1, 0), Setting(3, 3, "rows"), Setting(3, 1, "flat", "linear")], ids=str
 )
-def test_a_plain_run_goes_on_sharded_with_every_bit_of_its_state(
-    tmp_path: Path, setting: Setting
-) -> None:
+def test_a_plain_run_goes_on_sharded_with_every_bit_of_its_state(tmp_path, setting):
     run = plain_run()
     written = import_source(source_of(run), tmp_path / "ours", files=FILES)
     assert written.path == tmp_path / "ours"
@@ -100,7 +98,7 @@ def train_and_save(rank: int, _: int, path: Path, setting: Setting) -> dict[str,
     return truth_of(run)
 
 
-def test_a_sharded_checkpoint_becomes_one_of_a_single_rank(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_becomes_one_of_a_single_rank(tmp_path):
     saved = run_ranks(train_and_save, 3, tmp_path / "run", Setting(3, 3, "flat"))
     with closing(Checkpoint(FILES, tmp_path / "run" / "step-00000002")) as source:
         written = import_source(source, tmp_path / "whole", files=FILES)
@@ -109,7 +107,7 @@ def test_a_sharded_checkpoint_becomes_one_of_a_single_rank(tmp_path: Path) -> No
     assert not differences(truth, saved[0])
 
 
-def test_all_of_a_source_comes_back_to_the_bit(tmp_path: Path) -> None:
+def test_all_of_a_source_comes_back_to_the_bit(tmp_path):
     groups = (
         {"lr": torch.tensor(0.1), "betas": (0.9, 0.999), "params": ["plain", "half"]},
         {"lr": 1e-9, "foreach": None, "params": []},
@@ -138,7 +136,7 @@ def test_all_of_a_source_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert sum(told) == sum(t.nbytes for t in whole_tensors(source).values())
 
 
-def test_tensors_of_groups_and_of_state_never_share_a_place(tmp_path: Path) -> None:
+def test_tensors_of_groups_and_of_state_never_share_a_place(tmp_path):
     group = {"params": ["0"], "lr": torch.tensor(0.5)}
     state = {"0": {"lr": torch.tensor(2.0)}}
     source = MemorySource({"0": torch.ones(3)}, optimizer=OptimizerInfo("Own", (group,), state))
@@ -148,7 +146,7 @@ def test_tensors_of_groups_and_of_state_never_share_a_place(tmp_path: Path) -> N
         assert (ours.optimizer.groups[0]["lr"], ours.optimizer.state["0"]["lr"]) == (0.5, 2.0)
 
 
-def test_a_given_step_wins_and_names_the_folder(tmp_path: Path) -> None:
+def test_a_given_step_wins_and_names_the_folder(tmp_path):
     source = MemorySource({"w": torch.ones(3)})
     source.step = 5
     assert import_source(source, tmp_path / "a", files=FILES).path == tmp_path / "a"
@@ -177,13 +175,13 @@ class OneAtATime(MemorySource):
         return torch.frombuffer(memory, dtype=torch.float32)
 
 
-def test_one_large_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_one_large_tensor_is_in_memory_at_a_time(tmp_path):
     source = OneAtATime({f"w{n}": torch.randn(9 << 18) for n in range(4)})
     import_source(source, tmp_path / "ours", files=FILES)
     assert source.alive == [0, 0, 0, 0]
 
 
-def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_an_import_that_fails_leaves_nothing(tmp_path):
     class Damaged(MemorySource):
         def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
             raise DamagedCheckpoint(f"weights.bin: tensor '{tensor.name}' is damaged")
@@ -197,14 +195,14 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_is_there_is_refused(tmp_path: Path) -> None:
+def test_a_target_that_is_there_is_refused(tmp_path):
     source = MemorySource({"w": torch.ones(3)})
     import_source(source, tmp_path / "ours", files=FILES)
     with pytest.raises(CheckpointError, match="exists already"):
         import_source(source, tmp_path / "ours", files=FILES)
 
 
-def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path):
     source = MemorySource({"w": torch.ones(3)})
     source.extra = {"hook": print}
     with pytest.raises(CheckpointError, match=r"extra\['hook'\]"):
@@ -236,7 +234,7 @@ def named_source(prefix: str) -> MemorySource:
     return source
 
 
-def test_a_prefix_is_dropped_from_every_name_and_only_once() -> None:
+def test_a_prefix_is_dropped_from_every_name_and_only_once():
     found, wanted = without_prefix(named_source("module."), "module."), named_source("")
     assert list(found.tensors) == wanted.tensors
     assert (found.tied, found.optimizer) == (wanted.tied, wanted.optimizer)
@@ -244,7 +242,7 @@ def test_a_prefix_is_dropped_from_every_name_and_only_once() -> None:
     assert list(found.extra) == ["module.x"]
 
 
-def test_a_prefix_that_is_not_there_or_that_tells_names_apart_is_refused() -> None:
+def test_a_prefix_that_is_not_there_or_that_tells_names_apart_is_refused():
     for prefix in ("model.", ""):
         with pytest.raises(ConfigError, match=rf"begins with '{prefix}'.* free, module.head"):
             without_prefix(named_source("module."), prefix)
@@ -256,13 +254,13 @@ def test_a_prefix_that_is_not_there_or_that_tells_names_apart_is_refused() -> No
         without_prefix(both, "module.")
 
 
-def test_a_source_without_tensors_is_refused(tmp_path: Path) -> None:
+def test_a_source_without_tensors_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="memory holds no tensors"):
         import_source(MemorySource(), tmp_path / "ours", files=FILES, step=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_is_only_imported_into_a_folder_that_no_run_holds(tmp_path: Path) -> None:
+def test_a_step_is_only_imported_into_a_folder_that_no_run_holds(tmp_path):
     class Asking(MemorySource):
         def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
             with pytest.raises(CheckpointError, match="saves checkpoints there"):

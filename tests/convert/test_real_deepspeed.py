@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ pytestmark = [
 class Net(torch.nn.Module):
     """Uneven sizes; a frozen, a tied, and a parameter of one element; two kinds of buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.emb = torch.nn.Embedding(11, 6)
         self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
@@ -37,13 +36,13 @@ class Net(torch.nn.Module):
         self.register_buffer("running", torch.zeros(6))
         self.register_buffer("table", torch.arange(7))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.body(self.frozen(self.emb(x))) * self.scale
         self.running += hidden.detach().mean(0) * 0.1
         return self.head(hidden)
 
 
-def save(rank: int, world: int, folder: str, stage: int, bf16: bool) -> dict[tuple[str, str], Any]:
+def save(rank, world, folder, stage, bf16):
     """Train three steps, save, and return all tensors as DeepSpeed itself gathers them."""
     warnings.simplefilter("ignore")  # not ours
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank))
@@ -52,7 +51,7 @@ def save(rank: int, world: int, folder: str, stage: int, bf16: bool) -> dict[tup
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     backend = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]  # it would be compiled first
+    backend.build_shm_op = lambda: None  # it would be compiled first
     deepspeed.init_distributed("gloo", verbose=False)
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -95,9 +94,7 @@ def save(rank: int, world: int, folder: str, stage: int, bf16: bool) -> dict[tup
     ("stage", "world", "bf16"),
     [(1, 2, False), (1, 1, True), (2, 2, True), (3, 2, False), (3, 3, True)],
 )
-def test_what_deepspeed_wrote_is_read_as_deepspeed_gathers_it(
-    stage: int, world: int, bf16: bool, tmp_path: Path
-) -> None:
+def test_what_deepspeed_wrote_is_read_as_deepspeed_gathers_it(stage, world, bf16, tmp_path):
     expected = run_ranks(save, world, str(tmp_path), stage, bf16, fresh=True)[0]
     source = open_deepspeed(tmp_path)
     infos = {(info.name, info.state): info for info in source.tensors}

@@ -30,7 +30,7 @@ SCALARS = (
 KEYS = SCALARS | st.tuples(SCALARS, SCALARS)
 
 
-def values(sets: bool) -> st.SearchStrategy[Any]:
+def values(sets):
     return st.recursive(
         SCALARS,
         lambda inner: (
@@ -46,7 +46,7 @@ def values(sets: bool) -> st.SearchStrategy[Any]:
 
 # torch.save writes protocol 2; the table of DCP has the default one, and no sets.
 @given(st.tuples(values(True), st.just(2)) | st.tuples(values(False), st.sampled_from([3, 4, 5])))
-def test_plain_values_come_back_as_they_were(case: tuple[Any, int]) -> None:
+def test_plain_values_come_back_as_they_were(case):
     value, protocol = case
     got = read_pickle(pickle.dumps(value, protocol), "f", PLAIN)
     assert got == value
@@ -56,14 +56,14 @@ def test_plain_values_come_back_as_they_were(case: tuple[Any, int]) -> None:
 class Runs:
     """Pickles as a call of any function."""
 
-    def __init__(self, *call: Any) -> None:
+    def __init__(self, *call):
         self.call = call
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call[0], self.call[1:]
 
 
-def hostile_pickles(marker: Path) -> dict[str, bytes]:
+def hostile_pickles(marker):
     command = f"touch {marker}"
     text = command.encode()
     short = b"\x8c" + bytes([len(text)]) + text
@@ -85,14 +85,14 @@ def hostile_pickles(marker: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", hostile_pickles(Path("x")))
-def test_what_a_pickle_names_is_refused_by_name_and_never_runs(kind: str, tmp_path: Path) -> None:
+def test_what_a_pickle_names_is_refused_by_name_and_never_runs(kind, tmp_path):
     marker = tmp_path / "ran"
     with pytest.raises(CheckpointError, match="the file: "):
         read_pickle(hostile_pickles(marker)[kind], "the file", PLAIN)
     assert not marker.exists()
 
 
-def test_allowed_names_are_described_and_not_made() -> None:
+def test_allowed_names_are_described_and_not_made():
     data = pickle.dumps([torch.float32, zipfile.ZipInfo("a")])
     names = {"torch.float32": None, "zipfile.ZipInfo": None, "copyreg._reconstructor": None}
     dtype, info = read_pickle(data, "f", names)
@@ -101,7 +101,7 @@ def test_allowed_names_are_described_and_not_made() -> None:
     assert info.name == "zipfile.ZipInfo"
 
 
-def nested(depth: int) -> tuple[Any, ...]:
+def nested(depth):
     value: tuple[Any, ...] = ()
     for _ in range(depth):
         value = (value, value)
@@ -135,12 +135,12 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_small_pickles_that_would_take_for_ever_are_refused(kind: str) -> None:
+def test_small_pickles_that_would_take_for_ever_are_refused(kind):
     with pytest.raises(CheckpointError):
         read_pickle(BOMBS[kind], "f", PLAIN)
 
 
-def test_a_tensor_that_stands_in_many_places_is_read_once(tmp_path: Path) -> None:
+def test_a_tensor_that_stands_in_many_places_is_read_once(tmp_path):
     tensor = torch.arange(3)
     torch.save([tensor] * 5, tmp_path / "f.pt")
     file = TorchFile(tmp_path / "f.pt")
@@ -152,7 +152,7 @@ def test_a_tensor_that_stands_in_many_places_is_read_once(tmp_path: Path) -> Non
         file.plain(file.value, "it")
 
 
-def test_counters_and_numbers_of_numpy_come_back(tmp_path: Path) -> None:
+def test_counters_and_numbers_of_numpy_come_back(tmp_path):
     """Schedulers of torch count milestones; scripts keep their best loss."""
     value = {
         "milestones": collections.Counter([2, 2, 5]),
@@ -166,12 +166,12 @@ def test_counters_and_numbers_of_numpy_come_back(tmp_path: Path) -> None:
     assert [type(member) for member in got.values()] == [collections.Counter, float, int]
 
 
-def test_many_large_keys_of_different_hashes_are_read() -> None:
+def test_many_large_keys_of_different_hashes_are_read():
     value: dict[Any, int] = {(n, "a"): n for n in range(5000)} | {n << 61: n for n in range(5000)}
     assert read_pickle(pickle.dumps(value), "f", PLAIN) == value
 
 
-def test_a_tree_that_holds_one_branch_a_million_times_is_not_walked(tmp_path: Path) -> None:
+def test_a_tree_that_holds_one_branch_a_million_times_is_not_walked(tmp_path):
     value: list[Any] = []
     for _ in range(40):
         value = [value, value]
@@ -182,7 +182,7 @@ def test_a_tree_that_holds_one_branch_a_million_times_is_not_walked(tmp_path: Pa
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_give_a_value_or_our_error(data: bytes) -> None:
+def test_any_bytes_give_a_value_or_our_error(data):
     with suppress(CheckpointError):
         read_pickle(b"\x80\x04" + data, "f", PLAIN)
 
@@ -193,18 +193,18 @@ SAMPLE = pickle.dumps(
 
 
 @given(st.integers(0, len(SAMPLE) - 1), st.integers(0, 255))
-def test_a_changed_byte_gives_a_value_or_our_error(at: int, byte: int) -> None:
+def test_a_changed_byte_gives_a_value_or_our_error(at, byte):
     with suppress(CheckpointError):
         read_pickle(SAMPLE[:at] + bytes([byte]) + SAMPLE[at + 1 :], "f", PLAIN)
 
 
 @pytest.mark.parametrize("length", range(len(SAMPLE)))
-def test_a_pickle_that_was_cut_short_is_refused(length: int) -> None:
+def test_a_pickle_that_was_cut_short_is_refused(length):
     with pytest.raises(DamagedCheckpoint):
         read_pickle(SAMPLE[:length], "f", PLAIN)
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     base = torch.arange(60, dtype=torch.float32)
     floats = (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
     ints = (
@@ -229,7 +229,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def test_slices_of_saved_tensors_are_the_slices_of_the_tensors(tmp_path: Path) -> None:
+def test_slices_of_saved_tensors_are_the_slices_of_the_tensors(tmp_path):
     torch.save(tensors(), tmp_path / "f.pt")
     file = TorchFile(tmp_path / "f.pt")
     for name, tensor in tensors().items():
@@ -244,7 +244,7 @@ def test_slices_of_saved_tensors_are_the_slices_of_the_tensors(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("where", ["at the start", "in the middle"])
-def test_a_file_may_be_a_part_of_another(where: str, tmp_path: Path) -> None:
+def test_a_file_may_be_a_part_of_another(where, tmp_path):
     torch.save(torch.arange(9), tmp_path / "f.pt")
     data = (tmp_path / "f.pt").read_bytes()
     before = b"" if where == "at the start" else data + b"?" * 5
@@ -253,7 +253,7 @@ def test_a_file_may_be_a_part_of_another(where: str, tmp_path: Path) -> None:
     assert file.read_whole(file.value).tolist() == list(range(9))
 
 
-def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path):
     value = {"t": torch.arange(20.0), "u": torch.arange(3), "n": 5}
     torch.save(value, tmp_path / "f.pt")
     data, found = (tmp_path / "f.pt").read_bytes(), 0
@@ -275,7 +275,7 @@ def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 600, -1])
-def test_a_file_that_was_cut_short_is_named(keep: int, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_named(keep, tmp_path):
     torch.save(torch.arange(100), tmp_path / "f.pt")
     data = (tmp_path / "f.pt").read_bytes()
     (tmp_path / "f.pt").write_bytes(data[:keep])
@@ -283,13 +283,13 @@ def test_a_file_that_was_cut_short_is_named(keep: int, tmp_path: Path) -> None:
         TorchFile(tmp_path / "f.pt")
 
 
-def test_a_tensor_larger_than_its_bytes_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_its_bytes_is_refused_before_memory_is_taken(tmp_path):
     torch.save(torch.zeros(1).expand(1 << 45), tmp_path / "f.pt")
     with pytest.raises(DamagedCheckpoint, match="elements"):
         TorchFile(tmp_path / "f.pt")
 
 
-def test_without_checksums_files_are_read_as_well(tmp_path: Path) -> None:
+def test_without_checksums_files_are_read_as_well(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(torch.arange(4), tmp_path / "f.pt")
@@ -299,13 +299,13 @@ def test_without_checksums_files_are_read_as_well(tmp_path: Path) -> None:
     assert file.read_whole(file.value).tolist() == [0, 1, 2, 3]
 
 
-def test_the_format_before_zip_files_is_refused_in_words(tmp_path: Path) -> None:
+def test_the_format_before_zip_files_is_refused_in_words(tmp_path):
     torch.save(torch.arange(4), tmp_path / "f.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="from before"):
         TorchFile(tmp_path / "f.pt")
 
 
-def test_a_compressed_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_compressed_file_is_refused_in_words(tmp_path):
     torch.save(torch.arange(4), tmp_path / "f.pt")
     with (
         zipfile.ZipFile(tmp_path / "f.pt") as old,
@@ -317,7 +317,7 @@ def test_a_compressed_file_is_refused_in_words(tmp_path: Path) -> None:
         TorchFile(tmp_path / "g.pt")
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
+def test_links_are_not_followed(tmp_path):
     torch.save(torch.arange(4), tmp_path / "f.pt")
     (tmp_path / "link.pt").symlink_to(tmp_path / "f.pt")
     with pytest.raises(CheckpointError, match="symbolic link"):

@@ -39,19 +39,19 @@ class Around(nn.Module):
 
     reentrant = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(self.make_block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, 5)
 
-    def make_block(self) -> nn.Module:
+    def make_block(self):
         return Block()
 
-    def run(self, number: int, x: Tensor) -> Any:
+    def run(self, number, x):
         return checkpoint(self.blocks[number], x, use_reentrant=self.reentrant)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         for number in range(NUM_BLOCKS):
             x = self.run(number, x)
@@ -66,13 +66,13 @@ class Inside(Around):
     """A checkpoint inside each block's forward, as in transformers."""
 
     class Inner(Block):
-        def forward(self, x: Tensor) -> Any:
+        def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    def make_block(self) -> nn.Module:
+    def make_block(self):
         return self.Inner()
 
-    def run(self, number: int, x: Tensor) -> Any:
+    def run(self, number, x):
         return self.blocks[number](x)
 
 
@@ -81,10 +81,10 @@ class Wrapped(Inside):
 
     impl = CheckpointImpl.NO_REENTRANT
 
-    def make_block(self) -> nn.Module:
+    def make_block(self):
         return Block()
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         apply_activation_checkpointing(
             self,
@@ -100,8 +100,8 @@ class WrappedReentrant(Wrapped):
 class Nested(Around):
     """A checkpoint around two blocks, each in one of its own."""
 
-    def run(self, number: int, x: Tensor) -> Any:
-        def two(x: Tensor) -> Any:
+    def run(self, number, x):
+        def two(x):
             for each in (number, number - 1):
                 x = checkpoint(self.blocks[each], x, use_reentrant=False)
             return x
@@ -118,21 +118,21 @@ HOW: list[dict[str, Any]] = [
 ]
 
 
-def made(kind: Any, offload: Any, **options: Any) -> Any:
+def made(kind, offload, **options):
     torch.manual_seed(0)
     return shard(kind(), offload=offload, **options)
 
 
-def batch(number: int, rows: int = ROWS) -> Tensor:
+def batch(number, rows=ROWS):
     return torch.linspace(-1, number + 1, rows * WIDTH).view(rows, WIDTH)
 
 
-def loss_of(model: Any, number: int = 0, rows: int = ROWS) -> Tensor:
+def loss_of(model, number=0, rows=ROWS):
     loss: Tensor = model(batch(number, rows)).float().square().mean()
     return loss
 
 
-def train(model: Any, steps: int = 3, micro_batches: int = 2) -> list[Tensor]:
+def train(model, steps=3, micro_batches=2):
     """Return losses, gradients and parameters; every other step is a sum of losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     found = []
@@ -153,7 +153,7 @@ def train(model: Any, steps: int = 3, micro_batches: int = 2) -> list[Tensor]:
     return found + [p.full_tensor().detach().clone() for p in model.parameters()]
 
 
-def slots_of(model: Any) -> tuple[int, int, int]:
+def slots_of(model):
     """Return how many slots were ever made, how many are free now, and the bytes of all."""
     pool = engine_of(model).activations.pool
     return pool.num_made, pool.num_free, pool.num_bytes
@@ -179,7 +179,7 @@ def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
     assert "host memory so far" in str(describe(model)) and describe(model).activation_bytes == 0
     inputs: list[StorageWeakRef] = []
 
-    def note(block: Any, args: Any) -> None:
+    def note(block, args):
         if not torch._C._current_graph_task_id() + 1:
             inputs.append(StorageWeakRef(args[0].untyped_storage()))
 
@@ -208,13 +208,13 @@ def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
     alive: list[int] = []
     start = _Input.start_fetch
 
-    def noting(self: _Input) -> None:
+    def noting(self):
         before = self._fetched
         start(self)
         if self._fetched is not before and self._fetched is not None:
             fetched.append(StorageWeakRef(self._fetched[0].untyped_storage()))
 
-    def note(*_: Any) -> None:
+    def note(*_):
         if torch._C._current_graph_task_id() != -1:
             alive.append(sum(not each.expired() for each in fetched))
 
@@ -240,16 +240,16 @@ def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else():
 class Staying(Around):
     """What more than one takes, what has no graph, and views of parameters; all by position."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.queries = nn.Parameter(torch.ones(2 * ROWS, WIDTH))
         self.mask = nn.Buffer(torch.ones(ROWS, WIDTH))
 
-    def run(self, number: int, *args: Tensor) -> Any:
+    def run(self, number, *args):
         block = self.blocks[number]
         return checkpoint(lambda *args: block(sum(args)), *args, use_reentrant=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         saved = torch.tanh(x)  # by its own operation too
         held, held_bits = self.queries[:ROWS], x.expand(2, ROWS, WIDTH)[0]
@@ -276,7 +276,7 @@ class Changing(Around):
 
     which, after = 1, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         inputs = []
         for number in range(NUM_BLOCKS):
@@ -308,7 +308,7 @@ def test_other_saved_tensors_that_are_changed_in_place_are_noticed():
     """What is no checkpoint's is checked as torch checks it."""
 
     class Changed(Around):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = torch.tanh(super().forward(x))
             x.detach().add_(1)
             return x
@@ -318,7 +318,7 @@ def test_other_saved_tensors_that_are_changed_in_place_are_noticed():
             loss_of(made(Changed, offload)).backward()
 
 
-def interrupt(*_: Any) -> None:
+def interrupt(*_):
     raise KeyboardInterrupt
 
 
@@ -360,7 +360,7 @@ def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
 @on_ranks(1)
 def test_a_model_without_checkpoints_is_told_so_once():
     class Plain(Inside):
-        def make_block(self) -> nn.Module:
+        def make_block(self):
             return Block()
 
     with logged() as texts:
@@ -445,7 +445,7 @@ def test_micro_batches_in_flight_have_a_place_each():
     assert slots_of(model) == (*[3 * (NUM_BLOCKS - 1)] * 2, 3 * ALL_BUT_THE_LAST)
 
 
-def of_transformers(rank: int, world_size: int) -> None:
+def of_transformers(rank, world_size):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32}
@@ -475,7 +475,7 @@ def of_transformers(rank: int, world_size: int) -> None:
         assert slots_of(model)[2] == (4 - 1 if trains_all else 4 - 2) * tokens.numel() * 16 * 4
 
 
-def test_layers_of_transformers_with_gradient_checkpointing() -> None:
+def test_layers_of_transformers_with_gradient_checkpointing():
     pytest.importorskip("transformers")
     run_ranks(of_transformers, 1)
 

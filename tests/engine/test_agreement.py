@@ -1,7 +1,6 @@
 """Ranks that were not started alike are all told so, with the first difference, at the start."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Stack
@@ -26,17 +25,17 @@ from shardwise.errors import ConfigError
 class Meeting:
     """Rows of ranks that are threads of this process."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks):
         self.rows: list[bytes] = [b""] * num_ranks
         self.barrier = threading.Barrier(num_ranks, timeout=HANG_S)
         self.num_sent = 0
 
 
 class ThreadControl:
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting, rank):
         self.meeting, self.rank, self.num_ranks = meeting, rank, len(meeting.rows)
 
-    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
+    def exchange(self, row, about=""):
         self.meeting.rows[self.rank] = row
         self.meeting.barrier.wait()
         rows = list(self.meeting.rows)
@@ -46,10 +45,10 @@ class ThreadControl:
         assert len({len(r) for r in rows}) == 1
         return rows
 
-    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+    def exchange_after(self, work, row_bytes):
         return self.exchange(work())
 
-    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+    def broadcast(self, data, source=0):
         self.meeting.rows[self.rank] = data
         self.meeting.barrier.wait()
         found = self.meeting.rows[0]
@@ -57,12 +56,12 @@ class ThreadControl:
         return found
 
 
-def differences(facts: list[list[str]]) -> tuple[list[str | None], int]:
+def differences(facts):
     """Return what each rank is told, and the number of exchanges."""
     meeting = Meeting(len(facts))
     found: list[Any] = ["not told"] * len(facts)
 
-    def run(rank: int) -> None:
+    def run(rank):
         found[rank] = find_difference(ThreadControl(meeting, rank), facts[rank], "facts")
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(facts))]
@@ -79,7 +78,7 @@ FACTS = st.lists(
 
 
 @given(st.lists(FACTS, min_size=2, max_size=4))
-def test_all_ranks_are_told_the_same_and_only_where_they_differ(facts: list[list[str]]) -> None:
+def test_all_ranks_are_told_the_same_and_only_where_they_differ(facts):
     found, num_sent = differences(facts)
     odd = [rank for rank, lines in enumerate(facts) if lines != facts[0]]
     assert len(set(found)) == 1
@@ -94,14 +93,14 @@ def test_all_ranks_are_told_the_same_and_only_where_they_differ(facts: list[list
     assert told.encode(errors="strict")  # no half character
 
 
-def _first(lines: list[str], of_rank_0: list[str]) -> int:
+def _first(lines, of_rank_0):
     for index, (line, expected) in enumerate(zip(lines, of_rank_0, strict=False)):
         if line != expected:
             return index
     return min(len(lines), len(of_rank_0))
 
 
-def test_ranks_with_the_same_difference_are_named_together() -> None:
+def test_ranks_with_the_same_difference_are_named_together():
     found, _ = differences([["x", "y"], ["x"], ["x", "z"], ["x", "z"], ["w", "y"]])
     assert found[0] == (
         "rank 4 has [w] where rank 0 has [x]; rank 1 has nothing more where rank 0 has [y]; "
@@ -109,52 +108,52 @@ def test_ranks_with_the_same_difference_are_named_together() -> None:
     )
 
 
-def test_many_ranks_are_not_all_listed() -> None:
+def test_many_ranks_are_not_all_listed():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks(range(30)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (30 in all)"
     found, _ = differences([["x"], ["a"], ["b"], ["c"], ["d"], ["e"]])
     assert found[0] is not None and found[0].endswith("; 2 further differences")
 
 
-def test_one_rank_agrees_with_itself() -> None:
+def test_one_rank_agrees_with_itself():
     agree(SoloControl(), ["a"], "this")
 
 
 class Bag(nn.Module):
     """Parameters and a buffer of given shapes, in a given order."""
 
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
+    def __init__(self, **shapes):
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         self.register_buffer("seen", torch.zeros(2))
 
 
-def _other_buffer() -> nn.Module:
+def _other_buffer():
     model = Bag(a=(3, 2), b=(4,))
     model.seen = torch.zeros(3)
     return model
 
 
-def _frozen() -> nn.Module:
+def _frozen():
     model = Bag(a=(3, 2), b=(4,))
     model.b.requires_grad_(False)
     return model
 
 
-def _tied(tied: bool) -> nn.Module:
+def _tied(tied):
     model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
     if tied:
         model["two"].weight = model["one"].weight
     return nn.Sequential(model)
 
 
-def _bag(**shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
+def _bag(**shapes):
     return lambda: Bag(**shapes)
 
 
-def _meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
+def _meta(make):
+    def made():
         with torch.device("meta"):
             return make()
 
@@ -222,7 +221,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str, str]] = {
 }
 
 
-def messages(rank: int, world_size: int, odd: int) -> dict[str, str]:
+def messages(rank, world_size, odd):
     """Return what this rank is told where one rank is odd, and check that nothing has changed."""
     found = {}
     for case, (make, settings, make_odd, odd_settings, _, _) in CASES.items():
@@ -245,9 +244,7 @@ def messages(rank: int, world_size: int, odd: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (3, 2), (3, 0)])
-def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(
-    world_size: int, odd: int
-) -> None:
+def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(world_size, odd):
     by_rank = run_ranks(messages, world_size, odd)
     assert all(found == by_rank[0] for found in by_rank)
     names = "ranks 1, 2 have" if odd == 0 else f"rank {odd} has"
@@ -259,7 +256,7 @@ def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(
         assert here in right and "Start every rank with the same" in right, told
 
 
-def different_versions(rank: int, world_size: int) -> str:
+def different_versions(rank, world_size):
     from shardwise.engine import agreement
 
     kept = torch.__version__, agreement.__version__
@@ -278,14 +275,14 @@ def different_versions(rank: int, world_size: int) -> str:
     return f"{torch_error.value}\n{own_error.value}"
 
 
-def test_other_versions_of_torch_and_of_shardwise_are_named() -> None:
+def test_other_versions_of_torch_and_of_shardwise_are_named():
     told = run_ranks(different_versions, 2)
     assert told[0] == told[1]
     assert "rank 1 has [torch 2.12.1+elsewhere] where rank 0 has [torch 2." in told[0]
     assert "rank 1 has [shardwise 9.9] where rank 0 has [shardwise " in told[0]
 
 
-def mesh_of_other_shape(rank: int, world_size: int) -> str:
+def mesh_of_other_shape(rank, world_size):
     one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ConfigError) as error:
@@ -293,7 +290,7 @@ def mesh_of_other_shape(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_meshes_of_other_shapes_are_told() -> None:
+def test_meshes_of_other_shapes_are_told():
     told = run_ranks(mesh_of_other_shape, 2)
     assert told[0] == told[1]
     assert "[mesh of 1 replicas x 2 shards, cpu, axes ('dp',), ranks [0, 1]]" in told[0]
@@ -308,7 +305,7 @@ def test_ranks_that_all_refuse_alike_say_only_why():
     assert told.startswith("stage=7: expected 0, 1, 2 or 3")
 
 
-def control_of(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
+def control_of(rank, world_size):
     """Exchange over two models' groups; also count the groups that torch knows of."""
     before = len(dist.distributed_c10d._world.pg_map)
     first, second = (engine_of(shard(PLAIN())).comm.control for _ in range(2))
@@ -319,14 +316,14 @@ def control_of(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("again", [False, True])  # a second call in the same processes
-def test_every_sharded_model_has_a_control_group_of_its_own(world_size: int, again: bool) -> None:
+def test_every_sharded_model_has_a_control_group_of_its_own(world_size, again):
     ranks = range(world_size)
     expected = [bytes([r]) for r in ranks] + [bytes([r + 10]) for r in ranks]
     for rows, sent, num_groups in run_ranks(control_of, world_size):
         assert rows == expected and sent == b"\0" and num_groups == 0
 
 
-def control_beside_other_groups(rank: int, world_size: int) -> list[bytes]:
+def control_beside_other_groups(rank, world_size):
     """The user has a group without this rank, and data parallelism is one axis of the mesh."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -334,41 +331,41 @@ def control_beside_other_groups(rank: int, world_size: int) -> list[bytes]:
     return engine_of(model).comm.control.exchange(bytes([rank]))
 
 
-def test_a_control_group_meets_beside_groups_that_not_all_ranks_have() -> None:
+def test_a_control_group_meets_beside_groups_that_not_all_ranks_have():
     rows = run_ranks(control_beside_other_groups, 4)
     assert rows == [[b"\0", b"\2"], [b"\1", b"\3"]] * 2
 
 
-def replica_ranks(rank: int, world_size: int) -> tuple[int, list[bytes]]:
+def replica_ranks(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     control = engine_of(shard(PLAIN(), mesh=mesh)).comm.control
     return control.rank, control.exchange(bytes([rank]))
 
 
-def test_ranks_of_a_control_group_count_replica_by_replica() -> None:
+def test_ranks_of_a_control_group_count_replica_by_replica():
     rows = [bytes([r]) for r in range(4)]
     assert run_ranks(replica_ranks, 4) == [(r, rows) for r in range(4)]
 
 
-def train_one_step(rank: int, world_size: int) -> Tensor:
+def train_one_step(rank, world_size):
     model = shard(Stack(), stage=2)
     model(torch.ones(2, 8)).sum().backward()
     return torch.stack([p.grad.full_tensor().sum() for p in model.parameters()])
 
 
-def test_processes_end_cleanly_with_a_control_group() -> None:
+def test_processes_end_cleanly_with_a_control_group():
     sums = run_ranks(train_one_step, 3, fresh=True)
     assert all(torch.equal(s, sums[0]) for s in sums)
 
 
-def fail_before_shard(rank: int, world_size: int) -> None:
+def fail_before_shard(rank, world_size):
     if rank == 1:
         raise OSError("no such file")
     shard(PLAIN(), stage=3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_died_before_is_not_waited_for(world_size: int) -> None:
+def test_a_rank_that_died_before_is_not_waited_for(world_size):
     outcomes = start_ranks(fail_before_shard, world_size).wait()
     assert outcomes[1].error_type == "OSError"
     for outcome in outcomes:

@@ -5,10 +5,8 @@ import signal
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,35 +32,35 @@ NUM = 3  # micro-batches
 
 
 class Dropping(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(nn.functional.dropout(self.up(x), 0.5, self.training))
 
 
 class Twice(Stack):
     """One block runs twice, around another one."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         first, second, _ = self.blocks
         return self.head(first(second(first(x))))
 
 
-def batches_of(rank: int, step: int) -> list[Tensor]:
+def batches_of(rank, step):
     generator = torch.Generator().manual_seed(100 * rank + step)
     return [torch.randn(4, 8, generator=generator) for _ in range(NUM)]
 
 
-def loss_of(model: Any, x: Tensor) -> Any:
+def loss_of(model, x):
     out = model(x)
     return (out.float() if out.dtype == torch.bfloat16 else out).square().mean() / NUM
 
 
-def vertically(model: Any, batches: list[Any]) -> Any:
+def vertically(model, batches):
     loss = layer_by_layer(model, partial(loss_of, model), batches)
     loss.backward()
     return loss.detach()
 
 
-def one_by_one(model: Any, batches: list[Any]) -> Any:
+def one_by_one(model, batches):
     losses = []
     for number, x in enumerate(batches):
         with accumulate(model, last=number == len(batches) - 1):
@@ -71,7 +69,7 @@ def one_by_one(model: Any, batches: list[Any]) -> Any:
     return sum(losses[1:], losses[0]).detach()
 
 
-def train(make: Callable[[], Any], passes: Callable[..., Any], rank: int) -> list[Tensor]:
+def train(make, passes, rank):
     """Take three clipped steps; return losses, and parameters at the end."""
     torch.manual_seed(0)
     model = make()
@@ -85,7 +83,7 @@ def train(make: Callable[[], Any], passes: Callable[..., Any], rank: int) -> lis
     return [*losses, *(p.detach().full_tensor() for p in model.parameters())]
 
 
-def kept(model: Any, batches: list[Tensor]) -> Any:
+def kept(model, batches):
     """Accumulate as torch's own interface does: gradients stay until the last one."""
     losses = []
     for number, x in enumerate(batches):
@@ -95,7 +93,7 @@ def kept(model: Any, batches: list[Tensor]) -> Any:
     return sum(losses[1:], losses[0]).detach()
 
 
-def ways(folder: Path) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], Any]]:
+def ways(folder):
     """Return ways to shard, each with what to compare with, and how that accumulates."""
     every_step = partial(shard, schedule=Schedule(reduce_every="step"))
     for number, (stage, precision) in enumerate(product((0, 1, 2, 3, 3), ("fp32", "bf16"))):
@@ -117,12 +115,12 @@ class CheckpointedInside(Stack):
     """The reentrant way, inside a unit's forward, where no hook sees what is computed again."""
 
     class _Block(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=True)
 
     block_class = _Block
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.requires_grad_())
 
 
@@ -135,7 +133,7 @@ def test_losses_and_steps_have_the_bits_of_an_accumulation_window(rank, tmp_path
         ), number
 
 
-def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
+def counts_of(model, run):
     before = stats(model)
     run()
     after = stats(model)
@@ -156,10 +154,10 @@ def test_all_micro_batches_together_gather_and_reduce_what_one_does(rank, kind, 
         one_by_one(model, batches[:1])  # what comes once
         for p in model.parameters():
             p.grad = None
-        alone = counts_of(model, lambda m=model, b=batches: one_by_one(m, b[:1]))  # type: ignore[misc]
+        alone = counts_of(model, lambda m=model, b=batches: one_by_one(m, b[:1]))
         peak = stats(model).param_full_peak_bytes
-        found = counts_of(model, lambda m=model, b=batches: vertically(m, b))  # type: ignore[misc]
-        apart = counts_of(model, lambda m=model, b=batches: one_by_one(m, b))  # type: ignore[misc]
+        found = counts_of(model, lambda m=model, b=batches: vertically(m, b))
+        apart = counts_of(model, lambda m=model, b=batches: one_by_one(m, b))
         assert found[0] == alone[0], (stage, found, alone)
         if precision == "fp32":  # else sums in fp32 are sent as such
             assert found[1] == alone[1]
@@ -179,7 +177,7 @@ def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(rank):
     fetched: list[int] = []
     plain = Home.start_fetch
 
-    def counted(self: Home, places: Any, slices: Any) -> Any:
+    def counted(self, places, slices):
         fetched.append(sum(s.nbytes for s in slices))
         return plain(self, places, slices)
 
@@ -205,10 +203,10 @@ class Watched(Block):
     log: list[tuple[int, int, int]]
     alive: "weakref.WeakSet[Tensor]"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         inner = torch.tanh(self.up(x))
         if torch._C._current_graph_task_id() != -1:
-            self.log.append((self.number, int(x.shape[0]), len(self.alive)))  # type: ignore[arg-type]
+            self.log.append((self.number, int(x.shape[0]), len(self.alive)))
             self.alive.add(inner)
         return x + self.down(inner)
 
@@ -216,12 +214,12 @@ class Watched(Block):
 class WatchedStack(Checkpointed):
     block_class = Watched
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.log: list[tuple[int, int, int]] = []
         alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
         for number, block in enumerate(self.blocks):
-            block.number, block.log, block.alive = number, self.log, alive  # type: ignore[assignment]
+            block.number, block.log, block.alive = number, self.log, alive
 
 
 @on_ranks(1, 3)
@@ -303,7 +301,7 @@ def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn():
     torch.manual_seed(7)
     seen: list[Tensor] = []
 
-    def forward(x: Tensor) -> Any:
+    def forward(x):
         seen.append(loss_of(model, x))
         return seen[-1]
 
@@ -329,13 +327,13 @@ def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_si
             layer_by_layer(model, partial(loss_of, model), batches), expected
         )
 
-    def forward(x: Tensor) -> Any:
+    def forward(x):
         assert torch.is_autocast_enabled("cpu")
         assert torch.empty(()).device.type == "meta"
         assert model(x).dtype == torch.bfloat16
         return model(x).float().sum()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         packed.append(tensor.numel())
         return tensor
 
@@ -352,7 +350,7 @@ def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_si
 class Failing(Block):
     calls_left = -1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls_left -= 1
         if self.calls_left == 0:
             raise KeyError("no such key")
@@ -370,7 +368,7 @@ def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_s
     expected = [p.grad.full_tensor() for p in model.parameters()]
     model.zero_grad()
 
-    def forward(x: Tensor, wrong: str) -> Any:
+    def forward(x, wrong):
         is_second = x is batches[1]
         if is_second and wrong == "at once":
             raise KeyError("no such key")
@@ -386,7 +384,7 @@ def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_s
     for wrong in ("at once", "inside", "late"):
         model.blocks[1].calls_left = 2 if wrong == "inside" else -1
         with pytest.raises(KeyError, match="no such key") as caught:
-            layer_by_layer(model, lambda x, w=wrong: forward(x, w), batches)  # type: ignore[misc]
+            layer_by_layer(model, lambda x, w=wrong: forward(x, w), batches)
         assert "micro-batch 2 of 3" in caught.value.__notes__[0]
         after = engine_of(model).units[1:3]
         assert all(unit.gather.state is not ParamState.FULL for unit in after)
@@ -420,7 +418,7 @@ class Interrupted(Exception):
 def test_an_interrupt_ends_all_micro_batches_and_none_is_kept(rank):
     """A signal reaches the thread that waits for the micro-batches; nothing is left of them."""
 
-    def raise_it(*_: Any) -> None:
+    def raise_it(*_):
         raise Interrupted
 
     model = shard(Stack())

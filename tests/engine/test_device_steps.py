@@ -1,7 +1,6 @@
 """State on the host that is stepped on the device, in loads: the same bits, in bounded memory."""
 
 import itertools
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from test_overlap import OPTIMIZERS, assert_same, everything, make_optimizer, tr
 from torch import nn
 
 from models import Stack
-from rank_tables import Run, Scenarios, each_of
+from rank_tables import Scenarios, each_of
 from ranks import on_ranks, run_ranks
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
@@ -33,18 +32,18 @@ LOAD_BYTES = 4096
 class Wide(Stack):
     """Blocks of which some are larger than a load."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 64), (64, 64), (64, 8)))
 
 
 @contextmanager
-def small_loads() -> Iterator[list[int]]:
+def small_loads():
     """Cut steps into small loads; count what each brings."""
     sizes: list[int] = []
     plain = Lane.run
 
-    def run(lane: Lane, load: Load) -> Any:
+    def run(lane, load):
         sizes.append(sum(tensor.nbytes for tensor in load.tensors))
         return plain(lane, load)
 
@@ -55,7 +54,7 @@ def small_loads() -> Iterator[list[int]]:
         yield sizes
 
 
-def places(folder: Path) -> list[Offload]:
+def places(folder):
     return [
         Offload("cpu", "cpu", "cpu", step_on="device"),
         Offload(optimizer="cpu", step_on="device"),
@@ -64,13 +63,13 @@ def places(folder: Path) -> list[Offload]:
     ]
 
 
-def make(name: str, place: Any, stage: int = 3, precision: str = "fp32") -> tuple[Any, Any]:
+def make(name, place, stage=3, precision="fp32"):
     torch.manual_seed(0)
     model = shard(Wide(), stage=stage, precision=precision, offload=place)
     return model, make_optimizer(name, model)
 
 
-def step_at_every_place(rank: int, world_size: int, folder: Path) -> None:
+def step_at_every_place(rank, world_size, folder):
     """Every place at two stages with AdamW, every other optimizer at one place."""
     kinds = places(folder)
     cases = [("adamw", kind, stage) for stage in (3, 1) for kind in kinds]
@@ -90,7 +89,7 @@ def step_at_every_place(rank: int, world_size: int, folder: Path) -> None:
         assert_same(*runs)
 
 
-def count_bytes(rank: int, world_size: int) -> None:
+def count_bytes(rank, world_size):
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     numel = sum(param.numel() for param in model.parameters())
     with small_loads() as sizes:
@@ -110,7 +109,7 @@ def count_bytes(rank: int, world_size: int) -> None:
     assert places["host"] >= 16 * numel - 4 * numel  # slices and moments; gradients are gone
 
 
-def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
+def step_on_a_gpu(rank, world_size, device):
     """Kernels of one device give one result, however parameters are cut into loads."""
     ways: list[Any] = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
     for number, options in enumerate(ways):
@@ -141,7 +140,7 @@ def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there() -> None:
+def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there():
     run_ranks(step_on_a_gpu, 1, "cuda", fresh=True)
 
 
@@ -169,14 +168,14 @@ def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu():
         assert_same(*results)
 
 
-def count_fetches(rank: int, world_size: int) -> None:
+def count_fetches(rank, world_size):
     """With a copy on the device, slices are fetched before the first step, and when they change."""
     plain = Home.start_fetch
     for stage in (3, 1) if world_size > 1 else (3, 0):
         model, optimizer = make("adamw", Offload(optimizer="cpu", step_on="device"), stage)
         fetched: list[int] = []
 
-        def start_fetch(home: Home, places: Any, slices: Any, f: Any = fetched) -> Any:
+        def start_fetch(home, places, slices, f=fetched):
             f.append(sum(each.numel() for each in slices))
             return plain(home, places, slices)
 
@@ -197,7 +196,7 @@ def count_fetches(rank: int, world_size: int) -> None:
             assert sum(fetched) > owned * (1 if stays else 3)
 
 
-def move_through_a_checkpoint(rank: int, world_size: int, folder: Path) -> None:
+def move_through_a_checkpoint(rank, world_size, folder):
     """From the device to the host's steps and back, with a kill in between as far as it can be."""
     on_device = Offload("cpu", "cpu", "cpu", step_on="device")
     with small_loads():
@@ -212,13 +211,13 @@ def move_through_a_checkpoint(rank: int, world_size: int, folder: Path) -> None:
             assert_same(found, expected)
 
 
-def fail_in_a_load(rank: int, world_size: int) -> None:
+def fail_in_a_load(rank, world_size):
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     with small_loads(), pytest.MonkeyPatch.context() as patch:
         train(model, optimizer, 2)
         plain = Lane.run
 
-        def run(lane: Lane, load: Load) -> Any:
+        def run(lane, load):
             if rank == world_size - 1:
                 raise RuntimeError("no more memory")
             return plain(lane, load)
@@ -231,7 +230,7 @@ def fail_in_a_load(rank: int, world_size: int) -> None:
             train_alone(model, optimizer)
 
 
-def go_on(rank: int, world_size: int) -> None:
+def go_on(rank, world_size):
     """State that is None, and a first load for which there was no memory; both step as ever."""
     runs = []
     for place in ("cpu", Offload("cpu", "cpu", "cpu", step_on="device")):
@@ -242,7 +241,7 @@ def go_on(rank: int, world_size: int) -> None:
             optimizer.state[param] = {"momentum_buffer": None}
         plain, tried = Lane._memory, list[int]()
 
-        def memory(lane: Lane, num_bytes: int, tried: Any = tried, plain: Any = plain) -> Any:
+        def memory(lane, num_bytes, tried=tried, plain=plain):
             tried.append(num_bytes)
             if len(tried) == 1:
                 raise torch.OutOfMemoryError("no memory for the first load")
@@ -259,7 +258,7 @@ def go_on(rank: int, world_size: int) -> None:
     assert_same(*runs)
 
 
-def train_alone(model: Any, optimizer: Any) -> None:
+def train_alone(model, optimizer):
     """Step without a forward pass, as the other ranks would wait in one."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -272,9 +271,7 @@ def train_alone(model: Any, optimizer: Any) -> None:
     st.sampled_from((1, 16, 64)),
     st.integers(1, 2000),
 )
-def test_loads_have_every_element_once_in_order_and_begin_at_multiples(
-    rows: list[tuple[int, int, int]], multiple: int, num_bytes: int
-) -> None:
+def test_loads_have_every_element_once_in_order_and_begin_at_multiples(rows, multiple, num_bytes):
     loads = list(cut(rows, multiple, num_bytes))
     pieces = [piece for each in loads for piece in each]
     for row, (numel, _, first) in enumerate(rows):
@@ -299,5 +296,5 @@ SCENARIOS: Scenarios = {
 
 
 @each_of(SCENARIOS)
-def test_steps_on_the_device(run: Run, tmp_path: Path) -> None:
+def test_steps_on_the_device(run, tmp_path):
     run(tmp_path)

@@ -1,6 +1,5 @@
 """Layout ``matrices``: optimizers that read whole matrices step as one process does."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ STEPS = 4
 class Model(nn.Module):
     """Odd shapes: matrices of one row and one column, an empty one, vectors, a scalar, 3 dims."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(11, 6)
@@ -32,7 +31,7 @@ class Model(nn.Module):
         self.cube = nn.Parameter(torch.randn(2, 3, 6))
         self.scale = nn.Parameter(torch.randn(()))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
@@ -40,12 +39,12 @@ class Model(nn.Module):
         return x.square().mean() + self.none.sum()
 
 
-def batch(rank: int, step: int, micro: int = 0) -> Tensor:
+def batch(rank, step, micro=0):
     generator = torch.Generator().manual_seed(97 * step + 11 * micro + rank)
     return torch.randint(0, 11, (3, 4), generator=generator)
 
 
-def both(params: Any) -> shardwise.optim.Mixed:
+def both(params):
     """Muon for the matrices, AdamW for the rest, as one optimizer."""
     params = list(params)
     muon = torch.optim.Muon([p for p in params if p.ndim == 2 and p.numel()], lr=0.05)
@@ -53,15 +52,15 @@ def both(params: Any) -> shardwise.optim.Mixed:
     return shardwise.optim.Mixed(muon, rest)
 
 
-def sharded(stage: int, layout: Any = "matrices") -> Any:
+def sharded(stage, layout="matrices"):
     return shardwise.shard(Model(), stage=stage, layout=layout, units=[nn.Sequential])
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[operator]
+def values(model):
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def check_steps(rank: int, num_ranks: int, stage: int) -> None:
+def check_steps(rank, num_ranks, stage):
     model = sharded(stage)
     optimizer = both(model.parameters())
     for step in range(STEPS):
@@ -80,7 +79,7 @@ def check_steps(rank: int, num_ranks: int, stage: int) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks: int) -> None:
+def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks):
     for stage in range(4):
         run_ranks(check_steps, num_ranks, stage)
 
@@ -107,12 +106,12 @@ def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
 class Whitens(torch.optim.Optimizer):
     """Reads whole matrices; keeps a list, a tensor of another shape, a count, and options."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "num_steps": 0})
         self.num_steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -125,7 +124,7 @@ class Whitens(torch.optim.Optimizer):
                     self._step(p, self.state[p])
         return loss
 
-    def _step(self, p: Tensor, state: dict[str, Any]) -> None:
+    def _step(self, p, state):
         assert p.grad is not None
         if not state:
             state |= {"num": 0, "mean": torch.zeros_like(p), "sums": torch.zeros(p.shape[0])}
@@ -138,11 +137,11 @@ class Whitens(torch.optim.Optimizer):
         p.add_(basis @ (found.rsqrt()[:, None] * (basis.T @ state["mean"])), alpha=-0.1)
 
 
-def train(model: Any, optimizer: Any, steps: range, closes: bool = False) -> None:
+def train(model, optimizer, steps, closes=False):
     """Take steps on the same batches on every rank, so that a power of two has the same means."""
     for step in steps:
 
-        def closure(step: int = step) -> Tensor:
+        def closure(step=step):
             optimizer.zero_grad()
             loss: Tensor = model(batch(0, step))
             loss.backward()
@@ -155,17 +154,17 @@ def train(model: Any, optimizer: Any, steps: range, closes: bool = False) -> Non
             optimizer.step()
 
 
-def whitens(model: nn.Module) -> Whitens:
+def whitens(model):
     return Whitens([p for p in model.parameters() if p.ndim == 2])
 
 
-def plainly(steps: range) -> dict[str, Tensor]:
+def plainly(steps):
     model = Model()
     train(model, whitens(model), steps)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def check_any(rank: int, num_ranks: int, stage: int, closes: bool) -> int:
+def check_any(rank, num_ranks, stage, closes):
     model = sharded(stage)
     optimizer = whitens(model)
     train(model, optimizer, range(3), closes)
@@ -176,19 +175,19 @@ def check_any(rank: int, num_ranks: int, stage: int, closes: bool) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_an_optimizer_with_state_of_any_kind_steps_each_matrix_on_its_owner(num_ranks: int) -> None:
+def test_an_optimizer_with_state_of_any_kind_steps_each_matrix_on_its_owner(num_ranks):
     for stage, closes in ((1, False), (3, True)):
         assert sum(run_ranks(check_any, num_ranks, stage, closes)) == 7  # the empty one has none
 
 
-def save(rank: int, num_ranks: int, stage: int, path: Path) -> None:
+def save(rank, num_ranks, stage, path):
     model = sharded(stage)
     optimizer = whitens(model)
     train(model, optimizer, range(2))
     shardwise.save(path, model, optimizer, step=1)
 
 
-def load(rank: int, num_ranks: int, stage: int, path: Path) -> dict[str, Tensor]:
+def load(rank, num_ranks, stage, path):
     model = sharded(stage)
     optimizer = whitens(model)
     shardwise.load(path, model, optimizer)
@@ -197,27 +196,25 @@ def load(rank: int, num_ranks: int, stage: int, path: Path) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize(("first", "then"), [((2, 3), (4, 1)), ((4, 1), (1, 3)), ((1, 3), (2, 2))])
-def test_a_checkpoint_goes_on_over_other_ranks(
-    first: tuple[int, int], then: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_over_other_ranks(first, then, tmp_path):
     run_ranks(save, *first, tmp_path / "saved")
     for found in run_ranks(load, *then, tmp_path / "saved"):
         assert_same_bits(found, plainly(range(4)))
 
 
-def save_as(rank: int, num_ranks: int, layout: str, path: Path) -> None:
+def save_as(rank, num_ranks, layout, path):
     model = sharded(3, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, range(2))
     shardwise.save(path, model, optimizer, step=1)
 
 
-def load_as(rank: int, num_ranks: int, layout: str, path: Path) -> dict[str, Tensor]:
+def load_as(rank, num_ranks, layout, path):
     model = sharded(2, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     shardwise.load(path, model, optimizer)
     moments = {
-        f"{name}, {key}": optimizer.state[p][key].full_tensor()  # type: ignore[index]
+        f"{name}, {key}": optimizer.state[p][key].full_tensor()
         for name, p in model.named_parameters()
         for key in ("exp_avg", "exp_avg_sq")
     }
@@ -225,7 +222,7 @@ def load_as(rank: int, num_ranks: int, layout: str, path: Path) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("other", ["rows", "flat"])
-def test_checkpoints_go_from_and_to_other_layouts(other: str, tmp_path: Path) -> None:
+def test_checkpoints_go_from_and_to_other_layouts(other, tmp_path):
     for number, (first, then) in enumerate((("matrices", other), (other, "matrices"))):
         path = tmp_path / str(number)
         run_ranks(save_as, 3, first, path)
@@ -234,11 +231,11 @@ def test_checkpoints_go_from_and_to_other_layouts(other: str, tmp_path: Path) ->
             assert_same_bits(found, truth)
 
 
-def choose(name: str, p: nn.Parameter) -> str:
+def choose(name, p):
     return "flat" if "embed" in name else "matrices"
 
 
-def check_choice(rank: int, num_ranks: int) -> tuple[int, ...]:
+def check_choice(rank, num_ranks):
     model = sharded(3, choose)
     with pytest.raises(ConfigError, match="returned 'rows' for 'row'; expected 'matrices'"):
         sharded(3, lambda name, p: "rows")
@@ -247,7 +244,7 @@ def check_choice(rank: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(p.to_local().numel() for p in model.parameters() if p.ndim == 2)
 
 
-def test_a_function_chooses_which_matrices_are_whole() -> None:
+def test_a_function_chooses_which_matrices_are_whole():
     whole = [p.numel() for p in Model().parameters() if p.ndim == 2]
     held = run_ranks(check_choice, 2)
     spread = [p.ndim == 2 and p.shape == (11, 6) for p in Model().parameters() if p.ndim == 2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -28,20 +28,20 @@ adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 3 * width + 1)
         self.down = nn.Linear(3 * width + 1, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
     """A head tied to the embedding, a frozen matrix, blocks of which two have equal shapes."""
 
-    def __init__(self, width: int = 6, blocks: int = 3) -> None:
+    def __init__(self, width=6, blocks=3):
         super().__init__()
         self.embed = nn.Embedding(11, width)
         self.mix = nn.Linear(width, width)
@@ -50,28 +50,28 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.mix(self.embed(tokens))
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def net(width: int = 6) -> Net:
+def net(width=6):
     torch.manual_seed(3)
     return Net(width)
 
 
-def batch(rank: int, step: int) -> Tensor:
+def batch(rank, step):
     generator = torch.Generator().manual_seed(97 * step + rank)
     return torch.randint(0, 11, (3, 4), generator=generator)
 
 
-def mixed(model: nn.Module) -> shardwise.optim.Mixed:
+def mixed(model):
     return shardwise.optim.Mixed.of(model, matrices=muon, rest=adamw)
 
 
-def step(model: Any, optimizer: Any, steps: range, rank: int, clip: float | None = None) -> None:
+def step(model, optimizer, steps, rank, clip=None):
     for number in steps:
         model(batch(rank, number)).backward()
         if clip is not None:
@@ -80,11 +80,11 @@ def step(model: Any, optimizer: Any, steps: range, rank: int, clip: float | None
         optimizer.zero_grad()
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[operator]
+def values(model):
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def trained(rank: int, clip: float | None = None, **options: Any) -> dict[str, Tensor]:
+def trained(rank, clip=None, **options):
     model = shardwise.shard(net(), units=[Block], **options)
     step(model, mixed(model), range(3), rank, clip)
     return values(model)
@@ -152,7 +152,7 @@ def test_broadcasts_from_owners_and_reductions_to_them_give_the_same(rank, num_r
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
 
 
-def count_bytes(rank: int, num_ranks: int, by: str) -> int:
+def count_bytes(rank, num_ranks, by):
     with pytest.MonkeyPatch.context() as patch, CheckingDevice():
         if by == "broadcasts":
             patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
@@ -191,17 +191,15 @@ def count_bytes(rank: int, num_ranks: int, by: str) -> int:
     reduced += num_trained * others * 4  # who had which gradient
     assert sent["shard.all_gather"] == gathered
     assert sent["shard.reduce_scatter"] == reduced
-    held = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[operator]
+    held = sum(p.to_local().nbytes for p in model.parameters())
     padding = shardwise.debug.stats(model).param_shard_bytes - held
     assert 0 <= padding < 4 * 32 * len(list(model.parameters()))
-    return sum(p.to_local().numel() for p in model.parameters() if p.ndim == 2)  # type: ignore[operator]
+    return sum(p.to_local().numel() for p in model.parameters() if p.ndim == 2)
 
 
 @pytest.mark.parametrize("by", ["messages", "broadcasts"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_owners_send_their_matrices_and_get_their_gradients_to_the_byte(
-    num_ranks: int, by: str
-) -> None:
+def test_owners_send_their_matrices_and_get_their_gradients_to_the_byte(num_ranks, by):
     held = run_ranks(count_bytes, num_ranks, by)
     assert max(held) - min(held) <= 19 * 6 + 36  # the largest, and the frozen one's rows
 

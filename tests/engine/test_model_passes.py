@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Checkpointed, Stack
@@ -42,7 +42,7 @@ from trainer import (
 
 
 # Ways to call a unit: twice, nested, evaluated, with inputs and outputs of every shape.
-def gradients_of_two_backwards(model: nn.Module, batch: Tensor, kind: str) -> Any:
+def gradients_of_two_backwards(model, batch, kind):
     """Backpropagate twice before anything is stepped."""
     if kind == "two graphs":
         mean_square(model, batch).backward()
@@ -94,11 +94,11 @@ def test_gradients_add_up_over(kind):
 
 
 class NormBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.norm(x))
 
 
@@ -126,7 +126,7 @@ def test_batch_norm_keeps_its_statistics(rank, world_size):
         assert_same_bits(found[1], found[0])
 
 
-def train_with_user_hooks(model: nn.Module, batch: Tensor) -> tuple[Any, Any]:
+def train_with_user_hooks(model, batch):
     """Hang every kind of hook on a block; return what they saw, and the gradients."""
     seen: list[Any] = []
     block = model.blocks[1]
@@ -159,12 +159,12 @@ def test_hooks_of_the_user_see_and_change_what_they_would_without_shards():
 class WithNothing(nn.Module):
     """A parameter without elements, alone in its dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layer(x) + self.nothing.sum().float()
 
 
@@ -201,7 +201,7 @@ def test_a_graph_with_a_recomputed_region_runs_backward_twice(world_size):
             assert_rounded_alike(ours, theirs, 0 if world_size == 1 else 3)
 
 
-def bytes_of_a_step(rank: int, world_size: int, make_model: Any) -> tuple[int, list[int]]:
+def bytes_of_a_step(rank, world_size, make_model):
     """Return the peak of full parameters, and unreduced gradients at the end of backward."""
     torch.manual_seed(0)
     model = shard(make_model(), stage=3)
@@ -213,7 +213,7 @@ def bytes_of_a_step(rank: int, world_size: int, make_model: Any) -> tuple[int, l
     return stats(model).param_full_peak_bytes, seen
 
 
-def test_a_checkpoint_inside_a_unit_holds_no_more_than_one_around_it() -> None:
+def test_a_checkpoint_inside_a_unit_holds_no_more_than_one_around_it():
     around, inside = (
         run_ranks(bytes_of_a_step, 3, model)[0] for model in (Checkpointed, CheckpointedInside)
     )
@@ -292,7 +292,7 @@ def test_prefetching_goes_on_after_the_order_has_changed():
     assert counts[5] == 2, "the step before predicts the next"
 
 
-def gathers_of_backward(rank: int, world_size: int) -> list[str]:
+def gathers_of_backward(rank, world_size):
     """Return the units gathered in backward after a changed order, in order of their starts."""
     model = shard(Detours(), stage=3)
     for step in (0, 1):
@@ -303,7 +303,7 @@ def gathers_of_backward(rank: int, world_size: int) -> list[str]:
     return [unit for kind, unit, _ in events if kind == "shard.all_gather"]
 
 
-def test_backward_gathers_each_unit_once_in_reverse_of_its_own_forward() -> None:
+def test_backward_gathers_each_unit_once_in_reverse_of_its_own_forward():
     """Block 2 ran first, where the prediction had it last, so it was kept for backward."""
     assert run_ranks(gathers_of_backward, 2) == [["blocks.1", "blocks.0"]] * 2
 

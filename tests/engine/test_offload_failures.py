@@ -4,7 +4,6 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from rank_tables import Run, Scenarios, each_of
+from rank_tables import Scenarios, each_of
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
@@ -27,15 +26,15 @@ from shardwise.step.state_files import StateFile
 SOON_S = HANG_S / 4  # before the process group would say that it has waited too long
 
 
-def io_error(*_: Any) -> Any:
+def io_error(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def full_after(num_files: int) -> Any:
+def full_after(num_files):
     """Return what reserves space as a disk that is full after some files does."""
     reserve, made = System.reserve, list[int]()
 
-    def fill(self: System, fd: int, num_bytes: int) -> None:
+    def fill(self, fd, num_bytes):
         if len(made) == num_files:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         made.append(num_bytes)
@@ -44,7 +43,7 @@ def full_after(num_files: int) -> Any:
     return fill
 
 
-def fill_one_disk_at_the_first_step(rank: int, world_size: int, folder: Path, name: str) -> None:
+def fill_one_disk_at_the_first_step(rank, world_size, folder, name):
     """Only one rank has no room: no rank has stepped, and all can step when there is room."""
     place = f"nvme:{folder}"
     expected = train(*make(3, "fp32", place, name), 2)
@@ -63,11 +62,11 @@ def fill_one_disk_at_the_first_step(rank: int, world_size: int, folder: Path, na
     assert_same(train(model, optimizer, 2), expected)
 
 
-def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
+def lack_room_when_sharded(rank, world_size, folder):
     """One rank has no memory for the slab, or no space for the slices of the third unit."""
     victim = world_size - 1
 
-    def no_memory(*_: Any) -> Any:
+    def no_memory(*_):
         raise RuntimeError("can't allocate memory")
 
     in_files = Offload(f"nvme:{folder}", optimizer="cpu")
@@ -93,18 +92,18 @@ def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
-def in_a_write(patch: pytest.MonkeyPatch) -> None:
+def in_a_write(patch):
     patch.setattr(System, "write", io_error)
 
 
-def in_a_read(patch: pytest.MonkeyPatch) -> None:
+def in_a_read(patch):
     patch.setattr(System, "read", io_error)
 
 
-def in_the_first_store(patch: pytest.MonkeyPatch) -> None:
+def in_the_first_store(patch):
     store, stored = StateFile.store, list[Any]()
 
-    def fail(file: StateFile, held: Any) -> None:
+    def fail(file, held):
         stored.append(held)
         if len(stored) == 3:
             patch.setattr(System, "write", io_error)
@@ -113,13 +112,11 @@ def in_the_first_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateFile, "store", fail)
 
 
-def in_space_for_means(patch: pytest.MonkeyPatch) -> None:
+def in_space_for_means(patch):
     patch.setattr(System, "reserve", full_after(1))
 
 
-def train_on_a_disk_that_fails(
-    rank: int, world_size: int, folder: Path, place: Any, breaks: Break, first: int
-) -> str:
+def train_on_a_disk_that_fails(rank, world_size, folder, place, breaks, first):
     """Train until one rank fails, which then stays where it is; return what this rank was told."""
     WATCH.look_every_s = 0.2
     victim, told = world_size - 1, folder / "told"
@@ -151,8 +148,8 @@ def train_on_a_disk_that_fails(
     ],
 )
 def test_a_disk_that_fails_in_training_is_told_to_every_rank_with_rank_unit_and_path(
-    kinds: tuple[str, ...], breaks: Break, first: int, doing: str, world_size: int, tmp_path: Path
-) -> None:
+    kinds, breaks, first, doing, world_size, tmp_path
+):
     places = [f"{kind}{tmp_path}" if kind else "cpu" for kind in kinds]
     found = run_ranks(
         *(train_on_a_disk_that_fails, world_size, tmp_path, Offload(*places), breaks, first),
@@ -169,7 +166,7 @@ def test_a_disk_that_fails_in_training_is_told_to_every_rank_with_rank_unit_and_
         )
 
 
-def save_after_one_has_failed(rank: int, world_size: int, folder: Path) -> None:
+def save_after_one_has_failed(rank, world_size, folder):
     """A save tells all ranks, all load, and go on: the file that failed is made anew by all."""
     place = f"nvme:{folder}"
     model, optimizer = make(3, "fp32", place, "adamw")
@@ -199,5 +196,5 @@ SCENARIOS: Scenarios = {
 
 
 @each_of(SCENARIOS)
-def test_failures_of_disks_and_memory(run: Run, tmp_path: Path) -> None:
+def test_failures_of_disks_and_memory(run, tmp_path):
     run(tmp_path)

@@ -1,11 +1,10 @@
 """One flipped bit in a copy of the training state is found, and its rank and tensor are named."""
 
 import ctypes
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Stack
@@ -23,19 +22,19 @@ ENDING = "test that rank's machine"
 class Noisy(Stack):
     """With a scalar parameter, an integer one, a frozen one and statistics of each rank's own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
         self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
         self.register_buffer("seen", torch.zeros(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen += x.detach().mean(0)
         return super().forward(x) * self.scale
 
 
-def build(rank: int, num_steps: int = 1, fused: bool = False, **options: Any) -> tuple[Any, Any]:
+def build(rank, num_steps=1, fused=False, **options):
     """Return a model and its optimizer after some steps on this rank's own data."""
     torch.manual_seed(0)
     model = shard(Noisy(), **options)
@@ -48,7 +47,7 @@ def build(rank: int, num_steps: int = 1, fused: bool = False, **options: Any) ->
     return model, optimizer
 
 
-def flip_bit(tensor: Tensor, element: int = 0, bit: int = 0) -> None:
+def flip_bit(tensor, element=0, bit=0):
     """Flip one bit in memory, behind torch's back."""
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     assert tensor.numel() > element
@@ -56,13 +55,13 @@ def flip_bit(tensor: Tensor, element: int = 0, bit: int = 0) -> None:
     ctypes.c_uint8.from_address(address).value ^= 1 << bit % 8
 
 
-def refusal(model: Any, optimizer: Any) -> str:
+def refusal(model, optimizer):
     with pytest.raises(ReplicaError) as error:
         check_replicas(model, optimizer)
     return str(error.value)
 
 
-def flip_everywhere_once(rank: int, world_size: int, odd: int) -> list[str]:
+def flip_everywhere_once(rank, world_size, odd):
     """Flip a bit of each kind of state on one rank and back again; return what was said."""
     said = []
     for options in ({"stage": 0}, {"stage": 0, "layout": "flat", "precision": "bf16"}):
@@ -80,9 +79,7 @@ def flip_everywhere_once(rank: int, world_size: int, odd: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "odd"), [(3, 1), (3, 0), (2, 1)])
-def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(
-    world_size: int, odd: int
-) -> None:
+def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(world_size, odd):
     by_rank = run_ranks(flip_everywhere_once, world_size, odd)
     assert all(said == by_rank[0] for said in by_rank)
     places = [f"'{NAME}', value", f"'{NAME}', exp_avg", f"'{NAME}', step", "'counts', value"] * 2
@@ -94,7 +91,7 @@ def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(
         assert f"differ: parameter {place}: {blame}" in said and said.endswith(ENDING), said
 
 
-def flip_in_full_copies(rank: int, world_size: int) -> list[str]:
+def flip_in_full_copies(rank, world_size):
     said = []
     for options in (
         {"stage": 2},
@@ -121,14 +118,14 @@ def flip_in_full_copies(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_a_flipped_bit_of_a_fresh_full_copy_is_named() -> None:
+def test_a_flipped_bit_of_a_fresh_full_copy_is_named():
     by_rank = run_ranks(flip_in_full_copies, 3)
     assert all(said == by_rank[0] for said in by_rank)
     for said in by_rank[0]:
         assert f"differ: parameter '{NAME}', full copy: rank 2 differs from ranks 0, 1. " in said
 
 
-def flip_in_one_replica(rank: int, world_size: int, layout: str) -> list[str]:
+def flip_in_one_replica(rank, world_size, layout):
     num_replicas = world_size // 2
     mesh = init_device_mesh("cpu", (num_replicas, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(rank, mesh=mesh, stage=3, layout=layout)
@@ -153,8 +150,8 @@ def flip_in_one_replica(rank: int, world_size: int, layout: str) -> list[str]:
     ],
 )
 def test_a_flipped_bit_of_one_replica_is_named_among_those_with_the_same_slices(
-    num_ranks: int, layout: str, blame: str
-) -> None:
+    num_ranks, layout, blame
+):
     by_rank = run_ranks(flip_in_one_replica, num_ranks, layout)
     assert all(said == by_rank[0] for said in by_rank)
     value, moment, step = by_rank[0]
@@ -164,7 +161,7 @@ def test_a_flipped_bit_of_one_replica_is_named_among_those_with_the_same_slices(
     assert f"differ: parameter '{NAME}', step: rank 3 differs from ranks {others}. " in step
 
 
-def train_unharmed(rank: int, world_size: int, num_replicas: int) -> int:
+def train_unharmed(rank, world_size, num_replicas):
     """Check after every step and between forward and backward; return the number of checks."""
     mesh = None
     if num_replicas > 1:
@@ -190,11 +187,11 @@ def train_unharmed(rank: int, world_size: int, num_replicas: int) -> int:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2)])
-def test_no_rank_is_blamed_in_sound_training(num_ranks: int, num_replicas: int) -> None:
+def test_no_rank_is_blamed_in_sound_training(num_ranks, num_replicas):
     assert run_ranks(train_unharmed, num_ranks, num_replicas) == [7 * 9] * num_ranks
 
 
-def state_on_one_rank_only(rank: int, world_size: int) -> str:
+def state_on_one_rank_only(rank, world_size):
     model, _ = build(rank, stage=1)
     optimizer = adamw(model.parameters())
     if rank == 1:
@@ -205,13 +202,13 @@ def state_on_one_rank_only(rank: int, world_size: int) -> str:
     return said
 
 
-def test_state_that_only_one_rank_has_is_named() -> None:
+def test_state_that_only_one_rank_has_is_named():
     said = run_ranks(state_on_one_rank_only, 2)
     assert said[0] == said[1]
     assert f"rank 1 has [parameter '{NAME}', step] where rank 0 has nothing more" in said[0]
 
 
-def many_flips(rank: int, world_size: int) -> str:
+def many_flips(rank, world_size):
     model, optimizer = build(rank, stage=0)
     if rank == 2:
         for param in model.parameters():
@@ -219,7 +216,7 @@ def many_flips(rank: int, world_size: int) -> str:
     return refusal(model, optimizer)
 
 
-def test_only_the_first_of_many_differences_are_listed() -> None:
+def test_only_the_first_of_many_differences_are_listed():
     (said, *others) = run_ranks(many_flips, 3)
     assert others == [said, said]
     num_params = len(list(Noisy().parameters()))
@@ -227,7 +224,7 @@ def test_only_the_first_of_many_differences_are_listed() -> None:
     assert f"; {num_params - 3} further tensors. " in said
 
 
-def test_the_error_is_a_state_error() -> None:
+def test_the_error_is_a_state_error():
     assert issubclass(ReplicaError, StateError)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,33 +27,33 @@ ROWS = 4  # of each rank's batch
 SUMS = (WIDTH, WIDTH, HIDDEN) * 2 + (WIDTH,)
 
 
-def grid(dp: int, tp: int) -> DeviceMesh:
+def grid(dp, tp):
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def parallel(model: Net, mesh: DeviceMesh) -> Net:
+def parallel(model, mesh):
     plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     for block in model.layers:
         parallelize_module(block, mesh, plan)
     return model
 
 
-def full(tensor: Any) -> Tensor:
+def full(tensor):
     found: Tensor = tensor.full_tensor()
     return found
 
 
-def batch_of(step: int, dp: int) -> Tensor:
+def batch_of(step, dp):
     return torch.randn(ROWS * dp, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def alike(ours: nn.Module, theirs: nn.Module, of: Callable[[Any], Any], roundings: int) -> None:
+def alike(ours, theirs, of, roundings):
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert p.shape == q.shape
         assert_rounded_alike(full(of(p)), of(q).detach(), roundings, name)
 
 
-def trains(mesh: DeviceMesh, stage: int, layout: str, in_window: bool) -> None:
+def trains(mesh, stage, layout, in_window):
     """Three steps with clipping, of micro-batches if asked, against one process."""
     dp = mesh["dp"].size()
     here = mesh["dp"].get_local_rank()
@@ -93,7 +92,7 @@ def trains(mesh: DeviceMesh, stage: int, layout: str, in_window: bool) -> None:
     shardwise.check.replicas(model, optimizer)
 
 
-def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
+def gathered_copied_and_drawn(model, plain, x):
     """What stands in the gathered model are DTensors; a copy, a write and a draw are whole."""
     tolerance = {"rtol": 1e-4, "atol": 1e-5}  # that it runs; values were compared before
     with shardwise.gathered(model):
@@ -114,13 +113,13 @@ def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
     alike_on_all_ranks(full(weight))
 
 
-def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
+def works_on_fully_shard_too(mesh):
     """Contexts take models of `fully_shard` with DTensors and other dims, and their parameters."""
     torch.manual_seed(0)
     plain = Net()
     model: Any = parallel(copy.deepcopy(plain), mesh["tp"])
 
-    def place(param: nn.Parameter) -> Shard | None:
+    def place(param):
         return Shard(1) if param.shape == (3, WIDTH) else None
 
     weight: Any = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=place).head.weight
@@ -138,7 +137,7 @@ def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
     with shardwise.gathered(*params, writeback=True) as wholes:
         for whole, truth in zip(wholes, ("0.up", "head", "1.down"), strict=True):
             name = truth if truth == "head" else f"layers.{truth}"
-            assert torch.equal(whole, plain.get_submodule(name).weight)  # type: ignore[arg-type]
+            assert torch.equal(whole, plain.get_submodule(name).weight)
             whole.copy_(torch.arange(whole.numel()).view_as(whole))
     for param in params:
         assert torch.equal(full(param).view(-1), torch.arange(param.numel()).float())
@@ -146,7 +145,7 @@ def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
     pickle.loads(pickle.dumps(params[1].detach()))
 
 
-def refuses(mesh: DeviceMesh) -> None:
+def refuses(mesh):
     """What cannot be cut further is refused before anything changes, with what to do."""
     with pytest.raises(ConfigError, match=r"has ranks .* of it too\. Pass the axes"):
         shardwise.shard(parallel(Net(), mesh["tp"]))
@@ -159,7 +158,7 @@ def refuses(mesh: DeviceMesh) -> None:
     assert not any(isinstance(p, shardwise.ShardTensor) for p in partial.parameters())
 
 
-def starts_on_meta(mesh: DeviceMesh) -> None:
+def starts_on_meta(mesh):
     """Values of a model on meta are those of a model that is not parallel, each rank its piece."""
     found = []
     for parallelize in (False, True):
@@ -178,13 +177,13 @@ def starts_on_meta(mesh: DeviceMesh) -> None:
         alike_on_all_ranks(full(param))
 
 
-def alike_on_all_ranks(tensor: Tensor) -> None:
+def alike_on_all_ranks(tensor):
     everywhere = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(everywhere, tensor.contiguous())
     assert all(torch.equal(each, everywhere[0]) for each in everywhere)
 
 
-def saves_over_two_axes(folder: str) -> None:
+def saves_over_two_axes(folder):
     """Ranks that hold parts along different axes all meet in one save."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "ep"))
     model: Any = Net()
@@ -200,7 +199,7 @@ def saves_over_two_axes(folder: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def finds_copies_that_differ(mesh: DeviceMesh) -> None:
+def finds_copies_that_differ(mesh):
     """What tensor parallelism does not cut has copies along its axis; one that differs is named."""
     model: Any = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
     shardwise.check.replicas(model)
@@ -210,12 +209,12 @@ def finds_copies_that_differ(mesh: DeviceMesh) -> None:
         shardwise.check.replicas(model)
 
 
-def refuses_optimizers_of_matrices(mesh: DeviceMesh) -> None:
+def refuses_optimizers_of_matrices(mesh):
     """Where the advice for slices would not help, the error does not give it."""
     model = shardwise.shard(parallel(Net(), mesh["tp"]), stage=0, mesh=mesh["dp"], units=Block)
     optimizer = torch.optim.LBFGS(model.parameters())
 
-    def closure() -> Tensor:
+    def closure():
         loss = model(batch_of(0, 1)).square().mean()
         loss.backward()
         return loss
@@ -224,7 +223,7 @@ def refuses_optimizers_of_matrices(mesh: DeviceMesh) -> None:
         optimizer.step(closure)
 
 
-def unscales(mesh: DeviceMesh) -> None:
+def unscales(mesh):
     """An overflow in a piece of one rank makes all ranks skip the step."""
     model = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

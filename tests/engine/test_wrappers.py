@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +21,19 @@ STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "precision": "
 class Wrapper(nn.Module):
     """Holds a model and nothing else, as libraries do around a user's."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)
 
 
-def wrapped() -> nn.Module:
+def wrapped():
     return Wrapper(Wrapper(Stack()))
 
 
-def trace(
-    model: nn.Module, call: Callable[..., Tensor], options: dict[str, Any], rank: int
-) -> tuple[list[Any], list[Any], nn.Module]:
+def trace(model, call, options, rank):
     """Train, then evaluate; return what was sent, what was held and computed, and the model."""
     shard(model, **options)
     events, found = events_of(model), []
@@ -108,7 +105,7 @@ class Failing(Stack):
 
     fails = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.fails:
             self.fails = False
             raise ZeroDivisionError
@@ -132,7 +129,7 @@ def test_a_call_that_raised_leaves_the_way_in_open():
         raise AssertionError("it was to raise")
 
 
-def test_only_what_is_merely_wrapped_is_an_entrance() -> None:
+def test_only_what_is_merely_wrapped_is_an_entrance():
     inner = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
     outer = nn.Sequential(nn.Identity(), nn.Sequential(inner, nn.Dropout()))
     assert wrapped_by(outer, ()) == [outer[1], inner]

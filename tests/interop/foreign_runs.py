@@ -1,13 +1,12 @@
 """Files of DeepSpeed and accelerate that tests write, and their keys."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 
-def write(folder: Path, content: dict[str, Any] | str, name: str = "ds.json") -> Path:
+def write(folder, content, name="ds.json"):
     """Write a file: text as it is, keys as JSON or YAML by the file's name."""
     path = folder / name
     if not isinstance(content, str):
@@ -16,7 +15,7 @@ def write(folder: Path, content: dict[str, Any] | str, name: str = "ds.json") ->
     return path
 
 
-def leaves(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(block, prefix=""):
     """Return the values of a file by their full names."""
     found = {}
     for key, value in block.items():
@@ -25,7 +24,7 @@ def leaves(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
+def nested(path, value):
     head, _, rest = path.partition(".")
     return {head: nested(rest, value) if rest else value}
 
@@ -72,7 +71,7 @@ HUGGING_FACE: dict[str, Any] = {
 }
 
 
-def hugging_face(schedule: str = "WarmupLR") -> dict[str, Any]:
+def hugging_face(schedule="WarmupLR"):
     """Return the file with nothing offloaded, and a curve."""
     content: dict[str, Any] = json.loads(json.dumps(HUGGING_FACE))
     for name in ("offload_optimizer", "offload_param"):

@@ -2,13 +2,12 @@
 
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,11 +36,11 @@ SETTINGS = [{"stage": stage, "schedule": Schedule(reduce_every="step")} for stag
 class Dropping(Stack):
     """A Stack with dropout, so that a resumed run needs its random generators back."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(nn.functional.dropout(x, 0.25, self.training))
 
 
-def sharded(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def sharded(model, options):
     """Shard by ``shard(**options)``, or by calls of fully_shard on units and model."""
     if options != BY_CALLS:
         return shard(model, **options)
@@ -53,9 +52,7 @@ def sharded(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 class Run:
     """What a user's script has after ``prepare``; ``steps()`` is its loop."""
 
-    def __init__(
-        self, accelerator: Any, options: dict[str, Any] | None, clip: float | None = None
-    ) -> None:
+    def __init__(self, accelerator, options, clip=None):
         torch.manual_seed(0)
         plain = Dropping()
         if options is not None:
@@ -71,7 +68,7 @@ class Run:
         )
         torch.manual_seed(accelerator.process_index)  # each rank drops what it likes
 
-    def steps(self) -> Iterator[float]:
+    def steps(self):
         for x, y in self.loader:
             with self.accelerator.accumulate(self.model):
                 loss = (self.model(x) - y).square().mean()
@@ -83,7 +80,7 @@ class Run:
                 self.optimizer.zero_grad()
             yield loss.item()
 
-    def evaluate(self) -> Tensor:
+    def evaluate(self):
         """Return every sample's error, without those that fill up the last batch."""
         self.model.eval()
         errors = []
@@ -94,7 +91,7 @@ class Run:
         self.model.train()
         return torch.cat(errors)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self):
         return {n: p.clone() for n, p in full_parameters(self.plain).items()}
 
 
@@ -180,9 +177,7 @@ def test_clipping_by_accelerate_is_clipping_by_torch(rank, world_size):
         assert_same_bits(other.parameters(), run.parameters())
 
 
-def resume(
-    rank: int, world_size: int, folder: str, first: dict[str, Any]
-) -> list[dict[str, Tensor]]:
+def resume(rank, world_size, folder, first):
     """Go on from a state of step 3 of another run, with the steps of one that never stopped."""
     with launched(rank, world_size):
         project = accelerate.utils.ProjectConfiguration(
@@ -213,7 +208,7 @@ def resume(
         return saved
 
 
-def load_on_other_ranks(rank: int, world_size: int, folder: str, saved: Any, how: Any) -> None:
+def load_on_other_ranks(rank, world_size, folder, saved, how):
     with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         run, beside = Run(accelerator, how), Run(accelerator, None)
@@ -223,9 +218,7 @@ def load_on_other_ranks(rank: int, world_size: int, folder: str, saved: Any, how
 
 
 @pytest.mark.parametrize("first", [{"stage": 3}, BY_CALLS])
-def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(
-    tmp_path: Path, first: dict[str, Any]
-) -> None:
+def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(tmp_path, first):
     saved = run_ranks(resume, 2, str(tmp_path), first)[0]
     run_ranks(load_on_other_ranks, 1, str(tmp_path), saved, BY_CALLS)
     if first == BY_CALLS:
@@ -235,7 +228,7 @@ def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(
 class Tied(nn.Module):
     """Two names of one parameter, a frozen one, and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(7, 7)
         self.second = nn.Linear(7, 7)
@@ -243,11 +236,11 @@ class Tied(nn.Module):
         self.second.bias.requires_grad_(False)
         self.register_buffer("scale", torch.tensor([2.0, 3.0]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(self.first(x)) * self.scale[0]
 
 
-def save_whole_model(rank: int, world_size: int, folder: str, how: dict[str, Any]) -> None:
+def save_whole_model(rank, world_size, folder, how):
     with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         torch.manual_seed(0)
@@ -269,9 +262,7 @@ def save_whole_model(rank: int, world_size: int, folder: str, how: dict[str, Any
 
 
 @pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
-def test_save_model_writes_the_whole_model_in_accelerates_files(
-    tmp_path: Path, how: dict[str, Any]
-) -> None:
+def test_save_model_writes_the_whole_model_in_accelerates_files(tmp_path, how):
     run_ranks(save_whole_model, 2, str(tmp_path), how)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
@@ -331,7 +322,7 @@ def test_a_model_of_torchs_fully_shard_is_refused_for_training(rank, world_size)
         assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
 
-def one_model(ours: Any) -> Any:
+def one_model(ours):
     accelerator = ours.Accelerator(cpu=True)
     accelerator.prepare(shard(Stack(), stage=2))
     return accelerator
@@ -383,7 +374,7 @@ def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused(rank, 
 
 
 @pytest.mark.slow
-def test_the_example_learns_resumes_and_leaves_a_whole_model(tmp_path: Path) -> None:
+def test_the_example_learns_resumes_and_leaves_a_whole_model(tmp_path):
     out = run_as_in_the_gallery("accelerate_loop.py", "--folder", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < 0.01

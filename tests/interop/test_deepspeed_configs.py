@@ -5,7 +5,6 @@ import inspect
 import json
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from shardwise import Offload, Precision, shard
 from shardwise.config import PRECISIONS, Schedule
 from shardwise.errors import ConfigError
 from shardwise.homes import resolve_offload
-from shardwise.interop.deepspeed.settings import DeepSpeedSettings, from_deepspeed
+from shardwise.interop.deepspeed.settings import from_deepspeed
 from shardwise.interop.foreign_keys import (
     KEYS,
     NOT_WRITTEN,
@@ -63,7 +62,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def test_a_config_becomes_the_arguments_of_a_loop() -> None:
+def test_a_config_becomes_the_arguments_of_a_loop():
     settings = from_deepspeed(WHOLE, world_size=8)
     assert settings.shard == {"stage": 3, "schedule": Schedule(10**8), "precision": "bf16"}
     assert set(settings.shard) <= set(inspect.signature(shard).parameters)
@@ -79,7 +78,7 @@ def test_a_config_becomes_the_arguments_of_a_loop() -> None:
     assert settings.scheduler(optimizer).get_last_lr() == [0.0]
     assert not settings.scaler("cpu").is_enabled()
     with pytest.raises(FrozenInstanceError):
-        settings.gradient_clipping = 1.0  # type: ignore[misc]
+        settings.gradient_clipping = 1.0
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,7 @@ def test_a_config_becomes_the_arguments_of_a_loop() -> None:
         ("zero_quantized_gradients", {"reduce": "int4-a2a"}),
     ],
 )
-def test_what_deepspeed_quantizes_is_encoded_at_the_stage_where_it_does(
-    key: str, coded: dict[str, Any]
-) -> None:
+def test_what_deepspeed_quantizes_is_encoded_at_the_stage_where_it_does(key, coded):
     for stage, is_on in ((3, True), (2, True), (3, False)):
         block = {key: is_on, "stage": stage}
         settings = from_deepspeed({"zero_optimization": block, "bf16": {"enabled": True}})
@@ -104,7 +101,7 @@ def test_what_deepspeed_quantizes_is_encoded_at_the_stage_where_it_does(
             assert (f"zero_optimization.{key}" in settings.report.ignored) == is_on
 
 
-def test_the_report_has_every_key_of_the_file_once_with_its_fate(tmp_path: Path) -> None:
+def test_the_report_has_every_key_of_the_file_once_with_its_fate(tmp_path):
     path = write(tmp_path, WHOLE)
     settings = from_deepspeed(str(path), world_size=8)
     report = settings.report
@@ -123,7 +120,7 @@ def test_the_report_has_every_key_of_the_file_once_with_its_fate(tmp_path: Path)
 PLAIN = hugging_face("WarmupDecayLR")
 
 
-def test_auto_is_left_to_the_caller_and_says_what_fills_it() -> None:
+def test_auto_is_left_to_the_caller_and_says_what_fills_it():
     settings = from_deepspeed(PLAIN, world_size=2)
     assert settings.shard == {"stage": 3}
     assert settings.batch["micro_batch"] is settings.batch["global_batch"] is None
@@ -146,7 +143,7 @@ def test_auto_is_left_to_the_caller_and_says_what_fills_it() -> None:
     assert scheduler.get_last_lr() == [0.5]  # warmup_max_lr is the optimizer's
 
 
-def test_arguments_fill_auto_and_nothing_else() -> None:
+def test_arguments_fill_auto_and_nothing_else():
     fills = {"bf16.enabled": True, "optimizer.params.lr": 0.25, "gradient_clipping": 0}
     settings = from_deepspeed(PLAIN, world_size=2, micro_batch=3, auto=fills)
     assert settings.shard["precision"] == "bf16"
@@ -162,7 +159,7 @@ def test_arguments_fill_auto_and_nothing_else() -> None:
         from_deepspeed(WHOLE, micro_batch=3)
 
 
-def test_sizes_that_need_the_number_of_ranks_wait_for_it() -> None:
+def test_sizes_that_need_the_number_of_ranks_wait_for_it():
     batch = from_deepspeed({"train_batch_size": 12, "gradient_accumulation_steps": 2}).batch
     assert [*batch.values()] == [None, 2, 12]
     with pytest.raises(ConfigError, match=r"4 x 8 x 4 = 128, got 256"):
@@ -181,7 +178,7 @@ def test_sizes_that_need_the_number_of_ranks_wait_for_it() -> None:
         ({"type": "RMSprop", "params": {"alpha": 0.9}}, torch.optim.RMSprop),
     ],
 )
-def test_an_optimizer_is_torchs_equal(params: dict[str, Any], expected: type) -> None:
+def test_an_optimizer_is_torchs_equal(params, expected):
     settings = from_deepspeed({"optimizer": params})
     optimizer = settings.optimizer([torch.nn.Parameter(torch.zeros(2))])
     assert type(optimizer) is expected
@@ -192,7 +189,7 @@ def test_an_optimizer_is_torchs_equal(params: dict[str, Any], expected: type) ->
     assert optimizer.param_groups[0]["weight_decay"] == decay
 
 
-def test_the_tables_of_optimizers_and_schedulers_are_those_of_torch() -> None:
+def test_the_tables_of_optimizers_and_schedulers_are_those_of_torch():
     for name, (title, arguments) in OPTIMIZERS.items():
         made = inspect.signature(optimizer_class(name).__init__).parameters
         own = {"decoupled_weight_decay"} if name == "adam" else set()
@@ -206,7 +203,7 @@ def test_the_tables_of_optimizers_and_schedulers_are_those_of_torch() -> None:
     assert type(settings.scheduler(optimizer)) is torch.optim.lr_scheduler.StepLR
 
 
-def test_fp16_becomes_a_scaler_of_torch_and_the_differences_are_named() -> None:
+def test_fp16_becomes_a_scaler_of_torch_and_the_differences_are_named():
     block = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2}
     settings = from_deepspeed({"fp16": {**block, "min_loss_scale": 1}})
     assert settings.shard["precision"] == "fp16"
@@ -220,14 +217,14 @@ def test_fp16_becomes_a_scaler_of_torch_and_the_differences_are_named() -> None:
     assert off.shard["precision"] == "fp32" and not off.scaler("cpu").is_enabled()
 
 
-def test_bf16_masters_are_a_precision_of_their_own() -> None:
+def test_bf16_masters_are_a_precision_of_their_own():
     block = {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True, "enabled": True}
     settings = from_deepspeed({"bfloat16": block, "zero_optimization": {"stage": 2}})
     bf16 = torch.bfloat16
     assert settings.shard == {"stage": 2, "precision": Precision(bf16, bf16, bf16)}
 
 
-def zero(**keys: Any) -> dict[str, Any]:
+def zero(**keys):
     return {"zero_optimization": {"stage": 3, **keys}}
 
 
@@ -291,20 +288,20 @@ def zero(**keys: Any) -> dict[str, Any]:
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "0 or more"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(content: dict[str, Any], named: str) -> None:
+def test_what_is_wrong_is_refused_by_name(content, named):
     with pytest.raises(ConfigError, match=named) as caught:
         from_deepspeed(content, world_size=1)
     assert str(caught.value).startswith("config: ")
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED_OPTIMIZERS))
-def test_an_optimizer_that_cannot_step_on_shards_is_refused_with_the_reason(kind: str) -> None:
+def test_an_optimizer_that_cannot_step_on_shards_is_refused_with_the_reason(kind):
     with pytest.raises(ConfigError, match=r"optimizer\.type: ") as caught:
         from_deepspeed({"optimizer": {"type": kind, "params": {}}})
     assert REFUSED_OPTIMIZERS[kind] in str(caught.value)
 
 
-def test_a_key_that_stands_there_twice_is_refused_and_a_missing_file_too(tmp_path: Path) -> None:
+def test_a_key_that_stands_there_twice_is_refused_and_a_missing_file_too(tmp_path):
     path = tmp_path / "ds.json"
     with pytest.raises(ConfigError, match="cannot be read"):
         from_deepspeed(path)
@@ -317,7 +314,7 @@ def test_a_key_that_stands_there_twice_is_refused_and_a_missing_file_too(tmp_pat
         from_deepspeed(path)
 
 
-def test_integral_floats_are_whole_numbers_and_null_is_as_if_it_were_not_there() -> None:
+def test_integral_floats_are_whole_numbers_and_null_is_as_if_it_were_not_there():
     settings = from_deepspeed(
         {"train_micro_batch_size_per_gpu": 2.0, **zero(prefetch_bucket_size=1e3, stage="2")}
         | {"scheduler": None, "fp16": None, "communication_data_type": None},
@@ -329,7 +326,7 @@ def test_integral_floats_are_whole_numbers_and_null_is_as_if_it_were_not_there()
     assert from_deepspeed({"zero_optimization": True}).shard["stage"] == 1
 
 
-def test_what_is_not_in_the_file_and_still_counts_is_told() -> None:
+def test_what_is_not_in_the_file_and_still_counts_is_told():
     settings = from_deepspeed({"_comment": "for the big machine"})
     assert settings.report.ignored == {"_comment": "a comment"}
     assert settings.report.of("default").keys() == {"zero_optimization", "gradient_clipping"}
@@ -340,7 +337,7 @@ def test_what_is_not_in_the_file_and_still_counts_is_told() -> None:
         settings.scheduler(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
 
 
-def test_every_key_of_the_tables_has_a_reason_or_a_reader() -> None:
+def test_every_key_of_the_tables_has_a_reason_or_a_reader():
     """A key without a reason must be taken: else the walk would have no handler for it."""
     for section in KEYS:
         if section.startswith("accelerate") or section.endswith(".params"):
@@ -360,11 +357,11 @@ def test_every_key_of_the_tables_has_a_reason_or_a_reader() -> None:
 AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
 
 
-def parameters() -> list[torch.nn.Parameter]:
+def parameters():
     return [torch.nn.Parameter(torch.zeros(2))]
 
 
-def test_a_scaler_waits_until_the_precision_is_decided() -> None:
+def test_a_scaler_waits_until_the_precision_is_decided():
     undecided = from_deepspeed(AUTO)
     with pytest.raises(ConfigError, match=r'auto=\{"fp16.enabled": True\}'):
         undecided.scaler("cpu")
@@ -375,15 +372,13 @@ def test_a_scaler_waits_until_the_precision_is_decided() -> None:
     assert not from_deepspeed(AUTO, auto={"bf16.enabled": True}).scaler("cpu").is_enabled()
 
 
-def test_a_scaler_is_on_without_being_told_the_device() -> None:
+def test_a_scaler_is_on_without_being_told_the_device():
     scaler = from_deepspeed({"fp16": {"enabled": True, "initial_scale_power": 5}}).scaler()
     assert scaler.is_enabled() and scaler.get_scale() == 32.0
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_of_the_settings_still_misses_what_is_auto(
-    again: Callable[[DeepSpeedSettings], DeepSpeedSettings],
-) -> None:
+def test_a_copy_of_the_settings_still_misses_what_is_auto(again):
     params = {"total_num_steps": "auto", "warmup_num_steps": 2}
     settings = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": params}})
     copied = again(settings)
@@ -394,20 +389,20 @@ def test_a_copy_of_the_settings_still_misses_what_is_auto(
     copied.scheduler(optimizer, total_num_steps=10)
 
 
-def test_the_options_of_torchs_schedulers_are_those_of_their_signatures() -> None:
+def test_the_options_of_torchs_schedulers_are_those_of_their_signatures():
     for name, options in TORCH_SCHEDULERS.items():
         made = inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters
         # a file cannot hold a function
         assert set(options) == set(made) - {"optimizer", "scale_fn"}, name
 
 
-def scheduler_of(params: dict[str, Any], **overrides: Any) -> None:
+def scheduler_of(params, **overrides):
     optimizer = torch.optim.SGD(parameters(), lr=0.5)
     block = {"type": "StepLR", "params": params}
     from_deepspeed({"scheduler": block}).scheduler(optimizer, **overrides)
 
 
-def optimizer_of(params: dict[str, Any], **overrides: Any) -> None:
+def optimizer_of(params, **overrides):
     from_deepspeed({"optimizer": {"type": "AdamW", "params": params}}).optimizer(
         parameters(), **overrides
     )
@@ -423,12 +418,12 @@ def optimizer_of(params: dict[str, Any], **overrides: Any) -> None:
         (lambda: optimizer_of({"lr": 0.1}, wieght_decay=1), "did you mean 'weight_decay'"),
         (lambda: from_deepspeed({}, world_size=0), "world_size: expected a whole number, 1 or"),
         (lambda: from_deepspeed({}, world_size=-2), "world_size: expected .* got -2"),
-        (lambda: from_deepspeed({}, world_size="2"), "world_size: expected .* got '2'"),  # type: ignore[arg-type]
-        (lambda: from_deepspeed(None), "expected a dict, or the path .* got None"),  # type: ignore[arg-type]
-        (lambda: from_deepspeed([1]), r"expected a dict, or the path .* got \[1\]"),  # type: ignore[arg-type]
+        (lambda: from_deepspeed({}, world_size="2"), "world_size: expected .* got '2'"),
+        (lambda: from_deepspeed(None), "expected a dict, or the path .* got None"),
+        (lambda: from_deepspeed([1]), r"expected a dict, or the path .* got \[1\]"),
     ],
 )
-def test_a_wrong_value_is_told_as_ours(build: Callable[[], object], named: str) -> None:
+def test_a_wrong_value_is_told_as_ours(build, named):
     with pytest.raises(ConfigError, match=named):
         build()
 
@@ -445,16 +440,14 @@ def test_a_wrong_value_is_told_as_ours(build: Callable[[], object], named: str) 
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {"lr", "optimizer"}),
     ],
 )
-def test_a_file_wins_over_another_where_its_own_key_has_a_value(
-    tmp_path: Path, content: dict[str, Any], said: set[str]
-) -> None:
+def test_a_file_wins_over_another_where_its_own_key_has_a_value(tmp_path, content, said):
     path = write(tmp_path, content)
     known = dict.fromkeys(TrainConfig.model_fields, "of the other file") | {"precision": "fp16"}
     keys, _ = read_train_keys(path, known, {}, None)
     assert keys.keys() & known.keys() == said
 
 
-def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates() -> None:
+def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates():
     kinds = {
         "any",
         "flag",
@@ -478,7 +471,7 @@ def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates() -> None:
 
 
 # DeepSpeed's offload blocks: where a run of the same file keeps state, and the report.
-def on(device: str, **others: Any) -> dict[str, Any]:
+def on(device, **others):
     return {"device": device, **({"nvme_path": "/fast"} if device == "nvme" else {}), **others}
 
 
@@ -515,9 +508,7 @@ OFFLOADS: list[tuple[dict[str, Any], str | Offload | None]] = [
 
 
 @pytest.mark.parametrize(("block", "expected"), OFFLOADS)
-def test_homes_of_state_become_an_offload_of_shard_and_every_key_is_told(
-    block: dict[str, Any], expected: str | Offload | None
-) -> None:
+def test_homes_of_state_become_an_offload_of_shard_and_every_key_is_told(block, expected):
     for ordered in (
         zero(**block),
         {"zero_optimization": {**block, "stage": block.get("stage", 3)}},
@@ -529,7 +520,7 @@ def test_homes_of_state_become_an_offload_of_shard_and_every_key_is_told(
     resolve_offload(settings.shard.get("offload"))
 
 
-def test_the_report_says_where_state_rests_that_the_file_would_have_elsewhere() -> None:
+def test_the_report_says_where_state_rests_that_the_file_would_have_elsewhere():
     report = from_deepspeed(zero(offload_param=on("nvme"), offload_optimizer=on("none"))).report
     name = "zero_optimization.offload_param.device"
     assert report.mapped[name].startswith(
@@ -572,7 +563,7 @@ def test_a_run_whose_file_says_nvme_has_the_bits_of_one_whose_state_stays(tmp_pa
     assert torch.equal(*found)
 
 
-def test_two_files_that_offload_differently_are_told(tmp_path: Path) -> None:
+def test_two_files_that_offload_differently_are_told(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text("offload: {optimizer: cpu}\n")
     found = {"offload": {"optimizer": "cpu", "params": "nvme:/x"}}
@@ -584,7 +575,7 @@ def test_two_files_that_offload_differently_are_told(tmp_path: Path) -> None:
 NUM_STEPS = 5
 
 
-def config_of(stage: int) -> dict[str, Any]:
+def config_of(stage):
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0,
@@ -597,14 +588,14 @@ def config_of(stage: int) -> dict[str, Any]:
     }
 
 
-def make_model() -> torch.nn.Module:
+def make_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(5, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)
     )
 
 
-def losses_of(rank: int, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> list[float]:
+def losses_of(rank, model, optimizer, scheduler):
     draw = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(NUM_STEPS):
@@ -647,7 +638,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("title", TABLES)
-def test_a_table_of_the_page_has_every_key_and_the_reason_of_the_code(title: str) -> None:
+def test_a_table_of_the_page_has_every_key_and_the_reason_of_the_code(title):
     table = TABLES[title]
     section = PAGE.split(f"### {title}\n")[1].split("\n### ")[0]
     rows = re.findall(r"^\| (`.*?`) \| (.*) \|$", section, re.MULTILINE)
@@ -661,14 +652,14 @@ def test_a_table_of_the_page_has_every_key_and_the_reason_of_the_code(title: str
     }
 
 
-def test_the_page_names_every_curve_and_optimizer() -> None:
+def test_the_page_names_every_curve_and_optimizer():
     assert all(name in PAGE for name in CURVES)
     assert all(title in PAGE for title, _ in OPTIMIZERS.values())
     assert {"muon", "lamb", "lion", "muadam", "onebitadam"} <= REFUSED_OPTIMIZERS.keys()
 
 
 @pytest.mark.slow
-def test_the_example_learns_on_two_ranks() -> None:
+def test_the_example_learns_on_two_ranks():
     out = run_as_in_the_gallery("deepspeed_loop.py")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert losses[-1] < losses[0] / 2

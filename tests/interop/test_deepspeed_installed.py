@@ -76,13 +76,13 @@ CURVES: list[tuple[str, dict[str, Any]]] = [
 SIZES = [(t, m, g, w) for t, m, g in product((None, 12, 7), (None, 2), (None, 3)) for w in (1, 2)]
 
 
-def two_groups() -> torch.optim.Optimizer:
+def two_groups():
     """Return an optimizer with betas, and groups that start at different rates."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.4}], lr=0.2)
 
 
-def follow(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[list[Any]]:
+def follow(optimizer, scheduler):
     """Return rate and momenta of both groups, as every update sees them."""
     seen = []
     for _ in range(NUM_STEPS):
@@ -92,7 +92,7 @@ def follow(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[list[Any]]:
     return seen
 
 
-def ask_deepspeed(rank: int, world_size: int) -> dict[str, Any]:
+def ask_deepspeed(rank, world_size):
     """Return fields of its models, its removed keys, its curves, its batch arithmetic."""
     warnings.simplefilter("ignore")  # not ours
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -132,7 +132,7 @@ def ask_deepspeed(rank: int, world_size: int) -> dict[str, Any]:
     return {"fields": fields, "curves": curves, "removed": removed, "batches": batches}
 
 
-def _resolve(config: Any, total: Any, micro: Any, passes: Any, world_size: int) -> Any:
+def _resolve(config, total, micro, passes, world_size):
     made = config.__new__(config)
     made.train_batch_size, made.train_micro_batch_size_per_gpu = total, micro
     made.gradient_accumulation_steps, made.world_size = passes, world_size
@@ -147,7 +147,7 @@ def _resolve(config: Any, total: Any, micro: Any, passes: Any, world_size: int) 
     ]
 
 
-def as_json(value: Any) -> Any:
+def as_json(value):
     """Turn tuples into lists, and keep every bit of a float."""
     return json.loads(json.dumps(value))
 
@@ -167,11 +167,11 @@ GUESSES: tuple[Any, ...] = (False, 1, "none", "fp32", {}, [], True)
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts():
     return run_ranks(ask_deepspeed, 1, fresh=True)[0]
 
 
-def fates(path: str) -> set[str]:
+def fates(path):
     """Return what became of a key over values of every kind; a wrong kind is no fate."""
     found = set()
     for value in GUESSES:
@@ -185,9 +185,7 @@ def fates(path: str) -> set[str]:
     return found
 
 
-def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(
-    facts: dict[str, Any],
-) -> None:
+def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(facts):
     unknown, without_effect = [], []
     for model, names in facts["fields"].items():
         for name in names:
@@ -200,9 +198,7 @@ def test_every_key_of_deepspeeds_models_is_mapped_ignored_or_refused(
     assert fates("zero_optimization.stge") == {"unknown"}
 
 
-def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(
-    facts: dict[str, Any],
-) -> None:
+def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(facts):
     assert set(facts["removed"]) == set(REMOVED)
     for path in REMOVED:
         with pytest.raises(ConfigError, match="gone from DeepSpeed") as caught:
@@ -211,9 +207,7 @@ def test_every_key_that_deepspeed_removed_is_refused_with_what_to_use(
 
 
 @pytest.mark.parametrize("number", range(len(CURVES)), ids=lambda n: f"{n}-{CURVES[n][0]}")
-def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(
-    facts: dict[str, Any], number: int
-) -> None:
+def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(facts, number):
     name, options = CURVES[number]
     settings = from_deepspeed({"scheduler": {"type": name, "params": options}})
     optimizer = two_groups()
@@ -222,7 +216,7 @@ def test_a_scheduler_gives_every_update_deepspeeds_rate_and_momenta_to_the_bit(
     )
 
 
-def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts: dict[str, Any]) -> None:
+def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts):
     for (total, micro, passes, ranks), theirs in zip(SIZES, facts["batches"], strict=True):
         given = {"micro_batch": micro, "accumulation": passes, "global_batch": total}
         sizes = {name: size for name, size in given.items() if size is not None}
@@ -237,7 +231,7 @@ def test_two_sizes_of_a_batch_give_the_third_as_in_deepspeed(facts: dict[str, An
     assert any(theirs is None for theirs in facts["batches"])
 
 
-def test_a_schedule_goes_on_from_its_state() -> None:
+def test_a_schedule_goes_on_from_its_state():
     settings = from_deepspeed({"scheduler": {"type": CURVES[11][0], "params": CURVES[11][1]}})
     optimizer = two_groups()
     expected = follow(optimizer, settings.scheduler(optimizer))
@@ -278,27 +272,27 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_model() -> torch.nn.Module:
+def make_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(5, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)
     )
 
 
-def micro_batch(rank: int, step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch(rank, step, number):
     draw = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
     x = torch.randn(4, 5, generator=draw)
     return x, x[:, :3].roll(1, 1) * 2
 
 
-def theirs(rank: int, world_size: int) -> list[float]:
+def theirs(rank, world_size):
     warnings.simplefilter("ignore")  # not ours
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     import deepspeed
 
     backend = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]  # it would be compiled first
+    backend.build_shm_op = lambda: None  # it would be compiled first
     deepspeed.init_distributed("gloo", verbose=False)
     model = make_model()
     engine, *_ = deepspeed.initialize(
@@ -317,7 +311,7 @@ def theirs(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def ours(rank: int, world_size: int) -> list[float]:
+def ours(rank, world_size):
     settings = from_deepspeed(CONFIG)
     model = shard(make_model(), **settings.shard)
     optimizer = settings.optimizer(model.parameters())
@@ -341,7 +335,7 @@ def ours(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def test_two_ranks_have_the_losses_of_deepspeeds_engine() -> None:
+def test_two_ranks_have_the_losses_of_deepspeeds_engine():
     found = run_ranks(ours, 2)
     expected = run_ranks(theirs, 2, fresh=True)
     assert found[0] == found[1]

@@ -45,16 +45,14 @@ def write_both(folder: Path, content: dict[str, Any], **named: Any) -> Path:
     [{}, {"bf16": {}}, {"bf16": {"enabled": "auto"}}, {"fp16": {"enabled": False}}],
 )
 @pytest.mark.parametrize("named", ["bf16", "BF16"])
-def test_the_precision_of_accelerates_file_holds_where_the_json_says_none(
-    tmp_path: Path, content: dict[str, Any], named: str
-) -> None:
+def test_the_precision_of_accelerates_file_holds_where_the_json_says_none(tmp_path, content, named):
     path = write_both(tmp_path, {**ZERO_2, **content}, mixed_precision=named)
     keys, report = read_accelerate_keys(path)
     assert (keys["precision"], keys["prefetch_bytes"]) == ("bf16", 20)
     assert report.mapped["mixed_precision"] == "precision"
 
 
-def test_fp16_of_accelerates_file_brings_the_scale_of_the_json(tmp_path: Path) -> None:
+def test_fp16_of_accelerates_file_brings_the_scale_of_the_json(tmp_path):
     path = write_both(tmp_path, {"bf16": {"enabled": "auto"}}, mixed_precision="fp16")
     keys, _ = read_accelerate_keys(path)
     assert (keys["precision"], keys["loss_scale"]) == ("fp16", 65536.0)
@@ -73,15 +71,13 @@ def test_fp16_of_accelerates_file_brings_the_scale_of_the_json(tmp_path: Path) -
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16"),
     ],
 )
-def test_two_precisions_in_two_files_are_refused(
-    tmp_path: Path, content: dict[str, Any], named: str
-) -> None:
+def test_two_precisions_in_two_files_are_refused(tmp_path, content, named):
     path = write_both(tmp_path, content, mixed_precision=named)
     with pytest.raises(ConfigError, match=r"mixed_precision: it means .* the DeepSpeed file says"):
         read_accelerate_keys(path)
 
 
-def test_accumulation_of_accelerates_file_fills_the_json(tmp_path: Path) -> None:
+def test_accumulation_of_accelerates_file_fills_the_json(tmp_path):
     content = {**ZERO_2, "gradient_accumulation_steps": "auto", "train_batch_size": 24}
     keys, _ = read_accelerate_keys(write_both(tmp_path, content, gradient_accumulation_steps=3))
     assert (keys["micro_batch"], keys["accumulation"], keys["global_batch"]) == (4, 3, 24)
@@ -102,15 +98,13 @@ def test_accumulation_of_accelerates_file_fills_the_json(tmp_path: Path) -> None
         {"zero3_save_16bit_model": True},
     ],
 )
-def test_what_accelerate_refuses_beside_a_json_is_refused(
-    tmp_path: Path, beside: dict[str, Any]
-) -> None:
+def test_what_accelerate_refuses_beside_a_json_is_refused(tmp_path, beside):
     path = write_both(tmp_path, ZERO_2, deepspeed_config=beside)
     with pytest.raises(ConfigError, match=f"{next(iter(beside))}: ds.json decides it"):
         read_accelerate_keys(path)
 
 
-def test_accelerates_mesh_becomes_replicas_and_more_than_data_is_refused(tmp_path: Path) -> None:
+def test_accelerates_mesh_becomes_replicas_and_more_than_data_is_refused(tmp_path):
     path = tmp_path / "accelerate.yaml"
     sizes = {"dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 1, "cp_size": 1}
 
@@ -146,13 +140,7 @@ FORMS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "form"), FORMS)
-def test_a_form_is_told_by_its_keys_not_by_its_name(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: dict[str, Any],
-    form: str,
-) -> None:
+def test_a_form_is_told_by_its_keys_not_by_its_name(tmp_path, capsys, name, content, form):
     path = tmp_path / name
     path.write_text(json.dumps(content) if not name.endswith("yaml") else yaml.safe_dump(content))
     target = form if form in ("deepspeed", "accelerate", "shardwise") else "shardwise"
@@ -161,9 +149,7 @@ def test_a_form_is_told_by_its_keys_not_by_its_name(
     assert wanted in capsys.readouterr().err
 
 
-def test_a_report_between_two_foreign_forms_tells_each_key_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_between_two_foreign_forms_tells_each_key_once(tmp_path, capsys):
     path = tmp_path / "ds.json"
     content = {
         **ZERO_2,
@@ -187,7 +173,7 @@ def test_a_report_between_two_foreign_forms_tells_each_key_once(
     assert yaml.safe_load(capsys.readouterr().out)["mixed_precision"] == "bf16"
 
 
-def test_a_class_of_another_model_is_taken_over_with_a_hint(tmp_path: Path) -> None:
+def test_a_class_of_another_model_is_taken_over_with_a_hint(tmp_path):
     block = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
     path = write(tmp_path, {"fsdp_config": block}, "accelerate.yaml")
     keys, report = read_accelerate_keys(path)
@@ -215,9 +201,7 @@ OURS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", OURS)
-def test_ours_written_for_deepspeed_and_read_again_is_the_same_run(
-    tmp_path: Path, given: dict[str, Any]
-) -> None:
+def test_ours_written_for_deepspeed_and_read_again_is_the_same_run(tmp_path, given):
     config = TrainConfig(**{"schedule": "constant", **given})
     content, report = to_deepspeed(config, "run.yaml")
     told = {line.key for line in report.lines}
@@ -282,9 +266,7 @@ ACCELERATE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("text", "expected"), ACCELERATE)
-def test_accelerates_blocks_become_keys_and_every_key_is_told(
-    tmp_path: Path, text: str, expected: dict[str, Any]
-) -> None:
+def test_accelerates_blocks_become_keys_and_every_key_is_told(tmp_path, text, expected):
     path = write(tmp_path, "num_processes: 4\nmixed_precision: bf16\n" + text, "accelerate.yaml")
     keys, report = read_accelerate_keys(path)
     assert expected.items() <= keys.items()
@@ -300,9 +282,7 @@ def test_accelerates_blocks_become_keys_and_every_key_is_told(
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_ours_written_for_accelerate_and_read_again_keeps_its_sharding(
-    tmp_path: Path, stage: int
-) -> None:
+def test_ours_written_for_accelerate_and_read_again_keeps_its_sharding(tmp_path, stage):
     sharded = {"units": ("Block", "Head"), "activation_checkpointing": True} if stage else {}
     config = TrainConfig(stage=stage, precision="bf16", ranks=4, lr=0.5, **sharded)
     content, report = to_accelerate(config, "run.yaml")
@@ -314,7 +294,7 @@ def test_ours_written_for_accelerate_and_read_again_keeps_its_sharding(
     assert "lr" in report.ignored and {line.key for line in report.lines} == config.model_fields_set
 
 
-def test_accelerate_itself_takes_what_is_written(tmp_path: Path) -> None:
+def test_accelerate_itself_takes_what_is_written(tmp_path):
     pytest.importorskip("accelerate", reason="needs accelerate, an extra")
     from accelerate.commands.config.config_args import ClusterConfig
 
@@ -326,7 +306,7 @@ def test_accelerate_itself_takes_what_is_written(tmp_path: Path) -> None:
         assert loaded.num_processes == 2 and loaded.mixed_precision == "no"
 
 
-def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path) -> None:
+def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path):
     content = {
         "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": "auto"}},
@@ -358,18 +338,14 @@ def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path
         ("deepspeed_config:\n  gradient_clipping: lots\n", "expected a number of 0 or more"),
     ],
 )
-def test_what_accelerate_asks_and_we_have_not_is_refused(
-    tmp_path: Path, text: str, named: str
-) -> None:
+def test_what_accelerate_asks_and_we_have_not_is_refused(tmp_path, text, named):
     path = write(tmp_path, "distributed_type: FSDP\n" + text, "accelerate.yaml")
     with pytest.raises(ConfigError, match=named) as caught:
         read_accelerate_keys(path)
     assert str(path) in str(caught.value)
 
 
-def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(tmp_path, capsys):
     source, ours, back = (tmp_path / name for name in ("ds.json", "run.yaml", "back.json"))
     content = {
         "train_batch_size": 8,
@@ -418,21 +394,19 @@ def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(
         ),
     ],
 )
-def test_what_only_a_loop_of_ones_own_can_do_is_refused(
-    tmp_path: Path, content: dict[str, Any], named: str
-) -> None:
+def test_what_only_a_loop_of_ones_own_can_do_is_refused(tmp_path, content, named):
     path = write(tmp_path, content)
     with pytest.raises(ConfigError, match=named):
         read_train_keys(path, {}, {}, 1)
 
 
-def test_a_loss_scale_that_is_no_power_of_two_is_written_as_the_nearest() -> None:
+def test_a_loss_scale_that_is_no_power_of_two_is_written_as_the_nearest():
     content, report = to_deepspeed(TrainConfig(precision="fp16", loss_scale=1000.0), "run.yaml")
     assert content["fp16"]["initial_scale_power"] == 10
     assert "nearest" in report.mapped["loss_scale"]
 
 
-def test_how_moments_are_kept_is_left_out_of_a_deepspeed_config() -> None:
+def test_how_moments_are_kept_is_left_out_of_a_deepspeed_config():
     options = {"moments": "8bit", "block": 64, "eps": 1e-6}
     content, report = to_deepspeed(TrainConfig(optimizer_options=options), "run.yaml")
     assert content["optimizer"]["type"] == "AdamW"
@@ -463,8 +437,8 @@ OFFLOADS: list[tuple[int, Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("stage", "offload", "expected", "lost"), OFFLOADS)
 def test_an_offload_written_for_deepspeed_is_read_again_as_the_same(
-    tmp_path: Path, stage: int, offload: Any, expected: dict[str, Any], lost: str
-) -> None:
+    tmp_path, stage, offload, expected, lost
+):
     config = TrainConfig(stage=stage, offload=offload)
     content, report = to_deepspeed(config, "run.yaml")
     written = {k: v for k, v in content["zero_optimization"].items() if k.startswith("offload")}
@@ -479,7 +453,7 @@ def test_an_offload_written_for_deepspeed_is_read_again_as_the_same(
 
 
 @pytest.mark.parametrize(("offload", "is_told"), [("cpu", False), ({"optimizer": "nvme:/a"}, True)])
-def test_fsdp2_has_all_in_host_memory_or_nothing(offload: Any, is_told: bool) -> None:
+def test_fsdp2_has_all_in_host_memory_or_nothing(offload, is_told):
     content, report = to_accelerate(TrainConfig(stage=3, offload=offload), "x.yaml")
     assert content["fsdp_config"]["fsdp_offload_params"] is True
     assert ("no other home" in report.mapped["offload"]) == is_told
@@ -508,9 +482,7 @@ FLAGS = {"lr": "1e-4", "warmup_steps": "4", "steps": "20", "precision": "bf16", 
 
 
 @pytest.mark.parametrize("schedule", ["WarmupLR", "WarmupDecayLR"])
-def test_flags_fill_what_is_auto_and_the_curve_is_that_of_the_same_numbers(
-    tmp_path: Path, schedule: str
-) -> None:
+def test_flags_fill_what_is_auto_and_the_curve_is_that_of_the_same_numbers(tmp_path, schedule):
     file = write(tmp_path, hugging_face(schedule))
     config, report = read(file, FLAGS)
     numbers = {"warmup_num_steps": 4, "warmup_max_lr": 1e-4}
@@ -535,7 +507,7 @@ def test_flags_fill_what_is_auto_and_the_curve_is_that_of_the_same_numbers(
     assert not report.of("default")
 
 
-def test_without_flags_defaults_decide_and_every_auto_is_reported(tmp_path: Path) -> None:
+def test_without_flags_defaults_decide_and_every_auto_is_reported(tmp_path):
     file = write(tmp_path, hugging_face("WarmupDecayLR"))
     config, report = read(file, {})
     ours = TrainConfig()
@@ -550,7 +522,7 @@ def test_without_flags_defaults_decide_and_every_auto_is_reported(tmp_path: Path
     assert not [text for text in report.auto.values() if "from_deepspeed" in text or "()" in text]
 
 
-def test_a_yaml_fills_what_is_auto_and_a_flag_wins_over_numbers_too(tmp_path: Path) -> None:
+def test_a_yaml_fills_what_is_auto_and_a_flag_wins_over_numbers_too(tmp_path):
     keys = {"lr": 2e-4, "warmup_steps": 3, "optimizer_options": {"eps": 1e-6}, "stage": 2}
     own = write(tmp_path, keys, "run.yaml")
     content = hugging_face()
@@ -578,7 +550,7 @@ def test_a_yaml_fills_what_is_auto_and_a_flag_wins_over_numbers_too(tmp_path: Pa
     assert (size.value, size.text) == (3, "micro_batch: 6, from --micro-batch")
 
 
-def test_a_flag_replaces_a_schedule_or_an_optimizer_with_its_options(tmp_path: Path) -> None:
+def test_a_flag_replaces_a_schedule_or_an_optimizer_with_its_options(tmp_path):
     content = hugging_face()
     content["optimizer"]["params"]["eps"] = 1e-6
     content["scheduler"]["params"]["warmup_num_steps"] = 9
@@ -592,7 +564,7 @@ def test_a_flag_replaces_a_schedule_or_an_optimizer_with_its_options(tmp_path: P
     assert read(write(tmp_path, content), {"schedule": "linear"})[0].schedule == "linear"
 
 
-def test_options_of_two_files_contradict_each_other_one_by_one(tmp_path: Path) -> None:
+def test_options_of_two_files_contradict_each_other_one_by_one(tmp_path):
     content = hugging_face()
     content["optimizer"]["params"] |= {"eps": 1e-6, "amsgrad": True}
     file = write(tmp_path, content)
@@ -604,7 +576,7 @@ def test_options_of_two_files_contradict_each_other_one_by_one(tmp_path: Path) -
         read(file, {}, own)
 
 
-def test_a_number_that_nothing_else_says_is_asked_for_with_its_flag(tmp_path: Path) -> None:
+def test_a_number_that_nothing_else_says_is_asked_for_with_its_flag(tmp_path):
     params = {"cycle_min_lr": "auto", "cycle_max_lr": 0.1, "cycle_first_step_size": 3}
     file = write(tmp_path, {"scheduler": {"type": "OneCycle", "params": params}})
     with pytest.raises(ConfigError, match=r"--schedule-options '\{cycle_min_lr: NUMBER\}'"):
@@ -613,9 +585,7 @@ def test_a_number_that_nothing_else_says_is_asked_for_with_its_flag(tmp_path: Pa
     assert config.schedule_options == {**params, "cycle_min_lr": 0.01}
 
 
-def test_convert_writes_a_yaml_that_flags_still_fill(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_writes_a_yaml_that_flags_still_fill(tmp_path, capsys):
     file = write(tmp_path, hugging_face("WarmupDecayLR"))
     output = tmp_path / "run.yaml"
     assert convert([str(file), "-o", str(output), "--json"]) == 0
@@ -636,9 +606,7 @@ def test_convert_writes_a_yaml_that_flags_still_fill(
     assert "mixed_precision: left out" in json.loads(written.err)["auto"]["bf16.enabled"]
 
 
-def test_the_offload_of_the_example_is_that_of_a_run_on_every_way(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_offload_of_the_example_is_that_of_a_run_on_every_way(tmp_path, capsys):
     file = write(tmp_path, HUGGING_FACE)
     assert convert([str(file)]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["offload"] == "cpu"
@@ -668,9 +636,7 @@ def test_the_offload_of_the_example_is_that_of_a_run_on_every_way(
     assert report.ignored[name] == 'offload: "cpu", from --offload'
 
 
-def test_nvme_without_a_folder_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nvme_without_a_folder_starts_nothing(tmp_path, capsys):
     content = copy.deepcopy(HUGGING_FACE)
     content["zero_optimization"]["offload_param"] = {"device": "nvme"}
     file, output = write(tmp_path, content), tmp_path / "run"
@@ -679,7 +645,7 @@ def test_nvme_without_a_folder_starts_nothing(
     assert capsys.readouterr().err.count(named) == 2 and not output.exists()
 
 
-def test_in_python_each_undecided_number_is_asked_for_where_it_can_be_given(tmp_path: Path) -> None:
+def test_in_python_each_undecided_number_is_asked_for_where_it_can_be_given(tmp_path):
     content = hugging_face()
     content["zero_optimization"]["stage"] = "auto"
     settings = from_deepspeed(content, world_size=2)
@@ -698,7 +664,7 @@ def test_in_python_each_undecided_number_is_asked_for_where_it_can_be_given(tmp_
 
 
 @pytest.mark.slow
-def test_the_command_trains_with_the_json_and_its_flags(tmp_path: Path) -> None:
+def test_the_command_trains_with_the_json_and_its_flags(tmp_path):
     file = write(tmp_path, hugging_face())
     small = {"dim": 16, "layers": 1, "heads": 2, "seq": 16, "sample_tokens": 0, "eval_windows": 0}
     own = write(tmp_path, {**small, "data": argparse.__file__, "steps": 5}, "run.yaml")
@@ -756,7 +722,7 @@ def metrics(folder: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_path: Path) -> None:
+def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_path):
     file = write(tmp_path, DEEPSPEED)
     shape = write(tmp_path, RUN, "shape.yaml")
     whole = write(tmp_path, {**RUN, **OURS}, "whole.yaml")
@@ -777,9 +743,7 @@ def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_pa
 
 
 @pytest.mark.slow
-def test_flags_win_over_the_file_and_the_file_over_defaults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path, capsys):
     content = {**DEEPSPEED, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
     content["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
     file = write(tmp_path, content)
@@ -804,13 +768,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(
     ],
 )
 def test_contradictions_are_named_before_anything_starts(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    yaml_keys: dict[str, Any],
-    content: dict[str, Any],
-    flags: list[str],
-    named: str,
-) -> None:
+    tmp_path, capsys, yaml_keys, content, flags, named
+):
     file = write(tmp_path, {**DEEPSPEED, **content})
     shape = write(tmp_path, {**RUN, "ranks": 1, **yaml_keys}, "shape.yaml")
     output = tmp_path / "run"
@@ -820,7 +779,7 @@ def test_contradictions_are_named_before_anything_starts(
     assert not output.exists()
 
 
-def test_a_file_that_agrees_is_no_contradiction(tmp_path: Path) -> None:
+def test_a_file_that_agrees_is_no_contradiction(tmp_path):
 
     file = write(tmp_path, DEEPSPEED)
     shape = write(tmp_path, {**RUN, "stage": 2, "lr": "1e-2", "micro_batch": 2}, "shape.yaml")
@@ -828,7 +787,7 @@ def test_a_file_that_agrees_is_no_contradiction(tmp_path: Path) -> None:
     assert load_config(shape, {}, (file, keys)).lr == 0.01
 
 
-def test_what_the_deepspeed_file_does_not_say_is_the_yamls_to_say(tmp_path: Path) -> None:
+def test_what_the_deepspeed_file_does_not_say_is_the_yamls_to_say(tmp_path):
 
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "bf16": None}
     file = write(tmp_path, content)

@@ -7,14 +7,12 @@ test_pipeline_gradients.py.
 """
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -62,7 +60,7 @@ class Case:
     micro_batches: int = 3
 
 
-def every_case() -> list[Case]:
+def every_case():
     """Return the whole matrix; `fully_shard` knows no stage but 3."""
     return [
         Case(schedule, by, stage, precision, num)
@@ -74,7 +72,7 @@ def every_case() -> list[Case]:
     ]
 
 
-def some_cases() -> list[Case]:
+def some_cases():
     """Return two cells of each schedule: stage 3 one way or the other, and another stage."""
     precisions, numbers = ("fp32", "bf16"), (1, 3)
     found = []
@@ -90,7 +88,7 @@ def some_cases() -> list[Case]:
 class OneProcess:
     """The whole batch in one process; in bf16, in the micro-batches of the pipeline."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         self.is_low = case.precision == "bf16"
         self.num = micro_batches_of(case.schedule, case.micro_batches)
         self.whole = Net()
@@ -101,7 +99,7 @@ class OneProcess:
         in_full = STEPS * of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=2 * ROWS)
         self.roundings = in_low if self.is_low else in_full
 
-    def step(self, number: int, num_ranks: int) -> None:
+    def step(self, number, num_ranks):
         if self.is_low:
             parts = [
                 part
@@ -121,7 +119,7 @@ class OneProcess:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def check(self, pipeline: Pipeline) -> None:
+    def check(self, pipeline):
         """Compare what the steps have changed, which is far more than roundings."""
         start = dict(self.start.named_parameters())
         expected = dict(self.whole.named_parameters())
@@ -137,17 +135,17 @@ class OneProcess:
                 assert_rounded_alike(found, wanted, self.roundings, name, scale=size)
 
 
-def num_units(parts: Sequence[Any]) -> int:
+def num_units(parts):
     """Count the units that have parameters; a root has the embedding, or the head, or nothing."""
     own = sum((part.embed is not None) + (part.head is not None) > 0 for part in parts)
     return sum(len(part.blocks) for part in parts) + own
 
 
-def counts_of(parts: Sequence[nn.Module]) -> list[int]:
+def counts_of(parts):
     return [collectives_of(parts, kind) for kind in KINDS]
 
 
-def is_at_rest(part: nn.Module) -> None:
+def is_at_rest(part):
     """Nothing of a pass is left: no gradients, no full parameters, shards in the modules."""
     engine = engine_of(part)
     for unit in engine.units:
@@ -163,7 +161,7 @@ def is_at_rest(part: nn.Module) -> None:
     assert not engine.reductions.nbytes
 
 
-def matrix(rank: int, num_ranks: int, cases: Sequence[Case]) -> None:
+def matrix(rank, num_ranks, cases):
     axes = shardwise.Axes(pp=1 if num_ranks == 3 else 2)  # of one stage, no mesh says that it is
     dp = axes["dp_shard"]
     for case in cases:
@@ -193,8 +191,8 @@ def matrix(rank: int, num_ranks: int, cases: Sequence[Case]) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "every"), [(4, 1), (2, 3), (6, 6), (3, 1)])
 def test_every_schedule_takes_the_steps_of_one_process_and_gathers_and_reduces_once(
-    num_ranks: int, every: int
-) -> None:
+    num_ranks, every
+):
     cases = [case for case in some_cases() if num_ranks != 3 or case.schedule in SINGLE]
     run_ranks(matrix, num_ranks, cases[::every])
 
@@ -220,7 +218,7 @@ def test_every_schedule_has_the_bits_of_fsdp2():
 class Static(PipelineStage):
     """A stage that is told its shapes, so that nothing runs before the first step."""
 
-    def __init__(self, part: Any, index: int, num: int, *args: Any, rows: int, **how: Any) -> None:
+    def __init__(self, part, index, num, *args, rows, **how):
         words = torch.zeros(rows, LENGTH, dtype=torch.long)
         inner = torch.zeros(rows, LENGTH, WIDTH)
         takes = words if index == 0 else inner.requires_grad_()
@@ -234,7 +232,7 @@ class Looks(PipelineStage):
 
     num_looks = 0
 
-    def _post_metadata_inference_cleanup(self) -> None:
+    def _post_metadata_inference_cleanup(self):
         super()._post_metadata_inference_cleanup()
         is_at_rest(self.submod)
         type(self).num_looks += 1
@@ -281,7 +279,7 @@ def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind():
 # -- the failures of others, by name
 
 
-def states_of(part: Any) -> set[str]:
+def states_of(part):
     """Return the states of the units."""
     names = "SHARDED", "UNSHARDED"
     units = [unit for unit in engine_of(part).units if unit.params]

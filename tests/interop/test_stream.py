@@ -33,7 +33,7 @@ State = dict[str, torch.Tensor]
 class Small(nn.Module):
     """Weights that are cut unevenly, a scalar, a buffer and a tied weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
         self.head = nn.Linear(7, 50, bias=False)
@@ -41,15 +41,13 @@ class Small(nn.Module):
         self.register_buffer("seen", torch.arange(3))
         self.layers[2].weight = self.layers[0].weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x) * self.scale
 
 
-def assert_streamed(
-    model: Any, want: State, ranks: list[int] | None = None, dtype: Any = None, bucket: int = 256
-) -> None:
+def assert_streamed(model, want, ranks=None, dtype=None, bucket=256):
     got = dict(shardwise.interop.stream(model, ranks=ranks, dtype=dtype, bucket_bytes=bucket))
     if ranks is not None and dist.get_rank() not in ranks:
         assert not got
@@ -61,7 +59,7 @@ def assert_streamed(
         assert torch.equal(tensor, expected), name
 
 
-def after_a_step(model: nn.Module) -> State:
+def after_a_step(model):
     """Train one step; return what `gathered` gives, each tensor once."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim], lr=0.1)
     model(torch.ones(2, 7)).sum().backward()
@@ -87,7 +85,7 @@ def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_tha
         settings = {"layout": layout, "stage": stage, "offload": offload, "units": nn.Linear}
         makes.append(lambda how=settings: shardwise.shard(Small(), **how))
 
-    def by_calls() -> nn.Module:
+    def by_calls():
         model = Small()
         model.scale = nn.Parameter(torch.tensor([3.0]))  # fully_shard takes no scalars
         even = model.head.weight
@@ -121,13 +119,13 @@ def test_a_weight_that_is_cut_along_its_columns_comes_in_full():
     assert_streamed(model, want, [1], None, 0)
 
 
-def tensor_parallel(part: Any, axes: shardwise.Axes) -> Any:
+def tensor_parallel(part, axes):
     for block in part.blocks.values():
         parallelize_module(block, axes["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return part
 
 
-def experts() -> PlainDecoder:
+def experts():
     torch.manual_seed(0)
     shape = DecoderShape(2, 8, 2, 1, 4, 10, 13, experts=Experts(4, 2, 12, 1, 0))
     return PlainDecoder(shape)
@@ -185,7 +183,7 @@ def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(rank, 
 WIDTH, BUCKET = 128, 4 * 128 * 8
 
 
-def peak_of_streaming(rank: int, num_ranks: int) -> tuple[int, int]:
+def peak_of_streaming(rank, num_ranks):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     shardwise.shard(model, units=nn.Linear)
     for _ in shardwise.interop.stream(model):  # groups and their buffers are there
@@ -200,7 +198,7 @@ def peak_of_streaming(rank: int, num_ranks: int) -> tuple[int, int]:
     return trace.peak("all"), trace.peak("one")
 
 
-def test_one_weight_and_a_bucket_are_in_memory_on_the_ranks_that_take_them() -> None:
+def test_one_weight_and_a_bucket_are_in_memory_on_the_ranks_that_take_them():
     parameter = 4 * WIDTH * WIDTH
     both, (to_all, to_none) = run_ranks(peak_of_streaming, 2)
     for peak in (*both, to_all):

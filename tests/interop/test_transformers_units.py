@@ -30,7 +30,7 @@ GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions"
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 
 
-def layers(path: str, number: int = 2) -> list[str]:
+def layers(path, number=2):
     return [f"{path}.{i}" for i in range(number)]
 
 
@@ -81,48 +81,46 @@ TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-def build(model_class: str, settings: dict[str, Any]) -> nn.Module:
+def build(model_class, settings):
     cls = getattr(transformers, model_class)
     with torch.device("meta"):
         return cls(cls.config_class(**settings))
 
 
 @pytest.mark.parametrize(("model", "settings", "units"), TABLE, ids=lambda v: str(v)[:20])
-def test_the_units_of_an_architecture_are_its_layers(
-    model: str, settings: dict[str, Any], units: list[str]
-) -> None:
+def test_the_units_of_an_architecture_are_its_layers(model, settings, units):
     root, *others = partition_into_units(build(model, settings), None)
     assert root.name == ""
     assert [unit.name for unit in others] == units
 
 
-def llama(**settings: Any) -> nn.Module:
+def llama(**settings):
     return build("LlamaForCausalLM", {**GROUPED, **settings})
 
 
-def names_of(model: nn.Module) -> list[str]:
+def names_of(model):
     return [unit.name for unit in partition_into_units(model, None)][1:]
 
 
-def test_an_embedding_is_a_unit_when_it_is_as_large_as_a_layer() -> None:
+def test_an_embedding_is_a_unit_when_it_is_as_large_as_a_layer():
     large = llama(vocab_size=4096)
     assert names_of(large) == ["model.embed_tokens", *layers("model.layers"), "lm_head"]
     tied = llama(vocab_size=4096, tie_word_embeddings=True)
     assert names_of(tied) == layers("model.layers")
 
 
-def test_hints_are_found_inside_a_wrapper() -> None:
+def test_hints_are_found_inside_a_wrapper():
     wrapper = nn.ModuleDict({"policy": llama(), "value": nn.Linear(16, 1)})
     assert names_of(wrapper) == layers("policy.model.layers")
 
 
-def test_layers_beside_a_model_with_hints_are_units_too() -> None:
+def test_layers_beside_a_model_with_hints_are_units_too():
     tower = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     both = nn.ModuleDict({"text": llama(), "picture": tower})
     assert names_of(both) == [*layers("text.model.layers"), *layers("picture", 3)]
 
 
-def test_a_users_own_plan_is_followed() -> None:
+def test_a_users_own_plan_is_followed():
     model = llama()
     model._no_split_modules = []
     model.model._no_split_modules = []
@@ -133,6 +131,6 @@ def test_a_users_own_plan_is_followed() -> None:
     assert names_of(model) == layers("model.layers")  # like children
 
 
-def test_names_of_the_user_come_before_any_hint() -> None:
+def test_names_of_the_user_come_before_any_hint():
     units = partition_into_units(llama(), ["LlamaMLP"])
     assert [u.name for u in units][1:] == [f"model.layers.{i}.mlp" for i in range(2)]

@@ -1,6 +1,6 @@
 """Right and typical wrong answers of labs 11 and 12."""
 
-from wrong_answers import Answers, Wrong
+from wrong_answers import Answers
 
 REST11 = "    rest, part = divmod(rank, tp)\n    stage, replica = divmod(rest, dp)\n"
 PLACE11 = "    return stage, replica, part\n"
@@ -17,95 +17,77 @@ BACK11 = "            y.backward(grad)\n"
 ENDS11 = "    for x, y in ends:\n"
 SEND11 = "            dist.send(x.grad, before)\n"
 LAB11 = Answers(
+    19,
+    "SW014",
+    ("take", "zero3"),
+    ("over all ranks", "of parameters", "data parallelism"),
     {
-        '"line": None': '"line": 19',
-        '"finding": None': '"finding": "SW014"',
-        '"take": None': '"take": "zero3"',
-        'over all ranks": None': 'over all ranks": False',
-        'of parameters": None': 'of parameters": False',
-        'data parallelism": None': 'data parallelism": False',
+        (1, "places"): [
+            (PLACE11, "    return part, replica, stage\n", "the stage runs fastest here"),
+            (
+                REST11,
+                "    rest, stage = divmod(rank, pp)\n    part, replica = divmod(rest, dp)\n",
+                "the stage runs fastest here",
+            ),
+            (
+                REST11,
+                "    rest, replica = divmod(rank, dp)\n    stage, part = divmod(rest, tp)\n",
+                "(0, 1, 0), (0, 0, 1) expected",
+            ),
+            (
+                REST11,
+                "    stage, replica, part = rank // (dp * tp), rank // tp, rank % tp\n",
+                "the replica goes on past dp",
+            ),
+            (PLACE11, "    return rest, part\n", "three numbers are expected"),
+        ],
+        (2, "copy"): [
+            (COPY11, "        return total, None\n", "this rank's part alone"),
+            (COPY11, COPY11.replace("total, None", "total / 2, None"), "is the mean"),
+            (COPY11, COPY11.replace(", group=ctx.group", ""), "over all ranks, not"),
+            (CLONE11, "        total = grad\n", "changes the gradient that it was given"),
+            (COPY11, COPY11.replace("total, None", "total"), "incorrect number of grad"),
+        ],
+        (3, "sum"): [
+            (SUM11, "        total = x.clone()\n", "is this rank's summand alone"),
+            (SUM11, SUM11 + "        total /= 2\n", "is the mean over the group"),
+            (SUM11, SUM11.replace(", group=group", ""), "over all ranks, not over the"),
+            (SUM11, SUM11.replace("x.clone()", "x.detach()"), "Sum changes its input"),
+            ("        return total\n", "        print()\n", "Sum returns no tensor"),
+        ],
+        (4, "mean"): [
+            (MEAN11, MEAN11.split("\n")[0] + "\n", "is the sum, the mean was asked for"),
+            (
+                MEAN11,
+                MEAN11.replace("size(group)", "size()"),
+                "is exactly 0.500 x: divide by the ranks with other batches only",
+            ),
+            (
+                MEAN11,
+                MEAN11.replace(", group=group", "").replace("size(group)", "size()"),
+                "parts of a tensor are not averaged",
+            ),
+            (MEAN11, "            pass\n", "is this rank's alone"),
+            (
+                MEAN11,
+                MEAN11.replace(", group=group", ""),
+                "is the sum over all ranks, divided by dp",
+            ),
+        ],
+        (5, "pipeline"): [
+            (LOSS11, LOSS11.replace(" / len(micro)", ""), "divide each micro-batch's"),
+            (RECV11, "            pass\n", "0 inputs received from rank 0"),
+            (LEAF11, "", "does its input require a gradient?"),
+            (
+                BACK11,
+                "            y.backward(torch.ones_like(y))\n",
+                "does not use the gradient that came",
+            ),
+            (ENDS11, "    for x, y in ends[::-1]:\n", "came in another order"),
+            (SEND11, SEND11.replace("x.grad", "2 * x.grad"), "is exactly 2.000 x"),
+            (ENDS11, "    for x, y in ends[-1:]:\n", "1 gradients received from"),
+        ],
     },
-    [
-        Wrong(
-            1, "places", PLACE11, "    return part, replica, stage\n", "the stage runs fastest here"
-        ),
-        Wrong(
-            1,
-            "places",
-            REST11,
-            "    rest, stage = divmod(rank, pp)\n    part, replica = divmod(rest, dp)\n",
-            "the stage runs fastest here",
-        ),
-        Wrong(
-            1,
-            "places",
-            REST11,
-            "    rest, replica = divmod(rank, dp)\n    stage, part = divmod(rest, tp)\n",
-            "(0, 1, 0), (0, 0, 1) expected",
-        ),
-        Wrong(
-            1,
-            "places",
-            REST11,
-            "    stage, replica, part = rank // (dp * tp), rank // tp, rank % tp\n",
-            "the replica goes on past dp",
-        ),
-        Wrong(1, "places", PLACE11, "    return rest, part\n", "three numbers are expected"),
-        Wrong(2, "copy", COPY11, "        return total, None\n", "this rank's part alone"),
-        Wrong(2, "copy", COPY11, COPY11.replace("total, None", "total / 2, None"), "is the mean"),
-        Wrong(2, "copy", COPY11, COPY11.replace(", group=ctx.group", ""), "over all ranks, not"),
-        Wrong(
-            2, "copy", CLONE11, "        total = grad\n", "changes the gradient that it was given"
-        ),
-        Wrong(
-            2, "copy", COPY11, COPY11.replace("total, None", "total"), "incorrect number of grad"
-        ),
-        Wrong(3, "sum", SUM11, "        total = x.clone()\n", "is this rank's summand alone"),
-        Wrong(3, "sum", SUM11, SUM11 + "        total /= 2\n", "is the mean over the group"),
-        Wrong(3, "sum", SUM11, SUM11.replace(", group=group", ""), "over all ranks, not over the"),
-        Wrong(3, "sum", SUM11, SUM11.replace("x.clone()", "x.detach()"), "Sum changes its input"),
-        Wrong(3, "sum", "        return total\n", "        print()\n", "Sum returns no tensor"),
-        Wrong(
-            4, "mean", MEAN11, MEAN11.split("\n")[0] + "\n", "is the sum, the mean was asked for"
-        ),
-        Wrong(
-            4,
-            "mean",
-            MEAN11,
-            MEAN11.replace("size(group)", "size()"),
-            "is exactly 0.500 x: divide by the ranks with other batches only",
-        ),
-        Wrong(
-            4,
-            "mean",
-            MEAN11,
-            MEAN11.replace(", group=group", "").replace("size(group)", "size()"),
-            "parts of a tensor are not averaged",
-        ),
-        Wrong(4, "mean", MEAN11, "            pass\n", "is this rank's alone"),
-        Wrong(
-            4,
-            "mean",
-            MEAN11,
-            MEAN11.replace(", group=group", ""),
-            "is the sum over all ranks, divided by dp",
-        ),
-        Wrong(
-            5, "pipeline", LOSS11, LOSS11.replace(" / len(micro)", ""), "divide each micro-batch's"
-        ),
-        Wrong(5, "pipeline", RECV11, "            pass\n", "0 inputs received from rank 0"),
-        Wrong(5, "pipeline", LEAF11, "", "does its input require a gradient?"),
-        Wrong(
-            5,
-            "pipeline",
-            BACK11,
-            "            y.backward(torch.ones_like(y))\n",
-            "does not use the gradient that came",
-        ),
-        Wrong(5, "pipeline", ENDS11, "    for x, y in ends[::-1]:\n", "came in another order"),
-        Wrong(5, "pipeline", SEND11, SEND11.replace("x.grad", "2 * x.grad"), "is exactly 2.000 x"),
-        Wrong(5, "pipeline", ENDS11, "    for x, y in ends[-1:]:\n", "1 gradients received from"),
-    ],
     rough_rows=(),
 )
 MAKE12 = "    growing.mkdir(exist_ok=True)\n"
@@ -131,103 +113,91 @@ COUNT12 = '        "step": states[0]["count"],\n'
 SET12 = '        torch.set_rng_state(states[rank]["random"])\n'
 NOT_AS_BEFORE = "the values or the random generator are not as they were"
 LAB12 = Answers(
+    21,
+    "SW051",
+    ("minutes", 20),
+    ("same losses", "can be used", "saved it"),
     {
-        '"line": None': '"line": 21',
-        '"finding": None': '"finding": "SW051"',
-        '"minutes": None': '"minutes": 20',
-        'same losses": None': 'same losses": False',
-        'can be used": None': 'can be used": False',
-        'saved it": None': 'saved it": False',
+        (1, "torn"): [
+            (COMMIT12, COMMIT12[len("    dist.barrier()\n") :], "rename when all ranks"),
+        ],
+        (1, "save"): [
+            (SYNC12, "", "the file is not synced"),
+            (COMMIT12, "    dist.barrier()\n", "checkpoints after step 5: []"),
+            (OPEN12, OPEN12.replace("{rank}", ""), "has ['rank.pt']"),
+            (
+                "        growing.rename(whole)\n",
+                "        import shutil\n\n        shutil.copytree(growing, whole)\n",
+                "rename the folder, do not copy it",
+            ),
+            (MAKE12, "    growing.mkdir()\n", "File exists"),
+        ],
+        (2, "newest"): [
+            (
+                GLOB12,
+                '    found = sorted(folder.glob("*"))\n',
+                "step-001000 is the highest: that is no checkpoint",
+            ),
+            (LAST12, "    return found[0] if found else None\n", "step-000020"),
+            (LAST12, "    return found[-1]\n", "list index out of range"),
+            (
+                GLOB12,
+                '    found = sorted(folder.glob("step-*"), key=lambda p: p.stat().st_mtime)\n',
+                "and not the time of the file",
+            ),
+            (
+                GLOB12,
+                '    found = sorted(folder.glob("*-*"), key=lambda path: path.name[-6:])\n',
+                "a save that did not end is no checkpoint",
+            ),
+        ],
+        (3, "state"): [
+            (FIRST12, "", '"first" is missing in the state'),
+            (RANDOM12, "", '"random" is missing in the state'),
+            ('adam["exp_avg"]', 'adam["exp_avg_sq"]', "are the same"),
+            (
+                FIRST12 + '        "second": adam["exp_avg_sq"],\n',
+                '        "first": adam["exp_avg_sq"],\n        "second": adam["exp_avg"],\n',
+                "is it the first moment?",
+            ),
+            (
+                '"values": trainer.shard.data,',
+                '"values": trainer.flat.values,',
+                "34764 elements, 17382 expected",
+            ),
+            ('"count": adam["step"]', '"count": adam["step"] + 1', "is 5 after 4 steps"),
+        ],
+        (4, "recut"): [
+            (FILL12, "    flat = torch.cat(slices)\n", "only made the old slices"),
+            (CUT12, CUT12.replace("[rank]", "[0]"), "is that of rank 0"),
+            (CUT12, CUT12.replace(".clone()", ""), "is a view of all elements"),
+            (CUT12, "    return slices[rank].clone()\n", "has 3 elements, 4 expected"),
+            (FLAT12, FLAT12.replace("padded(numel, num_ranks)", "numel"), "elements"),
+            (
+                FLAT12 + FILL12,
+                "    flat = torch.cat(slices)[: padded(numel, num_ranks)]\n",
+                "that only made the old slices equal",
+            ),
+        ],
+        (5, "losses"): [
+            (COPY12, "", NOT_AS_BEFORE),
+            (BACK12, "", NOT_AS_BEFORE),
+            (SET12, "        pass\n", NOT_AS_BEFORE),
+            (COUNT12, '        "step": torch.tensor(0.0),\n', "step 6: the loss is"),
+            (
+                '"exp_avg": mine["first"]',
+                '"exp_avg": torch.zeros_like(mine["first"])',
+                "the moments, or their count are not as they were",
+            ),
+        ],
+        (5, "ranks"): [
+            (
+                '        "exp_avg": mine["first"],\n',
+                '        "exp_avg": states[rank % len(states)]["first"],\n',
+                "17382 elements, 11588 expected",
+            ),
+        ],
     },
-    [
-        Wrong(
-            1, "torn", COMMIT12, COMMIT12[len("    dist.barrier()\n") :], "rename when all ranks"
-        ),
-        Wrong(1, "save", SYNC12, "", "the file is not synced"),
-        Wrong(1, "save", COMMIT12, "    dist.barrier()\n", "checkpoints after step 5: []"),
-        Wrong(1, "save", OPEN12, OPEN12.replace("{rank}", ""), "has ['rank.pt']"),
-        Wrong(
-            1,
-            "save",
-            "        growing.rename(whole)\n",
-            "        import shutil\n\n        shutil.copytree(growing, whole)\n",
-            "rename the folder, do not copy it",
-        ),
-        Wrong(1, "save", MAKE12, "    growing.mkdir()\n", "File exists"),
-        Wrong(
-            2,
-            "newest",
-            GLOB12,
-            '    found = sorted(folder.glob("*"))\n',
-            "step-001000 is the highest: that is no checkpoint",
-        ),
-        Wrong(2, "newest", LAST12, "    return found[0] if found else None\n", "step-000020"),
-        Wrong(2, "newest", LAST12, "    return found[-1]\n", "list index out of range"),
-        Wrong(
-            2,
-            "newest",
-            GLOB12,
-            '    found = sorted(folder.glob("step-*"), key=lambda path: path.stat().st_mtime)\n',
-            "and not the time of the file",
-        ),
-        Wrong(
-            2,
-            "newest",
-            GLOB12,
-            '    found = sorted(folder.glob("*-*"), key=lambda path: path.name[-6:])\n',
-            "a save that did not end is no checkpoint",
-        ),
-        Wrong(3, "state", FIRST12, "", '"first" is missing in the state'),
-        Wrong(3, "state", RANDOM12, "", '"random" is missing in the state'),
-        Wrong(3, "state", 'adam["exp_avg"]', 'adam["exp_avg_sq"]', "are the same"),
-        Wrong(
-            3,
-            "state",
-            FIRST12 + '        "second": adam["exp_avg_sq"],\n',
-            '        "first": adam["exp_avg_sq"],\n        "second": adam["exp_avg"],\n',
-            "is it the first moment?",
-        ),
-        Wrong(
-            3,
-            "state",
-            '"values": trainer.shard.data,',
-            '"values": trainer.flat.values,',
-            "34764 elements, 17382 expected",
-        ),
-        Wrong(
-            3, "state", '"count": adam["step"]', '"count": adam["step"] + 1', "is 5 after 4 steps"
-        ),
-        Wrong(4, "recut", FILL12, "    flat = torch.cat(slices)\n", "only made the old slices"),
-        Wrong(4, "recut", CUT12, CUT12.replace("[rank]", "[0]"), "is that of rank 0"),
-        Wrong(4, "recut", CUT12, CUT12.replace(".clone()", ""), "is a view of all elements"),
-        Wrong(4, "recut", CUT12, "    return slices[rank].clone()\n", "has 3 elements, 4 expected"),
-        Wrong(4, "recut", FLAT12, FLAT12.replace("padded(numel, num_ranks)", "numel"), "elements"),
-        Wrong(
-            4,
-            "recut",
-            FLAT12 + FILL12,
-            "    flat = torch.cat(slices)[: padded(numel, num_ranks)]\n",
-            "that only made the old slices equal",
-        ),
-        Wrong(5, "losses", COPY12, "", NOT_AS_BEFORE),
-        Wrong(5, "losses", BACK12, "", NOT_AS_BEFORE),
-        Wrong(5, "losses", SET12, "        pass\n", NOT_AS_BEFORE),
-        Wrong(5, "losses", COUNT12, '        "step": torch.tensor(0.0),\n', "step 6: the loss is"),
-        Wrong(
-            5,
-            "losses",
-            '"exp_avg": mine["first"]',
-            '"exp_avg": torch.zeros_like(mine["first"])',
-            "the moments, or their count are not as they were",
-        ),
-        Wrong(
-            5,
-            "ranks",
-            '        "exp_avg": mine["first"],\n',
-            '        "exp_avg": states[rank % len(states)]["first"],\n',
-            "17382 elements, 11588 expected",
-        ),
-    ],
     rough_rows=(),
 )
 ANSWERS = {11: LAB11, 12: LAB12}

@@ -1,6 +1,6 @@
 """Right and typical wrong answers of labs 0 and 6 to 9."""
 
-from wrong_answers import Answers, Wrong
+from wrong_answers import Answers
 
 MOST0 = "    return (device_bytes - activation_bytes) // 16"
 EACH0 = """            dist.all_reduce(p.grad)
@@ -14,69 +14,64 @@ GRADS0 = "    grads = [p.grad for p in parameters if p.grad is not None]\n"
 SEND0 = "            dist.broadcast(p.data, src=0)\n"
 ADAM0 = "torch.optim.Adam(self.parameters, lr=lr, foreach=False)"
 LAB0 = Answers(
+    14,
+    "SW010",
+    ("stage", "replicated"),
+    ("train faster", "half of the model", "data parallelism"),
     {
-        '"line": None': '"line": 14',
-        '"finding": None': '"finding": "SW010"',
-        '"stage": None': '"stage": "replicated"',
-        'train faster": None': 'train faster": False',
-        'half of the model": None': 'half of the model": False',
-        'data parallelism": None': 'data parallelism": False',
+        (1, "fits"): [
+            (MOST0, MOST0.replace("16", "12"), "gradients are missing"),
+            (MOST0, MOST0.replace("16", "8"), "Adam's two moments are missing"),
+            (MOST0, MOST0.replace("16", "4"), "only parameters are counted"),
+            (MOST0, "    return device_bytes // 16", "activations need memory"),
+            (MOST0, MOST0.replace(" // 16", ""), "these are bytes"),
+            (MOST0, MOST0.replace(" - ", " + "), "activations are added"),
+        ],
+        (2, "each"): [
+            (EACH0, EACH0.split("\n")[0] + "\n", "is the sum, the mean was asked for"),
+            (EACH0, EACH0.replace("size()", "size() ** 2"), "is divided twice"),
+            (EACH0, "            p.grad /= dist.get_world_size()\n", "alone, divided"),
+            (EACH0, "            dist.all_reduce(p.grad.clone())\n", "is as it was"),
+            (
+                "        if p.grad is not None:\n" + EACH0,
+                "        if p.grad is None:\n            p.grad = torch.zeros_like(p)\n"
+                + EACH0.replace("            ", "        "),
+                "None stays None",
+            ),
+        ],
+        (3, "flat"): [
+            (ONE0, "", "alone, divided"),
+            (MEAN0, "", "is the sum, the mean was asked for"),
+            (BACK0, "        pass\n", "is as it was, this rank's alone"),
+            (FLAT0, FLAT0.replace("in grads", "in grads[::-1]"), "has its parts in other places"),
+            (
+                ONE0,
+                "    for part in flat.split(1):\n        dist.all_reduce(part)\n",
+                "37 messages, 1 expected",
+            ),
+            (GRADS0, "    grads = [p.grad for p in parameters]\n", "'NoneType'"),
+        ],
+        (4, "start"): [
+            (SEND0, "            pass\n", "ranks begin apart and stay apart"),
+            (SEND0, SEND0.replace("src=0", "src=1"), "is rank 1's"),
+            (SEND0, "            dist.all_reduce(p.data)\n", "is the sum of all"),
+            (
+                SEND0,
+                "            dist.all_reduce(p.data)\n"
+                "            p.data /= dist.get_world_size()\n",
+                "is the mean of all ranks' values",
+            ),
+            (SEND0, SEND0.replace("p.data", "p.data.clone()"), "begin apart"),
+            (ADAM0, ADAM0.replace("parameters", "parameters[:2]"), "lacks 2 of 4"),
+        ],
+        (5, "passes"): [
+            ('"replicated": 2', '"replicated": 1', "is 1, 2 expected"),
+            ('"zero1": 2', '"zero1": micro_batches + 1', "is 3, 2 expected"),
+            ('"zero2": micro_batches + 1', '"zero2": 2', "is 2, 3 expected"),
+            ("3 * micro_batches", "micro_batches + 2", "is 4, 6 expected"),
+            ("3 * micro_batches", "2 * micro_batches", "is 2, 3 expected"),
+        ],
     },
-    [
-        Wrong(1, "fits", MOST0, MOST0.replace("16", "12"), "gradients are missing"),
-        Wrong(1, "fits", MOST0, MOST0.replace("16", "8"), "Adam's two moments are missing"),
-        Wrong(1, "fits", MOST0, MOST0.replace("16", "4"), "only parameters are counted"),
-        Wrong(1, "fits", MOST0, "    return device_bytes // 16", "activations need memory"),
-        Wrong(1, "fits", MOST0, MOST0.replace(" // 16", ""), "these are bytes"),
-        Wrong(1, "fits", MOST0, MOST0.replace(" - ", " + "), "activations are added"),
-        Wrong(2, "each", EACH0, EACH0.split("\n")[0] + "\n", "is the sum, the mean was asked for"),
-        Wrong(2, "each", EACH0, EACH0.replace("size()", "size() ** 2"), "is divided twice"),
-        Wrong(2, "each", EACH0, "            p.grad /= dist.get_world_size()\n", "alone, divided"),
-        Wrong(2, "each", EACH0, "            dist.all_reduce(p.grad.clone())\n", "is as it was"),
-        Wrong(
-            2,
-            "each",
-            "        if p.grad is not None:\n" + EACH0,
-            "        if p.grad is None:\n            p.grad = torch.zeros_like(p)\n"
-            + EACH0.replace("            ", "        "),
-            "None stays None",
-        ),
-        Wrong(3, "flat", ONE0, "", "alone, divided"),
-        Wrong(3, "flat", MEAN0, "", "is the sum, the mean was asked for"),
-        Wrong(3, "flat", BACK0, "        pass\n", "is as it was, this rank's alone"),
-        Wrong(
-            3,
-            "flat",
-            FLAT0,
-            FLAT0.replace("in grads", "in grads[::-1]"),
-            "has its parts in other places",
-        ),
-        Wrong(
-            3,
-            "flat",
-            ONE0,
-            "    for part in flat.split(1):\n        dist.all_reduce(part)\n",
-            "37 messages, 1 expected",
-        ),
-        Wrong(3, "flat", GRADS0, "    grads = [p.grad for p in parameters]\n", "'NoneType'"),
-        Wrong(4, "start", SEND0, "            pass\n", "ranks begin apart and stay apart"),
-        Wrong(4, "start", SEND0, SEND0.replace("src=0", "src=1"), "is rank 1's"),
-        Wrong(4, "start", SEND0, "            dist.all_reduce(p.data)\n", "is the sum of all"),
-        Wrong(
-            4,
-            "start",
-            SEND0,
-            "            dist.all_reduce(p.data)\n            p.data /= dist.get_world_size()\n",
-            "is the mean of all ranks' values",
-        ),
-        Wrong(4, "start", SEND0, SEND0.replace("p.data", "p.data.clone()"), "begin apart"),
-        Wrong(4, "start", ADAM0, ADAM0.replace("parameters", "parameters[:2]"), "lacks 2 of 4"),
-        Wrong(5, "passes", '"replicated": 2', '"replicated": 1', "is 1, 2 expected"),
-        Wrong(5, "passes", '"zero1": 2', '"zero1": micro_batches + 1', "is 3, 2 expected"),
-        Wrong(5, "passes", '"zero2": micro_batches + 1', '"zero2": 2', "is 2, 3 expected"),
-        Wrong(5, "passes", "3 * micro_batches", "micro_batches + 2", "is 4, 6 expected"),
-        Wrong(5, "passes", "3 * micro_batches", "2 * micro_batches", "is 2, 3 expected"),
-    ],
     rough_rows=(),
 )
 BLOCKS8 = "    return [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]"
@@ -99,136 +94,112 @@ STEP8 = (
 BACK8 = "        gather_slices(self.flat.values, self.shard.data)\n"
 TOKENS8 = "    return 16 / num_ranks / bytes_per_second * flops / 6"
 LAB8 = Answers(
+    20,
+    "SW033",
+    ("moments", "keep"),
+    ("number of ranks", "fewer bytes", "more expensive"),
     {
-        '"line": None': '"line": 20',
-        '"finding": None': '"finding": "SW033"',
-        '"moments": None': '"moments": "keep"',
-        'number of ranks": None': 'number of ranks": False',
-        'fewer bytes": None': 'fewer bytes": False',
-        'more expensive": None': 'more expensive": False',
+        (1, "blocks"): [
+            (
+                BLOCKS8,
+                BLOCKS8.replace("min(begin + size, numel)", "begin + size"),
+                "ends at 12, and there are 10 elements",
+            ),
+            (
+                BLOCKS8,
+                BLOCKS8.replace("range(0, numel, size)", "range(0, numel // size * size, size)"),
+                "the last elements are in no block",
+            ),
+            (
+                BLOCKS8,
+                BLOCKS8.replace("range(0, numel,", "range(0, numel + 1,"),
+                "the last block is empty",
+            ),
+            (
+                BLOCKS8,
+                BLOCKS8.replace("min(begin + size, numel)", "min(size, numel - begin)"),
+                "and not how long it is",
+            ),
+            (
+                BLOCKS8,
+                BLOCKS8.replace("min(begin + size, numel)", "min(begin + size, numel) - 1"),
+                "an end is the element after the last one",
+            ),
+        ],
+        (2, "step"): [
+            (PLAIN8, READ8 + "        " + ADAM8, "at 0 is written nowhere"),
+            (
+                PLAIN8,
+                READ8 + "        " + WRITE8 + "        " + ADAM8,
+                "is written before its step",
+            ),
+            (
+                PLAIN8,
+                PLAIN8.replace("values[begin:end]", "values[begin:end].clone()"),
+                "is stepped nowhere",
+            ),
+            (
+                PLAIN8,
+                READ8 + "        moments = [m.clone() for m in moments]\n" + PLAIN8,
+                "a block is read twice",
+            ),
+            (
+                PLAIN8,
+                PLAIN8.replace("moments, step, lr)", "moments, 1, lr)"),
+                "after step 2 the values",
+            ),
+            (
+                PLAIN8,
+                PLAIN8.replace("grad[begin:end]", "grad[: end - begin]"),
+                "after step 1 the values",
+            ),
+        ],
+        (3, "ahead"): [
+            (
+                AHEAD8,
+                "            " + ADAM8 + "            " + WRITE8 + MORE8,
+                "the read of the next one has not begun",
+            ),
+            (
+                FIRST8 + LOOP_AHEAD8 + TAKE8 + MORE8,
+                LOOP_AHEAD8 + "            moments = store.read(begin, end)\n",
+                "the read of the next one has not begun",
+            ),
+            (MORE8, MORE8.replace("number + 1]", "number]"), "tensor a (1000)"),
+            (MORE8, MORE8.split("\n")[1].replace("    ", "", 1) + "\n", "list index out of range"),
+            (AHEAD8, MORE8 + "            " + ADAM8, "is written nowhere"),
+            (
+                FIRST8,
+                "        everything = [store.read(*cut) for cut in cuts]\n" + FIRST8,
+                "a block is read twice",
+            ),
+        ],
+        (4, "bits"): [
+            (COUNT8, "", "your code raised"),
+            (BACK8, "", "is as before"),
+            (STEP8 + BACK8, BACK8 + STEP8, "is as before"),
+            ("        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
+        ],
+        (4, "held"): [
+            (MEAN8, MEAN8 + "        self.shard.grad = grad\n", "of the slice is kept"),
+            (
+                STEP8,
+                "        self.shard.grad = grad\n        self.optimizer.step()\n"
+                "        self.shard.grad = None\n",
+                "the moments are in memory, too",
+            ),
+        ],
+        (4, "moved"): [
+            (STEP8, STEP8 + "        self.store.read(0, 17382)\n", "bytes read and"),
+        ],
+        (5, "tokens"): [
+            (TOKENS8, TOKENS8.replace("16", "8"), "moments are read AND written"),
+            (TOKENS8, TOKENS8.replace(" / num_ranks", ""), "its slice only"),
+            (TOKENS8, TOKENS8.replace(" / 6", ""), "6 operations per parameter"),
+            (TOKENS8, TOKENS8.replace("/ 6", "/ 2"), "forward is 2 of them"),
+            (TOKENS8, TOKENS8.replace("/ num", "* num"), "so they divide the tokens"),
+        ],
     },
-    [
-        Wrong(
-            1,
-            "blocks",
-            BLOCKS8,
-            BLOCKS8.replace("min(begin + size, numel)", "begin + size"),
-            "ends at 12, and there are 10 elements",
-        ),
-        Wrong(
-            1,
-            "blocks",
-            BLOCKS8,
-            BLOCKS8.replace("range(0, numel, size)", "range(0, numel // size * size, size)"),
-            "the last elements are in no block",
-        ),
-        Wrong(
-            1,
-            "blocks",
-            BLOCKS8,
-            BLOCKS8.replace("range(0, numel,", "range(0, numel + 1,"),
-            "the last block is empty",
-        ),
-        Wrong(
-            1,
-            "blocks",
-            BLOCKS8,
-            BLOCKS8.replace("min(begin + size, numel)", "min(size, numel - begin)"),
-            "and not how long it is",
-        ),
-        Wrong(
-            1,
-            "blocks",
-            BLOCKS8,
-            BLOCKS8.replace("min(begin + size, numel)", "min(begin + size, numel) - 1"),
-            "an end is the element after the last one",
-        ),
-        Wrong(2, "step", PLAIN8, READ8 + "        " + ADAM8, "at 0 is written nowhere"),
-        Wrong(
-            2,
-            "step",
-            PLAIN8,
-            READ8 + "        " + WRITE8 + "        " + ADAM8,
-            "is written before its step",
-        ),
-        Wrong(
-            2,
-            "step",
-            PLAIN8,
-            PLAIN8.replace("values[begin:end]", "values[begin:end].clone()"),
-            "is stepped nowhere",
-        ),
-        Wrong(
-            2,
-            "step",
-            PLAIN8,
-            READ8 + "        moments = [m.clone() for m in moments]\n" + PLAIN8,
-            "a block is read twice",
-        ),
-        Wrong(
-            2,
-            "step",
-            PLAIN8,
-            PLAIN8.replace("moments, step, lr)", "moments, 1, lr)"),
-            "after step 2 the values",
-        ),
-        Wrong(
-            2,
-            "step",
-            PLAIN8,
-            PLAIN8.replace("grad[begin:end]", "grad[: end - begin]"),
-            "after step 1 the values",
-        ),
-        Wrong(
-            3,
-            "ahead",
-            AHEAD8,
-            "            " + ADAM8 + "            " + WRITE8 + MORE8,
-            "the read of the next one has not begun",
-        ),
-        Wrong(
-            3,
-            "ahead",
-            FIRST8 + LOOP_AHEAD8 + TAKE8 + MORE8,
-            LOOP_AHEAD8 + "            moments = store.read(begin, end)\n",
-            "the read of the next one has not begun",
-        ),
-        Wrong(3, "ahead", MORE8, MORE8.replace("number + 1]", "number]"), "tensor a (1000)"),
-        Wrong(
-            3,
-            "ahead",
-            MORE8,
-            MORE8.split("\n")[1].replace("    ", "", 1) + "\n",
-            "list index out of range",
-        ),
-        Wrong(3, "ahead", AHEAD8, MORE8 + "            " + ADAM8, "is written nowhere"),
-        Wrong(
-            3,
-            "ahead",
-            FIRST8,
-            "        everything = [store.read(*cut) for cut in cuts]\n" + FIRST8,
-            "a block is read twice",
-        ),
-        Wrong(4, "bits", COUNT8, "", "your code raised"),
-        Wrong(4, "bits", BACK8, "", "is as before"),
-        Wrong(4, "bits", STEP8 + BACK8, BACK8 + STEP8, "is as before"),
-        Wrong(4, "held", MEAN8, MEAN8 + "        self.shard.grad = grad\n", "of the slice is kept"),
-        Wrong(4, "moved", STEP8, STEP8 + "        self.store.read(0, 17382)\n", "bytes read and"),
-        Wrong(
-            4,
-            "held",
-            STEP8,
-            "        self.shard.grad = grad\n        self.optimizer.step()\n"
-            "        self.shard.grad = None\n",
-            "the moments are in memory, too",
-        ),
-        Wrong(4, "bits", "        self.flat.grads.zero_()\n", "", "are gradients set to zero"),
-        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("16", "8"), "moments are read AND written"),
-        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / num_ranks", ""), "its slice only"),
-        Wrong(5, "tokens", TOKENS8, TOKENS8.replace(" / 6", ""), "6 operations per parameter"),
-        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ 6", "/ 2"), "forward is 2 of them"),
-        Wrong(5, "tokens", TOKENS8, TOKENS8.replace("/ num", "* num"), "so they divide the tokens"),
-    ],
     rough_rows=(),
 )
 ULP = "    return torch.ldexp(torch.ones_like(weights), exponent - 9)"
@@ -244,93 +215,85 @@ COUNT9 = "        self.good_steps = 0 if is_skipped else self.good_steps + 1\n"
 GROWN = "        elif self.good_steps == self.growth_steps:\n"
 GROW = "            self.scale, self.good_steps = self.scale * 2, 0\n"
 LAB9 = Answers(
+    18,
+    "SW042",
+    ("precision", "masters"),
+    ("fp32 masters", "all parameters", "step alone"),
     {
-        '"line": None': '"line": 18',
-        '"finding": None': '"finding": "SW042"',
-        '"precision": None': '"precision": "masters"',
-        'fp32 masters": None': 'fp32 masters": False',
-        'all parameters": None': 'all parameters": False',
-        'step alone": None': 'step alone": False',
+        (1, "ulp"): [
+            (ULP, ULP.replace("9", "8"), "is a whole step; half of it is where"),
+            (ULP, ULP.replace("9", "10"), "is a quarter of a step"),
+            (ULP, ULP.replace("9", "12"), "is that of fp16"),
+            (ULP, "    return weights * 2**-8", "is the same share of each weight"),
+            (
+                ULP,
+                "    return torch.full_like(weights, 2**-8)",
+                "is the same for all weights; steps grow with the exponent",
+            ),
+            (ULP, ULP.replace("9", "25"), "is that of fp32"),
+        ],
+        (2, "bits"): [
+            (MASTER, MASTER.replace("values", "values.bfloat16().float()"), "is round"),
+            (MASTER, MASTER.replace("[rank]", "[0]"), "is one slice in every place"),
+        ],
+        (2, "held"): [
+            (MASTER, MASTER.replace(".clone()", ""), "a view of all fp32 values"),
+            (ADAM9, "torch.optim.SGD([self.master], lr=lr)", "Adam has no moments"),
+        ],
+        (2, "gradient"): [
+            (MASTER, MASTER.replace(".chunk(num_ranks)[rank]", ""), "of size '[34764]'"),
+            (ADAM9, "torch.optim.Adam(parameters, lr=lr)", "the gradient that"),
+            (MASTER, MASTER.replace("clone()", "bfloat16()"), "gradient with dtype"),
+        ],
+        (3, "gradient"): [
+            (MEAN9, MEAN9[:-1] + " * 2\n", "is the sum, the mean was asked for"),
+            (MEAN9, MEAN9.replace(".float()", ""), "dtype"),
+            (MEAN9, MEAN9[:-1] + ".bfloat16().float()\n", "is rounded to bf16 after the sum"),
+            ("        self.flat.grads.zero_()\n", "", "of the step before in it"),
+        ],
+        (3, "bits"): [
+            (STEP9 + SEND9, SEND9 + STEP9, "the bf16 values on rank"),
+            (SEND9, "", "is as before: gather the masters after"),
+            (
+                SEND9,
+                SEND9 + "        self.master.data.copy_(self.master.data.bfloat16())\n",
+                "what rounding drops is not kept",
+            ),
+        ],
+        (3, "held"): [
+            ("        self.master.grad = None\n", "", "the master still has its grad"),
+        ],
+        (3, "sent"): [
+            (
+                SEND9,
+                "        full = torch.empty(len(self.flat.values))\n"
+                "        gather_slices(full, self.master.data)\n"
+                "        self.flat.values.copy_(full)\n",
+                "values are sent in fp32",
+            ),
+        ],
+        (4, "skip"): [
+            (TELL, "", "only that rank sees it: tell the others"),
+            (SKIP, SKIP.replace("/", "*"), "is multiplied by the scale"),
+            (SKIP, SKIP.replace(" / self.scale", ""), "still has the scale in it"),
+            (FLAG, "    bad = grad.isinf().any().float()\n", "nan in the gradient"),
+            (FLAG, "    bad = grad.isnan().any().float()\n", "inf in the gradient"),
+            (
+                TELL,
+                "        everyone = grad.clone()\n        dist.all_reduce(everyone)\n"
+                "        bad = (~everyone.isfinite().all()).float()\n",
+                "4,000 bytes sent, 4 are needed",
+            ),
+        ],
+        (5, "scale"): [
+            ("            self.scale /= 2\n", "            pass\n", "8, 4 expected"),
+            ("            self.scale /= 2\n", "            self.scale *= 2\n", "16, 4"),
+            (GROW, GROW.replace(", 0", ", self.good_steps"), "8, 16 expected"),
+            (COUNT9, COUNT9.replace("0 if is_skipped else ", ""), "6 are counted"),
+            (GROWN, GROWN.replace(" == self.growth_steps", " > 0"), "16, 8 expected"),
+            (GROW, "            self.good_steps = 0\n", "4, 8 expected"),
+        ],
     },
-    [
-        Wrong(1, "ulp", ULP, ULP.replace("9", "8"), "is a whole step; half of it is where"),
-        Wrong(1, "ulp", ULP, ULP.replace("9", "10"), "is a quarter of a step"),
-        Wrong(1, "ulp", ULP, ULP.replace("9", "12"), "is that of fp16"),
-        Wrong(1, "ulp", ULP, "    return weights * 2**-8", "is the same share of each weight"),
-        Wrong(
-            1,
-            "ulp",
-            ULP,
-            "    return torch.full_like(weights, 2**-8)",
-            "is the same for all weights; steps grow with the exponent",
-        ),
-        Wrong(1, "ulp", ULP, ULP.replace("9", "25"), "is that of fp32"),
-        Wrong(2, "bits", MASTER, MASTER.replace("values", "values.bfloat16().float()"), "is round"),
-        Wrong(2, "held", MASTER, MASTER.replace(".clone()", ""), "a view of all fp32 values"),
-        Wrong(
-            2,
-            "gradient",
-            MASTER,
-            MASTER.replace(".chunk(num_ranks)[rank]", ""),
-            "of size '[34764]'",
-        ),
-        Wrong(2, "bits", MASTER, MASTER.replace("[rank]", "[0]"), "is one slice in every place"),
-        Wrong(2, "gradient", ADAM9, "torch.optim.Adam(parameters, lr=lr)", "the gradient that"),
-        Wrong(2, "held", ADAM9, "torch.optim.SGD([self.master], lr=lr)", "Adam has no moments"),
-        Wrong(
-            2, "gradient", MASTER, MASTER.replace("clone()", "bfloat16()"), "gradient with dtype"
-        ),
-        Wrong(3, "gradient", MEAN9, MEAN9[:-1] + " * 2\n", "is the sum, the mean was asked for"),
-        Wrong(3, "gradient", MEAN9, MEAN9.replace(".float()", ""), "dtype"),
-        Wrong(
-            3,
-            "gradient",
-            MEAN9,
-            MEAN9[:-1] + ".bfloat16().float()\n",
-            "is rounded to bf16 after the sum",
-        ),
-        Wrong(3, "bits", STEP9 + SEND9, SEND9 + STEP9, "the bf16 values on rank"),
-        Wrong(3, "bits", SEND9, "", "is as before: gather the masters after"),
-        Wrong(3, "gradient", "        self.flat.grads.zero_()\n", "", "of the step before in it"),
-        Wrong(3, "held", "        self.master.grad = None\n", "", "the master still has its grad"),
-        Wrong(
-            3,
-            "sent",
-            SEND9,
-            "        full = torch.empty(len(self.flat.values))\n"
-            "        gather_slices(full, self.master.data)\n"
-            "        self.flat.values.copy_(full)\n",
-            "values are sent in fp32",
-        ),
-        Wrong(
-            3,
-            "bits",
-            SEND9,
-            SEND9 + "        self.master.data.copy_(self.master.data.bfloat16())\n",
-            "what rounding drops is not kept",
-        ),
-        Wrong(4, "skip", TELL, "", "only that rank sees it: tell the others"),
-        Wrong(4, "skip", SKIP, SKIP.replace("/", "*"), "is multiplied by the scale"),
-        Wrong(4, "skip", SKIP, SKIP.replace(" / self.scale", ""), "still has the scale in it"),
-        Wrong(4, "skip", FLAG, "    bad = grad.isinf().any().float()\n", "nan in the gradient"),
-        Wrong(4, "skip", FLAG, "    bad = grad.isnan().any().float()\n", "inf in the gradient"),
-        Wrong(
-            4,
-            "skip",
-            TELL,
-            "        everyone = grad.clone()\n        dist.all_reduce(everyone)\n"
-            "        bad = (~everyone.isfinite().all()).float()\n",
-            "4,000 bytes sent, 4 are needed",
-        ),
-        Wrong(5, "scale", "            self.scale /= 2\n", "            pass\n", "8, 4 expected"),
-        Wrong(
-            5, "scale", "            self.scale /= 2\n", "            self.scale *= 2\n", "16, 4"
-        ),
-        Wrong(5, "scale", GROW, GROW.replace(", 0", ", self.good_steps"), "8, 16 expected"),
-        Wrong(5, "scale", COUNT9, COUNT9.replace("0 if is_skipped else ", ""), "6 are counted"),
-        Wrong(5, "scale", GROWN, GROWN.replace(" == self.growth_steps", " > 0"), "16, 8 expected"),
-        Wrong(5, "scale", GROW, "            self.good_steps = 0\n", "4, 8 expected"),
-    ],
     rough_rows=("moved", "lost", "fp16 gradients"),
 )
 SHARE6 = "    share = -(-num_rows // num_ranks)\n"
@@ -348,122 +311,96 @@ HOOK6 = (
 )
 SENT6 = "    return 2 * sum(own) - own[-1], sum(others) + 4 * num_tensors\n"
 LAB6 = Answers(
+    22,
+    "SW002",
+    ("message", "none"),
+    ("the optimizer", "forward begins", "are freed"),
     {
-        '"line": None': '"line": 22',
-        '"finding": None': '"finding": "SW002"',
-        '"message": None': '"message": "none"',
-        'the optimizer": None': 'the optimizer": False',
-        'forward begins": None': 'forward begins": False',
-        'are freed": None': 'are freed": False',
+        (1, "rows"): [
+            (SHARE6, "    share = num_rows // num_ranks\n", "rounded down"),
+            (ROWS6, "    return rank * share, (rank + 1) * share\n", "there are 7 rows only"),
+            (ROWS6, ROWS6.replace("(rank + 1) * share", "(rank + 1) * share - 1"), "aft"),
+            (ROWS6, "    return rank * share, share\n", "is a row, and not how many"),
+            (ROWS6, "    print(share)\n", "rank 0 has None"),
+        ],
+        (2, "record"): [
+            (OURS6, OURS6.replace('event == "call" and ', ""), "recorded too?"),
+            (OURS6, OURS6.replace(" and is_ours", ""), "those of other units"),
+            (ANY6, 'id(frame.f_locals.get("self")) in own', "but not `self`"),
+            (END6, "", "the profile goes on after the step"),
+            (
+                "    step()\n" + END6 + "    return found\n",
+                END6 + "    step()\n    return found\n",
+                "nothing was recorded",
+            ),
+            (
+                END6 + "    return found\n",
+                END6 + "    return sorted(set(found))\n",
+                "they are wanted as they came",
+            ),
+        ],
+        (3, "path"): [
+            (
+                BEGIN6,
+                BEGIN6.replace(
+                    '"Storage.prepare_gather", "Engine.before_forward"',
+                    '"Engine.before_forward", "Storage.prepare_gather"',
+                ),
+                "memory comes first, while another unit computes",
+            ),
+            (
+                FORWARD6,
+                '    forward += ["Storage.free", "Engine.after_forward"]\n',
+                "they are still needed",
+            ),
+            (FORWARD6, FORWARD6.replace(', "Storage.free"', ""), "nothing reads the"),
+            (
+                BEGIN6,
+                BEGIN6.replace(
+                    '"Engine.before_forward", "Unit.finish_unshard"',
+                    '"Unit.finish_unshard", "Engine.before_forward"',
+                ),
+                "the wait is inside of what needs the values",
+            ),
+            ("    return forward + backward\n", "    return forward\n", "5 stations, 11"),
+            (
+                BACKWARD6,
+                '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
+                "station 10 is Reductions.add, and not Storage.free: they are still needed",
+            ),
+        ],
+        (4, "forms"): [
+            (HOOK6, HOOK6.replace("forward=", "before="), '"forward" is missing'),
+            (
+                "    hook.remove()\n",
+                "    hook.remove()\n    found.update(forward=held(module.weight))\n",
+                "look while the unit is full",
+            ),
+            ("    hook.remove()\n", "", "the hook is still there after the step"),
+            ('found["grad"] = held(module.weight.grad)', "pass", '"grad" is missing'),
+            (
+                '    found["grad"] = held(module.weight.grad)\n',
+                '    found["grad"] = found["forward"]\n',
+                "that is the full parameter in forward",
+            ),
+        ],
+        (5, "sent"): [
+            (SENT6, SENT6.replace(" - own[-1]", ""), "the last unit stays full"),
+            (SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
+            (SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"),
+            (SENT6, SENT6.replace(" + 4 * num_tensors", ""), "who had a gradient"),
+            (
+                SENT6,
+                SENT6.replace("4 * num_tensors", "num_tensors"),
+                "136,232 bytes in reductions, 136,3",
+            ),
+            (
+                SENT6,
+                "    return 2 * sum(others) - others[-1], sum(own) + 4 * num_tensors\n",
+                "bytes in",
+            ),
+        ],
     },
-    [
-        Wrong(1, "rows", SHARE6, "    share = num_rows // num_ranks\n", "rounded down"),
-        Wrong(
-            1,
-            "rows",
-            ROWS6,
-            "    return rank * share, (rank + 1) * share\n",
-            "there are 7 rows only",
-        ),
-        Wrong(
-            1, "rows", ROWS6, ROWS6.replace("(rank + 1) * share", "(rank + 1) * share - 1"), "aft"
-        ),
-        Wrong(1, "rows", ROWS6, "    return rank * share, share\n", "is a row, and not how many"),
-        Wrong(1, "rows", ROWS6, "    print(share)\n", "rank 0 has None"),
-        Wrong(2, "record", OURS6, OURS6.replace('event == "call" and ', ""), "recorded too?"),
-        Wrong(2, "record", OURS6, OURS6.replace(" and is_ours", ""), "those of other units"),
-        Wrong(2, "record", ANY6, 'id(frame.f_locals.get("self")) in own', "but not `self`"),
-        Wrong(2, "record", END6, "", "the profile goes on after the step"),
-        Wrong(
-            2,
-            "record",
-            "    step()\n" + END6 + "    return found\n",
-            END6 + "    step()\n    return found\n",
-            "nothing was recorded",
-        ),
-        Wrong(
-            2,
-            "record",
-            END6 + "    return found\n",
-            END6 + "    return sorted(set(found))\n",
-            "they are wanted as they came",
-        ),
-        Wrong(
-            3,
-            "path",
-            BEGIN6,
-            BEGIN6.replace(
-                '"Storage.prepare_gather", "Engine.before_forward"',
-                '"Engine.before_forward", "Storage.prepare_gather"',
-            ),
-            "memory comes first, while another unit computes",
-        ),
-        Wrong(
-            3,
-            "path",
-            FORWARD6,
-            '    forward += ["Storage.free", "Engine.after_forward"]\n',
-            "they are still needed",
-        ),
-        Wrong(3, "path", FORWARD6, FORWARD6.replace(', "Storage.free"', ""), "nothing reads the"),
-        Wrong(
-            3,
-            "path",
-            BEGIN6,
-            BEGIN6.replace(
-                '"Engine.before_forward", "Unit.finish_unshard"',
-                '"Unit.finish_unshard", "Engine.before_forward"',
-            ),
-            "the wait is inside of what needs the values",
-        ),
-        Wrong(
-            3, "path", "    return forward + backward\n", "    return forward\n", "5 stations, 11"
-        ),
-        Wrong(
-            3,
-            "path",
-            BACKWARD6,
-            '    backward += ["Backward.on_unit_over", "Storage.free", "Reductions.add"]\n',
-            "station 10 is Reductions.add, and not Storage.free: they are still needed",
-        ),
-        Wrong(4, "forms", HOOK6, HOOK6.replace("forward=", "before="), '"forward" is missing'),
-        Wrong(
-            4,
-            "forms",
-            "    hook.remove()\n",
-            "    hook.remove()\n    found.update(forward=held(module.weight))\n",
-            "look while the unit is full",
-        ),
-        Wrong(4, "forms", "    hook.remove()\n", "", "the hook is still there after the step"),
-        Wrong(4, "forms", 'found["grad"] = held(module.weight.grad)', "pass", '"grad" is missing'),
-        Wrong(
-            4,
-            "forms",
-            '    found["grad"] = held(module.weight.grad)\n',
-            '    found["grad"] = found["forward"]\n',
-            "that is the full parameter in forward",
-        ),
-        Wrong(5, "sent", SENT6, SENT6.replace(" - own[-1]", ""), "the last unit stays full"),
-        Wrong(5, "sent", SENT6, SENT6.replace("2 * sum(own) - own[-1]", "sum(own)"), "again for"),
-        Wrong(
-            5, "sent", SENT6, SENT6.replace("own[-1]", "own[0]"), "the FIRST unit is counted once"
-        ),
-        Wrong(5, "sent", SENT6, SENT6.replace(" + 4 * num_tensors", ""), "who had a gradient"),
-        Wrong(
-            5,
-            "sent",
-            SENT6,
-            SENT6.replace("4 * num_tensors", "num_tensors"),
-            "136,232 bytes in reductions, 136,3",
-        ),
-        Wrong(
-            5,
-            "sent",
-            SENT6,
-            "    return 2 * sum(others) - others[-1], sum(own) + 4 * num_tensors\n",
-            "bytes in",
-        ),
-    ],
     rough_rows=(),
 )
 GUARD7 = "        if self.is_full or self.work is not None:\n            return\n"
@@ -481,94 +418,70 @@ OLDEST7 = "            work, mine, units = self.in_flight.pop(0)\n"
 PARTS7 = "            parts = mine.split([unit.shard.numel() for unit in units])\n"
 GRAD7 = "part if unit.shard.grad is None else unit.shard.grad + part"
 LAB7 = Answers(
+    15,
+    "SW011",
+    ("ahead", 1),
+    ("fewer bytes", "no memory", "waited for"),
     {
-        '"line": None': '"line": 15',
-        '"finding": None': '"finding": "SW011"',
-        '"ahead": None': '"ahead": 1',
-        'fewer bytes": None': 'fewer bytes": False',
-        'no memory": None': 'no memory": False',
-        'waited for": None': 'waited for": False',
+        (1, "start"): [
+            (GUARD7, "        if self.is_full:\n            return\n", "a second gather"),
+            (
+                GUARD7,
+                "        if self.work is not None:\n            return\n",
+                "gathers a unit that is full",
+            ),
+            (START7, START7.replace(", async_op=True", ""), "does not wait"),
+            (START7, START7.replace("self.work = ", ""), "`work` is None after"),
+            (START7, START7 + "        self.is_full = True\n", "calls itself full"),
+            (ROOM7, "", "out of bounds for storage"),
+            (START7, START7 + "        self.work.wait()\n", "does not wait"),
+        ],
+        (2, "gather"): [
+            (WAIT7, "", "returns before its message has come"),
+            (DONE7, "            self.is_full = True\n", "`work` is still set"),
+            (DONE7, "            self.work = None\n", "does not know that it is full"),
+            (NEXT7, "", "calls trainer.prefetch with nothing"),
+            (WAIT7 + DONE7 + NEXT7, WAIT7 + DONE7 + "    " + NEXT7, "prefetch on every call"),
+            (NEXT7, NEXT7.replace("index", "index + 1"), "with [1], [0] expected"),
+        ],
+        (3, "order"): [
+            (INDEX7, INDEX7.replace("self.direction * ", ""), "unit 1 is full"),
+            (BOUND7, "            if following < len(self.units):\n", "unit 5 is full"),
+            (BOUND7, "            if True:\n", "list index out of range"),
+            (INDEX7, "            following = index\n", "0 of 12 gathers run beside"),
+            (AHEAD7, "        for distance in (1,):\n", "with ahead=0 10 gathers begin"),
+        ],
+        (3, "full"): [
+            (AHEAD7, AHEAD7.replace("+ 1", "+ 2 * (self.ahead > 0)"), "units full"),
+        ],
+        (4, "bucket"): [
+            (INPUTS7, "list(torch.cat(fulls).chunk(num_ranks))", "is cut without regard to units"),
+            (REDUCE7, REDUCE7.replace(", async_op=True", ""), "has ended when"),
+            (REDUCE7, REDUCE7.replace(", mine\n", "\n"), "return (work, output)"),
+            (INPUTS7, INPUTS7 + "[::-1]", "is another rank's"),
+            (INPUTS7, INPUTS7.replace("in fulls", "in fulls[::-1]"), "another order"),
+            (INPUTS7, INPUTS7.replace("[r] for", "[r] / num_ranks for"), "is the mean already"),
+            (
+                REDUCE7,
+                "        for full in fulls:\n"
+                "            work = dist.all_reduce(full, async_op=True)\n"
+                "        return work, mine\n",
+                "3 collectives for one bucket",
+            ),
+        ],
+        (5, "finish"): [
+            (OLDEST7, OLDEST7.replace("(0)", "()"), "oldest first"),
+            ("            work.wait()\n", "", "waited for are []"),
+            ("            mine /= dist.get_world_size()\n", "", "is the sum, the"),
+            (GRAD7, "part", "is that of the last reduction alone"),
+            (" > allowed:", " > 0:", "nothing overlaps"),
+            (
+                PARTS7,
+                "            parts = mine.split(units[0].shard.numel())\n",
+                "The size of tensor a (1040)",
+            ),
+        ],
     },
-    [
-        Wrong(
-            1, "start", GUARD7, "        if self.is_full:\n            return\n", "a second gather"
-        ),
-        Wrong(
-            1,
-            "start",
-            GUARD7,
-            "        if self.work is not None:\n            return\n",
-            "gathers a unit that is full",
-        ),
-        Wrong(1, "start", START7, START7.replace(", async_op=True", ""), "does not wait"),
-        Wrong(1, "start", START7, START7.replace("self.work = ", ""), "`work` is None after"),
-        Wrong(1, "start", START7, START7 + "        self.is_full = True\n", "calls itself full"),
-        Wrong(1, "start", ROOM7, "", "out of bounds for storage"),
-        Wrong(1, "start", START7, START7 + "        self.work.wait()\n", "does not wait"),
-        Wrong(2, "gather", WAIT7, "", "returns before its message has come"),
-        Wrong(2, "gather", DONE7, "            self.is_full = True\n", "`work` is still set"),
-        Wrong(
-            2, "gather", DONE7, "            self.work = None\n", "does not know that it is full"
-        ),
-        Wrong(2, "gather", NEXT7, "", "calls trainer.prefetch with nothing"),
-        Wrong(
-            2,
-            "gather",
-            WAIT7 + DONE7 + NEXT7,
-            WAIT7 + DONE7 + "    " + NEXT7,
-            "prefetch on every call",
-        ),
-        Wrong(2, "gather", NEXT7, NEXT7.replace("index", "index + 1"), "with [1], [0] expected"),
-        Wrong(3, "order", INDEX7, INDEX7.replace("self.direction * ", ""), "unit 1 is full"),
-        Wrong(
-            3, "order", BOUND7, "            if following < len(self.units):\n", "unit 5 is full"
-        ),
-        Wrong(3, "order", BOUND7, "            if True:\n", "list index out of range"),
-        Wrong(3, "order", INDEX7, "            following = index\n", "0 of 12 gathers run beside"),
-        Wrong(
-            3, "order", AHEAD7, "        for distance in (1,):\n", "with ahead=0 10 gathers begin"
-        ),
-        Wrong(3, "full", AHEAD7, AHEAD7.replace("+ 1", "+ 2 * (self.ahead > 0)"), "units full"),
-        Wrong(
-            4,
-            "bucket",
-            INPUTS7,
-            "list(torch.cat(fulls).chunk(num_ranks))",
-            "is cut without regard to units",
-        ),
-        Wrong(4, "bucket", REDUCE7, REDUCE7.replace(", async_op=True", ""), "has ended when"),
-        Wrong(4, "bucket", REDUCE7, REDUCE7.replace(", mine\n", "\n"), "return (work, output)"),
-        Wrong(4, "bucket", INPUTS7, INPUTS7 + "[::-1]", "is another rank's"),
-        Wrong(4, "bucket", INPUTS7, INPUTS7.replace("in fulls", "in fulls[::-1]"), "another order"),
-        Wrong(
-            4,
-            "bucket",
-            INPUTS7,
-            INPUTS7.replace("[r] for", "[r] / num_ranks for"),
-            "is the mean already",
-        ),
-        Wrong(
-            4,
-            "bucket",
-            REDUCE7,
-            "        for full in fulls:\n"
-            "            work = dist.all_reduce(full, async_op=True)\n"
-            "        return work, mine\n",
-            "3 collectives for one bucket",
-        ),
-        Wrong(5, "finish", OLDEST7, OLDEST7.replace("(0)", "()"), "oldest first"),
-        Wrong(5, "finish", "            work.wait()\n", "", "waited for are []"),
-        Wrong(5, "finish", "            mine /= dist.get_world_size()\n", "", "is the sum, the"),
-        Wrong(5, "finish", GRAD7, "part", "is that of the last reduction alone"),
-        Wrong(5, "finish", " > allowed:", " > 0:", "nothing overlaps"),
-        Wrong(
-            5,
-            "finish",
-            PARTS7,
-            "            parts = mine.split(units[0].shard.numel())\n",
-            "The size of tensor a (1040)",
-        ),
-    ],
     rough_rows=("peak",),
 )
 ANSWERS = {0: LAB0, 6: LAB6, 7: LAB7, 8: LAB8, 9: LAB9}

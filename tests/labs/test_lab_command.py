@@ -2,9 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +11,7 @@ from lab_answers_engine import ANSWERS as ENGINE
 from lab_answers_more import ANSWERS as MORE
 from typer.testing import CliRunner
 
+from programs import run_program
 from shardwise.cli.main import app
 from shardwise.plan import account
 from shardwise.plan.timing.scaling import young_interval_s
@@ -23,35 +21,30 @@ from shardwise_labs.ranks import Job, Starter, write_solutions
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = FIRST | MORE | ENGINE
-CASES = [(lab, number) for lab in labs() for number in range(len(ANSWERS[lab].wrong))]
+WRONG = {lab: list(ANSWERS[lab].all_wrong()) for lab in labs()}
+CASES = [(lab, number) for lab in labs() for number in range(len(WRONG[lab]))]
 
 
-def solution(number: int = 1) -> str:
-    text = labs()[number].solution()
-    for old, new in ANSWERS[number].right.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
+def solution(number=1):
+    return ANSWERS[number].write_into(labs()[number].solution())
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
+def starter():
     """One process that has imported torch, for all jobs of this module."""
     with Starter() as kept:
         yield kept
 
 
 @pytest.fixture(scope="module")
-def verdicts(
-    starter: Starter, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, list[desk.Checked]]:
+def verdicts(starter, tmp_path_factory):
     """Check each lab's solution and all its wrong answers in one group of ranks."""
     found = {}
     for number, lab in labs().items():
         folder = tmp_path_factory.mktemp(f"lab{number}")
         write_solutions(folder)
         texts = [solution(number)]
-        for wrong in ANSWERS[number].wrong:
+        for wrong in WRONG[number]:
             assert texts[0].count(wrong.old) == 1, wrong.old
             texts.append(texts[0].replace(wrong.old, wrong.new))
         paths = [folder / f"answer{index}.py" for index in range(len(texts))]
@@ -65,18 +58,14 @@ def verdicts(
 
 
 @pytest.mark.parametrize("number", labs())
-def test_the_solution_meets_every_target(
-    verdicts: dict[int, list[desk.Checked]], number: int
-) -> None:
+def test_the_solution_meets_every_target(verdicts, number):
     first = verdicts[number][0]
     assert (first.problem, first.num_met) == ("", first.total), first.text(labs()[number])
 
 
 @pytest.mark.parametrize(("lab", "number"), CASES)
-def test_a_wrong_answer_is_named(
-    verdicts: dict[int, list[desk.Checked]], lab: int, number: int
-) -> None:
-    wrong, checked = ANSWERS[lab].wrong[number], verdicts[lab][number + 1]
+def test_a_wrong_answer_is_named(verdicts, lab, number):
+    wrong, checked = WRONG[lab][number], verdicts[lab][number + 1]
     assert "Traceback" not in checked.text(labs()[lab])
     found = [v for v in checked.verdicts if v.target == wrong.target]
     said = found[0].text if found and not found[0].met else checked.problem
@@ -84,11 +73,11 @@ def test_a_wrong_answer_is_named(
 
 
 @pytest.mark.parametrize("number", labs())
-def test_every_gap_has_five_wrong_answers_and_three_hints(number: int) -> None:
+def test_every_gap_has_five_wrong_answers_and_three_hints(number):
     lab = labs()[number]
     assert set(lab.targets.values()) == set(lab.hints)
     for gap, hints in lab.hints.items():
-        assert sum(wrong.gap == gap for wrong in ANSWERS[number].wrong) >= 5
+        assert sum(wrong.gap == gap for wrong in WRONG[number]) >= 5
         assert len(set(hints)) == 3
 
 
@@ -104,8 +93,8 @@ def test_every_gap_has_five_wrong_answers_and_three_hints(number: int) -> None:
     ],
 )
 def test_code_that_raises_or_hangs_is_shown_by_its_own_lines(
-    line: str, words: str, starter: Starter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    line, words, starter, monkeypatch, tmp_path
+):
     monkeypatch.setattr(desk, "run_job", starter.run)
     path = tmp_path / "lab.py"
     path.write_text(solution().replace("    return sum(storages.values())", line))
@@ -114,9 +103,7 @@ def test_code_that_raises_or_hangs_is_shown_by_its_own_lines(
     assert "Traceback" not in checked.problem and "shardwise_labs" not in checked.problem
 
 
-def test_a_crash_is_told_with_its_line(
-    starter: Starter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_crash_is_told_with_its_line(starter, monkeypatch, tmp_path):
     monkeypatch.setattr(desk, "run_job", starter.run)
     write_solutions(tmp_path)
     path, free = tmp_path / labs()[5].file, "self.values.untyped_storage().resize_(0)\n"
@@ -127,14 +114,12 @@ def test_a_crash_is_told_with_its_line(
     )
 
 
-def cells(line: str) -> list[str]:
+def cells(line):
     return re.split(r"  +", line.replace(",", "").strip())
 
 
 @pytest.mark.parametrize("number", labs())
-def test_a_reader_goes_through_a_lab(
-    number: int, starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_goes_through_a_lab(number, starter, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lab, n, call = labs()[number], str(number), CliRunner().invoke
     write_solutions(tmp_path)
@@ -189,15 +174,15 @@ def test_a_reader_goes_through_a_lab(
 
 
 @pytest.mark.parametrize("number", labs())
-def test_commands_of_a_page_run(number: int) -> None:
+def test_commands_of_a_page_run(number):
     """Those of the labs run in `test_a_reader_goes_through_a_lab`."""
     for command in re.findall(r"`shardwise ((?!lab )[^`]+)`", labs()[number].page):
         if " " in command:
             assert CliRunner().invoke(app, command.split()).exit_code == 0, command
 
 
-def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
-    def gigabytes(stage: int, ranks: int = 8, precision: str = "fp32") -> float:
+def test_numbers_of_the_labs_are_those_of_the_planner():
+    def gigabytes(stage, ranks=8, precision="fp32"):
         found = account(7_000_000_000, ranks, stage=stage, precision=precision)
         return found.device_bytes / 1e9
 
@@ -248,7 +233,7 @@ def test_numbers_of_the_labs_are_those_of_the_planner() -> None:
 
 
 @pytest.mark.parametrize("number", labs())
-def test_lines_of_the_engine_stand_in_its_source(number: int) -> None:
+def test_lines_of_the_engine_stand_in_its_source(number):
     section = steps_of(labs()[number].page)["In the engine"]
     paths = re.findall(r"`(src/[^`]+)`", section)
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
@@ -256,14 +241,11 @@ def test_lines_of_the_engine_stand_in_its_source(number: int) -> None:
         assert code in (ROOT / path).read_text(), path
 
 
-def test_the_doctor_finds_what_lab_10_provokes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_finds_what_lab_10_provokes(tmp_path, monkeypatch):
     section = steps_of(labs()[10].page)["In the engine"]
     (script,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     train, doctor = script.replace("\\\n", "").strip().splitlines()
-    command = [sys.executable, "-m", *train.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_program(*train.split(), cwd=tmp_path, launches=True)
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.chdir(tmp_path)
     assert "SW010" in CliRunner().invoke(app, doctor.split()[1:]).output

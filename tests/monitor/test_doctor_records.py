@@ -20,7 +20,6 @@ from shardwise.monitor.findings import (
     Finding,
     Gain,
     finding_docs,
-    findings_page,
     read_docs,
 )
 from shardwise.monitor.lines import JsonLines, read_lines
@@ -29,7 +28,6 @@ from shardwise.monitor.record import (
     Begin,
     End,
     Fix,
-    LiveRun,
     LostUpdates,
     Memory,
     Moment,
@@ -43,13 +41,13 @@ from shardwise.monitor.record import (
     StepLine,
     Timeline,
     keys_of,
+    read_ends,
     read_line,
     read_run,
 )
 from shardwise.processes import own_process
 from shardwise.unit_facts import UnitFacts
 
-ROOT = Path(__file__).parents[2]
 LAYER = 400 << 20
 HOSTS = ("a",) * 4 + ("b",) * 4
 HEALTHY = {  # of all ranks alike: an accelerator, steps of a second
@@ -353,17 +351,17 @@ ABSTAINS = {  # the code, and what is missing
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_failure_is_found_and_no_other(name: str) -> None:
+def test_each_failure_is_found_and_no_other(name):
     found = diagnose(FAULTS[name]).findings
     assert [finding.code for finding in found] == [name.split()[0]]
     assert found[0].evidence and found[0].why and found[0].changes is not None
 
 
-def test_every_finding_has_a_record_with_its_failure() -> None:
+def test_every_finding_has_a_record_with_its_failure():
     assert {name.split()[0] for name in FAULTS} == set(finding_docs())
 
 
-def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:
+def test_a_healthy_record_has_no_finding_and_every_rule_judges_it():
     found = diagnose(run_of())
     assert not found.findings
     # Who waits for whom is not told on accelerators.
@@ -372,12 +370,12 @@ def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:
 
 
 @pytest.mark.parametrize("name", HEALTHY_RUNS)
-def test_other_healthy_runs_have_no_finding(name: str) -> None:
+def test_other_healthy_runs_have_no_finding(name):
     assert not codes(HEALTHY_RUNS[name])
 
 
 @pytest.mark.parametrize("name", ABSTAINS)
-def test_a_rule_without_its_evidence_abstains_and_says_what_is_missing(name: str) -> None:
+def test_a_rule_without_its_evidence_abstains_and_says_what_is_missing(name):
     code, words, run = ABSTAINS[name]
     found = diagnose(run)
     assert words in {each.code: each.missing for each in found.abstentions}[code]
@@ -388,9 +386,7 @@ def test_a_rule_without_its_evidence_abstains_and_says_what_is_missing(name: str
 
 
 @pytest.mark.parametrize(("every", "is_told"), [(2, True), (3, True), (6, False)])
-def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(
-    every: int, is_told: bool
-) -> None:
+def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(every, is_told):
     late = {
         "comm/waited(ms)": OverRanks(20, 600, 610, 5, 2),
         "time_metrics/compute(s)": OverRanks(0.6, 0.65, 1.25, 1, 5),
@@ -425,8 +421,8 @@ def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(
     ],
 )
 def test_the_first_bad_step_is_exact_and_a_rank_named_if_others_were_finite_then(
-    since: Mapping[str, Mapping[int, int]], first: int, rank: int | None
-) -> None:
+    since, first, rank
+):
     run = run_of(values={"loss": None})
     lines = [replace(line, num_steps=4, bad_since=since) for line in run.steps[9:]]
     (finding,) = diagnose(replace(run, steps=(*lines,))).findings
@@ -435,7 +431,7 @@ def test_the_first_bad_step_is_exact_and_a_rank_named_if_others_were_finite_then
     assert "before step" not in str(finding.changes)
 
 
-def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy() -> None:
+def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy():
     def made(full_bytes: int, num_modules: int) -> list[str]:
         whole = unit("", full_bytes=full_bytes, rank_bytes=full_bytes // 8, num_modules=num_modules)
         return codes(run_of(units=(whole,)))
@@ -461,8 +457,8 @@ def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy() -> No
     ],
 )
 def test_lines_of_ranks_are_read_with_keys_of_other_versions_and_without_newer_ones(
-    line: Mapping[str, Any], said: str | None, tmp_path: Path
-) -> None:
+    line, said, tmp_path
+):
     folder = write_record(tmp_path, num_ranks=1) / "observed"
     with JsonLines(folder / "rank-0.jsonl") as file:
         file.write(step=1, **line)
@@ -486,7 +482,7 @@ def test_lines_of_ranks_are_read_with_keys_of_other_versions_and_without_newer_o
     ],
     ids=lambda line: type(line).__name__,
 )
-def test_a_line_is_read_as_it_was_written(line: RankLine, tmp_path: Path) -> None:
+def test_a_line_is_read_as_it_was_written(line, tmp_path):
     with JsonLines(tmp_path / "rank-0.jsonl") as file:
         file.write(**keys_of(line))
     (told,) = read_lines(tmp_path / "rank-0.jsonl")
@@ -503,13 +499,11 @@ def test_a_line_is_read_as_it_was_written(line: RankLine, tmp_path: Path) -> Non
         ("steps", {"waited_for": {"0": {"1": None}}}, "waited_for.0.1: expected"),
     ],
 )
-def test_a_line_that_somebody_has_edited_is_refused(
-    name: str, keys: Mapping[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_line_that_somebody_has_edited_is_refused(name, keys, said, tmp_path):
     file = write_record(tmp_path) / "observed" / f"{name}.jsonl"
     *others, last = file.read_text().splitlines()
     file.write_text("\n".join([*others, json.dumps(json.loads(last) | keys)]) + "\n")
-    for read in (read_run, lambda run: LiveRun(run).look()):
+    for read in (read_run, read_ends):
         with pytest.raises(ConfigError, match=re.escape(said)):
             read(tmp_path)
 
@@ -517,18 +511,16 @@ def test_a_line_that_somebody_has_edited_is_refused(
 @pytest.mark.parametrize(
     ("code", "name"), [("SW051", "checkpoint/save(s)"), ("SW050", "time_metrics/end_to_end(s)")]
 )
-def test_a_rule_abstains_where_a_figure_of_a_line_is_no_number(
-    code: str, name: str, tmp_path: Path
-) -> None:
+def test_a_rule_abstains_where_a_figure_of_a_line_is_no_number(code, name, tmp_path):
     file = write_record(tmp_path) / "observed" / "steps.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[-2]["metrics"][name]["max"] = None
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    missing = {each.code: each.missing for each in diagnose(LiveRun(tmp_path).look()).abstentions}
+    missing = {each.code: each.missing for each in diagnose(read_ends(tmp_path)).abstentions}
     assert missing[code] == f"the figure {name}"
 
 
-def test_a_rank_died_after_the_last_step_that_any_rank_knows_of() -> None:
+def test_a_rank_died_after_the_last_step_that_any_rank_knows_of():
     by_rank = {
         0: (ended("CollectiveError", follows=True, during=23),),
         1: (Begin(1, GONE),),
@@ -537,7 +529,7 @@ def test_a_rank_died_after_the_last_step_that_any_rank_knows_of() -> None:
     assert "rank 1 on here died after step 22" in finding.verdict
 
 
-def test_a_finding_as_json_has_the_keys_of_the_documentation() -> None:
+def test_a_finding_as_json_has_the_keys_of_the_documentation():
     changes = Change("stage", 3, 2), Change("micro_batch", None, "more")
     gain = Gain(0.1, "s/step", "measured", 0.2)
     finding = Finding("SW012", "warning", "t", "v", {"n": 1}, "w", changes, gain, rank=3, step=7)
@@ -551,10 +543,7 @@ def test_a_finding_as_json_has_the_keys_of_the_documentation() -> None:
     }
 
 
-def test_the_page_of_findings_is_made_from_the_texts_of_the_source() -> None:
-    assert (ROOT / "docs" / "findings.md").read_text() == findings_page(), (
-        "write it anew: shardwise explain --markdown > docs/findings.md"
-    )
+def test_each_code_is_documented_in_full():
     doc = "[SW999]\ntitle='t'\nseverity='warning'\nmeans='m'\ncondition='s'\nremedies=['r']\n"
     case = "cases={default={verdict='v', why='w'}}\n"
     (whole,) = read_docs(f"{doc}picture='p'\n{case}").values()
@@ -564,9 +553,7 @@ def test_the_page_of_findings_is_made_from_the_texts_of_the_source() -> None:
             read_docs(doc + rest)
 
 
-def test_live_a_finding_is_logged_once_and_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_live_a_finding_is_logged_once_and_kept(tmp_path, caplog):
     run = FAULTS["SW012 communication"]
     doctor = LiveDoctor(run.facts, tmp_path)
     told = []

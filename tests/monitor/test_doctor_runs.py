@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ HEALTHY_SAMPLE = [
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_fault_is_found_with_its_rank(name: str, tmp_path: Path) -> None:
+def test_a_fault_is_found_with_its_rank(name, tmp_path):
     scenario = FAULTS[name]
     live = run_ranks(train, scenario.world_size, str(tmp_path), "fault", name)[0]
     told = diagnose(read_run(tmp_path))
@@ -51,14 +50,14 @@ def test_a_fault_is_found_with_its_rank(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HEALTHY_SAMPLE)
-def test_a_healthy_run_has_no_finding(name: str, tmp_path: Path) -> None:
+def test_a_healthy_run_has_no_finding(name, tmp_path):
     scenario = HEALTHY[name]
     live = run_ranks(train, scenario.world_size, str(tmp_path), "healthy", name)[0]
     assert not diagnose(read_run(tmp_path)).findings
     assert not live and not (tmp_path / "observed" / "findings.jsonl").read_text()
 
 
-def die(rank: int, world_size: int, output: str, how: str) -> None:
+def die(rank, world_size, output, how):
     """Let the last rank fail in step 3."""
     shardwise.debug.watch(5)
     model = shard(Stack(), stage=3)
@@ -92,8 +91,8 @@ def die(rank: int, world_size: int, output: str, how: str) -> None:
     ],
 )
 def test_a_run_that_died_is_a_critical_finding_with_its_cause(
-    how: str, world_size: int, rank: int | None, said: str, tmp_path: Path
-) -> None:
+    how, world_size, rank, said, tmp_path
+):
     outcomes = start_ranks(die, world_size, str(tmp_path), how).wait()
     assert not all(outcome.ok for outcome in outcomes)
     shown = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
@@ -103,7 +102,7 @@ def test_a_run_that_died_is_a_critical_finding_with_its_cause(
     assert said in finding["verdict"] and (rank is None or finding["rank"] == rank)
 
 
-def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
+def test_the_command_tells_by_its_exit_code(tmp_path):
     healthy, faulty, short = (tmp_path / name for name in ("healthy", "faulty", "short"))
     run_ranks(train, 1, str(healthy), "healthy", "stage 3 of 1")
     run_ranks(train, 3, str(faulty), "fault", "one unit")
@@ -120,7 +119,7 @@ def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
     assert [finding["code"] for finding in told["findings"]] == ["SW002"]
 
 
-def test_every_finding_is_explained() -> None:
+def test_every_finding_is_explained():
     call = CliRunner().invoke
     shown = call(app, ["explain", "sw020"])
     assert shown.exit_code == 0 and "A straggler" in shown.output

@@ -36,12 +36,12 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverSteps,
 )
-from shardwise.monitor.record import End, RunRecord, SpanRow, StepLine, Timeline, read_run
+from shardwise.monitor.record import End, SpanRow, Timeline, read_run
 
 STEPS = 13
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any, rank: int) -> None:
+def train(model, optimizer, run, rank):
     random = torch.Generator().manual_seed(rank)
     batches = [torch.randn(4, 8, generator=random) for _ in range(STEPS)]
     for x in run.data(batches):
@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any, rank: in
         run.log(loss=loss.item(), step=run.step)
 
 
-def observed(rank: int, world_size: int, output: str, way: str) -> dict[str, float]:
+def observed(rank, world_size, output, way):
     torch.manual_seed(0)
     if way == "fully_shard":
         model: nn.Module = Checkpointed()
@@ -75,16 +75,14 @@ RUNS = [("0", 3), ("3", 1), ("3", 3), ("fully_shard", 3)]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)
-def ran(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, int, RunRecord, list[dict[str, float]]]:
+def ran(request, tmp_path_factory):
     """Return a way to shard, its ranks, the record of its run, and what the ranks returned."""
     (way, world_size), folder = request.param, tmp_path_factory.mktemp("run")
     told = run_ranks(observed, world_size, str(folder), way)
     return way, world_size, read_run(folder), told
 
 
-def test_figures_of_all_steps_and_ranks_are_kept(ran: Any) -> None:
+def test_figures_of_all_steps_and_ranks_are_kept(ran):
     way, world_size, record, told = ran
     assert record.facts.num_ranks == world_size == len(record.facts.hosts)
     assert [unit.name for unit in record.facts.units] == ["", "blocks.0", "blocks.1", "blocks.2"]
@@ -122,7 +120,7 @@ def test_figures_of_all_steps_and_ranks_are_kept(ran: Any) -> None:
     assert set(record.by_rank) == set(range(world_size))
 
 
-def test_timelines_have_no_gaps_and_no_overlaps(ran: Any) -> None:
+def test_timelines_have_no_gaps_and_no_overlaps(ran):
     way, world_size, record, _ = ran
     timelines = [*record.lines(Timeline)]
     assert {(rank, line.step) for rank, line in timelines} == {
@@ -143,7 +141,7 @@ def test_timelines_have_no_gaps_and_no_overlaps(ran: Any) -> None:
             assert ("shard.all_gather" in by_line) is (world_size > 1)
 
 
-def count_passes(rank: int, world_size: int, output: str) -> None:
+def count_passes(rank, world_size, output):
     model = shard(Stack(), stage=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, 8)
@@ -162,13 +160,13 @@ def count_passes(rank: int, world_size: int, output: str) -> None:
             optimizer.zero_grad()
 
 
-def test_a_step_is_told_as_skipped_where_gradients_went_without_it(tmp_path: Path) -> None:
+def test_a_step_is_told_as_skipped_where_gradients_went_without_it(tmp_path):
     run_ranks(count_passes, 3, str(tmp_path))
     told = [line.metrics[SKIPPED_STEPS] for line in read_run(tmp_path).steps]
     assert [(each.min, each.max) for each in told] == [(0, 0), (0, 0), (0, 0), (1, 1), (0, 0)]
 
 
-def lose_updates(rank: int, world_size: int, output: str, way: str) -> list[float]:
+def lose_updates(rank, world_size, output, way):
     """Step parameters in 16 bits; return the share of this rank's updates that each step lost."""
     torch.manual_seed(0)
     model = (Normed if way == "masters" else NormedIn16Bits)()
@@ -201,9 +199,7 @@ def lose_updates(rank: int, world_size: int, output: str, way: str) -> list[floa
 @pytest.mark.parametrize(
     ("world_size", "way"), [(1, "files"), (1, "masters"), (2, "cpu"), (3, "fully_shard")]
 )
-def test_updates_that_round_away_are_counted_where_there_are_no_masters(
-    world_size: int, way: str, tmp_path: Path
-) -> None:
+def test_updates_that_round_away_are_counted_where_there_are_no_masters(world_size, way, tmp_path):
     told = run_ranks(lose_updates, world_size, str(tmp_path), way)
     lines = read_run(tmp_path).steps
     if way in ("masters", "files"):
@@ -218,22 +214,22 @@ def test_updates_that_round_away_are_counted_where_there_are_no_masters(
 class LostTracker:
     """A tracker whose server goes away."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[str] = []
 
-    def write(self, line: StepLine) -> None:
+    def write(self, line):
         self.calls.append("write")
         raise OSError("no route to the tracker")
 
-    def close(self) -> None:
+    def close(self):
         self.calls.append("close")
 
 
-def write_too_much(rank: int, world_size: int, output: str | None) -> tuple[list[str], list[str]]:
+def write_too_much(rank, world_size, output):
     """Train while nothing can be written; return what was logged, and the calls of a tracker."""
     heard: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: heard.append(record.getMessage())
     log = logging.getLogger("shardwise")
     log.addHandler(handler)
     model, sink = shard(Stack(), stage=3), LostTracker()
@@ -251,7 +247,7 @@ def write_too_much(rank: int, world_size: int, output: str | None) -> tuple[list
     return heard, sink.calls
 
 
-def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path: Path) -> None:
+def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path):
     (first, _), *others = run_ranks(write_too_much, 3, str(tmp_path))
     assert len(first) == 1
     assert "rank 0: observe() could not write" in first[0] and "too large" in first[0]
@@ -261,7 +257,7 @@ def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path:
     assert calls == ["write", "close"] and not other and not unused
 
 
-def raises_after_its_steps(rank: int, world_size: int, output: str) -> None:
+def raises_after_its_steps(rank, world_size, output):
     model = shard(Checkpointed(), stage=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with (
@@ -274,9 +270,7 @@ def raises_after_its_steps(rank: int, world_size: int, output: str) -> None:
         run.log(loss=1 / 0)
 
 
-def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_due(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_due(tmp_path):
     run_ranks(raises_after_its_steps, 1, str(tmp_path))
     record = read_run(tmp_path)
     assert record.steps[-1].step == 10
@@ -311,7 +305,7 @@ def test_a_run_that_is_over_keeps_no_model_alive_and_ends_in_any_order(rank):
         assert any(cell.cell_contents is dist.all_reduce.__wrapped__ for cell in closure)
 
 
-def open_on_each(rank: int, world_size: int, folder: str) -> str:
+def open_on_each(rank, world_size, folder):
     model = shard(Stack(), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     output = Path(folder) / ("file" if rank == 1 else "run")
@@ -320,7 +314,7 @@ def open_on_each(rank: int, world_size: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_an_output_that_one_rank_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
+def test_an_output_that_one_rank_cannot_write_is_refused_on_all(tmp_path):
     (tmp_path / "file").write_text("")
     for text in run_ranks(open_on_each, 3, str(tmp_path)):
         assert "rank 1" in text and "file" in text

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ STEPS = 5
 _IN_FILES = ("disk_read", "disk_write")
 
 
-def offloaded(rank: int, world_size: int, output: str, offload: str) -> list[int]:
+def offloaded(rank, world_size, output, offload):
     torch.manual_seed(0)
     model = shard(Checkpointed(), stage=3, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -32,9 +31,7 @@ def offloaded(rank: int, world_size: int, output: str, offload: str) -> list[int
 
 
 @pytest.mark.parametrize(("place", "world_size"), [("cpu", 3), ("nvme", 1), ("nvme", 3)])
-def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
-    place: str, world_size: int, tmp_path: Path
-) -> None:
+def test_every_copy_of_offloaded_state_is_told_with_its_bytes(place, world_size, tmp_path):
     (tmp_path / "files").mkdir()
     offload = place if place == "cpu" else f"nvme:{tmp_path / 'files'}"
     resting = run_ranks(offloaded, world_size, str(tmp_path), offload)
@@ -70,7 +67,7 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
             assert transfers_ms(kind) not in last
 
 
-def _check_turns(in_files: list[tuple[str, str, int]], num_steps: int, resting: list[int]) -> None:
+def _check_turns(in_files, num_steps, resting):
     """Check what was told of files through a step: each unit is read and written once a step.
 
     A step may go on in the background of the forward pass after it, and what is read and written

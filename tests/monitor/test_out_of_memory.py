@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import Stack
 from ranks import start_ranks
@@ -21,12 +21,12 @@ BIG = 1 << 34  # elements: more than the limit of the test, whatever the machine
 class Greedy(nn.Module):
     """A block that asks for more memory than there is, once it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(8, 8)
         self.in_forward = self.in_backward = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.in_forward:
             torch.empty(BIG)
         x = self.up(x)
@@ -39,7 +39,7 @@ class GreedyStack(Stack):
     block_class = Greedy
 
 
-def run_out(rank: int, world_size: int, output: str, where: str) -> str:
+def run_out(rank, world_size, output, where):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 31), resource.RLIM_INFINITY))
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def run_out(rank: int, world_size: int, output: str, where: str) -> str:
     optimizer = torch.optim.AdamW(model.parameters())
     heard: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("shardwise").addHandler(handler)
     failing = pytest.raises(RuntimeError, match="can't allocate memory")
     with failing, observe(model, optimizer, output):
@@ -62,7 +62,7 @@ def run_out(rank: int, world_size: int, output: str, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["in_forward", "in_backward"])
-def test_it_is_told_where_memory_ran_out_and_whose_it_is(where: str, tmp_path: Path) -> None:
+def test_it_is_told_where_memory_ran_out_and_whose_it_is(where, tmp_path):
     outcomes = start_ranks(run_out, 2, str(tmp_path), where).wait()
     for rank, outcome in enumerate(outcomes):
         assert outcome.ok, outcome.describe()
@@ -92,7 +92,7 @@ def test_it_is_told_where_memory_ran_out_and_whose_it_is(where: str, tmp_path: P
     assert [rank for rank, _ in lines] == [0, 1]
 
 
-def test_messages_of_allocators_are_read() -> None:
+def test_messages_of_allocators_are_read():
     cuda = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB"
     )

@@ -3,22 +3,35 @@
 import json
 import math
 import re
+import tomllib
 from dataclasses import asdict, replace
 from functools import partial
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from records import facts, memory, step_line, write_record
+from shardwise import svg
 from shardwise.charts import Bar, areas_chart
 from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
 from shardwise.monitor.lines import read_lines, read_newest
-from shardwise.monitor.metrics import ENGINE, STEP_S, OverRanks, OverSteps, summarize_steps
+from shardwise.monitor.metrics import (
+    ENGINE,
+    PHASES,
+    STEP_S,
+    TRANSFERS,
+    WAITED_MS,
+    WAITS,
+    OverRanks,
+    OverSteps,
+    summarize_steps,
+)
 from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
 from shardwise.monitor.record import DETAILS, FOLDER, Memory, StepLine, read_run, read_step
 from shardwise.monitor.summary import (
@@ -37,6 +50,7 @@ from shardwise.svg import OTHER, colour_of
 run_command = partial(call_command, "report")
 
 NEVER_CLOSED = {"meta", "br"}
+WAITED = {WAITED_MS: OverRanks(50.0, 50.0, 50.0, 0, 1)}
 
 
 class Outline(HTMLParser):
@@ -70,7 +84,7 @@ def line(step: int, low: float, middle: float, high: float, num_steps: int = 1) 
     return StepLine(step, num_steps, 1.0, metrics, {"loss": middle})
 
 
-def test_a_short_curve_has_every_line_and_a_long_one_keeps_each_extreme() -> None:
+def test_a_short_curve_has_every_line_and_a_long_one_keeps_each_extreme():
     lines = [line(step, 1.0, 2.0, 3.0) for step in range(1, 101)]
     assert metric_curve(lines, STEP_S, 100) == [(n, 1.0, 2.0, 3.0, 1) for n in range(1, 101)]
     lines[56] = line(57, 0.5, 4.0, 99.0)
@@ -82,13 +96,13 @@ def test_a_short_curve_has_every_line_and_a_long_one_keeps_each_extreme() -> Non
     assert columns[-1].step == 100
 
 
-def test_a_line_about_many_steps_weighs_as_many() -> None:
+def test_a_line_about_many_steps_weighs_as_many():
     lines = [line(1, 1, 1, 1), line(2, 1, 1, 1), line(100, 5, 5, 5, num_steps=98)]
     (column,) = metric_curve(lines, STEP_S, 1)
     assert column.middle == pytest.approx((2 * 1 + 98 * 5) / 100)
 
 
-def test_what_is_no_number_is_a_gap_of_its_curve() -> None:
+def test_what_is_no_number_is_a_gap_of_its_curve():
     for value in (None, 1.7e308):  # sums of such are not finite
         text = step_line(7, 1, {}, loss=value)
         lines = [line(6, 1, 1, 1), read_step(json.loads(text)), line(8, 2, 2, 2)]
@@ -96,7 +110,7 @@ def test_what_is_no_number_is_a_gap_of_its_curve() -> None:
         assert not_numbers(lines, "loss") == [7]
 
 
-def test_a_value_of_one_step_is_seen_in_a_line_of_many_and_in_columns_of_many_lines() -> None:
+def test_a_value_of_one_step_is_seen_in_a_line_of_many_and_in_columns_of_many_lines():
     numbered = [(step, {"loss": 2.0, STEP_S: 1.0}) for step in range(1, 2001)]
     numbered[1206] = (1207, {"loss": 1000.0, STEP_S: 9.0})
     numbered[1550] = (1551, {"loss": math.nan, STEP_S: 1.0})
@@ -116,7 +130,7 @@ def test_a_value_of_one_step_is_seen_in_a_line_of_many_and_in_columns_of_many_li
     assert not summarize_steps([(1, {"loss": math.inf}), (2, {"loss": 1.7e308})] * 2)
 
 
-def test_phases_and_what_remains_add_up_to_the_step(tmp_path: Path) -> None:
+def test_phases_and_what_remains_add_up_to_the_step(tmp_path):
     lines = read_run(write_record(tmp_path)).steps
     phases = phase_seconds(lines)
     assert phases["forward"] == 0.1 and phases["backward"] == 0.2 and phases["data"] == 0.05
@@ -124,7 +138,7 @@ def test_phases_and_what_remains_add_up_to_the_step(tmp_path: Path) -> None:
     assert figures_of(lines)[STEP_S] == OverRanks(0.5, 0.6, 0.7, 0, 1)
 
 
-def test_a_run_has_settled_in_the_later_half_of_its_steps_not_of_its_lines() -> None:
+def test_a_run_has_settled_in_the_later_half_of_its_steps_not_of_its_lines():
     lines = [line(step, 9.0, 9.0, 9.0) for step in range(1, 11)]
     lines += [line(step, 1.0, 1.0, 1.0, num_steps=10) for step in (20, 30, 40)]
     assert [each.step for each in settled(lines)] == [30, 40]
@@ -132,14 +146,14 @@ def test_a_run_has_settled_in_the_later_half_of_its_steps_not_of_its_lines() -> 
     assert [each.step for each in settled(lines[:1])] == [1] and not settled([])
 
 
-def test_a_save_is_what_it_took_in_all_steps_of_its_line(tmp_path: Path) -> None:
+def test_a_save_is_what_it_took_in_all_steps_of_its_line(tmp_path):
     record = read_run(write_record(tmp_path, num_steps=40, every=2))
     saves = list(saves_of(record.steps))
     assert [save.step for save in saves] == [20, 40]
     assert {(save.save_s, save.stall_s) for save in saves} == {(4.0, 0.5)}
 
 
-def test_units_that_are_alike_are_one_row() -> None:
+def test_units_that_are_alike_are_one_row():
     few = facts(num_units=5)
     rows = unit_rows(few)
     assert [(row.name, row.count) for row in rows] == [("(root)", 1), ("layers.0 to layers.3", 4)]
@@ -149,18 +163,18 @@ def test_units_that_are_alike_are_one_row() -> None:
     assert sum(row.count for row in unit_rows(facts(num_units=1000))) == 1000
 
 
-def test_the_newest_lines_are_those_at_the_end_whatever_is_cut_short(tmp_path: Path) -> None:
+def test_the_newest_lines_are_those_at_the_end_whatever_is_cut_short(tmp_path):
     file = write_record(tmp_path) / FOLDER / "rank-0.jsonl"
     every = [*read_lines(file)]
     rare = {"kind": "non_finite", "step": 3}
     with file.open("a") as cut:
         cut.write(json.dumps(rare) + "\n" + '{"kind": "timeline", "step": 50, "spans": [')
-    assert read_newest(file, DETAILS, 2) == [*every[-4:], rare]
-    assert read_newest(file, DETAILS, 100) == [*every, rare]
-    assert read_newest(file.with_name("rank-9.jsonl"), DETAILS, 2) == []
+    assert read_newest(file, 2, DETAILS) == [*every[-4:], rare]
+    assert read_newest(file, 100, DETAILS) == [*every, rare]
+    assert read_newest(file.with_name("rank-9.jsonl"), 2, DETAILS) == []
 
 
-def test_a_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
+def test_a_page_is_well_formed_and_loads_nothing(tmp_path):
     runs = write_record(tmp_path / "a"), write_record(tmp_path / "b", device="NVIDIA H100")
     page = report_html([ShownRun(path.name, read_run(path, newest=2)) for path in runs])
     outline = Outline(page)
@@ -180,7 +194,58 @@ def test_a_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_names_of_a_run_are_never_markup(tmp_path: Path) -> None:
+def test_a_kind_of_work_has_one_word_and_one_colour_in_bars_and_timelines(tmp_path):
+    tables = tomllib.loads((Path(svg.__file__).parent / "svg.toml").read_text())
+    assert len(set(tables["work"].values())) == len(tables["work"])
+    assert {name for name, *_ in PHASES} | {ENGINE} <= tables["work"].keys()
+    for phase in (*WAITS, *TRANSFERS, "unshard", "all_gather", "step"):
+        assert colour_of(phase) == tables["work"][svg.name_of_kind(phase)]
+    record = read_run(write_record(tmp_path))
+    lines = [replace(each, metrics=each.metrics | WAITED) for each in record.steps]
+    page = report_html([ShownRun("a", replace(record, steps=tuple(lines)))])
+    bars, timeline = (
+        {text.text: square.get("fill") for square, text in pairwise(drawn) if square.get("fill")}
+        for drawn in pictures(page)
+        if (drawn[0].text or "").startswith(("Where", "a: timeline"))
+    )
+    assert {"forward", "backward", "optimizer", "waiting for others"} <= timeline.keys()
+    for word in ("forward", "backward", "waiting for others"):
+        assert bars[word] == timeline[word] == tables["work"][word]
+
+
+def test_the_loss_of_one_run_is_drawn_with_its_held_out_values(tmp_path):
+    record = read_run(write_record(tmp_path))
+    steps = [replace(each, values={"loss": 2.0 + each.step}) for each in record.steps]
+    at = steps[3].step
+    held = OverSteps(2.5, 2.5, 2.5, at, at)
+    for number in range(3, len(steps)):  # a line has the last value, if it is an earlier one too
+        values = {**steps[number].values, "eval_loss": 2.5}
+        loss = OverSteps(2.0, 2.0, 2.0, number, number)
+        over = {"loss": loss, **({"eval_loss": held} if number == 3 else {})}
+        steps[number] = replace(steps[number], values=values, values_over_steps=over)
+    run = replace(record, steps=tuple(steps))
+    drawn = {each[0].text: each for each in pictures(report_html([ShownRun("a", run)]))}
+    assert "eval_loss" not in drawn and "held out" in [each.text for each in drawn["loss"]]
+    dots = [each for each in drawn["loss"] if each.get("class") == "held-fill"]
+    assert [dot[0].text for dot in dots] == [f"step {at}: 2.5"]
+    two = report_html([ShownRun("a", run), ShownRun("b", run)])
+    assert "eval_loss" in {each[0].text for each in pictures(two)}
+
+
+def test_a_page_begins_with_model_and_command_and_its_numbers_have_their_points_in_line(
+    tmp_path,
+):
+    record = read_run(write_record(tmp_path))
+    record = replace(record, facts=replace(record.facts, command="python train.py --lr 0.1"))
+    page = report_html([ShownRun("a", record)])
+    assert "<title>a: Block, 4 k parameters: shardwise report</title>" in page
+    assert page.index("python train.py --lr 0.1") < page.index("Findings")
+    assert '0<span class="part">.6</span>' in page and '15<span class="part">.3</span>' in page
+    cells = re.findall(r"<td>param (\w+)</td><td class=\"n\">(.*?)</td>", page)
+    assert cells == [("shards", "1.00"), ("full", "&lt;0.01")] and "measured, MiB" in page
+
+
+def test_names_of_a_run_are_never_markup(tmp_path):
     record = read_run(write_record(tmp_path))
     evil = '<script>alert("x")</script>'
     units = tuple(replace(unit, class_name=evil) for unit in record.facts.units)
@@ -191,7 +256,7 @@ def test_names_of_a_run_are_never_markup(tmp_path: Path) -> None:
     assert "<script" not in page and not Outline(page).open
 
 
-def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path: Path) -> None:
+def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path):
     path = write_record(tmp_path / "long", num_steps=100_000, num_ranks=64, every=50, num_units=60)
     record = read_run(path, newest=2)
     page = report_html([ShownRun("one", record)])
@@ -201,7 +266,7 @@ def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path: Path) -> None:
     assert len(report_html(runs).encode()) < LIMIT_BYTES
 
 
-def test_the_memory_picture_has_every_moment_and_the_plan() -> None:
+def test_the_memory_picture_has_every_moment_and_the_plan():
     told = checked_value(Memory, memory(2, num_units=4), "memory")
     kinds = ["param_shards", "param_full"]
     assert [*kinds_shown(told.moments[0], facts())] == kinds  # of the CPU's process
@@ -220,7 +285,7 @@ def test_the_memory_picture_has_every_moment_and_the_plan() -> None:
     assert len([e for e in few if e.tag.endswith("polygon")]) == len([*kinds, OTHER])
 
 
-def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path: Path) -> None:
+def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path):
     small = Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b")
     large = Finding(
         *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
@@ -235,9 +300,7 @@ def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path: Path) 
         assert words in page
 
 
-def test_the_command_writes_page_and_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_page_and_trace(tmp_path, capsys):
     run, trace = write_record(tmp_path / "run"), tmp_path / "trace.json"
     assert run_command([str(run), "--trace", str(trace)]) == 0
     assert (run / "report.html").read_text().startswith("<!doctype html>") and trace.exists()
@@ -245,9 +308,7 @@ def test_the_command_writes_page_and_trace(
     assert [words.split()[1] for words in said] == [f"{run / 'report.html'},", f"{trace},"]
 
 
-def test_the_command_tells_what_is_wrong_with_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_tells_what_is_wrong_with_a_folder(tmp_path, capsys):
     def said(*arguments: str) -> str:
         assert run_command(arguments) == 2
         return capsys.readouterr().err
@@ -270,7 +331,7 @@ def test_the_command_tells_what_is_wrong_with_a_folder(
     assert "not the facts of a run" in said(run)
 
 
-def test_the_plan_of_a_trained_run_stands_beside_what_was_measured(tmp_path: Path) -> None:
+def test_the_plan_of_a_trained_run_stands_beside_what_was_measured(tmp_path):
     run = write_record(tmp_path)
     keys = {"dim": 32, "layers": 2, "heads": 2, "seq": 16, "stage": 3, "ranks": 2, "steps": 1}
     text = "".join(f"{key}: {value}\n" for key, value in keys.items())
@@ -286,9 +347,7 @@ def test_the_plan_of_a_trained_run_stands_beside_what_was_measured(tmp_path: Pat
     assert "no plan beside it" in page and "dim: expected" in page
 
 
-def test_the_plan_of_a_users_own_loop_is_asked_for_and_must_be_of_its_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_of_a_users_own_loop_is_asked_for_and_must_be_of_its_model(tmp_path, capsys):
     run, model = write_record(tmp_path), tmp_path / "model.py"
     numel = sum(unit.numel for unit in read_run(run).facts.units)
     model.write_text(
@@ -310,7 +369,7 @@ def test_the_plan_of_a_users_own_loop_is_asked_for_and_must_be_of_its_model(
         assert told in capsys.readouterr().err, planned
 
 
-def test_more_runs_than_there_are_colours_are_refused(tmp_path: Path) -> None:
+def test_more_runs_than_there_are_colours_are_refused(tmp_path):
     record = read_run(write_record(tmp_path))
     with pytest.raises(ConfigError, match=f"1 to {MOST_RUNS} runs"):
         report_html([ShownRun(str(n), record) for n in range(MOST_RUNS + 1)])

@@ -16,7 +16,7 @@ DIM, WIDTH, EXPERTS, CHOSEN = 8, 12, 6, 2
 class Layers(nn.Module):
     """Two mixtures of experts, one of them with a shared expert, and a head that is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         routing = Routing(EXPERTS, CHOSEN)
         self.table = nn.Embedding(5, DIM)
@@ -25,13 +25,13 @@ class Layers(nn.Module):
         self.head = nn.Linear(DIM, 3).requires_grad_(False)
 
 
-def flops_of(rank: int, world_size: int, kind: str) -> float:
+def flops_of(rank, world_size, kind):
     model = shard({"mixture": Layers, "dense": Stack}[kind](), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return facts_of(model, [optimizer], ["host"] * world_size).flops_per_token
 
 
-def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+def test_of_experts_those_count_that_a_token_is_sent_to():
     experts = CHOSEN * 3 * DIM * WIDTH
     wanted = 6 * (2 * (EXPERTS * DIM + experts) + DIM * DIM) + 4 * 3 * DIM
     assert run_ranks(flops_of, 3, "mixture") == [wanted] * 3

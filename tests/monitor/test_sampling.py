@@ -12,12 +12,12 @@ from shardwise.monitor.metrics import STEP_S
 FIRST = 10  # steps, of which each is a line
 
 
-def lines_of(sampler: Sampler, steps: list[float], rare: set[int] = frozenset()) -> list:
+def lines_of(sampler, steps, rare=frozenset()):
     """Run steps of so many seconds; return each line's last step, its mean and who was seen."""
     lines, seen = [], []
     for number, step_s in enumerate(steps, start=1):
 
-        def look(number: int = number, step_s: float = step_s) -> dict[str, float]:
+        def look(number=number, step_s=step_s):
             seen.append(number)
             return {"twice": 2 * step_s, **({"rare": 1.0} if number in rare else {})}
 
@@ -29,22 +29,20 @@ def lines_of(sampler: Sampler, steps: list[float], rare: set[int] = frozenset())
     return lines
 
 
-def test_the_first_steps_are_lines_and_long_ones_all_looked_at() -> None:
+def test_the_first_steps_are_lines_and_long_ones_all_looked_at():
     lines = lines_of(Sampler(None), [1.0] * 40)
     assert [last for last, _, _ in lines] == [*range(1, 11), 20, 30, 40]
     assert [n for _, _, seen in lines for n in seen] == [*range(1, 41)]
 
 
-def test_short_steps_make_lines_of_two_seconds_and_one_in_a_quarter_is_looked_at() -> None:
+def test_short_steps_make_lines_of_two_seconds_and_one_in_a_quarter_is_looked_at():
     lines = lines_of(Sampler(None), [0.05] * 100)
     assert [last for last, _, _ in lines[FIRST:]] == [50, 90]
     assert lines[FIRST][2] == tuple(range(15, 51, 5))
 
 
 @given(every=st.integers(1, 40), step_s=st.floats(1e-4, 3.0))
-def test_lines_asked_for_end_at_multiples_and_each_has_a_step_that_was_looked_at(
-    every: int, step_s: float
-) -> None:
+def test_lines_asked_for_end_at_multiples_and_each_has_a_step_that_was_looked_at(every, step_s):
     lines = lines_of(Sampler(every), [step_s] * 130)
     ends = [last for last, _, _ in lines]
     assert ends == [*range(1, 11), *(n for n in range(11, 131) if n % every == 0)]
@@ -52,9 +50,7 @@ def test_lines_asked_for_end_at_multiples_and_each_has_a_step_that_was_looked_at
 
 
 @given(st.lists(st.floats(0.01, 0.011), min_size=60, max_size=400), st.sets(st.integers(11, 300)))
-def test_the_mean_of_rare_steps_is_exact_and_usual_ones_stand_for_each_other(
-    steps: list[float], rare: set[int]
-) -> None:
+def test_the_mean_of_rare_steps_is_exact_and_usual_ones_stand_for_each_other(steps, rare):
     begin = 0
     for last, mean, seen in lines_of(Sampler(None), steps, rare):
         numbers = range(begin + 1, last + 1)
@@ -66,7 +62,7 @@ def test_the_mean_of_rare_steps_is_exact_and_usual_ones_stand_for_each_other(
         begin = last
 
 
-def test_a_step_that_took_long_is_looked_at_and_counts_once() -> None:
+def test_a_step_that_took_long_is_looked_at_and_counts_once():
     steps = [0.02] * 210
     steps[130] = 1.0
     (line,) = [line for line in lines_of(Sampler(None), steps) if 131 in line[2]]

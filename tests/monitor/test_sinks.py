@@ -24,24 +24,24 @@ FLAT = {"mfu(%)": 2.0, "mfu(%)/min": 1.0, "mfu(%)/max": 3.0, "a/b": 4, "loss": 5
 class Told:
     """Stands for a library: keeps every call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[str, Any, Any]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **options: Any) -> "Told":
+    def __getattr__(self, name):
+        def call(*args, **options):
             self.calls.append((name, args, options))
             return self
 
         return call
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+def stand_in(monkeypatch, name, **members):
     module = ModuleType(name)
     vars(module).update(members)
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_every_figure_has_a_name_and_extremes_where_ranks_differ() -> None:
+def test_every_figure_has_a_name_and_extremes_where_ranks_differ():
     assert flat_figures(LINE) == FLAT
     values = {"loss": None, "lr": 1.0}
     assert flat_figures(StepLine(1, 1, 0.0, {}, values)) == {"lr": 1.0}
@@ -50,7 +50,7 @@ def test_every_figure_has_a_name_and_extremes_where_ranks_differ() -> None:
     assert told == {"loss": 6.0, "loss/min": 2.0, "loss/mean": 4.0, "loss/max": 6.0, "lr": 1.0}
 
 
-def test_tensorboard_gets_a_scalar_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_a_scalar_of_each(monkeypatch):
     told = Told()
     stand_in(monkeypatch, "torch.utils.tensorboard", SummaryWriter=lambda folder: told)
     sink = TensorBoard("runs/a")
@@ -62,9 +62,7 @@ def test_tensorboard_gets_a_scalar_of_each(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_wandb_ends_only_a_run_that_it_began(
-    is_given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_ends_only_a_run_that_it_began(is_given, monkeypatch):
     told = Told()
     stand_in(monkeypatch, "wandb", init=lambda **options: told.begin(**options))
     sink = WandB(told) if is_given else WandB(project="p")
@@ -76,9 +74,7 @@ def test_wandb_ends_only_a_run_that_it_began(
 
 
 @pytest.mark.parametrize("is_active", [True, False])
-def test_mlflow_takes_the_active_run_and_names_that_it_allows(
-    is_active: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_takes_the_active_run_and_names_that_it_allows(is_active, monkeypatch):
     told = Told()
     members = {name: getattr(told, name) for name in ("start_run", "log_metrics", "end_run")}
     active = SimpleNamespace() if is_active else None
@@ -95,9 +91,7 @@ def test_mlflow_takes_the_active_run_and_names_that_it_allows(
 
 
 @pytest.mark.parametrize("make", [lambda: TensorBoard("a"), WandB, MLflow])
-def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(make, monkeypatch):
     for name in ("torch.utils.tensorboard", "wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[\w+\]'"):

@@ -40,7 +40,7 @@ def moments(of: list[tuple[int, int]]) -> set[int]:
 
 
 @given(intervals, intervals)
-def test_lengths_count_each_moment_once(some: list, others: list) -> None:  # type: ignore[type-arg]
+def test_lengths_count_each_moment_once(some, others):  # type: ignore[type-arg]
     assert length(some) == len(moments(some))
     assert length_outside(some, others) == len(moments(some) - moments(others))
     found = union(some)
@@ -57,9 +57,7 @@ names = st.tuples(st.booleans(), st.sampled_from(["forward", "backward"]), st.sa
 
 
 @given(st.lists(names, max_size=20), st.integers(0, 20))
-def test_the_main_line_has_no_gap_whatever_begins_and_ends(
-    events: list[tuple[bool, str, str]], cut_at: int
-) -> None:
+def test_the_main_line_has_no_gap_whatever_begins_and_ends(events, cut_at):
     recorder, _ = recorder_of_seconds()
     ends = []
     for number, (enters, phase, unit) in enumerate(events):
@@ -75,7 +73,7 @@ def test_the_main_line_has_no_gap_whatever_begins_and_ends(
     assert not left_open  # what is open on the main line at a cut was cut short
 
 
-def test_phases_are_the_innermost_and_may_end_in_another_order() -> None:
+def test_phases_are_the_innermost_and_may_end_in_another_order():
     recorder, _ = recorder_of_seconds()  # 0
     recorder.enter(MAIN, "backward", "b")  # 1
     recorder.enter(MAIN, "backward", "a")  # 2
@@ -95,7 +93,7 @@ def test_phases_are_the_innermost_and_may_end_in_another_order() -> None:
     ]
 
 
-def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on() -> None:
+def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on():
     recorder, _ = recorder_of_seconds()  # 0
     first = recorder.begin("shard.all_gather", "a", 8, ())  # 1
     second = recorder.begin("shard.all_gather", "b", 8, ())  # 2
@@ -116,7 +114,7 @@ def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on() 
     assert not left_open
 
 
-def test_paused_time_does_not_pass_and_what_other_threads_end_in_it_is_over() -> None:
+def test_paused_time_does_not_pass_and_what_other_threads_end_in_it_is_over():
     recorder, ticks = recorder_of_seconds()  # 0
     recorder.enter("checkpoint", "save", "")  # 1
     gather = recorder.begin("shard.all_gather", "a", 8, ())  # 2
@@ -139,7 +137,7 @@ def test_paused_time_does_not_pass_and_what_other_threads_end_in_it_is_over() ->
     assert recorded.end_s < 8
 
 
-def test_exposed_communication_is_what_nothing_is_computed_beside() -> None:
+def test_exposed_communication_is_what_nothing_is_computed_beside():
     recorder, _ = recorder_of_seconds()  # 0
     recorder.enter(MAIN, "forward", "a")  # 1
     gather = recorder.begin("shard.all_gather", "b", 8, ())  # 2
@@ -155,7 +153,7 @@ def test_exposed_communication_is_what_nothing_is_computed_beside() -> None:
     assert abs(figures[IDLE_SHARE] - 100 * 3 / 7) < 1e-9
 
 
-def test_offload_is_what_it_takes_beside_the_step_and_what_nothing_is_computed_beside() -> None:
+def test_offload_is_what_it_takes_beside_the_step_and_what_nothing_is_computed_beside():
     recorder, _ = recorder_of_seconds()  # 0
     recorder.enter("step behind", "step", "a")  # 1
     recorder.enter(MAIN, "forward", "a")  # 2
@@ -196,7 +194,7 @@ class Moment(NamedTuple):
         return self.at_s - other.at_s
 
 
-def test_copies_are_timed_by_their_stream_collectives_by_torch_and_files_by_the_host() -> None:
+def test_copies_are_timed_by_their_stream_collectives_by_torch_and_files_by_the_host():
     recorder = SpanRecorder(DeviceOfSeconds())
     recorder.cut(times_device=True)  # 0
     copy = recorder.begin("to_device", "a", 8, ())  # 1
@@ -213,7 +211,7 @@ def test_copies_are_timed_by_their_stream_collectives_by_torch_and_files_by_the_
     assert without_lines_of([], by_host) == by_host
 
 
-def test_a_tracer_without_a_recorder_makes_nothing_and_with_one_tells_it() -> None:
+def test_a_tracer_without_a_recorder_makes_nothing_and_with_one_tells_it():
     tracer = Tracer()
     assert tracer.span("reduce", "a") is tracer.span("unshard", "b")
     recorder, _ = recorder_of_seconds()
@@ -232,7 +230,7 @@ def test_a_tracer_without_a_recorder_makes_nothing_and_with_one_tells_it() -> No
     ]
 
 
-def test_tokens_are_the_elements_of_the_first_integers_of_two_dims() -> None:
+def test_tokens_are_the_elements_of_the_first_integers_of_two_dims():
     ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.bool)
     assert num_tokens((torch.zeros(3, 4), ids), {}) == 10
     assert num_tokens((), {"labels": torch.zeros(7, dtype=torch.int64), "input_ids": ids}) == 10

@@ -3,7 +3,6 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from records import write_record
@@ -13,7 +12,7 @@ from shardwise.monitor.timeline import recorded_trace
 Event = dict[str, Any]
 
 
-def spans_of(trace: dict[str, Any]) -> dict[tuple[int, str], list[Event]]:
+def spans_of(trace):
     """Return complete events by rank and the name of the thread, in order."""
     events: list[Event] = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -24,7 +23,7 @@ def spans_of(trace: dict[str, Any]) -> dict[tuple[int, str], list[Event]]:
     return found
 
 
-def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path: Path) -> None:
+def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path):
     record = read_run(write_record(tmp_path, num_ranks=3))
     trace = json.loads(json.dumps(recorded_trace(record)))
     found = spans_of(trace)
@@ -48,7 +47,7 @@ def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path: Path) -> None:
     assert names == {"rank 0", "rank 1", "rank 2"}
 
 
-def test_no_two_spans_of_a_thread_overlap(tmp_path: Path) -> None:
+def test_no_two_spans_of_a_thread_overlap(tmp_path):
     """Not by rounding either, or Perfetto would draw one under the other."""
     folder = write_record(tmp_path) / FOLDER
     rows = [["main", "forward", "", n * 0.33333, 0.33334, 0] for n in range(50)]
@@ -60,7 +59,7 @@ def test_no_two_spans_of_a_thread_overlap(tmp_path: Path) -> None:
             assert round(10 * (one["ts"] + one["dur"])) <= round(10 * other["ts"])
 
 
-def test_steps_follow_each_other_and_begin_together_on_all_ranks(tmp_path: Path) -> None:
+def test_steps_follow_each_other_and_begin_together_on_all_ranks(tmp_path):
     found = spans_of(recorded_trace(read_run(write_record(tmp_path))))
     steps = [found[rank, "steps"] for rank in (0, 1)]
     assert [e["name"] for e in steps[0]] == ["step 2", "step 12", "step 22", "step 32"]

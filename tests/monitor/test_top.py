@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from records import memory, step_line, write_record
 from shardwise.cli.main import call_command
 from shardwise.cli.top import snapshot_of, sparkline
 from shardwise.monitor.metrics import STEP_S, OverRanks
-from shardwise.monitor.record import FOLDER, LiveRun, Memory, is_late
+from shardwise.monitor.record import FOLDER, Memory, is_late, read_ends
 
 run_command = partial(call_command, "top")
 
@@ -30,59 +31,61 @@ def line(step: int, **values: Any) -> str:
     return step_line(step, 1, {STEP_S: OverRanks(1.0, 2.0, 3.0, 0, 1)}, **values)
 
 
-def sampled(live: LiveRun) -> dict[int, int]:
-    return {rank: told.step for rank, told in live.look().lines(Memory)}
+def sampled(run: Path) -> dict[int, int]:
+    return {rank: told.step for rank, told in read_ends(run).lines(Memory)}
 
 
-def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:
+def was_written_before(run: Path, seconds: float) -> None:
+    written_s = time.time() - seconds
+    for file in (run / FOLDER).iterdir():
+        os.utime(file, (written_s, written_s))
+
+
+def test_lines_are_taken_when_they_are_whole_and_once(tmp_path):
     run = write_record(tmp_path, num_steps=3)
     steps = run / FOLDER / "steps.jsonl"
-    live = LiveRun(run)
-    assert [each.step for each in live.look().steps] == [1, 2, 3]
+    assert [each.step for each in read_ends(run).steps] == [1, 2, 3]
     text = line(4, loss=0.5)
     add(steps, text[:20])
-    assert live.look().steps[-1].step == 3
+    assert read_ends(run).steps[-1].step == 3
     add(steps, text[20:] + line(5))
-    assert [each.step for each in live.look().steps] == [1, 2, 3, 4, 5]
-    assert live.look().steps[3].values == {"loss": 0.5}
+    assert [each.step for each in read_ends(run).steps] == [1, 2, 3, 4, 5]
+    assert read_ends(run).steps[3].values == {"loss": 0.5}
 
 
-def test_a_run_that_is_resumed_is_read_anew(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_is_read_anew(tmp_path):
     run = write_record(tmp_path, num_steps=6)
     steps = run / FOLDER / "steps.jsonl"
-    live = LiveRun(run)
-    live.look()
+    read_ends(run)
     kept = steps.read_text().splitlines(keepends=True)[:2]
     other = steps.with_name("steps.cut")
     other.write_text("".join(kept) + line(3, loss=7.0) * 9)
     other.replace(steps)
-    lines = live.look().steps
+    lines = read_ends(run).steps
     assert [each.step for each in lines[:3]] == [1, 2, 3] and lines[2].values == {"loss": 7.0}
 
 
-def test_the_newest_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
+def test_the_newest_memory_of_each_rank_is_shown(tmp_path):
     run = write_record(tmp_path, num_ranks=2)
-    live = LiveRun(run)
-    assert sampled(live) == {0: 32, 1: 32}
+    assert sampled(run) == {0: 32, 1: 32}
     add(run / FOLDER / "rank-1.jsonl", json.dumps(memory(50, 4)) + "\n")
-    assert sampled(live) == {0: 32, 1: 50}
+    assert sampled(run) == {0: 32, 1: 50}
 
 
-def test_a_run_without_news_is_late_unless_it_is_over(tmp_path: Path) -> None:
+def test_a_run_without_news_is_late_unless_it_is_over(tmp_path):
     run = write_record(tmp_path)  # a line each half a second
-    written_s = os.stat(run / FOLDER / "steps.jsonl").st_mtime
-    assert not is_late(LiveRun(run, lambda: written_s + 20).look())
-    late = LiveRun(run, lambda: written_s + 40)
-    assert is_late(late.look()) and late.look().idle_s == pytest.approx(40)
+    was_written_before(run, 20)
+    assert not is_late(read_ends(run))
+    was_written_before(run, 40)
+    assert is_late(read_ends(run)) and read_ends(run).idle_s == pytest.approx(40, abs=5)
     add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40, "error": null}\n')
-    assert late.look().ending == "it is over" and not is_late(late.look())
+    was_written_before(run, 40)
+    assert read_ends(run).ending == "it is over" and not is_late(read_ends(run))
     add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40, "error": "disk full"}\n')
-    assert late.look().ending == "it broke off: disk full"
+    assert read_ends(run).ending == "it broke off: disk full"
 
 
-def test_once_prints_a_snapshot_and_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_once_prints_a_snapshot_and_ends(tmp_path, capsys):
     run = write_record(tmp_path)
     assert run_command([str(run), "--once"]) == 0
     said = capsys.readouterr().out
@@ -94,21 +97,16 @@ def test_once_prints_a_snapshot_and_ends(
     assert row[2:] == ["0.25", "0.25", "to", "10"]  # the last, the lowest and the highest
 
 
-def test_findings_of_a_run_are_told_while_it_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_findings_of_a_run_are_told_while_it_goes_on(tmp_path, capsys):
     run = write_record(tmp_path)
-    written_s = os.stat(run / FOLDER / "steps.jsonl").st_mtime
-    now = LiveRun(run, lambda: written_s + 4000).look()
+    was_written_before(run, 4000)
+    now = read_ends(run)
     assert "SW022" in {finding["code"] for finding in snapshot_of(now)["findings"]}
-    os.utime(run / FOLDER / "steps.jsonl", (written_s - 4000, written_s - 4000))
     assert run_command([str(run), "--once"]) == 0
     assert "SW022 " in capsys.readouterr().out
 
 
-def test_json_is_one_value_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_value_and_nothing_else(tmp_path, capsys):
     run = write_record(tmp_path)
     assert run_command([str(run), "--json"]) == 0
     said = capsys.readouterr()
@@ -122,9 +120,7 @@ def test_json_is_one_value_and_nothing_else(
     assert told["values_over_steps"] == {}  # a record of an earlier version has none
 
 
-def test_a_run_whose_first_step_goes_on_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_first_step_goes_on_says_so(tmp_path, capsys):
     run = write_record(tmp_path, num_steps=0)
     (run / FOLDER / "steps.jsonl").unlink()
     assert run_command([str(run), "--once"]) == 0
@@ -133,19 +129,17 @@ def test_a_run_whose_first_step_goes_on_says_so(
     assert json.loads(capsys.readouterr().out)["step"] == 0
 
 
-def test_a_folder_without_a_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert run_command([str(tmp_path), "--once"]) == 2
     assert "no observed run" in capsys.readouterr().err
 
 
-def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block() -> None:
+def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block():
     assert sparkline([0, 3.5, 7]) == "▁▅█" and sparkline([2, 2]) == "▁▁" and sparkline([]) == ""
 
 
 @pytest.mark.parametrize("arguments", [["top", "--once"], ["report"]])
-def test_no_command_about_a_record_loads_torch(arguments: list[str], tmp_path: Path) -> None:
+def test_no_command_about_a_record_loads_torch(arguments, tmp_path):
     run = write_record(tmp_path)
     code = (
         "import sys; from shardwise.cli.main import app\n"

@@ -1,6 +1,5 @@
 """A sequence that is cut over ranks has the gradients of one process that has it whole."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,7 +27,7 @@ IGNORED = -100
 SHAPE = DecoderShape(LAYERS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB)
 
 
-def of_one_document(mask: Tensor, documents: Sequence[int]) -> Tensor:
+def of_one_document(mask, documents):
     """Return where a query and a key are of one document."""
     marks = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
     return mask & (marks[:, None] == marks[None])
@@ -38,9 +37,7 @@ def of_one_document(mask: Tensor, documents: Sequence[int]) -> Tensor:
 
 
 @given(documents=st.lists(st.integers(1, 40), min_size=1, max_size=8), num_ranks=st.integers(1, 9))
-def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(
-    documents: list[int], num_ranks: int
-) -> None:
+def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(documents, num_ranks):
     cut = SequenceCut(tuple(documents), num_ranks)
     tokens = [cut.tokens(rank) for rank in range(num_ranks)]
     assert sorted(token for mine in tokens for token in mine) == list(range(sum(documents)))
@@ -56,7 +53,7 @@ def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(
 
 
 @given(chunk=st.integers(1, 20), num_ranks=st.integers(1, 8))
-def test_ranks_have_as_many_pairs_of_a_query_and_a_key(chunk: int, num_ranks: int) -> None:
+def test_ranks_have_as_many_pairs_of_a_query_and_a_key(chunk, num_ranks):
     cut = cut_of(2 * num_ranks * chunk, num_ranks)
     products = [  # pairs of a query and a key that it sees
         sum(sum(range(s.lo - s.document + 1, s.hi - s.document + 1)) for s in cut.spans[rank])
@@ -66,7 +63,7 @@ def test_ranks_have_as_many_pairs_of_a_query_and_a_key(chunk: int, num_ranks: in
     assert sum(products) == cut.length * (cut.length + 1) // 2
 
 
-def test_documents_that_are_not_the_sequence_are_refused() -> None:
+def test_documents_that_are_not_the_sequence_are_refused():
     with pytest.raises(ConfigError, match="their lengths sum to 7, but the sequence has 8 tokens"):
         cut_of(8, 2, [3, 4])
     with pytest.raises(ConfigError, match="expected their lengths, each at least 1"):
@@ -76,14 +73,7 @@ def test_documents_that_are_not_the_sequence_are_refused() -> None:
 # -- attention
 
 
-def check_attention(
-    context: shardwise.parallel.ContextParallel,
-    rank: int,
-    length: int,
-    documents: tuple[int, ...] | None,
-    causal: bool,
-    masked: bool,
-) -> None:
+def check_attention(context, rank, length, documents, causal, masked):
     cut = cut_of(length, context.exchange.axis.size, documents)
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, heads, length, 4) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
@@ -131,19 +121,19 @@ def test_attention_over_parts_is_that_of_the_whole_sequence(rank, num_ranks):
 # -- models
 
 
-def make(checkpointed: bool = False) -> PlainDecoder:
+def make(checkpointed=False):
     torch.manual_seed(1)
     return PlainDecoder(SHAPE, checkpointed)
 
 
-def loss_of(model: nn.Module, ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+def loss_of(model, ids, labels, positions):
     logits = model(ids, positions=positions)
     return F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
-def whole_loss(model: nn.Module, ids: Tensor, labels: Tensor, documents: Sequence[int]) -> Tensor:
+def whole_loss(model, ids, labels, documents):
     """Return the mean of one process, which has each document as a sequence of its own."""
     total = torch.zeros(())
     for part, wanted in zip(
@@ -153,9 +143,7 @@ def whole_loss(model: nn.Module, ids: Tensor, labels: Tensor, documents: Sequenc
     return total / (labels != IGNORED).sum()
 
 
-def a_cut_step_is_that_of_one_process(
-    rank: int, num_ranks: int, cases: Sequence[tuple[Any, ...]]
-) -> None:
+def a_cut_step_is_that_of_one_process(rank, num_ranks, cases):
     for axes, method, stage, documents, checkpointed in cases:
         length = sum(documents)
         generator = torch.Generator().manual_seed(7)
@@ -196,13 +184,7 @@ def a_cut_step_is_that_of_one_process(
         check_bytes(context, method, documents, each, checkpointed)
 
 
-def check_bytes(
-    context: shardwise.parallel.ContextParallel,
-    method: str,
-    documents: Sequence[int],
-    rows: int,
-    checkpointed: bool,
-) -> None:
+def check_bytes(context, method, documents, rows, checkpointed):
     """Compare what `stats` counts with what the method says that a rank sends."""
     ranks, rank = context.exchange.axis.size, context.exchange.axis.rank
     cut = cut_of(sum(documents), ranks, documents)
@@ -256,7 +238,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("num_ranks", sorted(CASES))
-def test_a_cut_step_has_the_gradients_of_one_process(num_ranks: int) -> None:
+def test_a_cut_step_has_the_gradients_of_one_process(num_ranks):
     run_ranks(a_cut_step_is_that_of_one_process, num_ranks, CASES[num_ranks])
 
 
@@ -267,7 +249,7 @@ def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
     with pytest.raises(
         ConfigError, match="method='rings': expected one of 'gather', 'heads', 'ring'"
     ):
-        shardwise.parallel.ContextParallel(make(), axes, method="rings")  # type: ignore[arg-type]
+        shardwise.parallel.ContextParallel(make(), axes, method="rings")
     with pytest.raises(ConfigError, match=r"its axes \('dp_shard',\) name no 'cp'"):
         shardwise.parallel.ContextParallel(make(), shardwise.Axes()["dp_shard"])
 
@@ -371,8 +353,6 @@ def test_contexts_of_one_model_are_over_their_own_ranks(num_ranks):
         assert shardwise.debug.stats(model).sent_bytes["cp.all_gather"] == sent
 
 
-def test_what_others_put_in_the_place_of_torchs_attention_is_no_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_others_put_in_the_place_of_torchs_attention_is_no_cut(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: args[0])
     assert not is_cut()

@@ -1,12 +1,11 @@
 """Routers and the decoder's mixtures in one process: against formulas, transformers and counts."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError
@@ -19,12 +18,12 @@ from shardwise.plan.model.shapes import DecoderShape, Experts
 DIM, WIDTH, NUM, TOP, TOKENS = 6, 5, 7, 3, 20
 
 
-def layer(routing: Routing, shared: nn.Module | None = None) -> MixtureOfExperts:
+def layer(routing, shared=None):
     torch.manual_seed(0)
     return MixtureOfExperts(DIM, WIDTH, routing, shared, std=1.0, out_std=1.0)
 
 
-def each_token_alone(moe: MixtureOfExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def each_token_alone(moe, x, weights, chosen):
     """The sum over a token's experts, one token and one expert after the other."""
     e = moe.experts
     rows = []
@@ -39,7 +38,7 @@ def each_token_alone(moe: MixtureOfExperts, x: Tensor, weights: Tensor, chosen: 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_layer_is_the_weighed_sum_over_each_tokens_experts(scoring: Any, shared: bool) -> None:
+def test_a_layer_is_the_weighed_sum_over_each_tokens_experts(scoring, shared):
     moe = layer(Routing(NUM, TOP, scoring, scale=2.0), nn.Linear(DIM, DIM) if shared else None)
     x = torch.randn(2, TOKENS // 2, DIM, requires_grad=True)
     y, balance = moe(x)
@@ -61,14 +60,14 @@ def test_a_layer_is_the_weighed_sum_over_each_tokens_experts(scoring: Any, share
         assert_rounded_alike(a, b, 2 * roundings + TOKENS)
 
 
-def test_scores_that_are_not_normalised_are_taken_as_they_are() -> None:
+def test_scores_that_are_not_normalised_are_taken_as_they_are():
     router = Router(DIM, Routing(NUM, TOP, normalized=False), std=1.0)
     weights, chosen, _ = router(torch.randn(TOKENS, DIM))
     assert (weights.sum(1) < 1).all() and (weights[:, 0] >= weights[:, -1]).all()
     assert chosen.shape == (TOKENS, TOP)
 
 
-def test_the_auxiliary_loss_is_that_of_mixtral() -> None:
+def test_the_auxiliary_loss_is_that_of_mixtral():
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     router = Router(DIM, Routing(NUM, TOP, balanced=True), std=1.0)
     x = torch.randn(TOKENS, DIM)
@@ -82,7 +81,7 @@ def test_the_auxiliary_loss_is_that_of_mixtral() -> None:
     assert router.eval()(x)[2] == 0  # in evaluation there is none
 
 
-def test_scores_of_a_sigmoid_are_balanced_as_shares() -> None:
+def test_scores_of_a_sigmoid_are_balanced_as_shares():
     router = Router(DIM, Routing(NUM, TOP, "sigmoid", balanced=True), std=1.0)
     x = torch.randn(TOKENS, DIM)
     _, chosen, found = router(x)
@@ -92,7 +91,7 @@ def test_scores_of_a_sigmoid_are_balanced_as_shares() -> None:
     assert_rounded_alike(found.detach(), wanted.detach(), 2 * DIM + 2 * NUM + TOKENS)
 
 
-def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks_and_changes_the_choice_alone() -> None:
+def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks_and_changes_the_choice_alone():
     router = Router(DIM, Routing(NUM, TOP, "sigmoid", biased=True), std=1.0)
     model = nn.ModuleDict({"router": router})
     x = torch.randn(2, TOKENS, DIM)
@@ -117,7 +116,7 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks_and_changes_the_choic
     balance_experts(nn.Linear(2, 2))  # a model without experts
 
 
-def test_biases_even_the_load_out() -> None:
+def test_biases_even_the_load_out():
     """Tokens that all like the same experts come to be spread."""
     torch.manual_seed(0)
     router = Router(DIM, Routing(4, 1, "sigmoid", biased=True), std=0.3)
@@ -131,11 +130,11 @@ def test_biases_even_the_load_out() -> None:
     assert first.max() > 100 and last.max() < 65
 
 
-def test_routings_that_cannot_be_are_refused() -> None:
+def test_routings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="top_k=8 of 7: expected 1 to 7"):
         Routing(7, 8)
     with pytest.raises(ConfigError, match="scoring='tanh'"):
-        Routing(7, 2, "tanh")  # type: ignore[arg-type]
+        Routing(7, 2, "tanh")
 
 
 # -- the decoder
@@ -148,7 +147,7 @@ DEEPSEEK = DecoderShape(
 
 
 @pytest.mark.parametrize("shape", [TINY, replace(TINY, tied=True), MIXTRAL, DEEPSEEK])
-def test_a_decoder_has_the_parameters_that_its_shape_says(shape: DecoderShape) -> None:
+def test_a_decoder_has_the_parameters_that_its_shape_says(shape):
     with torch.device("meta"):
         model = PlainDecoder(shape, biased=True)
     assert sum(p.numel() for p in model.parameters()) == shape.num_params
@@ -163,7 +162,7 @@ def test_a_decoder_has_the_parameters_that_its_shape_says(shape: DecoderShape) -
         assert not owns or callable(getattr(module, "reset_parameters", None)), module
 
 
-def test_the_auxiliary_loss_is_added_in_training_and_handed_out_when_asked_for() -> None:
+def test_the_auxiliary_loss_is_added_in_training_and_handed_out_when_asked_for():
     torch.manual_seed(0)
     model = PlainDecoder(TINY, balance=0.5, biased=True)
     ids, targets = torch.randint(13, (2, 2, 7))
@@ -189,7 +188,7 @@ def test_the_auxiliary_loss_is_added_in_training_and_handed_out_when_asked_for()
     assert none == 0
 
 
-def test_experts_of_another_kind_are_refused_and_no_trace_pretends_to_know_the_routing() -> None:
+def test_experts_of_another_kind_are_refused_and_no_trace_pretends_to_know_the_routing():
     for change in ({"gated": False}, {"bias": True}):
         with pytest.raises(ConfigError, match="experts are SwiGLU without biases"):
             PlainDecoder(replace(TINY, **change))

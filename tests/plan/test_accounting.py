@@ -1,10 +1,12 @@
-"""The ZeRO formulas, held against published tables, a running engine, and each other."""
+"""The ZeRO formulas, held against published tables and each other.
+
+Runs are held against played steps (test_play_ranks.py), and those against these (test_play.py).
+"""
 
 import io
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from decimal import Decimal
@@ -14,16 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from torch import Tensor, nn
 
 import shardwise
-from ranks import run_ranks
 from shardwise.cli.plan import accounting_view
-from shardwise.config import Precision
 from shardwise.errors import ConfigError
 from shardwise.plan.accounting import (
     MAX_PARAMS,
@@ -80,7 +78,7 @@ def agrees(printed: str, value: float) -> bool:
     return wanted in (floor(value * scale), round(value * scale), floor(value * scale + 0.5))
 
 
-def test_figure_1_of_the_zero_paper_is_reproduced() -> None:
+def test_figure_1_of_the_zero_paper_is_reproduced():
     for stage, printed in enumerate(FIGURE_1):
         found = account("7.5B", 64, stage, "zero_paper").device_bytes
         assert agrees(printed, found / GB), (stage, found)
@@ -93,7 +91,7 @@ def cells_of_table_1() -> Iterator[tuple[int, int, str, str]]:
             yield int(ranks), number % 3 + 1, ("7.5B", "128B", "1T")[number // 3], printed
 
 
-def test_every_cell_of_table_1_of_the_zero_paper_is_reproduced() -> None:
+def test_every_cell_of_table_1_of_the_zero_paper_is_reproduced():
     cells = list(cells_of_table_1())
     assert len(cells) == 54
     for ranks, stage, params, printed in cells:
@@ -101,7 +99,7 @@ def test_every_cell_of_table_1_of_the_zero_paper_is_reproduced() -> None:
         assert agrees(printed, found / GB), (ranks, stage, params, printed, found)
 
 
-def test_every_theoretical_cell_of_table_2_of_the_zero_paper_is_reproduced() -> None:
+def test_every_theoretical_cell_of_table_2_of_the_zero_paper_is_reproduced():
     for row in TABLE_2.split("\n")[1:-1]:
         degree, *cells = row.split()
         for stage, printed in enumerate(cells):
@@ -124,8 +122,8 @@ def test_every_theoretical_cell_of_table_2_of_the_zero_paper_is_reproduced() -> 
     ],
 )
 def test_the_table_of_megatrons_distributed_optimizer_is_reproduced(
-    precision: str, optimizer: str, replicated: int, fixed: int, sharded: int
-) -> None:
+    precision, optimizer, replicated, fixed, sharded
+):
     params = 840 * GB
     for ranks in (1, 2, 7, 8, 1000):
         whole = account(params, ranks, 0, precision, optimizer).device_bytes
@@ -135,7 +133,7 @@ def test_the_table_of_megatrons_distributed_optimizer_is_reproduced(
 
 
 @pytest.mark.parametrize(("ranks", "batches"), [(1, 1), (2, 1), (8, 1), (8, 4), (1024, 3)])
-def test_traffic_is_that_of_the_published_formulas(ranks: int, batches: int) -> None:
+def test_traffic_is_that_of_the_published_formulas(ranks, batches):
     psi = 1024 * 10**6
     once = psi * (ranks - 1) // ranks
     expected = {
@@ -151,89 +149,12 @@ def test_traffic_is_that_of_the_published_formulas(ranks: int, batches: int) -> 
         assert Accounting(psi, setup).traffic.shard_sent_elements == times * once
 
 
-def test_between_copies_a_rank_sends_what_the_fsdp_paper_says() -> None:
+def test_between_copies_a_rank_sends_what_the_fsdp_paper_says():
     model = 840 * 10**6
     for world, group in ((16, 8), (64, 8), (56, 7), (8, 8)):
         traffic = account(model, group, 3, replicas=world // group).traffic
         assert traffic.replica_sent_elements == Fraction(2 * model * (world // group - 1), world)
         assert traffic.replica_sent_bytes == 4 * traffic.replica_sent_elements
-
-
-# -- the engine
-
-
-class Square(nn.Module):
-    """Two units and a root without parameters of its own; 12 x 12 divides by 1, 2 and 3."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 12, bias=False)
-        self.second = nn.Linear(12, 12, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(torch.tanh(self.first(x)))
-        return result
-
-
-PURE = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-ENGINE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "pure_bf16": PURE}
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def measured(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Train every way; return what was held and sent."""
-    return [one_training(stage, name) for stage in range(4) for name in ENGINE]
-
-
-def one_training(stage: int, precision: str) -> dict[str, Any]:
-    """Take two steps of two micro-batches; return what the second one held and sent."""
-    model = shardwise.shard(
-        Square(), stage=stage, layout="flat", precision=ENGINE[precision], units=[nn.Linear]
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        before = Counter(shardwise.debug.stats(model).sent_bytes)
-        for is_last in (False, True):
-            with shardwise.accumulate(model, last=is_last):
-                model(torch.ones(4, 12)).float().square().mean().backward()
-            if not is_last:
-                window = shardwise.debug.stats(model)
-        assert all(p.grad is not None for p in model.parameters())
-        after = shardwise.debug.stats(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = Counter(after.sent_bytes) - before
-    moments = [s[name].to_local() for s in optimizer.state.values() for name in MOMENTS]
-    return {
-        "stage": stage,
-        "precision": precision,
-        "values": after.param_shard_bytes + after.param_full_bytes,
-        "window": window.grad_partial_bytes + window.grad_shard_bytes,
-        "grads": after.grad_shard_bytes,
-        "state": sum(moment.nbytes for moment in moments),
-        "sent": sent["shard.all_gather"] + sent["shard.reduce_scatter"],
-    }
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_the_lines_are_what_the_engine_holds_and_sends(num_ranks: int) -> None:
-    num_params = 2 * 12 * 12
-    for held in (row for rows in run_ranks(measured, num_ranks) for row in rows):
-        stage, precision = held["stage"], held["precision"]
-        expected = account(num_params, num_ranks, stage, precision, accumulation=2)
-        values = expected.parameters + expected.master_weights
-        assert held["values"] == values > 0, held
-        assert held["window"] == expected.gradients > 0, held
-        assert held["state"] == expected.optimizer_state > 0, held
-        if stage != 1:  # it reduces at the end of the window, and then holds a shard
-            assert held["grads"] == expected.gradients, held
-        if precision == "fp32":  # over gloo other precisions may send in the computing dtype
-            sent = expected.traffic.shard_sent_bytes
-            if stage == 3:  # of two units the last is gathered once per micro-batch
-                sent -= 2 * 4 * (num_params // 2) * (num_ranks - 1) // num_ranks
-            # Each reduction counts the gradients of both parameters, which the lines leave out.
-            sent += (1 if stage < 2 else 2) * 2 * 4 * (num_ranks - 1)
-            assert held["sent"] == sent, held
 
 
 # -- properties
@@ -261,7 +182,7 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 @given(counts, setups())
-def test_the_lines_add_up_and_nothing_is_negative(params: int, setup: Setup) -> None:
+def test_the_lines_add_up_and_nothing_is_negative(params, setup):
     found = Accounting(params, setup)
     assert found.device_bytes == sum(found.lines.values()) == found.between_steps + found.gradients
     assert min(found.lines.values()) >= 0
@@ -269,17 +190,13 @@ def test_the_lines_add_up_and_nothing_is_negative(params: int, setup: Setup) -> 
 
 
 @given(counts, names.filter(lambda n: not PRECISIONS[n].has_master), optimizers)
-def test_on_one_rank_all_stages_hold_the_same_without_master_weights(
-    params: int, precision: str, optimizer: str
-) -> None:
+def test_on_one_rank_all_stages_hold_the_same_without_master_weights(params, precision, optimizer):
     held = {account(params, 1, stage, precision, optimizer).device_bytes for stage in range(4)}
     assert len(held) == 1
 
 
 @given(counts, setups(), st.integers(1, 3000), st.integers(1, 10**15))
-def test_every_change_moves_the_bytes_the_way_that_it_must(
-    params: int, setup: Setup, ranks: int, more: int
-) -> None:
+def test_every_change_moves_the_bytes_the_way_that_it_must(params, setup, ranks, more):
     """More ranks and a higher stage hold no more, more parameters no less."""
 
     def held(count: int = params, **changed: Any) -> int:
@@ -297,7 +214,7 @@ def test_every_change_moves_the_bytes_the_way_that_it_must(
 
 
 @given(st.integers(1, 10**18))
-def test_a_count_is_read_exactly_in_every_notation(number: int) -> None:
+def test_a_count_is_read_exactly_in_every_notation(number):
     short = Decimal(number).normalize()
     assert parse_count(number) == parse_count(str(number)) == parse_count(f"{number:_}") == number
     assert parse_count(f"{short:e}") == parse_count(f" {short:E} ") == number
@@ -310,7 +227,7 @@ NO_COUNTS = ["", "B", "seven", "7.5", "1e-3", "1e999999999", "nan", "inf", "7Q",
 
 
 @pytest.mark.parametrize("text", [*NO_COUNTS, "9" * 5000, "7,5B", float("inf"), 7.5, True, None])
-def test_what_is_no_whole_number_is_refused_by_name(text: Any) -> None:
+def test_what_is_no_whole_number_is_refused_by_name(text):
     with pytest.raises(ConfigError, match=r"^tokens=.*expected a whole number, such as 7e9"):
         parse_count(text, "tokens")
 
@@ -337,9 +254,7 @@ def test_what_is_no_whole_number_is_refused_by_name(text: Any) -> None:
         ({"reduce_every": "never"}, "reduce_every='never': "),
     ],
 )
-def test_a_wrong_field_is_named_with_what_was_expected(
-    changed: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_field_is_named_with_what_was_expected(changed, message):
     with pytest.raises(ConfigError, match=message):
         account(**{"params": GB, "ranks": 8, **changed})
 
@@ -347,7 +262,7 @@ def test_a_wrong_field_is_named_with_what_was_expected(
 # -- what is left out, and how it is shown
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_what_is_left_out_is_said():
     said = " ".join(account(GB, 8, 3).left_out)
     assert "Activations" in said and "gathered" in said and "step counter" in said
     assert "engine does not run it" not in said
@@ -363,7 +278,7 @@ def rendered(width: int, **options: Any) -> str:
     return file.getvalue()
 
 
-def test_the_table_marks_the_chosen_stage_and_fits_a_terminal() -> None:
+def test_the_table_marks_the_chosen_stage_and_fits_a_terminal():
     text = rendered(80, params="7e9", ranks=8, stage=2, precision="fp32")
     marked = [line.split() for line in text.splitlines() if ">" in line]
     assert [row[:2] for row in marked] == [[">", "2"]]
@@ -383,7 +298,7 @@ def units_of(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, data
 
 
-def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
+def test_the_json_has_all_stages_and_a_unit_in_every_key():
     chosen = account("7e9", 8, 3, "fp32")
     data = json.loads(json.dumps(accounting_facts(chosen)))
     assert not any(isinstance(value, float) for _, value in units_of(data))
@@ -414,9 +329,7 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
         ("from shardwise.plan.timing import simulate, scaling, timeline", ["torch"]),
     ],
 )
-def test_plans_by_formulas_need_no_torch_and_an_accounting_no_numpy(
-    code: str, unused: list[str]
-) -> None:
+def test_plans_by_formulas_need_no_torch_and_an_accounting_no_numpy(code, unused):
     root = str(Path(shardwise.__file__).parent.parent)
     code = (
         f"import sys; sys.path.insert(0, {root!r}); {code}; print(set({unused}) & {{*sys.modules}})"
@@ -425,6 +338,6 @@ def test_plans_by_formulas_need_no_torch_and_an_accounting_no_numpy(
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_bytes_of_a_shard_are_rounded_up() -> None:
+def test_bytes_of_a_shard_are_rounded_up():
     found = account(10, 3, 3, "fp32")
     assert found.parameters == 4 * DTYPE_BYTES["float32"]

@@ -3,8 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +23,7 @@ from shardwise.plan.machine.calibration import (
 from shardwise.plan.machine.links import Curve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Collective, Compute, Op, OpPhase, Transfer
+from shardwise.plan.step.program import Collective, Compute, Op, Transfer
 from shardwise.plan.timing.simulate import simulate
 from test_play import EVEN, make_tape
 
@@ -38,12 +36,12 @@ NAMES = (
 )
 
 
-def straight(unit: Any, seconds: float = 1e-6) -> Curve:
+def straight(unit, seconds=1e-6):
     """One operation takes ``seconds`` at least, and from there on its size over RATE."""
     return Curve(unit, (seconds * RATE, 1e9 * seconds * RATE), (seconds, 1e9 * seconds))
 
 
-def a_calibration(**changes: Any) -> Calibration:
+def a_calibration(**changes):
     curves = {
         name: straight("flops" if name.startswith(("matmul", "attention")) else "bytes")
         for name in NAMES
@@ -69,11 +67,11 @@ def a_calibration(**changes: Any) -> Calibration:
 A_CANDIDATE = Candidate(stage=3, num_shards=2, precision="fp32", transport="point_to_point")
 
 
-def prices(calibration: Calibration | None = None, **changes: Any) -> CalibratedPrices:
+def prices(calibration=None, **changes):
     return CalibratedPrices(calibration or a_calibration(), replace(A_CANDIDATE, **changes))
 
 
-def memory_op(num_bytes: int, num_ops: int, phase: OpPhase = "forward", unit: int = 0) -> Op:
+def memory_op(num_bytes, num_ops, phase="forward", unit=0):
     cost = Cost("memory", "float32", 0, num_bytes, num_ops)
     return Op("compute", Compute((cost,)), unit, phase, 0)
 
@@ -89,18 +87,14 @@ measured = st.lists(
 
 
 @given(measured, sizes, sizes)
-def test_a_larger_operation_never_takes_less(
-    points: list[tuple[float, float]], one: float, other: float
-) -> None:
+def test_a_larger_operation_never_takes_less(points, one, other):
     curve = Curve.through("bytes", points)
     smaller, larger = sorted((one, other))
     assert curve.at(smaller) <= curve.at(larger) * (1 + 1e-12)
 
 
 @given(measured)
-def test_a_curve_passes_through_what_was_measured_but_for_noise_that_made_it_fall(
-    points: list[tuple[float, float]],
-) -> None:
+def test_a_curve_passes_through_what_was_measured_but_for_noise_that_made_it_fall(points):
     curve = Curve.through("bytes", points)
     for size, _ in points:
         later = min(seconds for s, seconds in points if s >= size)
@@ -108,21 +102,19 @@ def test_a_curve_passes_through_what_was_measured_but_for_noise_that_made_it_fal
 
 
 @given(measured, st.floats(1.0, 1e3))
-def test_beyond_its_ends_a_curve_is_constant_and_then_of_constant_rate(
-    points: list[tuple[float, float]], factor: float
-) -> None:
+def test_beyond_its_ends_a_curve_is_constant_and_then_of_constant_rate(points, factor):
     curve = Curve.through("bytes", points)
     assert curve.at(curve.sizes[0] / factor) == curve.seconds[0]
     assert curve.at(curve.sizes[-1] * factor) == pytest.approx(curve.seconds[-1] * factor)
 
 
-def test_between_two_sizes_a_curve_is_straight_in_logarithms() -> None:
+def test_between_two_sizes_a_curve_is_straight_in_logarithms():
     curve = Curve("bytes", (1e3, 1e5), (1.0, 16.0))
     assert curve.at(1e4) == pytest.approx(4.0)
 
 
 # -- files
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "calibration.json"
     write_calibration(a_calibration(), path)
     found = read_calibration(path)
@@ -130,7 +122,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert found.where == str(path)
 
 
-def test_every_number_in_a_file_has_its_unit_in_its_key(tmp_path: Path) -> None:
+def test_every_number_in_a_file_has_its_unit_in_its_key(tmp_path):
     path = tmp_path / "calibration.json"
     write_calibration(a_calibration(), path)
     values = json.loads(path.read_text())
@@ -160,9 +152,7 @@ def test_every_number_in_a_file_has_its_unit_in_its_key(tmp_path: Path) -> None:
         (("curves", "sum", "size_bytes"), [], "curves.sum.sizes: "),
     ],
 )
-def test_a_bad_file_is_refused_by_name_and_key(
-    tmp_path: Path, key: tuple[str, ...], value: Any, part: str
-) -> None:
+def test_a_bad_file_is_refused_by_name_and_key(tmp_path, key, value, part):
     path = tmp_path / "calibration.json"
     write_calibration(a_calibration(), path)
     values = json.loads(path.read_text())
@@ -178,7 +168,7 @@ def test_a_bad_file_is_refused_by_name_and_key(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
-def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_calibration_is_refused(tmp_path, text):
     path = tmp_path / "calibration.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"calibration\.json"):
@@ -189,9 +179,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
 
 # -- prices
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 20))
-def test_a_class_takes_its_operations_times_the_curve_at_their_mean_size(
-    num_bytes: int, num_ops: int
-) -> None:
+def test_a_class_takes_its_operations_times_the_curve_at_their_mean_size(num_bytes, num_ops):
     expected = num_ops * straight("bytes").at(num_bytes / num_ops)
     assert prices().seconds(memory_op(num_bytes, num_ops)) == pytest.approx(expected)
 
@@ -209,7 +197,7 @@ def test_a_class_takes_its_operations_times_the_curve_at_their_mean_size(
         ("reduce", "sum"),
     ],
 )
-def test_each_phase_is_priced_by_its_own_curve(phase: OpPhase, name: str) -> None:
+def test_each_phase_is_priced_by_its_own_curve(phase, name):
     slow = {**a_calibration().curves, name: straight("bytes", 1.0)}
     op = memory_op(1 << 20, 1, phase)
     assert prices(a_calibration(curves=slow)).seconds(op) == 1.0
@@ -220,18 +208,18 @@ def test_each_phase_is_priced_by_its_own_curve(phase: OpPhase, name: str) -> Non
     ("phase", "seconds"),
     [("forward", 1e-3), ("backward", 2e-3), ("recompute", 5e-3), ("loss", 0.0), ("reduce", 0.0)],
 )
-def test_a_pass_of_a_unit_adds_what_the_host_spends_on_it(phase: OpPhase, seconds: float) -> None:
+def test_a_pass_of_a_unit_adds_what_the_host_spends_on_it(phase, seconds):
     of_root, of_unit = (prices().seconds(memory_op(1 << 20, 1, phase, unit)) for unit in (0, 1))
     assert of_unit - of_root == pytest.approx(seconds)
 
 
-def test_a_dtype_that_was_not_measured_is_priced_as_float32() -> None:
+def test_a_dtype_that_was_not_measured_is_priced_as_float32():
     cost = Cost("memory", "int8", 0, 1 << 20, 1)
     op = Op("compute", Compute((cost,)), 0, "forward", 0)
     assert prices().seconds(op) == prices().seconds(memory_op(1 << 20, 1))
 
 
-def test_each_message_beyond_one_per_peer_costs_its_share() -> None:
+def test_each_message_beyond_one_per_peer_costs_its_share():
     one, five = (
         Op("shard", Collective("all_gather", "shard", 1 << 20, 1 << 19, n), 0, "unshard", 0)
         for n in (1, 5)
@@ -239,15 +227,15 @@ def test_each_message_beyond_one_per_peer_costs_its_share() -> None:
     assert prices().seconds(five) - prices().seconds(one) == pytest.approx(4 * 1e-4)
 
 
-def test_an_all_reduce_takes_both_of_its_halves() -> None:
-    def op(kind: Any, num_messages: int) -> Op:
+def test_an_all_reduce_takes_both_of_its_halves():
+    def op(kind, num_messages):
         return Op("shard", Collective(kind, "shard", 1 << 20, 1 << 19, num_messages), 0, "clip", 0)
 
     halves = prices().seconds(op("all_gather", 1)) + prices().seconds(op("reduce_scatter", 1))
     assert prices().seconds(op("all_reduce", 2)) == pytest.approx(halves)
 
 
-def test_what_was_not_measured_is_told_with_the_nearest_name() -> None:
+def test_what_was_not_measured_is_told_with_the_nearest_name():
     op = Op("disk", Transfer("to_host", 1), 0, "offload", 0)
     with pytest.raises(ConfigError, match=r"'to_host' was not measured.*bench --calibrate"):
         prices().seconds(op)
@@ -255,7 +243,7 @@ def test_what_was_not_measured_is_told_with_the_nearest_name() -> None:
         prices(num_shards=3)
 
 
-def test_the_measured_machine_is_a_cluster_whose_ranks_share_its_memory() -> None:
+def test_the_measured_machine_is_a_cluster_whose_ranks_share_its_memory():
     cluster = cluster_of(a_calibration())
     assert cluster.num_ranks == 2
     assert cluster.node.accelerator.memory_bytes == (4 << 30) - (250 << 20)
@@ -263,7 +251,7 @@ def test_the_measured_machine_is_a_cluster_whose_ranks_share_its_memory() -> Non
 
 
 # -- the whole way
-def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path: Path) -> None:
+def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path):
     path = tmp_path / "calibration.json"
     arguments = ("bench", "--calibrate", "--quick", "--ranks", 2, "--output", path)
     done = run_program("shardwise", *arguments, launches=True)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("num_ranks", CELLS)
-def test_peaks_of_composed_runs_are_within_a_percent(num_ranks: int) -> None:
+def test_peaks_of_composed_runs_are_within_a_percent(num_ranks):
     measure = partial(measure_all, traces_all=False)
     for cell in CELLS[num_ranks]:  # by itself, as groups are kept from call to call
         found = [rank[0] for rank in run_ranks(measure, num_ranks, [cell])]

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -40,9 +39,7 @@ def played_in_full(made: Plan, tape: Tape, micro_batches: int) -> float:
 # -- pipelines
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 9])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
-    accumulation: int, stages: int
-) -> None:
+def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(accumulation, stages):
     """Clipping and the optimizer come once; short windows have fewer sums of gradients."""
     made = make_plan(DEEP, num_shards=2, pp=stages, accumulation=accumulation, stage=1)
     through = accumulation + stages - 1
@@ -57,7 +54,7 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_pipeline_gathers_and_reduces_once_a_step_whatever_the_micro_batches(stage: int) -> None:
+def test_a_pipeline_gathers_and_reduces_once_a_step_whatever_the_micro_batches(stage):
     """As its runs do: see tests/interop/test_pipeline_schedules.py."""
     one, four, alone = (
         make_plan(DEEP, num_shards=2, stage=stage, pp=pp, accumulation=num)
@@ -71,7 +68,7 @@ def test_a_pipeline_gathers_and_reduces_once_a_step_whatever_the_micro_batches(s
     assert first == pytest.approx(last, rel=0.01)  # the figures are of one end stage or the other
 
 
-def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
+def test_a_pipelines_memory_is_that_of_its_larger_stage():
     for vocab in (64, 100_000):
         shape = replace(DEEP, vocab=vocab)
         made = make_plan(shape, pp=4, accumulation=8)
@@ -83,7 +80,7 @@ def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
         assert (totals[-1] > totals[0]) == (vocab == 100_000)
 
 
-def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight() -> None:
+def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight():
     """The difference of each stage is what so many more micro-batches keep; logits on the last."""
     model = ShapedModel("deep", DEEP, SEQ)
     cluster = cluster_of_ranks(4)
@@ -107,7 +104,7 @@ def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight() -> No
     assert each[1] == each[2] > 0
 
 
-def test_sends_between_nodes_take_longer_than_inside_one() -> None:
+def test_sends_between_nodes_take_longer_than_inside_one():
     inside = make_plan(DEEP, pp=2, accumulation=4)
     between = make_plan(DEEP, make_cluster("h100", 2, gpus_per_node=1), pp=2, accumulation=4)
     assert between.sends_s > inside.sends_s > 0
@@ -118,22 +115,20 @@ def test_sends_between_nodes_take_longer_than_inside_one() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_flops_are_of_the_whole_model_whatever_the_degrees(stages: int, tensor: int) -> None:
+def test_flops_are_of_the_whole_model_whatever_the_degrees(stages, tensor):
     made = make_plan(DEEP, pp=stages, tp=tensor, accumulation=3)
     whole = make_plan(DEEP, accumulation=3)
     assert made.flops_per_step == pytest.approx(whole.flops_per_step, rel=1e-6)
 
 
-def test_the_stages_of_a_pipeline_have_all_layers_once() -> None:
+def test_the_stages_of_a_pipeline_have_all_layers_once():
     stages = make_model(DEEP).stages(Candidate(pp=3)).values()
     names = [u.name for tape in stages for u in tape.units if u.name.startswith("layers")]
     assert names == [f"layers.{i}" for i in range(8)]
 
 
 @pytest.mark.parametrize(("stages", "dense", "shown"), [(4, 0, {0, 1, 3}), (4, 3, {0, 1, 2, 3})])
-def test_every_stage_that_no_other_is_like_is_planned(
-    stages: int, dense: int, shown: set[int]
-) -> None:
+def test_every_stage_that_no_other_is_like_is_planned(stages, dense, shown):
     """With dense layers first, one in the middle that has experts is the largest."""
     experts = Experts(8, 2, 640, dense_layers=dense)
     shape = replace(DEEP, experts=experts, vocab=64)
@@ -152,7 +147,7 @@ def test_every_stage_that_no_other_is_like_is_planned(
 
 
 # -- tensor and context
-def test_state_is_sharded_and_gradients_reduced_over_context_ranks_too() -> None:
+def test_state_is_sharded_and_gradients_reduced_over_context_ranks_too():
     state = ("param_shards", "grad_shards", "optimizer_state")
     split = make_plan(num_shards=4, cp=2)
     plain = make_plan(num_shards=8)
@@ -166,7 +161,7 @@ def test_state_is_sharded_and_gradients_reduced_over_context_ranks_too() -> None
     assert split.tokens_per_step == 4 * SEQ
 
 
-def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
+def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed():
     made = make_plan(num_shards=2, tp=2, cp=2, accumulation=5)
     sent, num = made.played.program.sent_bytes, made.played.program.num_collectives
     # Two all-reduces forward and two backward, each 2 (t - 1) / t of the part of the stream.
@@ -179,7 +174,7 @@ def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
     assert not make_plan(num_shards=2).model_parallel_s
 
 
-def test_ways_of_attention_are_priced_by_what_they_send() -> None:
+def test_ways_of_attention_are_priced_by_what_they_send():
     """Fewer bytes by heads than gathered, for many key heads; a ring sends gradients in float32."""
     shape = replace(SHAPE, heads=8, kv_heads=8, head_dim=SHAPE.dim // 8)
     methods = ("gather", "heads", "ring")
@@ -207,15 +202,13 @@ def test_ways_of_attention_are_priced_by_what_they_send() -> None:
         ({"cp": 64, "cp_method": "ring"}, ["cp=64", "2 x cp", "64 tokens", "gather"]),
     ],
 )
-def test_a_degree_that_the_shape_cannot_have_is_refused(
-    degrees: dict[str, int], words: list[str]
-) -> None:
+def test_a_degree_that_the_shape_cannot_have_is_refused(degrees, words):
     with pytest.raises(ConfigError) as error:
         make_plan(**degrees)
     assert all(word in str(error.value) for word in words)
 
 
-def test_key_heads_may_be_fewer_than_tensor_ranks_and_a_vocabulary_is_padded() -> None:
+def test_key_heads_may_be_fewer_than_tensor_ranks_and_a_vocabulary_is_padded():
     made = make_plan(replace(SHAPE, kv_heads=2, vocab=321), tp=4)
     table = next(iter(make_model(replace(SHAPE, vocab=321)).tape(made.candidate).units[0].params))
     assert table.shape[0] == 81
@@ -224,7 +217,7 @@ def test_key_heads_may_be_fewer_than_tensor_ranks_and_a_vocabulary_is_padded() -
 
 
 # -- long windows
-def test_a_long_window_says_how_much_of_it_was_simulated() -> None:
+def test_a_long_window_says_how_much_of_it_was_simulated():
     made = make_plan(num_shards=4, accumulation=16)
     time = plan_facts(made)["time"]
     assert (time["num_simulated_micro_batches"], time["num_micro_batches"]) == (3, 16)
@@ -243,7 +236,7 @@ def test_a_long_window_says_how_much_of_it_was_simulated() -> None:
         {"num_shards": 2, "tp": 2, "pp": 3},
     ],
 )
-def test_the_lines_of_the_time_table_add_up(settings: dict[str, Any]) -> None:
+def test_the_lines_of_the_time_table_add_up(settings):
     made = make_plan(**settings)
     rows = time_rows(made)
     seconds = {row.name: row.seconds for row in rows if not row.is_part}
@@ -263,9 +256,7 @@ def test_the_lines_of_the_time_table_add_up(settings: dict[str, Any]) -> None:
 
 
 # -- the simulate command
-def test_simulate_says_how_much_was_simulated_everywhere(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_says_how_much_was_simulated_everywhere(tmp_path, capsys):
     trace = tmp_path / "trace.json"
     flags = ["--ranks", "16", "--accumulation", "16", "--tp", "2"]
     assert run_simulate(["llama-3-8b", *flags, "--trace", str(trace)]) == 0
@@ -274,7 +265,7 @@ def test_simulate_says_how_much_was_simulated_everywhere(
     assert (about["num_simulated_micro_batches"], about["num_micro_batches"]) == (3, 16)
 
 
-def test_positions_beside_an_embedding_that_is_a_unit_are_reduced_once_a_step() -> None:
+def test_positions_beside_an_embedding_that_is_a_unit_are_reduced_once_a_step():
     """The embedding's backward writes their gradient, which is the root's."""
     model = make_model(gpt_shape(4, 64, 4, 4096, positions=SEQ))
     moved = set()
@@ -287,14 +278,14 @@ def test_positions_beside_an_embedding_that_is_a_unit_are_reduced_once_a_step() 
     assert len(moved) == 1
 
 
-def test_all_devices_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_devices_may_fail(capsys):
     for degrees in ("", "--tp 4 --pp 2 --accumulation 2"):
         arguments = f"llama-3-8b --ranks 64 {degrees} --mtbf-hours 8000 --json"
         assert run_simulate(arguments.split()) == 0
         assert json.loads(capsys.readouterr().out)["goodput"]["mtbf_s"] == 8000 * 3600 / 64
 
 
-def test_a_save_takes_what_the_hosts_link_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_takes_what_the_hosts_link_takes(capsys):
     found = []
     for gpu in ("a100", "gh200"):  # PCIe 4 beside NVLink-C2C
         arguments = f"llama-3-8b --ranks 8 --gpu {gpu} --tp 2 --mtbf-hours 1000"

@@ -83,7 +83,7 @@ def told_to_the_schedule(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_tape_has_the_visits_that_the_engine_tells_its_schedule_of(num_ranks: int) -> None:
+def test_a_tape_has_the_visits_that_the_engine_tells_its_schedule_of(num_ranks):
     """Embeddings and heads as large as a layer are units; experts begin with their layer."""
     runs: list[dict[str, Any]] = [
         {"ep": num_ranks},
@@ -117,7 +117,7 @@ def tape_of(shape: DecoderShape, **settings: int) -> Tape:
 
 
 @pytest.mark.parametrize("ep", [1, 2, 8])
-def test_all_ranks_of_an_expert_group_have_the_whole_model(ep: int) -> None:
+def test_all_ranks_of_an_expert_group_have_the_whole_model(ep):
     tape = tape_of(MIXED, num_shards=8, ep=ep)
     spread = [u for u in tape.units if u.experts_over is not None]
     experts = sum(torch.Size(p.shape).numel() for u in spread for p in u.params)
@@ -126,7 +126,7 @@ def test_all_ranks_of_an_expert_group_have_the_whole_model(ep: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (1, 4), (4, 2)])
-def test_flops_are_of_the_whole_model_whatever_the_expert_degree(tp: int, ep: int) -> None:
+def test_flops_are_of_the_whole_model_whatever_the_expert_degree(tp, ep):
     """Without ``ep`` ranks of one tensor group compute the same experts, which counts once."""
     shape = replace(MIXED, heads=4, kv_heads=4)
     split = make_plan(shape, num_shards=4, tp=tp, ep=ep)
@@ -135,7 +135,7 @@ def test_flops_are_of_the_whole_model_whatever_the_expert_degree(tp: int, ep: in
     assert split.tokens_per_step == 4 * SEQ
 
 
-def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them() -> None:
+def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them():
     """By the formula: three lines as wide as an expert and two of the stream's, for each choice."""
     routed = 2 * (3 * 96 + 2 * MIXED.dim) * SEQ * 2
     kept = [
@@ -148,7 +148,7 @@ def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them() -
     assert shared == routed // 2
 
 
-def test_first_layers_without_experts_are_planned_without() -> None:
+def test_first_layers_without_experts_are_planned_without():
     layers = [
         tape_of(replace(MIXED, experts=replace(MIXED.experts, dense_layers=n)))
         for n in range(4)
@@ -163,7 +163,7 @@ def test_first_layers_without_experts_are_planned_without() -> None:
 
 
 # -- what it tells
-def test_a_plan_tells_the_expert_degree_its_tokens_and_what_it_assumes() -> None:
+def test_a_plan_tells_the_expert_degree_its_tokens_and_what_it_assumes():
     made = make_plan(MIXED, num_shards=4, ep=4, accumulation=5)
     assert "expert 4" in made.label
     rows = SEQ * 2 * 3 // 4 * MIXED.dim * 2  # of two choices three of four are away; bf16
@@ -188,9 +188,7 @@ def test_a_plan_tells_the_expert_degree_its_tokens_and_what_it_assumes() -> None
         ({"num_shards": 4, "tp": 3}, "tp=3: expected a divisor of the model's 4 heads"),
     ],
 )
-def test_an_expert_degree_that_does_not_fit_is_refused(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_an_expert_degree_that_does_not_fit_is_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         make_plan(MIXED, **settings)
     with pytest.raises(ConfigError, match="ep=2: expected a divisor of the model's experts, and"):
@@ -210,9 +208,7 @@ def test_an_expert_degree_that_does_not_fit_is_refused(
         ({"ranks": 6, "ep": 2}, "ep=2: expected a divisor of the model's experts, and it has none"),
     ],
 )
-def test_a_flag_that_does_not_fit_is_told(
-    flags: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flag_that_does_not_fit_is_told(flags, words, capsys):
     given = [f"--{name}={value}" for name, value in flags.items()]
     model = [] if "params" in flags else ["llama-3-8b"]
     assert run_plan([*model, *given]) != 0
@@ -220,7 +216,7 @@ def test_a_flag_that_does_not_fit_is_told(
 
 
 # -- time
-def test_tokens_that_leave_the_node_take_longer() -> None:
+def test_tokens_that_leave_the_node_take_longer():
     node = make_cluster("h100", 16).node
     inside, between = Group(8, 8, 1), Group(16, 8, 2)
     one = all_to_all_seconds(7 << 20, inside, node)
@@ -233,7 +229,7 @@ def test_tokens_that_leave_the_node_take_longer() -> None:
     assert seconds[0] < seconds[1] < seconds[2]
 
 
-def test_expert_groups_are_placed_as_the_axes_are() -> None:
+def test_expert_groups_are_placed_as_the_axes_are():
     """``ep`` are neighbours, and those that have the same experts lie so many ranks apart."""
     cluster = make_cluster("h100", 32)
     groups = Prices(cluster, Candidate(num_shards=4, num_replicas=2, cp=2, tp=2, ep=8)).groups
@@ -245,7 +241,7 @@ def test_expert_groups_are_placed_as_the_axes_are() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_stragglers_and_links_slow_a_step_with_experts(stage: int) -> None:
+def test_stragglers_and_links_slow_a_step_with_experts(stage):
     candidate = Candidate(stage=stage, num_shards=4, num_replicas=2, ep=2, accumulation=2)
     model, cluster = make_model(MIXED), cluster_of_ranks(8)
 
@@ -260,7 +256,7 @@ def test_stragglers_and_links_slow_a_step_with_experts(stage: int) -> None:
 
 
 # -- search, and what is written
-def test_a_search_keeps_the_expert_degree_and_says_where_it_does_not_fit() -> None:
+def test_a_search_keeps_the_expert_degree_and_says_where_it_does_not_fit():
     space = Space(
         Candidate(ep=8), stages=(3,), micro_batches=(1,), degrees=((1, 1, 1), (1, 2, 1), (2, 1, 1))
     )
@@ -270,13 +266,13 @@ def test_a_search_keeps_the_expert_degree_and_says_where_it_does_not_fit() -> No
     assert any("ep=8: expected a divisor of dp_shard x cp x tp" in why for why in result.reasons)
 
 
-def test_a_shape_with_experts_is_that_of_a_run() -> None:
+def test_a_shape_with_experts_is_that_of_a_run():
     config_of_shape = run_of_shape(MIXED, SEQ)
     assert config_of_shape is not None
     assert config_of_shape.shape(MIXED.vocab) == MIXED
 
 
-def test_a_search_for_a_run_fills_pipelines_or_says_why_not() -> None:
+def test_a_search_for_a_run_fills_pipelines_or_says_why_not():
     model, cluster = make_model(replace(SHAPE, layers=4)), cluster_of_ranks(4)
     space = Space(
         Candidate(), stages=(1,), micro_batches=(1, 4), degrees=((1, 4, 1),), fills_pipelines=True
@@ -288,9 +284,7 @@ def test_a_search_for_a_run_fills_pipelines_or_says_why_not() -> None:
     assert words in result.reasons
 
 
-def test_a_searched_and_written_pipeline_can_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_searched_and_written_pipeline_can_run(tmp_path, capsys):
     planned = tmp_path / "planned.yaml"
     words = "demo --ranks 2 --search --tp 1 --pp 2 --cp 1 --stage 1 --micro-batch 1 --write"
     assert run_plan([*words.split(), str(planned)]) == 0
@@ -316,7 +310,7 @@ def config_file(folder: Path) -> Path:
     return path
 
 
-def test_a_config_with_experts_is_one_model_whatever_the_expert_degree(tmp_path: Path) -> None:
+def test_a_config_with_experts_is_one_model_whatever_the_expert_degree(tmp_path):
     """Each has the activations of the same layers: spread or not, as many rows come as go."""
     path = str(config_file(tmp_path))
     setups = [set_up(path, PlanRequest(ranks=4, ep=ep, seq=SEQ)) for ep in (1, 2, 4)]
@@ -331,7 +325,7 @@ def test_a_config_with_experts_is_one_model_whatever_the_expert_degree(tmp_path:
     assert len({sum(e.flops for e in [tape]) for tape in tapes}) == 1
 
 
-def test_a_written_pipeline_of_a_config_with_experts_can_run(tmp_path: Path) -> None:
+def test_a_written_pipeline_of_a_config_with_experts_can_run(tmp_path):
     """Stages hand on no auxiliary loss: experts are balanced by biases, unless a file decides."""
     planned, start = tmp_path / "planned.yaml", tmp_path / "start.yaml"
     words = ["--ranks", "4", "--pp", "2", "--accumulation", "2", "--write", str(planned)]
@@ -347,7 +341,7 @@ def test_a_written_pipeline_of_a_config_with_experts_can_run(tmp_path: Path) -> 
     assert run_plan([str(start), *words]) != 0
 
 
-def test_every_rank_of_a_tensor_group_scores_all_tokens() -> None:
+def test_every_rank_of_a_tensor_group_scores_all_tokens():
     """A larger router costs as much on each rank of a tensor group as on one alone."""
 
     def flops(num: int, tp: int) -> int:
@@ -357,20 +351,20 @@ def test_every_rank_of_a_tensor_group_scores_all_tokens() -> None:
     assert flops(16, 2) - flops(8, 2) == flops(16, 1) - flops(8, 1) > 0
 
 
-def test_padding_is_told_with_the_ranks_that_share_rows() -> None:
+def test_padding_is_told_with_the_ranks_that_share_rows():
     made = make_plan(MIXED, num_shards=4, cp=2, tp=2, ep=2)
     (note,) = padding_notes(made)
     assert "do not divide by 8, and experts by 8, cost" in note
     assert made.candidate.expert_shards == 8
 
 
-def test_a_search_refuses_an_expert_degree_that_fits_nothing_before_it_plays() -> None:
+def test_a_search_refuses_an_expert_degree_that_fits_nothing_before_it_plays():
     space = Space(Candidate(ep=3), degrees=((1, 1, 1), (1, 2, 1), (2, 1, 1)))
     with pytest.raises(ConfigError, match="ep=3: expected a divisor of the model's 8 experts"):
         search(make_model(MIXED), cluster_of_ranks(24), space, progress=pytest.fail)
 
 
-def test_a_search_varies_prefetch_where_context_or_expert_ranks_share_state() -> None:
+def test_a_search_varies_prefetch_where_context_or_expert_ranks_share_state():
     """One shard alone has peers in a context group, and experts in a tensor group."""
     for degrees, ep in (((1, 1, 4), 1), ((4, 1, 1), 2)):
         space = Space(Candidate(ep=ep), stages=(3,), micro_batches=(1,), degrees=(degrees,))

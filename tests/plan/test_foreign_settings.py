@@ -1,14 +1,12 @@
 """DeepSpeed and accelerate files read for planning: planned, ignored with a reason, or refused."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.interop.foreign_keys import Report
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 
 ZERO3_OFFLOAD: dict[str, Any] = {
@@ -32,23 +30,23 @@ ZERO3_OFFLOAD: dict[str, Any] = {
 }
 
 
-def write_json(folder: Path, content: Any) -> Path:
+def write_json(folder, content):
     path = folder / "ds.json"
     path.write_text(json.dumps(content))
     return path
 
 
-def unused(report: Report) -> dict[str, str]:
+def unused(report):
     return report.ignored | report.auto
 
 
-def write_yaml(folder: Path, text: str) -> Path:
+def write_yaml(folder, text):
     path = folder / "accelerate.yaml"
     path.write_text(text)
     return path
 
 
-def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path: Path) -> None:
+def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path):
     values, _ = read_deepspeed(write_json(tmp_path, ZERO3_OFFLOAD))
     assert values == {
         "stage": 3,
@@ -62,7 +60,7 @@ def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path: Path
     }
 
 
-def test_quantized_weights_and_gradients_are_planned(tmp_path: Path) -> None:
+def test_quantized_weights_and_gradients_are_planned(tmp_path):
     block = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "stage": 3}
     assert read_deepspeed(write_json(tmp_path, {"zero_optimization": block}))[0] == {
         "precision": "fp32",
@@ -72,7 +70,7 @@ def test_quantized_weights_and_gradients_are_planned(tmp_path: Path) -> None:
     }
 
 
-def test_every_key_is_planned_or_listed_with_a_reason(tmp_path: Path) -> None:
+def test_every_key_is_planned_or_listed_with_a_reason(tmp_path):
     _, report = read_deepspeed(write_json(tmp_path, ZERO3_OFFLOAD))
     assert set(unused(report)) == {
         "gradient_clipping",
@@ -87,7 +85,7 @@ def test_every_key_is_planned_or_listed_with_a_reason(tmp_path: Path) -> None:
     assert all(unused(report).values())
 
 
-def test_auto_is_left_to_the_flags(tmp_path: Path) -> None:
+def test_auto_is_left_to_the_flags(tmp_path):
     content = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
     values, report = read_deepspeed(write_json(tmp_path, content))
     assert "micro_batch" not in values
@@ -104,9 +102,7 @@ def test_auto_is_left_to_the_flags(tmp_path: Path) -> None:
         ([1], "expected an object"),
     ],
 )
-def test_what_cannot_be_read_names_file_and_key_as_for_a_run(
-    tmp_path: Path, content: Any, named: str
-) -> None:
+def test_what_cannot_be_read_names_file_and_key_as_for_a_run(tmp_path, content, named):
     path = write_json(tmp_path, content)
     with pytest.raises(ConfigError, match=named) as raised:
         read_deepspeed(path)
@@ -155,15 +151,15 @@ MESH = "num_processes: 8\nparallelism_config:\n" + "".join(
     ],
 )  # fmt: skip
 def test_an_accelerate_file_gives_stage_ranks_and_replicas(
-    text: str, planned: dict[str, Any], unused_key: str | None, remedy: str, tmp_path: Path
-) -> None:
+    text, planned, unused_key, remedy, tmp_path
+):
     values, report = read_accelerate(write_yaml(tmp_path, text))
     assert values == planned
     if unused_key is not None:
         assert remedy in unused(report)[unused_key]
 
 
-def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path: Path) -> None:
+def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path):
     write_json(tmp_path, ZERO3_OFFLOAD)
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
     values, _ = read_accelerate(write_yaml(tmp_path, text))
@@ -171,9 +167,7 @@ def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path: Path) -> No
     assert values["offload"] == Offload("nvme", None, "cpu", 0.3)
 
 
-def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(
-    tmp_path: Path,
-) -> None:
+def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(tmp_path):
     content = {"_comment": "for the big machine", "zero_optimization": {"stage": "auto"}}
     values, report = read_deepspeed(write_json(tmp_path, content))
     assert "stage" not in values
@@ -181,7 +175,7 @@ def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(
     assert unused(report)["_comment"] == "a comment"
 
 
-def test_a_named_deepspeed_file_decides_the_stage_even_by_saying_nothing(tmp_path: Path) -> None:
+def test_a_named_deepspeed_file_decides_the_stage_even_by_saying_nothing(tmp_path):
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
     for content, stage in (({}, 0), ({"zero_optimization": {"stage": 1}}, 1)):
         write_json(tmp_path, content)
@@ -192,9 +186,7 @@ def test_a_named_deepspeed_file_decides_the_stage_even_by_saying_nothing(tmp_pat
     ("fp16", "bf16", "precision"),
     [("auto", "auto", None), (False, "auto", None), ("auto", True, "bf16"), (False, False, "fp32")],
 )
-def test_a_precision_left_to_the_flags_is_not_fp32(
-    tmp_path: Path, fp16: object, bf16: object, precision: str | None
-) -> None:
+def test_a_precision_left_to_the_flags_is_not_fp32(tmp_path, fp16, bf16, precision):
     content = {
         "fp16": {"enabled": fp16},
         "bf16": {"enabled": bf16},
@@ -207,7 +199,7 @@ def test_a_precision_left_to_the_flags_is_not_fp32(
     assert unused(report).keys() == {key for key, value in listed.items() if value == "auto"}
 
 
-def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path: Path) -> None:
+def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path):
     content = {"activation_checkpointing": {"partition_activations": True}}
     values, report = read_deepspeed(write_json(tmp_path, content))
     assert "activation_checkpointing" not in values
@@ -215,7 +207,7 @@ def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["'false'", "'False'", "false"])
-def test_a_flag_in_quotes_is_a_flag(tmp_path: Path, text: str) -> None:
+def test_a_flag_in_quotes_is_a_flag(tmp_path, text):
     keys = ("fsdp_activation_checkpointing", "fsdp_offload_params", "fsdp_reshard_after_forward")
     lines = "".join(f"  {key}: {text}\n" for key in keys)
     values, _ = read_accelerate(write_yaml(tmp_path, f"fsdp_config:\n{lines}"))
@@ -248,6 +240,6 @@ def test_a_flag_in_quotes_is_a_flag(tmp_path: Path, text: str) -> None:
         ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHRD\n", "did you mean 'FULL_SHARD'"),
     ],
 )
-def test_a_bad_accelerate_file_names_the_key(tmp_path: Path, text: str, named: str) -> None:
+def test_a_bad_accelerate_file_names_the_key(tmp_path, text, named):
     with pytest.raises(ConfigError, match=named):
         read_accelerate(write_yaml(tmp_path, text))

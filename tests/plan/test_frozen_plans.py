@@ -75,12 +75,12 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def name_of(cell: tuple[str, dict[str, Any]]) -> str:
+def name_of(cell):
     model, settings = cell
     return " ".join([model, *(f"{key}={value}" for key, value in settings.items())])
 
 
-def figures_of(cell: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+def figures_of(cell):
     """Plan a cell; return its figures but for those that are 0."""
     name, settings = cell
     shape: DecoderShape = SHAPES[name] if name in SHAPES else find_preset(name).shape
@@ -102,12 +102,12 @@ def figures_of(cell: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def above_0(figures: dict[str, int]) -> dict[str, int]:
+def above_0(figures):
     return {name: figure for name, figure in figures.items() if figure}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_a_plan_has_the_figures_that_it_had(cell: tuple[str, dict[str, Any]]) -> None:
+def test_a_plan_has_the_figures_that_it_had(cell):
     frozen = json.loads(FIGURES.read_text())[name_of(cell)]
     figures = figures_of(cell)
     assert figures.pop("step_s") == pytest.approx(frozen.pop("step_s"), rel=1e-12)

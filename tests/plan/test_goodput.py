@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.plan.timing.scaling import (
-    Goodput,
     best_interval_s,
     expected_goodput,
     young_interval_s,
@@ -29,11 +27,11 @@ class SimulatedRun:
     lost_steps: int
 
 
-def goodput(step_s: float, **changed: float) -> Goodput:
+def goodput(step_s, **changed):
     return expected_goodput(step_s, **CLUSTER | changed)
 
 
-def simulate_failures(step_s: float, num_steps: int, **changed: float) -> SimulatedRun:
+def simulate_failures(step_s, num_steps, **changed):
     """Play a run with failures at random moments: the beginning and every interval are saved."""
     given = CLUSTER | changed
     every = max(1, round(given["interval_s"] / step_s))
@@ -65,9 +63,7 @@ def simulate_failures(step_s: float, num_steps: int, **changed: float) -> Simula
     ("mtbf_s", "interval_s", "stall_s"),
     [(10_000, 900, 12), (10_000, 900, 60), (1700, 300, 5), (70_000, 7200, 100)],
 )
-def test_the_expectation_agrees_with_a_run_played_failure_by_failure(
-    mtbf_s: float, interval_s: float, stall_s: float
-) -> None:
+def test_the_expectation_agrees_with_a_run_played_failure_by_failure(mtbf_s, interval_s, stall_s):
     given = {"mtbf_s": mtbf_s, "interval_s": interval_s, "stall_s": stall_s}
     expected = goodput(10.0, **given)
     played = simulate_failures(10.0, num_steps=3_000_000, **given)
@@ -77,7 +73,7 @@ def test_the_expectation_agrees_with_a_run_played_failure_by_failure(
     assert work_per_failure > expected.lost_steps_per_failure
 
 
-def test_lost_steps_are_half_an_interval() -> None:
+def test_lost_steps_are_half_an_interval():
     given = {"mtbf_s": 200_000.0, "interval_s": 1000.0, "stall_s": 0.0}
     expected = goodput(1.0, **given)
     assert expected.lost_steps_per_failure == 500
@@ -86,7 +82,7 @@ def test_lost_steps_are_half_an_interval() -> None:
     assert lost == pytest.approx(expected.lost_steps_per_failure, rel=0.05)
 
 
-def test_young_is_the_first_order_of_the_best_interval() -> None:
+def test_young_is_the_first_order_of_the_best_interval():
     assert young_interval_s(50, 10_000) == 1000
     for mtbf_s in (1e4, 1e6, 1e8):
         young, best = young_interval_s(60, mtbf_s), best_interval_s(60, mtbf_s)
@@ -95,10 +91,8 @@ def test_young_is_the_first_order_of_the_best_interval() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(400, 1e8), st.floats(1, 100), st.floats(0, 600), st.floats(0.1, 10))
-def test_no_interval_beats_the_best_one(
-    mtbf_s: float, stall_s: float, back_s: float, times: float
-) -> None:
-    def at(interval_s: float) -> Goodput:
+def test_no_interval_beats_the_best_one(mtbf_s, stall_s, back_s, times):
+    def at(interval_s):
         times_s = {"mtbf_s": mtbf_s, "back_s": back_s, "stall_s": stall_s}
         return goodput(0.001, interval_s=interval_s, **times_s)
 
@@ -109,9 +103,7 @@ def test_no_interval_beats_the_best_one(
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(40, 1e8), st.floats(60, 7200), st.floats(0, 30))
-def test_more_failures_and_longer_restarts_never_help(
-    mtbf_s: float, interval_s: float, stall_s: float
-) -> None:
+def test_more_failures_and_longer_restarts_never_help(mtbf_s, interval_s, stall_s):
     given = {"interval_s": interval_s, "stall_s": stall_s}
     made = goodput(10.0, mtbf_s=mtbf_s, **given)
     assert made.fraction + made.checkpoint_fraction + made.failure_fraction == pytest.approx(1)
@@ -120,18 +112,18 @@ def test_more_failures_and_longer_restarts_never_help(
     assert goodput(10.0, mtbf_s=mtbf_s, **given | {"back_s": 500.0}).fraction <= made.fraction
 
 
-def test_a_cluster_that_does_not_fail_loses_only_the_stalls() -> None:
+def test_a_cluster_that_does_not_fail_loses_only_the_stalls():
     given = {"mtbf_s": 1e18, "interval_s": 90.0, "stall_s": 10.0}
     assert goodput(1.0, **given).fraction == pytest.approx(0.9)
     played = simulate_failures(1.0, num_steps=9000, **given)
     assert (played.num_failures, played.lost_steps, played.wall_s) == (0, 0, 10_000)
 
 
-def test_a_cluster_that_always_fails_makes_no_progress() -> None:
+def test_a_cluster_that_always_fails_makes_no_progress():
     assert goodput(10.0, mtbf_s=0.001).fraction == 0
 
 
-def test_the_interval_is_whole_steps() -> None:
+def test_the_interval_is_whole_steps():
     assert goodput(7.0).steps_per_checkpoint == 129
     assert goodput(5000.0).steps_per_checkpoint == 1
     assert goodput(7.0, mtbf_s=1.0).best_interval_s == 7
@@ -141,7 +133,7 @@ def test_the_interval_is_whole_steps() -> None:
     ("times", "name"),
     [({"mtbf_s": 0.0}, "mtbf_s=0"), ({"interval_s": -1.0}, "interval_s"), ({"back_s": -1}, "back")],
 )
-def test_times_that_cannot_be_are_refused(times: dict[str, Any], name: str) -> None:
+def test_times_that_cannot_be_are_refused(times, name):
     with pytest.raises(ConfigError, match=name):
         goodput(1.0, **times)
     with pytest.raises(ConfigError, match="step_s=0"):

@@ -17,7 +17,7 @@ from shardwise.plan.machine.pricing import common_efficiencies, family_efficienc
 GIB = 1 << 30
 
 
-def test_every_figure_of_the_catalogue_has_a_source() -> None:
+def test_every_figure_of_the_catalogue_has_a_source():
     entries = [
         *accelerators().values(),
         *links().values(),
@@ -28,7 +28,7 @@ def test_every_figure_of_the_catalogue_has_a_source() -> None:
     assert all(len(each.source) > 10 for each in entries)
 
 
-def test_the_accelerators_of_the_published_runs_are_there() -> None:
+def test_the_accelerators_of_the_published_runs_are_there():
     """The names as benchmarks/data prints them."""
     names = """A100-40GB A100-80GB A10G A6000 A800-80GB B200 GB200 GB300 GH200-96GB H100-80GB
     H100-96GB-HBM2e-500W H200-141GB MI300X RTX3090-24GB RTX4070Ti-SUPER-16GB RTX4090 RTX4090-24GB
@@ -55,17 +55,17 @@ def test_the_accelerators_of_the_published_runs_are_there() -> None:
         ("tpu v5p", "TPUv5p"),
     ],
 )
-def test_an_accelerator_is_found_however_it_is_written(written: str, meant: str) -> None:
+def test_an_accelerator_is_found_however_it_is_written(written, meant):
     assert find_accelerator(written).name == meant
 
 
 @pytest.mark.parametrize("name", [*accelerators()])
-def test_every_accelerator_is_found_by_its_own_name(name: str) -> None:
+def test_every_accelerator_is_found_by_its_own_name(name):
     assert find_accelerator(name) is accelerators()[name]
     assert find_accelerator(name.lower()) is accelerators()[name]
 
 
-def test_every_link_and_host_is_found_by_its_own_name() -> None:
+def test_every_link_and_host_is_found_by_its_own_name():
     assert all(find_link(name) is links()[name] for name in links())
     assert all(find_host(name) is hosts()[name] for name in hosts())
     assert find_link("NVLink 4").name == "nvlink4"
@@ -82,20 +82,18 @@ def test_every_link_and_host_is_found_by_its_own_name() -> None:
         (find_host, "dgx-a101", "dgx-a100"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(find, written: str, nearest: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_unknown_name_is_refused_with_the_nearest(find, written, nearest):
     with pytest.raises(ConfigError, match=f"{written}.*{nearest}"):
         find(written)
 
 
-def test_a_driver_reports_less_than_the_card_is_sold_as_and_matmuls_reach_less_than_the_peak() -> (
-    None
-):
+def test_a_driver_reports_less_than_the_card_is_sold_as_and_matmuls_reach_less_than_the_peak():
     for each in accelerators().values():
         assert 0.9 <= each.memory_bytes / each.nominal_memory_bytes <= 1
         assert all(0.5 < rate / each.peak[dtype] < 1 for dtype, rate in each.matmul.items())
 
 
-def test_figures_are_those_that_were_published() -> None:
+def test_figures_are_those_that_were_published():
     h100, a100 = find_accelerator("H100"), find_accelerator("A100")
     assert (h100.peak_flops("bf16"), h100.matmul["bfloat16"]) == (989e12, 794.5e12)
     assert (a100.peak_flops("bfloat16"), a100.matmul["bfloat16"]) == (312e12, 271.2e12)
@@ -107,7 +105,7 @@ def test_figures_are_those_that_were_published() -> None:
     assert find_link("nvlink3").bandwidth_bytes_per_s == 300e9
 
 
-def test_a_dtype_without_units_runs_in_float32_or_is_refused() -> None:
+def test_a_dtype_without_units_runs_in_float32_or_is_refused():
     v100 = find_accelerator("V100")
     assert v100.peak_flops("bf16") is None
     assert v100.flops_per_s("bf16") == v100.flops_per_s("fp32")
@@ -129,12 +127,12 @@ def test_a_dtype_without_units_runs_in_float32_or_is_refused() -> None:
         ({"num_gpus": 8, "network": "pigeon"}, "link 'pigeon'"),
     ],
 )
-def test_a_cluster_of_nonsense_is_refused(settings: dict[str, object], message: str) -> None:
+def test_a_cluster_of_nonsense_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        make_cluster("H100", **settings)  # type: ignore[arg-type]
+        make_cluster("H100", **settings)
 
 
-def test_the_figures_of_the_catalogue_can_be() -> None:
+def test_the_figures_of_the_catalogue_can_be():
     for each in (*accelerators().values(), *links().values(), *hosts().values()):
         for name, figure in vars(each).items():
             if type(figure) in (float, int) and not name.endswith("latency_s"):
@@ -147,7 +145,7 @@ def test_the_figures_of_the_catalogue_can_be() -> None:
         assert times == sorted(times), link.name
 
 
-def test_what_is_not_given_is_as_such_machines_are_built() -> None:
+def test_what_is_not_given_is_as_such_machines_are_built():
     cluster = make_cluster("H100", 64)
     assert (cluster.num_nodes, cluster.num_ranks) == (8, 64)
     assert cluster.node.intra.name == "nvlink4"

@@ -18,7 +18,6 @@ from shardwise.homes import folders_of
 from shardwise.offload.home import Home
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tracing import trace
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 
 WIDTH, DEPTH, ROWS = 1024, 12, 2
@@ -31,20 +30,20 @@ PLACES = [
 ]
 
 
-def make_model() -> nn.Module:
+def make_model():
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+def loss_of(model, batch):
     found: Tensor = model(batch).square().mean()
     return found
 
 
-def make_batch() -> Tensor:
+def make_batch():
     return torch.ones(ROWS, WIDTH)
 
 
-def planned(place: Offload) -> Played:
+def planned(place):
     candidate = Candidate(
         precision="fp32",
         micro_batch=ROWS,
@@ -56,7 +55,7 @@ def planned(place: Offload) -> Played:
     return play(trace(make_model(), make_batch, loss_of, name="model", **sizes), candidate)
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     """Return the memory that this process has for itself: neither files nor what is shared."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is freed is given back
@@ -65,7 +64,7 @@ def anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def train(place: Offload) -> tuple[Any, Any]:
+def train(place):
     with torch.device("meta"):
         plain = make_model()
     model: Any = shard(plain, units=nn.Linear, offload=place)
@@ -78,7 +77,7 @@ def train(place: Offload) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def held(model: nn.Module, optimizer: Any) -> int:
+def held(model, optimizer):
     """Return what buffers of files and state on the host take."""
     homes = [unit.home for unit in engine_of(model).units if unit.home is not None]
     disks = {disk for home in homes for disk in vars(home.files).values() if disk is not None}
@@ -90,7 +89,7 @@ def held(model: nn.Module, optimizer: Any) -> int:
     return found
 
 
-def measure(rank: int, world_size: int, place: Offload, folder: Path) -> tuple[int, int]:
+def measure(rank, world_size, place, folder):
     """Return the bytes of host memory as counted, and what the process grew by."""
     where = f"nvme:{folder}"
     names = [n for n in ("params", "grads", "optimizer") if folders_of(getattr(place, n))]
@@ -98,11 +97,11 @@ def measure(rank: int, world_size: int, place: Offload, folder: Path) -> tuple[i
     made: list[int] = []
     locked, memory = HostTime.locked_memory, Home.memory
 
-    def locked_memory(time: Any, num_bytes: int) -> Any:
+    def locked_memory(time, num_bytes):
         made.append(num_bytes)
         return locked(time, num_bytes)
 
-    def home_memory(home: Any, numel: int, dtype: torch.dtype) -> Any:
+    def home_memory(home, numel, dtype):
         made.append(numel * dtype.itemsize)
         return memory(home, numel, dtype)
 
@@ -118,9 +117,7 @@ def measure(rank: int, world_size: int, place: Offload, folder: Path) -> tuple[i
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_takes_the_host_memory_of_its_plan_and_five_per_cent_at_most(
-    place: Offload, tmp_path: Path
-) -> None:
+def test_a_run_takes_the_host_memory_of_its_plan_and_five_per_cent_at_most(place, tmp_path):
     played = planned(place)
     [(counted, grown)] = run_ranks(measure, 1, place, tmp_path, fresh=True)
     assert played.host.total <= counted <= 1.05 * played.host.total

@@ -16,12 +16,11 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import Tape, Visit
+from shardwise.plan.model.tape import Visit
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.planning import plan
 from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.sizes import PRECISIONS
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Transfer
 from shardwise.train.config import TrainConfig
@@ -31,12 +30,12 @@ BLOCKS, DIM, SEQ, VOCAB, ROWS = 5, 32, 16, 64, 2
 HOST = Offload(activations="cpu")
 
 
-def decoder() -> nn.Module:
+def decoder():
     sizes: dict[str, Any] = {"dim": DIM, "layers": BLOCKS, "heads": 2, "seq": SEQ, "vocab": VOCAB}
     return Decoder(TrainConfig(data="-", activation_checkpointing=True, **sizes), VOCAB)
 
 
-def llama() -> nn.Module:
+def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": DIM, "intermediate_size": 48, "vocab_size": VOCAB}
@@ -47,17 +46,17 @@ def llama() -> nn.Module:
     return made.train()
 
 
-def batch() -> Tensor:
+def batch():
     return torch.zeros(ROWS, SEQ, dtype=torch.long)
 
 
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
+def loss_of(model, tokens):
     found = model(tokens)
     logits: Tensor = getattr(found, "logits", found)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def candidate_of(precision: str, units: tuple[str, ...] | None, offload: Offload) -> Candidate:
+def candidate_of(precision, units, offload):
     return Candidate(
         precision=precision,
         micro_batch=ROWS,
@@ -68,7 +67,7 @@ def candidate_of(precision: str, units: tuple[str, ...] | None, offload: Offload
     )
 
 
-def tape_of(make: Any, precision: str, units: tuple[str, ...] | None) -> Tape:
+def tape_of(make, precision, units):
     return trace(
         make(),
         batch,
@@ -82,9 +81,7 @@ def tape_of(make: Any, precision: str, units: tuple[str, ...] | None) -> Tape:
     )
 
 
-def host_bytes_of_a_run(
-    rank: int, world_size: int, make: Any, precision: str, units: tuple[str, ...] | None
-) -> int:
+def host_bytes_of_a_run(rank, world_size, make, precision, units):
     model = shard(make(), precision=precision, units=units, offload=Away(activations="cpu"))
     for _ in range(2):
         loss_of(model, batch()).backward()
@@ -99,9 +96,7 @@ def host_bytes_of_a_run(
         (llama, "bf16", None),
     ],
 )
-def test_planned_host_bytes_are_those_of_a_run(
-    make: Any, precision: str, units: tuple[str, ...] | None
-) -> None:
+def test_planned_host_bytes_are_those_of_a_run(make, precision, units):
     if make is llama:
         pytest.importorskip("transformers")
     tape = tape_of(make, precision, units)
@@ -111,7 +106,7 @@ def test_planned_host_bytes_are_those_of_a_run(
     assert run_ranks(host_bytes_of_a_run, 1, make, precision, units) == [planned]
 
 
-def test_formulas_have_the_inputs_that_a_trace_has() -> None:
+def test_formulas_have_the_inputs_that_a_trace_has():
     traced = [e.input_bytes for e in tape_of(decoder, "bf16", None).events if isinstance(e, Visit)]
     config = TrainConfig(data="-", dim=DIM, layers=BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
     model = ShapedModel("decoder", config.shape(VOCAB), SEQ)
@@ -120,7 +115,7 @@ def test_formulas_have_the_inputs_that_a_trace_has() -> None:
     assert sorted(filter(None, formulas)) == sorted(filter(None, traced)) != []
 
 
-def transfers(played: Played) -> list[tuple[str, int, int]]:
+def transfers(played):
     return [
         (op.work.link, op.work.num_bytes, op.unit)
         for op in played.program.ops
@@ -128,7 +123,7 @@ def transfers(played: Played) -> list[tuple[str, int, int]]:
     ]
 
 
-def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two() -> None:
+def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two():
     tape = tape_of(decoder, "fp32", None)
     each = ROWS * SEQ * DIM * 4
     plain, away = (
@@ -150,7 +145,7 @@ def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two() ->
     assert (BLOCKS - 3) * each <= forward[0] - forward[1] <= (BLOCKS - 1) * each
 
 
-def test_micro_batches_in_flight_have_memory_each() -> None:
+def test_micro_batches_in_flight_have_memory_each():
     config = TrainConfig(data="-", dim=DIM, layers=2 * BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
     model = ShapedModel("decoder", config.shape(VOCAB), SEQ)
     two = replace(candidate_of("fp32", None, HOST), pp=2, accumulation=4)
@@ -166,7 +161,7 @@ def test_micro_batches_in_flight_have_memory_each() -> None:
         assert begins[0] - begins[1] == (2 - number) * each
 
 
-def test_a_search_moves_inputs_only_where_nothing_fits_without() -> None:
+def test_a_search_moves_inputs_only_where_nothing_fits_without():
     source = find_model("llama-3.2-1b")
     assert source.shape is not None
     model = ShapedModel(source.name, source.shape, 4096)

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.hardware import Node, find_link, make_cluster
+from shardwise.plan.machine.hardware import find_link, make_cluster
 from shardwise.plan.machine.links import (
-    CollectiveKind,
     Group,
     collective_seconds,
     place,
@@ -35,13 +34,13 @@ multi = st.integers(1, 1000)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw):
     """Any group whose nodes hold as many of its ranks each."""
     per_node, count = draw(st.integers(1, 16)), draw(st.integers(1, 2048))
     return Group(per_node * count, per_node, count)
 
 
-def bus_bandwidth(kind: CollectiveKind, payload_bytes: float, group: Group, node: Node) -> float:
+def bus_bandwidth(kind, payload_bytes, group, node):
     """Return bytes per second as NCCL's tests define it: sent bytes per rank over the time."""
     n, rounds = group.num_ranks, 2 if kind == "all_reduce" else 1
     sent = rounds * (n - 1) / n * payload_bytes
@@ -55,13 +54,13 @@ def bus_bandwidth(kind: CollectiveKind, payload_bytes: float, group: Group, node
         ("dgx-2", {1: 23.0, 16: 107, 64: 129, 256: 133, 1024: 135}),
     ],
 )
-def test_the_published_curves_of_eight_gpus_are_met(node: str, published: dict[int, float]) -> None:
+def test_the_published_curves_of_eight_gpus_are_met(node, published):
     for mib, gigabytes in published.items():
         found = bus_bandwidth("all_reduce", mib * MIB, place(8, 1, 16), NODES[node]) / 1e9
         assert found == pytest.approx(gigabytes, rel=0.02)
 
 
-def test_a_bucket_of_16_mib_gets_55_per_cent_of_the_asymptote_on_a100() -> None:
+def test_a_bucket_of_16_mib_gets_55_per_cent_of_the_asymptote_on_a100():
     group, node = place(8, 1, 8), NODES["dgx-a100"]
     share = bus_bandwidth("all_reduce", 16 * MIB, group, node) / bus_bandwidth(
         "all_reduce", 1 << 40, group, node
@@ -69,21 +68,21 @@ def test_a_bucket_of_16_mib_gets_55_per_cent_of_the_asymptote_on_a100() -> None:
     assert share == pytest.approx(0.55, abs=0.01)
 
 
-def test_four_nodes_of_b200_reach_what_was_measured() -> None:
+def test_four_nodes_of_b200_reach_what_was_measured():
     """EFA's own curve: the model takes latency off and puts it back."""
     for mib, gigabytes in {1: 5.37, 16: 64.43, 128: 197.94, 1024: 361.99}.items():
         found = bus_bandwidth("all_reduce", mib * MIB, place(32, 1, 8), NODES["p6-b200"]) / 1e9
         assert found == pytest.approx(gigabytes, rel=0.01)
 
 
-def test_four_nodes_of_h200_reach_what_was_measured() -> None:
+def test_four_nodes_of_h200_reach_what_was_measured():
     """364.87 GB/s for 4 GiB on 32 ranks; only the NIC's efficiency is from this measurement."""
     node = make_cluster("H200", 8, network="efa-v3", num_nics=16).node
     found = bus_bandwidth("all_reduce", 4096 * MIB, place(32, 1, 8), node) / 1e9
     assert found == pytest.approx(364.87, rel=0.03)
 
 
-def test_a_curve_scaled_from_nvlink_3_to_5_predicts_the_b200() -> None:
+def test_a_curve_scaled_from_nvlink_3_to_5_predicts_the_b200():
     """Held out: NVLink 4 has no curve and takes NVLink 3's, so the rule is tried where one is."""
     measured = NODES["p6-b200"]
     scaled = replace(measured, intra=find_link("nvlink3").scaled(740.64 / 229.25))
@@ -95,7 +94,7 @@ def test_a_curve_scaled_from_nvlink_3_to_5_predicts_the_b200() -> None:
         assert times[1] == pytest.approx(times[0], rel=size)
 
 
-def test_ring_steps_and_bytes_are_thakurs_where_there_is_no_curve() -> None:
+def test_ring_steps_and_bytes_are_thakurs_where_there_is_no_curve():
     """One rank per node over InfiniBand: base + (n - 1) latencies + (n - 1) / n bytes."""
     node = NODES["dgx-h100"]
     link, group, payload = node.inter, place(64, 8, 8), 1 << 40
@@ -107,14 +106,14 @@ def test_ring_steps_and_bytes_are_thakurs_where_there_is_no_curve() -> None:
     assert collective_seconds("all_gather", 1, group, node) == pytest.approx(tiny, rel=0.01)
 
 
-def test_all_nics_of_a_node_work_for_a_group_that_fills_it() -> None:
+def test_all_nics_of_a_node_work_for_a_group_that_fills_it():
     node, payload = NODES["dgx-h100"], 1 << 34
     filling = collective_seconds("all_gather", payload, place(64, 1, 8), node)
     strided = collective_seconds("all_gather", payload, place(8, 8, 8), node)
     assert strided > 5 * filling  # one of eight NICs; NVLink sets the pace of the other
 
 
-def test_groups_are_placed_where_their_ranks_are() -> None:
+def test_groups_are_placed_where_their_ranks_are():
     assert place(8, 1, 8) == Group(8, 8, 1)
     assert place(16, 1, 8) == Group(16, 8, 2)
     assert place(4, 8, 8) == Group(4, 1, 4)
@@ -127,14 +126,8 @@ def test_groups_are_placed_where_their_ranks_are() -> None:
 
 @given(kinds, payloads, payloads, groups(), nodes, st.integers(1, 64), st.floats(1, 100))
 def test_more_bytes_and_more_nodes_are_never_faster_and_more_bandwidth_is_never_slower(
-    kind: CollectiveKind,
-    one: int,
-    other: int,
-    group: Group,
-    node: Node,
-    times: int,
-    factor: float,
-) -> None:
+    kind, one, other, group, node, times, factor
+):
     less, more = sorted((one, other))
     took = collective_seconds(kind, less, group, node)
     assert 0 <= took <= collective_seconds(kind, more, group, node) * (1 + 1e-12)
@@ -148,27 +141,23 @@ def test_more_bytes_and_more_nodes_are_never_faster_and_more_bandwidth_is_never_
 
 
 @given(kinds, payloads, st.integers(1, 15), nodes)
-def test_more_ranks_of_a_node_are_never_faster(
-    kind: str, payload: int, ranks: int, node: Node
-) -> None:
-    took = [collective_seconds(kind, payload, place(n, 1, 16), node) for n in (ranks, ranks + 1)]  # type: ignore[arg-type]
+def test_more_ranks_of_a_node_are_never_faster(kind, payload, ranks, node):
+    took = [collective_seconds(kind, payload, place(n, 1, 16), node) for n in (ranks, ranks + 1)]
     assert took[0] <= took[1] * (1 + 1e-9)
 
 
 @given(kinds, payloads, st.integers(1, 8), st.integers(1, 16), nodes)
-def test_leaving_the_node_is_never_faster(
-    kind: str, payload: int, per_node: int, count: int, node: Node
-) -> None:
+def test_leaving_the_node_is_never_faster(kind, payload, per_node, count, node):
     ranks = per_node * count
-    inside = collective_seconds(kind, payload, Group(ranks, ranks, 1), node)  # type: ignore[arg-type]
-    across = collective_seconds(kind, payload, Group(ranks, per_node, count), node)  # type: ignore[arg-type]
+    inside = collective_seconds(kind, payload, Group(ranks, ranks, 1), node)
+    across = collective_seconds(kind, payload, Group(ranks, per_node, count), node)
     assert inside <= across * (1 + 1e-9)
     assert send_seconds(payload, False, node) <= send_seconds(payload, True, node) * (1 + 1e-9)
 
 
 @given(payloads, groups(), nodes)
-def test_an_all_reduce_costs_at_most_its_two_halves(payload: int, group: Group, node: Node) -> None:
+def test_an_all_reduce_costs_at_most_its_two_halves(payload, group, node):
     halves = sum(
         collective_seconds(k, payload, group, node) for k in ("all_gather", "reduce_scatter")
-    )  # type: ignore[arg-type]
+    )
     assert collective_seconds("all_reduce", payload, group, node) <= halves * (1 + 1e-9)

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from memory_cells import MODELS, Cell, build, cells_of, measure_all, predict
 from ranks import run_ranks
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 
-def check(cells: list[Cell]) -> None:
+def check(cells):
     measured = run_ranks(measure_all, NUM_RANKS, cells)[0]
     for cell, real in zip(cells, measured, strict=True):
         counts, played = predict(cell, NUM_RANKS)
@@ -38,7 +38,7 @@ def check(cells: list[Cell]) -> None:
         assert abs(played.peak.ledger.total / peak - 1) <= 0.01, cell
 
 
-def sample_of(model: str, precision: str) -> list[Cell]:
+def sample_of(model, precision):
     """Return a cell without checkpointing and one with it, at other stages for every model.
 
     In fp32 the first four models have all eight between them, and the others one each.
@@ -51,28 +51,26 @@ def sample_of(model: str, precision: str) -> list[Cell]:
     return cells
 
 
-def needs_transformers(model: str) -> None:
+def needs_transformers(model):
     if model != "decoder" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is in the test extra")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model: str) -> None:
+def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model):
     needs_transformers(model)
     check(sample_of(model, "fp32"))
 
 
 @pytest.mark.parametrize(("model", "checkpointed"), [("decoder", True), ("gpt2", False)])
-def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(
-    model: str, checkpointed: bool
-) -> None:
+def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(model, checkpointed):
     """In one cell each, on few rows: most processors have no fast products in bf16."""
     needs_transformers(model)
     cells = [c for c in sample_of(model, "bf16") if c.checkpointed is checkpointed]
     check([replace(cell, micro_batch=1) for cell in cells])
 
 
-def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, int]]:
+def layer_by_layer(rank, world_size, model):
     """Return full parameters and reductions so far, when each layer's backward is over."""
     plain, loss_of = build(Cell(model, 3, True))
     sharded = shard(plain, stage=3, schedule=Schedule(0, 0))
@@ -81,11 +79,11 @@ def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, in
 
     hooked: set[nn.Module] = set()
 
-    def note(_: Tensor) -> None:
+    def note(_):
         now = stats(sharded)
         seen.append((now.param_full_bytes, now.num_collectives.get("shard.reduce_scatter", 0)))
 
-    def watch(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def watch(layer, args):
         if layer not in hooked:  # else it is recomputed
             hooked.add(layer)
             args[0].register_hook(note)  # after the engine's, which was there first
@@ -100,7 +98,7 @@ def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize("model", ["decoder", "llama"])
-def test_a_checkpointed_layer_is_freed_and_reduced_when_its_backward_is_over(model: str) -> None:
+def test_a_checkpointed_layer_is_freed_and_reduced_when_its_backward_is_over(model):
     needs_transformers(model)
     seen = run_ranks(layer_by_layer, NUM_RANKS, model)[0]
     assert len(seen) == 3

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,21 +40,21 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_has_as_many_parameters_as_the_published_model(name: str) -> None:
+def test_a_preset_has_as_many_parameters_as_the_published_model(name):
     assert find_preset(name).shape.num_params == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
     "name", ["demo", "smollm-135m", "gpt2", "gemma-2b", "qwen3-0.6b", "mpt-7b"]
 )
-def test_the_module_of_a_preset_has_the_parameters_of_its_shape(name: str) -> None:
+def test_the_module_of_a_preset_has_the_parameters_of_its_shape(name):
     source = find_model(name)
     model = source.build(False)
     assert all(p.is_meta for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) == find_preset(name).shape.num_params
 
 
-def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
+def test_an_unknown_preset_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="'lama-3-8b'; did you mean 'llama-3-8b'"):
         find_model("lama-3-8b")
     with pytest.raises(ConfigError, match="Nothing is downloaded"):
@@ -65,7 +63,7 @@ def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
     assert len(set(preset_names())) == len(preset_names())
 
 
-def write_config(folder: Path, **keys: Any) -> Path:
+def write_config(folder, **keys):
     config = {
         "model_type": "llama",
         "vocab_size": 256,
@@ -81,7 +79,7 @@ def write_config(folder: Path, **keys: Any) -> Path:
     return folder
 
 
-def test_a_config_becomes_the_class_of_transformers(tmp_path: Path) -> None:
+def test_a_config_becomes_the_class_of_transformers(tmp_path):
     source = find_model(str(write_config(tmp_path)))
     assert (source.name, source.seq, source.max_seq) == (tmp_path.name, 128, 128)
     model = source.build(False)
@@ -92,9 +90,7 @@ def test_a_config_becomes_the_class_of_transformers(tmp_path: Path) -> None:
     assert [u.name for u in tape.units] == ["", *(f"model.layers.{i}" for i in range(3))]
 
 
-def test_without_transformers_a_llama_is_planned_by_its_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_a_llama_is_planned_by_its_shape(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     source = find_model(str(write_config(tmp_path) / "config.json"))
     assert type(source.build(False)).__name__ == "PlainDecoder"
@@ -111,14 +107,12 @@ def test_without_transformers_a_llama_is_planned_by_its_shape(
         ({"num_attention_heads": "four"}, "config.json: "),
     ],
 )
-def test_a_config_that_is_no_language_model_is_refused(
-    tmp_path: Path, keys: dict[str, Any], words: str
-) -> None:
+def test_a_config_that_is_no_language_model_is_refused(tmp_path, keys, words):
     with pytest.raises(ConfigError, match=words):
         find_model(str(write_config(tmp_path, **keys))).build(False)
 
 
-def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         find_model(str(tmp_path))
     for text, words in (("{", "expected JSON"), ("[]", "key model_type")):
@@ -174,9 +168,7 @@ def loss(model, batch):
         ({"intermediate_size": True}, "intermediate_size: expected .*True"),
     ],
 )
-def test_a_misspelt_key_or_a_size_that_cannot_be_is_named(
-    tmp_path: Path, keys: dict[str, object], words: str
-) -> None:
+def test_a_misspelt_key_or_a_size_that_cannot_be_is_named(tmp_path, keys, words):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **keys}))
@@ -184,7 +176,7 @@ def test_a_misspelt_key_or_a_size_that_cannot_be_is_named(
         find_model(str(path))
 
 
-def test_keys_that_a_config_class_does_not_know_are_told_of(tmp_path: Path) -> None:
+def test_keys_that_a_config_class_does_not_know_are_told_of(tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     known = {"torch_dtype": "bfloat16", "rope_theta": 1e4, "head_dim": None, "_commit": "x"}
@@ -194,12 +186,12 @@ def test_keys_that_a_config_class_does_not_know_are_told_of(tmp_path: Path) -> N
     assert find_model(str(path)).notes == (f"{path}: no keys of LlamaConfig: zzz",)
 
 
-def test_an_empty_name_is_told() -> None:
+def test_an_empty_name_is_told():
     with pytest.raises(ConfigError, match="the name is empty"):
         find_model(" ")
 
 
-def test_parameters_that_get_no_gradient_are_told_of(tmp_path: Path) -> None:
+def test_parameters_that_get_no_gradient_are_told_of(tmp_path):
     file = tmp_path / "part.py"
     file.write_text(
         "from torch import nn\n"
@@ -224,7 +216,7 @@ def test_parameters_that_get_no_gradient_are_told_of(tmp_path: Path) -> None:
     assert not any("get no gradient" in note for note in frozen.notes)
 
 
-def test_a_factory_in_the_users_file_is_traced_with_its_own_batch_and_loss(tmp_path: Path) -> None:
+def test_a_factory_in_the_users_file_is_traced_with_its_own_batch_and_loss(tmp_path):
     file = tmp_path / "net.py"
     file.write_text(FILE + BATCH)
     source = find_model(f"{file}:build", seq=5)
@@ -242,7 +234,7 @@ def test_a_factory_in_the_users_file_is_traced_with_its_own_batch_and_loss(tmp_p
     assert recomputed.flops == tape.flops + 3 * 2 * 15 * 64
 
 
-def test_a_factory_without_a_batch_gets_token_ids(tmp_path: Path) -> None:
+def test_a_factory_without_a_batch_gets_token_ids(tmp_path):
     file = tmp_path / "lm.py"
     file.write_text(
         "from torch import nn\n"
@@ -267,14 +259,14 @@ def test_a_factory_without_a_batch_gets_token_ids(tmp_path: Path) -> None:
         ("net.py", "net.py:factory"),
     ],
 )
-def test_what_fails_in_the_users_file_is_named(tmp_path: Path, name: str, words: str) -> None:
+def test_what_fails_in_the_users_file_is_named(tmp_path, name, words):
     (tmp_path / "net.py").write_text(FILE)
     (tmp_path / "broken.py").write_text("import no_such_module_anywhere")
     with pytest.raises(ConfigError, match=words):
         find_model(str(tmp_path / name))
 
 
-def test_parameters_that_a_factory_allocates_are_told_of(tmp_path: Path) -> None:
+def test_parameters_that_a_factory_allocates_are_told_of(tmp_path):
     file = tmp_path / "real.py"
     file.write_text(
         "from torch import nn\ndef build():\n    return nn.Linear(3, 3, device='cpu')\n"

@@ -1,7 +1,6 @@
 """What all ranks of a node hold on its host and in its files, against what the node has."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import Cluster, make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.margins import node_room
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
@@ -21,13 +20,13 @@ from shardwise.plan.searching import Space, search
 GIB = 1 << 30
 
 
-def model() -> ShapedModel:
+def model():
     source = find_model("llama-3.2-1b")
     assert source.shape is not None
     return ShapedModel(source.name, source.shape, 1024)
 
 
-def cluster(num_ranks: int = 8, **host: Any) -> Cluster:
+def cluster(num_ranks=8, **host):
     made = make_cluster("h100-sxm", num_ranks)
     return replace(made, node=replace(made.node, host=replace(made.node.host, **host)))
 
@@ -41,16 +40,14 @@ def cluster(num_ranks: int = 8, **host: Any) -> Cluster:
         (16, 8, {0: (5, 1), 7: (1, 0)}, 2 * (5 + 5 + 5 + 5)),  # those between are as the largest
     ],
 )
-def test_the_node_with_the_most_counts_with_the_stages_that_it_has(
-    num_ranks: int, pp: int, by_stage: dict[int, tuple[int, int]], host: int
-) -> None:
+def test_the_node_with_the_most_counts_with_the_stages_that_it_has(num_ranks, pp, by_stage, host):
     candidate = Candidate(num_shards=num_ranks // pp, pp=pp)
     found = node_room(cluster(num_ranks), candidate, by_stage)
     assert (found.num_ranks, found.host_bytes, found.missing) == (8, host, None)
     assert found.file_bytes == {1: 8, 2: 8, 4: 4, 8: 8}[pp]
 
 
-def test_a_plan_does_not_fit_where_its_host_or_its_files_do_not() -> None:
+def test_a_plan_does_not_fit_where_its_host_or_its_files_do_not():
     offload = Offload("cpu", None, "nvme")
     candidate = Candidate(num_shards=8, offload=offload)
     made = plan(model(), cluster(), candidate)
@@ -69,7 +66,7 @@ def test_a_plan_does_not_fit_where_its_host_or_its_files_do_not() -> None:
         )
 
 
-def test_a_search_rejects_what_a_node_has_no_room_for_and_says_so() -> None:
+def test_a_search_rejects_what_a_node_has_no_room_for_and_says_so():
     space = Space(
         Candidate(num_shards=8),
         stages=(3,),
@@ -86,8 +83,8 @@ def test_a_search_rejects_what_a_node_has_no_room_for_and_says_so() -> None:
     assert "the 8 ranks of a node need" in next(iter(tight.reasons))
 
 
-def test_flags_say_what_a_node_has() -> None:
-    def found(**flags: Any) -> Any:
+def test_flags_say_what_a_node_has():
+    def found(**flags):
         request = check_keys(PlanRequest, {}, flags, None, "plan")
         return set_up("llama-3.2-1b", request).cluster.node.host
 

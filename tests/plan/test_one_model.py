@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import SearchResult, Space, search
+from shardwise.plan.searching import search
 
 LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "per_op", "full")
 # One of each family of presets.
@@ -39,7 +38,7 @@ TRACED: dict[str, DecoderShape] = {
 
 @pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_trace_and_the_formulas_agree_in_time_and_memory(name: str, precision: str) -> None:
+def test_a_trace_and_the_formulas_agree_in_time_and_memory(name, precision):
     """The peak of tensors, and the step. Presets, at any size, differ by 0.4 % at most."""
     shape = TRACED[name]
     traced = TracedModel(shape_source(name, shape, 2048))
@@ -60,15 +59,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def config_file(folder: Path, family: str) -> str:
+def config_file(folder, family):
     (folder / "config.json").write_text(json.dumps({"model_type": family, **CONFIG}))
     return str(folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(
-    family: str, tmp_path: Path
-) -> None:
+def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(family, tmp_path):
     path = config_file(tmp_path, family)
     traced = TracedModel(huggingface_source(tmp_path / "config.json"), 2048)
     for precision, checkpointing in product(("bf16", "fp32"), ("none", "full")):
@@ -85,7 +82,7 @@ def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(
 FAMILIES = ("llama-3.2-1b", "gpt2-xl", "qwen2.5-7b", "qwen3-8b", "gemma-2b", "mpt-7b")
 
 
-def check_levels(model: ShapedModel, base: Candidate) -> None:
+def check_levels(model, base):
     """Check that each level of checkpointing takes as long as the one before or longer."""
     cluster = cluster_of_ranks(base.world_size)
     made = [plan(model, cluster, replace(base, activation_checkpointing=c)) for c in LEVELS]
@@ -97,7 +94,7 @@ def check_levels(model: ShapedModel, base: Candidate) -> None:
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_computed_again_takes_longer_and_needs_less(name: str, kernels: str) -> None:
+def test_what_is_computed_again_takes_longer_and_needs_less(name, kernels):
     preset = find_preset(name)
     model = ShapedModel(preset.name, preset.shape, preset.seq)
     for tp, pp, cp, precision in ((1, 1, 1, "bf16"), (2, 1, 2, "bf16"), (1, 2, 1, "fp32")):
@@ -110,7 +107,7 @@ def test_what_is_computed_again_takes_longer_and_needs_less(name: str, kernels: 
             assert "tp=2" in str(error) or "pp=2" in str(error)
 
 
-def test_compiled_kernels_are_no_slower_and_need_no_more() -> None:
+def test_compiled_kernels_are_no_slower_and_need_no_more():
     for name in ("llama-3-8b", "qwen3-8b", "gpt2-xl", "gemma-2b"):
         preset = find_preset(name)
         model = ShapedModel(preset.name, preset.shape, preset.seq)
@@ -122,7 +119,7 @@ def test_compiled_kernels_are_no_slower_and_need_no_more() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["V100-32GB", "A100-80GB", "h100", "cpu"])
-def test_compiled_kernels_are_no_slower_on_any_device(gpu: str) -> None:
+def test_compiled_kernels_are_no_slower_on_any_device(gpu):
     """Products and attention are the same calls: what is computed again, and the loss, too."""
     experts = Experts(8, 2, 2816)
     mixture = replace(llama_shape(4, 1024, 8, 2, 2816, 32_000), experts=experts)
@@ -137,7 +134,7 @@ def test_compiled_kernels_are_no_slower_on_any_device(gpu: str) -> None:
             assert compiled.step_s <= eager.step_s, (name, precision, level, loss)
 
 
-def eager_and_compiled(model: ShapedModel, base: Candidate, gpu: str) -> list[Plan]:
+def eager_and_compiled(model, base, gpu):
     cluster = make_cluster(gpu, 8)
     return [plan(model, cluster, replace(base, kernels=k)) for k in ("eager", "compiled")]
 
@@ -147,7 +144,7 @@ DEGREES = ((1, 1, 1), (8, 1, 1), (1, 2, 1), (1, 1, 2))
 
 
 @cache
-def searched() -> tuple[ShapedModel, Space, SearchResult]:
+def searched():
     request = check_keys(PlanRequest, {}, {"ranks": 64, "search": True}, None, "plan")
     setup = set_up("llama-3.2-1b", request)
     assert isinstance(setup.model, ShapedModel)
@@ -159,7 +156,7 @@ def searched() -> tuple[ShapedModel, Space, SearchResult]:
 WINDOWS = 8  # of a rank and step: 4 Mi tokens over 64 ranks
 
 
-def by_hand(space: Space, draw: random.Random) -> Candidate:
+def by_hand(space, draw):
     tp, pp, cp = draw.choice(space.degrees)
     ranks = 64 // (tp * pp * cp)
     kernels = draw.choice(space.kernels)
@@ -179,13 +176,13 @@ def by_hand(space: Space, draw: random.Random) -> Candidate:
     )
 
 
-def batches(degrees: int, draw: random.Random) -> tuple[int, int]:
+def batches(degrees, draw):
     """Draw a micro-batch and the accumulation that make as many tokens as the search's steps."""
     micro_batch = draw.choice([n for n in (1, 1, 2, 4) if n <= WINDOWS * degrees])
     return micro_batch, WINDOWS * degrees // micro_batch
 
 
-def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
+def test_no_plan_made_by_hand_fits_and_beats_the_winner():
     model, space, found = searched()
     winner = found.winner
     assert winner is not None
@@ -201,7 +198,7 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
     assert max(each.tokens_per_s for each in fitting) <= winner.tokens_per_s
 
 
-def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings() -> None:
+def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings():
     _, space, found = searched()
     assert found.num_played < 1000 < found.num_candidates
     assert {"per_op", "none", "full"} == set(space.activation_checkpointing)
@@ -211,7 +208,7 @@ def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings() -> N
     assert all(max(getattr(c, axis) for c in met) > 1 for axis in ("tp", "pp", "cp"))
 
 
-def test_bounds_are_below_what_a_plan_has() -> None:
+def test_bounds_are_below_what_a_plan_has():
     model, space, found = searched()
     assert found.winner is not None
     draw = random.Random(7)

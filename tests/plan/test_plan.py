@@ -23,8 +23,6 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.margins import MemoryInterval
-from shardwise.plan.model.shapes import DecoderShape
-from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
 
 FEW = settings(max_examples=25)
@@ -32,16 +30,14 @@ STAGES = st.integers(0, 3)
 STATE = ("param_shards", "param_full", "grad_shards", "optimizer_state")
 
 
-def state_of(made: Plan) -> int:
+def state_of(made):
     return sum(made.played.resting.lines()[name] for name in STATE)
 
 
 # -- which way figures move
 @FEW
 @given(shapes(), settings_of_engine(), st.sampled_from([1, 2, 3, 8]))
-def test_a_higher_stage_never_holds_more_between_steps(
-    shape: DecoderShape, others: dict[str, Any], num_shards: int
-) -> None:
+def test_a_higher_stage_never_holds_more_between_steps(shape, others, num_shards):
     held = [
         make_plan(shape, stage=stage, num_shards=num_shards, **others).played.resting.total
         for stage in range(4)
@@ -51,9 +47,7 @@ def test_a_higher_stage_never_holds_more_between_steps(
 
 @FEW
 @given(shapes(), settings_of_engine(), st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6]))
-def test_twice_the_ranks_never_hold_larger_shards_each(
-    shape: DecoderShape, others: dict[str, Any], stage: int, num_shards: int
-) -> None:
+def test_twice_the_ranks_never_hold_larger_shards_each(shape, others, stage, num_shards):
     """Full copies may be larger: they are padded to a multiple of the ranks."""
     few = make_plan(shape, stage=stage, num_shards=num_shards, **others).played.resting
     many = make_plan(shape, stage=stage, num_shards=2 * num_shards, **others).played.resting
@@ -66,8 +60,8 @@ def test_twice_the_ranks_never_hold_larger_shards_each(
 @FEW
 @given(shapes(), settings_of_engine(), STAGES, st.sampled_from([1, 2, 3]), st.integers(1, 3))
 def test_twice_the_batch_never_needs_less_memory_nor_more_time_per_token(
-    shape: DecoderShape, others: dict[str, Any], stage: int, num_shards: int, accumulation: int
-) -> None:
+    shape, others, stage, num_shards, accumulation
+):
     sizes: dict[str, Any] = {"num_shards": num_shards, "accumulation": accumulation}
     small = make_plan(shape, stage=stage, micro_batch=2, **sizes, **others)
     large = make_plan(shape, stage=stage, micro_batch=4, **sizes, **others)
@@ -80,8 +74,8 @@ def test_twice_the_batch_never_needs_less_memory_nor_more_time_per_token(
 @FEW
 @given(shapes(), settings_of_engine(), STAGES, st.sampled_from([2, 3, 16]))
 def test_twice_the_bandwidth_or_speed_is_never_slower_and_needs_the_same_memory(
-    shape: DecoderShape, others: dict[str, Any], stage: int, num_shards: int
-) -> None:
+    shape, others, stage, num_shards
+):
     cluster = cluster_of_ranks(num_shards * others["num_replicas"])
     plans = [
         make_plan(shape, each, stage=stage, num_shards=num_shards, accumulation=2, **others)
@@ -102,13 +96,8 @@ def test_twice_the_bandwidth_or_speed_is_never_slower_and_needs_the_same_memory(
     st.sampled_from([Offload(), Offload(optimizer="cpu"), Offload("cpu", None, "nvme")]),
 )
 def test_a_long_window_is_the_same_as_one_played_in_full(
-    shape: DecoderShape,
-    others: dict[str, Any],
-    stage: int,
-    num_shards: int,
-    accumulation: int,
-    offload: Offload,
-) -> None:
+    shape, others, stage, num_shards, accumulation, offload
+):
     sizes = {"num_shards": num_shards, "accumulation": accumulation, "offload": offload}
     short = make_plan(shape, stage=stage, **sizes, **others)
     with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +115,7 @@ def test_a_long_window_is_the_same_as_one_played_in_full(
 
 # -- figures of a plan
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_model_flops_are_those_of_the_shape_whatever_is_recomputed(checkpointing: str) -> None:
+def test_model_flops_are_those_of_the_shape_whatever_is_recomputed(checkpointing):
     made = make_plan(
         num_shards=2, accumulation=3, micro_batch=2, activation_checkpointing=checkpointing
     )
@@ -138,14 +127,14 @@ def test_model_flops_are_those_of_the_shape_whatever_is_recomputed(checkpointing
     )
 
 
-def test_utilisation_is_flops_over_the_peak_of_the_compute_dtype() -> None:
+def test_utilisation_is_flops_over_the_peak_of_the_compute_dtype():
     for precision in ("bf16", "pure_bf16"):
         made = make_plan(num_shards=4, precision=precision)
         peak = made.cluster.node.accelerator.peak["bfloat16"]
         assert made.mfu == pytest.approx(made.flops_per_step / made.step_s / 4 / peak)
 
 
-def test_the_verdict_compares_the_interval_with_the_device() -> None:
+def test_the_verdict_compares_the_interval_with_the_device():
     made = replace(make_plan(), capacity_bytes=100)
     for low, high, verdict in ((50, 100, "fits"), (100, 101, "tight"), (101, 150, "will not fit")):
         memory = replace(made.memory, low_bytes=low, high_bytes=high)
@@ -153,7 +142,7 @@ def test_the_verdict_compares_the_interval_with_the_device() -> None:
         assert replace(made, memory=memory).verdict == verdict
 
 
-def test_a_pipeline_has_fewer_parameters_per_rank_and_idles_less_with_more_micro_batches() -> None:
+def test_a_pipeline_has_fewer_parameters_per_rank_and_idles_less_with_more_micro_batches():
     shape = replace(SHAPE, layers=4)
     whole = make_plan(shape, num_shards=1, accumulation=8)
     halves = [make_plan(shape, num_shards=1, pp=2, accumulation=m) for m in (2, 8)]
@@ -161,7 +150,7 @@ def test_a_pipeline_has_fewer_parameters_per_rank_and_idles_less_with_more_micro
     assert halves[1].tokens_per_s > halves[0].tokens_per_s
 
 
-def test_a_plan_has_a_name_for_every_unit_and_an_assumption_with_its_source() -> None:
+def test_a_plan_has_a_name_for_every_unit_and_an_assumption_with_its_source():
     made = make_plan(num_shards=2)
     assert made.unit_name(0) == "(root)"
     assert len({made.unit_name(u) for u in range(len(made.unit_names))}) == len(made.unit_names)
@@ -170,6 +159,6 @@ def test_a_plan_has_a_name_for_every_unit_and_an_assumption_with_its_source() ->
 
 
 # -- refusals
-def test_ranks_that_are_not_the_clusters_are_refused_with_both_numbers() -> None:
+def test_ranks_that_are_not_the_clusters_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"3 ranks \(3 shards x 1 replicas.*the cluster 2"):
         plan(make_model(), cluster_of_ranks(2), Candidate(num_shards=3))

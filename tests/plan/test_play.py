@@ -20,7 +20,6 @@ from shardwise.plan.model.tape import (
     Work,
     full_bytes,
 )
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Transfer
 
@@ -31,22 +30,22 @@ EVEN: list[Shapes] = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)],
 SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
 
 
-def make_unit(name: str, shapes: Shapes, reads: bool = True) -> TapeUnit:
+def make_unit(name, shapes, reads=True):
     params = tuple(TapeParam(f"{name}.{i}", s, "float32") for i, s in enumerate(shapes))
     return TapeUnit(name, "Unit", params, reads)
 
 
-def make_work(unit: int, phase: str, activations: int = 0, grads: int = 0) -> Work:
+def make_work(unit, phase, activations=0, grads=0):
     net = LiveBytes(activations=activations, grads=grads)
     peak = LiveBytes(activations=max(activations, 0), temporary=100, grads=grads)
     cost = Cost("matmul", "float32", 1000, 100, 1)
-    return Work(unit, phase, (cost,), peak, net)  # type: ignore[arg-type]
+    return Work(unit, phase, (cost,), peak, net)
 
 
-def make_tape(model: list[Shapes], dtype: str = "float32", recomputes: bool = False) -> Tape:
+def make_tape(model, dtype="float32", recomputes=False):
     """Unit 0 is the root, unit 1 an embedding; the others follow one another."""
     units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
-    grads = [full_bytes(u, dtype) for u in units]  # type: ignore[arg-type]
+    grads = [full_bytes(u, dtype) for u in units]
     last = len(units)
     events: list[Work | Visit] = [Visit("before_forward", 0), make_work(0, "forward")]
     for i in range(1, last):
@@ -62,10 +61,10 @@ def make_tape(model: list[Shapes], dtype: str = "float32", recomputes: bool = Fa
         events += [make_work(i, "backward", -1000, grads[i])]
         events += [Visit("after_backward", i), make_work(0, "backward")]
     events += [Visit("after_backward", 0), make_work(0, "backward")]
-    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)  # type: ignore[arg-type]
+    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)
 
 
-def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
+def owned(shapes, layout, num_ranks):
     """Return how many elements of a unit rank 0 owns, padding left out."""
     if layout == "flat":
         total = sum(map(prod, shapes))
@@ -73,7 +72,7 @@ def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
     return sum(-(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for s in shapes)
 
 
-def counts_of(units: list[Shapes]) -> int:
+def counts_of(units):
     """Return the bytes that tell a rank who had which gradient."""
     return sum(len(u) for u in units) * 4
 
@@ -81,8 +80,8 @@ def counts_of(units: list[Shapes]) -> int:
 @pytest.mark.parametrize("transport", ["coalesced", "point_to_point"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_the_rank_with_most_matrices_sends_them_whole_and_gets_their_gradients(
-    transport: str, num_ranks: int
-) -> None:
+    transport, num_ranks
+):
     candidate = replace(
         SMALL, stage=1, layout="matrices", num_shards=num_ranks, transport=transport
     )
@@ -101,7 +100,7 @@ def test_the_rank_with_most_matrices_sends_them_whole_and_gets_their_gradients(
     assert sent["shard.reduce_scatter"] == reduced * 4
 
 
-def test_padded_shares_are_sent_where_collectives_are_even() -> None:
+def test_padded_shares_are_sent_where_collectives_are_even():
     played = play(make_tape(MODEL), replace(SMALL, stage=1), clips=False)
     shares = sum(owned(u, "rows", 3) for u in MODEL)
     assert played.program.sent_bytes["shard.all_gather"] == shares * 2 * 4
@@ -109,7 +108,7 @@ def test_padded_shares_are_sent_where_collectives_are_even() -> None:
     assert played.program.sent_bytes["shard.reduce_scatter"] == reduced
 
 
-def test_only_clipping_sends_a_norm() -> None:
+def test_only_clipping_sends_a_norm():
     with_clip, without = (play(make_tape(EVEN), SMALL, clips=c) for c in (True, False))
     assert with_clip.program.sent_bytes["shard.scalars"] == 8 * 2
     assert "shard.scalars" not in without.program.sent_bytes
@@ -133,7 +132,7 @@ HOMES = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16", "zero_paper"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_rests_is_what_the_accounting_says(stage: int, precision: str) -> None:
+def test_what_rests_is_what_the_accounting_says(stage, precision):
     played = play(make_tape(EVEN), replace(SMALL, stage=stage, precision=precision))
     count = sum(prod(s) for u in EVEN for s in u)
     sums = account(count, 3, stage, precision, "sgd_momentum")
@@ -145,9 +144,7 @@ def test_what_rests_is_what_the_accounting_says(stage: int, precision: str) -> N
     ("params", "state", "device", "host", "files"),
     [("device", "cpu", 2, 10, 0), ("cpu", "cpu", 0, 12, 0), ("nvme", "nvme", 0, 2, 10)],
 )
-def test_state_of_the_papers_rests_where_they_have_it(
-    params: str, state: str, device: int, host: int, files: int
-) -> None:
+def test_state_of_the_papers_rests_where_they_have_it(params, state, device, host, files):
     """ZeRO-Offload and ZeRO-Infinity, bytes per parameter of a slice; momentum has 4 of them."""
     offload = Offload(params=params, grads="cpu", optimizer=state)
     candidate = replace(SMALL, precision="zero_paper", offload=offload, optimizer="sgd_momentum")
@@ -159,7 +156,7 @@ def test_state_of_the_papers_rests_where_they_have_it(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
-def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision: str) -> None:
+def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision):
     offload = Offload(params="cpu", optimizer="cpu")
     candidate = replace(SMALL, num_shards=1, precision=precision, offload=offload)
     played = play(make_tape(EVEN), candidate)
@@ -175,7 +172,7 @@ def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision
     assert max(m.ledger.param_full for m in played.peaks) > 0
 
 
-def without_grads(tape: Tape, index: int) -> Tape:
+def without_grads(tape, index):
     """Return the tape of a model that trains a unit which no backward pass reaches."""
     unit = tape.units[index]
     params = tuple(replace(p, gets_grad=False) for p in unit.params)
@@ -185,7 +182,7 @@ def without_grads(tape: Tape, index: int) -> Tape:
 
 
 @pytest.mark.parametrize("offload", HOMES)
-def test_a_unit_that_never_runs_has_no_state_anywhere(offload: Offload) -> None:
+def test_a_unit_that_never_runs_has_no_state_anywhere(offload):
     candidate = replace(SMALL, optimizer="adamw", offload=offload)
     whole, less = make_tape(EVEN), without_grads(make_tape(EVEN), 2)
     played, full = play(less, candidate), play(whole, candidate)
@@ -199,7 +196,7 @@ def test_a_unit_that_never_runs_has_no_state_anywhere(offload: Offload) -> None:
     assert played.resting.grad_shards == rest.grad_shards
 
 
-def test_padding_is_what_rows_leave_empty_on_average() -> None:
+def test_padding_is_what_rows_leave_empty_on_average():
     model: list[Shapes] = [[], [(7, 6)], [(9, 5), (2, 3)]]
     for ranks in (1, 2, 3, 4):
         candidate = replace(SMALL, num_shards=ranks)
@@ -227,16 +224,14 @@ candidates = st.builds(
 )
 
 
-def play_model(model: list[Shapes], candidate: Candidate) -> Played:
+def play_model(model, candidate):
     dtype = "float32" if candidate.precision == "fp32" else "bfloat16"
     return play(make_tape(model, dtype), candidate)
 
 
 @given(models, candidates, st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=60)
-def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(
-    model: list[Shapes], candidate: Candidate, stage: int
-) -> None:
+def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(model, candidate, stage):
     played = play_model(model, replace(candidate, stage=stage))
     resting = played.resting
     transient = ("grad_full", "gather_staging", "reduce_staging", "activations", "temporary")
@@ -248,9 +243,7 @@ def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(
 
 @given(models, candidates, st.lists(st.integers(0, 5000), min_size=2, max_size=4).map(sorted))
 @settings(max_examples=40)
-def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(
-    model: list[Shapes], candidate: Candidate, budgets: list[int]
-) -> None:
+def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(model, candidate, budgets):
     held, sent = [], []
     for budget in budgets:
         played = play_model(model, replace(candidate, prefetch_bytes=budget))
@@ -263,7 +256,7 @@ def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(
     assert all(s == sent[0] for s in sent)
 
 
-def test_the_largest_unit_is_gathered_ahead_unless_asked() -> None:
+def test_the_largest_unit_is_gathered_ahead_unless_asked():
     sizes = [full_bytes(u, "float32") for u in make_tape(EVEN).units]
     asked, default = (
         play(make_tape(EVEN), replace(SMALL, prefetch_bytes=b)).program.ops
@@ -272,7 +265,7 @@ def test_the_largest_unit_is_gathered_ahead_unless_asked() -> None:
     assert asked == default
 
 
-def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment() -> None:
+def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment():
     adam = replace(SMALL, optimizer="adamw")
     fused, loop, foreach = (
         max(
@@ -290,9 +283,7 @@ def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment() 
 
 @given(models, candidates, st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=40)
-def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(
-    model: list[Shapes], candidate: Candidate, stage: int
-) -> None:
+def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(model, candidate, stage):
     ops = play_model(model, replace(candidate, stage=stage)).program.ops
     assert all(earlier < number for number, op in enumerate(ops) for earlier in op.after)
     phases = [op.phase for op in ops]
@@ -313,7 +304,7 @@ def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(
     assert reached == set(range(len(ops)))
 
 
-def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before() -> None:
+def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before():
     ops = play(make_tape(EVEN), replace(SMALL, prefetch_bytes=0)).program.ops
     gathers = [
         i
@@ -329,7 +320,7 @@ def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before()
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_flight: int) -> None:
+def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_flight):
     candidate = replace(SMALL, bucket_bytes=0, reduces_in_flight=in_flight)
     ops = play(make_tape(EVEN), candidate).program.ops
     flying: list[int] = []

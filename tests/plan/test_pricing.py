@@ -26,15 +26,15 @@ LAUNCH_S = family_efficiencies("fitted")["H100"]["host_launch_s"].value
 EIGHT = Candidate(num_shards=8)
 
 
-def op(work: Compute | Collective | Transfer, stream: str = "compute") -> Op:
-    return Op(stream, work, unit=0, phase="forward", micro_batch=0)  # type: ignore[arg-type]
+def op(work, stream="compute"):
+    return Op(stream, work, unit=0, phase="forward", micro_batch=0)
 
 
-def compute(kind: str, flops: int, moved: int, num_ops: int = 1, dtype: str = "bfloat16") -> Op:
-    return op(Compute((Cost(kind, dtype, flops, moved, num_ops),)))  # type: ignore[arg-type]
+def compute(kind, flops, moved, num_ops=1, dtype="bfloat16"):
+    return op(Compute((Cost(kind, dtype, flops, moved, num_ops),)))
 
 
-def test_operations_that_come_again_have_the_price_of_the_first() -> None:
+def test_operations_that_come_again_have_the_price_of_the_first():
     tape = make_model().tape(Candidate(num_shards=2, num_replicas=2, stage=2))
     candidate = Candidate(num_shards=2, num_replicas=2, stage=2, accumulation=3)
     cluster, program = make_cluster("H100", 4), play(tape, candidate).program
@@ -43,14 +43,14 @@ def test_operations_that_come_again_have_the_price_of_the_first() -> None:
     assert [prices.seconds(each) for each in program.ops] == alone
 
 
-def test_a_large_matmul_runs_at_the_achievable_rate() -> None:
+def test_a_large_matmul_runs_at_the_achievable_rate():
     prices = Prices(H100, EIGHT)
     rate = 794.5e12 * family_efficiencies("fitted")["H100"]["matmul_sustained"].value
     assert prices.matmul_flops_per_s("bf16") == pytest.approx(rate)
     assert prices.seconds(compute("matmul", 10**15, 10**9)) == pytest.approx(1e15 / rate, rel=1e-5)
 
 
-def test_a_matmul_of_1024_cubed_on_a_b200_takes_what_was_measured() -> None:
+def test_a_matmul_of_1024_cubed_on_a_b200_takes_what_was_measured():
     """5.08, 15.2 and 97.4 us, of which the first two set the ramp and the last the rate."""
     prices = Prices(make_cluster("B200", 1), Candidate())
     for side, measured in ((1024, 5.08e-6), (2048, 15.2e-6), (4096, 97.4e-6)):
@@ -58,7 +58,7 @@ def test_a_matmul_of_1024_cubed_on_a_b200_takes_what_was_measured() -> None:
         assert prices.seconds(one) == pytest.approx(measured, rel=0.12)
 
 
-def test_a_thin_matmul_is_bound_by_memory() -> None:
+def test_a_thin_matmul_is_bound_by_memory():
     prices = Prices(H100, EIGHT)
     moved = 10**10
     assert prices.seconds(compute("matmul", 10**9, moved)) == pytest.approx(
@@ -66,12 +66,12 @@ def test_a_thin_matmul_is_bound_by_memory() -> None:
     )
 
 
-def test_elementwise_operations_take_their_bytes() -> None:
+def test_elementwise_operations_take_their_bytes():
     seconds = Prices(H100, EIGHT).seconds(compute("memory", 0, 10**10, dtype="float32"))
     assert seconds == pytest.approx(1e10 / (3.35e12 * 0.84) + 3e-6)
 
 
-def test_attention_computes_its_scores_once_more_in_backward_and_nothing_else_does() -> None:
+def test_attention_computes_its_scores_once_more_in_backward_and_nothing_else_does():
     prices = Prices(H100, EIGHT)
     ramp = common_efficiencies()["kernel_ramp_s"].value
     for kind, times in (("attention", 1.25), ("matmul", 1.0), ("memory", 1.0)):
@@ -81,7 +81,7 @@ def test_attention_computes_its_scores_once_more_in_backward_and_nothing_else_do
         assert prices.seconds(backward) - ramp == pytest.approx(times * work_s)
 
 
-def test_many_small_operations_take_the_hosts_time() -> None:
+def test_many_small_operations_take_the_hosts_time():
     prices = Prices(H100, EIGHT)
     assert prices.seconds(compute("memory", 0, 1000, num_ops=1000)) == pytest.approx(
         1000 * LAUNCH_S
@@ -91,12 +91,12 @@ def test_many_small_operations_take_the_hosts_time() -> None:
     assert cpu.seconds(one) == pytest.approx(1e9 / (10e9 * 0.84) + 100 * (3e-6 + 5e-6))
 
 
-def test_nothing_takes_no_time() -> None:
+def test_nothing_takes_no_time():
     assert Prices(H100, EIGHT).seconds(op(Compute(()))) == 0
     assert Prices(H100, EIGHT).seconds(op(Compute(()), "cpu")) == 0
 
 
-def test_ranks_are_numbered_from_tensor_to_pipeline() -> None:
+def test_ranks_are_numbered_from_tensor_to_pipeline():
     cluster = make_cluster("H100", 256)
     candidate = Candidate(num_shards=8, num_replicas=2, tp=4, cp=2, pp=2)
     groups = Prices(cluster, candidate).groups
@@ -109,26 +109,26 @@ def test_ranks_are_numbered_from_tensor_to_pipeline() -> None:
     )
 
 
-def test_a_collective_is_priced_over_its_own_axis() -> None:
+def test_a_collective_is_priced_over_its_own_axis():
     cluster = make_cluster("H100", 64)
     prices = Prices(cluster, Candidate(num_shards=8, num_replicas=8))
     size = 1 << 30
     for axis, stride in (("shard", 1), ("replicate", 8)):
-        work = Collective("all_reduce", axis, size, 2 * size)  # type: ignore[arg-type]
+        work = Collective("all_reduce", axis, size, 2 * size)
         expected = collective_seconds("all_reduce", size, place(8, stride, 8), cluster.node)
         assert prices.seconds(op(work, axis)) == expected
         more = prices.seconds(op(replace(work, num_messages=10), axis))
         assert expected < more < expected + 1e-4
 
 
-def test_an_axis_of_one_rank_costs_nothing() -> None:
+def test_an_axis_of_one_rank_costs_nothing():
     prices = Prices(make_cluster("H100", 1), Candidate())
     assert prices.seconds(op(Collective("all_gather", "shard", 1 << 30, 0, 5), "shard")) == 0
     for kind in ("tensor_parallel", "context_ring"):  # but for the host's call
         assert prices.seconds(compute(kind, 0, 1 << 20)) == LAUNCH_S
 
 
-def test_tensor_parallelism_costs_more_across_nodes_than_inside() -> None:
+def test_tensor_parallelism_costs_more_across_nodes_than_inside():
     sent = 1 << 30
     took = []
     for per_node in (8, 4):
@@ -142,7 +142,7 @@ def test_tensor_parallelism_costs_more_across_nodes_than_inside() -> None:
     assert took[1] > took[0]
 
 
-def test_the_host_link_is_a_ranks_own_and_the_disks_are_shared() -> None:
+def test_the_host_link_is_a_ranks_own_and_the_disks_are_shared():
     prices = Prices(make_cluster("A100", 8, host="dgx-a100"), EIGHT)
     size = 10**10
     down = prices.seconds(op(Transfer("to_host", size), "to_host"))
@@ -151,7 +151,7 @@ def test_the_host_link_is_a_ranks_own_and_the_disks_are_shared() -> None:
     assert prices.seconds(op(Transfer("disk_write", size), "disk")) == pytest.approx(8 * size / 5e9)
 
 
-def test_adam_on_the_host_takes_its_bytes_over_the_ranks_share_of_dram() -> None:
+def test_adam_on_the_host_takes_its_bytes_over_the_ranks_share_of_dram():
     """30 bytes for each of 1.54e9 parameters take 113 ms at 2 x 204.8 GB/s."""
     two = make_cluster("A100", 2, host="dgx-a100")
     prices = Prices(two, Candidate(num_shards=2))
@@ -160,18 +160,18 @@ def test_adam_on_the_host_takes_its_bytes_over_the_ranks_share_of_dram() -> None
     assert share * prices.seconds(op(work, "cpu")) == pytest.approx(0.113, abs=0.001)
 
 
-def test_fitted_entries_of_the_table_can_be_left_out() -> None:
+def test_fitted_entries_of_the_table_can_be_left_out():
     prices = [Prices(H100, EIGHT, is_fitted=fits).efficiencies for fits in (True, False)]
     singles = {**common_efficiencies(), **family_efficiencies()["H100"]}
     assert prices == [{**singles, **family_efficiencies("fitted")["H100"]}, singles]
 
 
-def test_ranks_that_are_not_the_clusters_are_refused() -> None:
+def test_ranks_that_are_not_the_clusters_are_refused():
     with pytest.raises(ConfigError, match="4 ranks, the cluster 8"):
         Prices(H100, Candidate(num_shards=4))
 
 
-def test_every_assumption_is_told_with_its_source() -> None:
+def test_every_assumption_is_told_with_its_source():
     told = Prices(H100, EIGHT).assumptions()
     parts = [re.fullmatch(r"([\w ]+): ([^\s,]+).*, .+ \(.+\)", line) for line in told]
     assert all(part and float(part[2]) > 0 for part in parts)
@@ -186,9 +186,7 @@ def test_every_assumption_is_told_with_its_source() -> None:
     st.integers(1, 10**4),
     st.sampled_from(["H100", "A100", "V100", "RTX4090", "cpu"]),
 )
-def test_more_work_is_never_faster(
-    kind: str, flops: int, moved: int, num_ops: int, gpu: str
-) -> None:
+def test_more_work_is_never_faster(kind, flops, moved, num_ops, gpu):
     prices = Prices(make_cluster(gpu, 1), Candidate())
     took = prices.seconds(compute(kind, flops, moved, num_ops))
     assert took > 0

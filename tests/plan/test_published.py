@@ -5,10 +5,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="module")
-def published() -> Iterator[ModuleType]:
+def published():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import published
 
@@ -33,22 +30,22 @@ def published() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def cells(published) -> ModuleType:
+def cells(published):
     import _published_cells
 
     return _published_cells
 
 
 @pytest.fixture(scope="module")
-def report(published, cells) -> Any:
+def report(published, cells):
     return published.evaluate(published.read_rows(cells.TABLES[0]), with_time=False)
 
 
-def row_of(cells: ModuleType, **given: str) -> Any:
+def row_of(cells, **given):
     return cells.Row({"id": "R1", **given})
 
 
-def test_a_row_is_predicted_by_the_plan_of_its_candidate(published, cells) -> None:
+def test_a_row_is_predicted_by_the_plan_of_its_candidate(published, cells):
     """torchtitan's Llama-3-8B with 8-way ZeRO-3: memory and time are those of `plan`, unchanged."""
     row = next(r for r in published.read_rows(cells.TABLES[0]) if r.id == "R001")
     preset = find_preset("llama-3-8b")
@@ -62,7 +59,7 @@ def test_a_row_is_predicted_by_the_plan_of_its_candidate(published, cells) -> No
     assert found.ran == {"R001": made.verdict}
 
 
-def test_memory_is_predicted_as_the_documentation_says(published, report) -> None:
+def test_memory_is_predicted_as_the_documentation_says(published, report):
     memory = published.summary(report)["memory"]
     assert memory["all"]["rows"] >= 90
     assert memory["all with fused attention"]["median_error"] < 0.10
@@ -70,17 +67,17 @@ def test_memory_is_predicted_as_the_documentation_says(published, report) -> Non
     assert memory["torchtune, allocated"]["median_error"] < 0.03
 
 
-def test_verdicts_agree_with_what_ran(published, report) -> None:
+def test_verdicts_agree_with_what_ran(published, report):
     verdicts = published.summary(report)["verdicts"]
     assert verdicts["ran"]["rows"] > 380
     assert verdicts["ran"]["will not fit"] < 0.10 * verdicts["ran"]["rows"]
 
 
-def test_every_row_that_is_left_out_has_a_reason(report) -> None:
+def test_every_row_that_is_left_out_has_a_reason(report):
     assert not [r for r in report.not_modelled if r.startswith("row not understood")]
 
 
-def test_step_times_are_predicted_as_the_documentation_says(published) -> None:
+def test_step_times_are_predicted_as_the_documentation_says(published):
     rows = [row for i, row in enumerate(published.read_rows()) if i % 8 == 3]
     figures = published.summary(published.evaluate(rows))["time_by_gpu"]
     assert figures["all with fused attention"]["mape_calibrated"] < 0.25
@@ -88,7 +85,7 @@ def test_step_times_are_predicted_as_the_documentation_says(published) -> None:
         assert figures[gpu]["mape_calibrated"] < figures[gpu]["mape_uncalibrated"], gpu
 
 
-def test_pairs_that_differ_in_one_knob_differ_as_published(report) -> None:
+def test_pairs_that_differ_in_one_knob_differ_as_published(report):
     by_id = {each.run.row.id: each for each in report.memory}
     for first, second, knob, slack in (
         ("R001", "R002", "compiled", 1.0),
@@ -103,7 +100,7 @@ def test_pairs_that_differ_in_one_knob_differ_as_published(report) -> None:
         assert (other.predicted - one.predicted) / GIB == pytest.approx(expected, abs=slack), knob
 
 
-def test_a_mangled_table_is_read_without_failing(published, cells, tmp_path) -> None:
+def test_a_mangled_table_is_read_without_failing(published, cells, tmp_path):
     """Cells are emptied, swapped and filled with noise: rows are left out, nothing fails."""
     rng = random.Random(7)
     with cells.TABLES[0].open(newline="") as lines:
@@ -121,7 +118,7 @@ def test_a_mangled_table_is_read_without_failing(published, cells, tmp_path) -> 
     assert math.isfinite(figures["memory"]["all"]["median_error"])
 
 
-def test_the_program_runs_and_writes_json(published, cells, tmp_path, capsys) -> None:
+def test_the_program_runs_and_writes_json(published, cells, tmp_path, capsys):
     out = tmp_path / "out.json"
     rows = ["--rows", str(cells.TABLES[0]), "--system", "torchtitan"]
     assert published.main([*rows, "--verbose", "--json", str(out)]) == 0
@@ -134,7 +131,7 @@ def test_the_program_runs_and_writes_json(published, cells, tmp_path, capsys) ->
 
 def test_the_interval_that_plans_print_is_that_of_pages_that_nothing_was_fitted_to(
     published, cells
-) -> None:
+):
     seen = {row.cell("source") for row in published.read_rows(*cells.TABLES)}
     rows = published.read_rows(cells.UNSEEN)
     assert not seen & {row.cell("source") for row in rows}
@@ -146,13 +143,13 @@ def test_the_interval_that_plans_print_is_that_of_pages_that_nothing_was_fitted_
     assert found["verdicts"]["ran out of memory"]["rows"] == 100
 
 
-def test_a_table_without_columns_has_no_rows_to_predict(published, tmp_path) -> None:
+def test_a_table_without_columns_has_no_rows_to_predict(published, tmp_path):
     empty = tmp_path / "empty.csv"
     empty.write_text("id,system\nR9,torchtitan\n,\n")
     assert published.main(["--rows", str(empty)]) == 0
 
 
 # -- cells: for each meaning several ways to write it
-def test_unknown_words_are_reported(cells) -> None:
+def test_unknown_words_are_reported(cells):
     assert cells.read_checkpointing("selective frobnicate")[1] == ("frobnicate",)
     assert cells.read_offload(row_of(cells, offload="CPU, gizmo"))[1] == ("gizmo",)

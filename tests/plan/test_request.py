@@ -2,15 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli.plan_setup import (
-    Setup,
     assumed_notes,
     limits_of,
     padding_notes,
@@ -35,23 +32,23 @@ from shardwise.train.decoder import Decoder
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nvocab: 64\n"
 
 
-def ask(**flags: Any) -> PlanRequest:
+def ask(**flags):
     return check_keys(PlanRequest, {}, flags, None, "plan")
 
 
-def tiny(tmp_path: Path, more: str = "") -> str:
+def tiny(tmp_path, more=""):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY + more)
     return str(path)
 
 
-def set_up_tiny(tmp_path: Path, more: str = "", **flags: Any) -> Setup:
+def set_up_tiny(tmp_path, more="", **flags):
     return set_up(tiny(tmp_path, more), ask(**flags))
 
 
 # -- sizes and keys
 @given(st.integers(0, 10**6), st.sampled_from(["", "K", "M", "G", "T"]), st.booleans())
-def test_a_size_is_its_number_times_its_unit(number: int, unit: str, binary: bool) -> None:
+def test_a_size_is_its_number_times_its_unit(number, unit, binary):
     power = " KMGT".index(unit or " ")
     factor = (1024 if binary and unit else 1000) ** power
     text = f"{number}{unit}{'i' if binary and unit else ''}B"
@@ -59,13 +56,13 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str, binary: boo
 
 
 @pytest.mark.parametrize("text", ["", "x", "GiB", "nan", "inf", "1e999", "4 4GB", "1..2G"])
-def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
+def test_what_is_no_size_is_told_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--max-memory.*such as 40GiB"):
         ask(max_memory=text, search=True)
 
 
 @pytest.mark.parametrize("flag", ["max_memory", "host_memory", "disk_space"])
-def test_a_few_bytes_without_a_unit_are_refused_with_what_was_meant(flag: str) -> None:
+def test_a_few_bytes_without_a_unit_are_refused_with_what_was_meant(flag):
     for value in ("40", 40, "512"):
         with pytest.raises(ConfigError, match=f"such as {value}GiB or {value}GB"):
             ask(search=True, **{flag: value})
@@ -98,9 +95,7 @@ def test_a_few_bytes_without_a_unit_are_refused_with_what_was_meant(flag: str) -
         ({"stagee": 3}, ["'stagee'", "did you mean 'stage'"]),
     ],
 )
-def test_a_wrong_key_is_told_with_its_flag_and_what_is_allowed(
-    flags: dict[str, Any], words: list[str]
-) -> None:
+def test_a_wrong_key_is_told_with_its_flag_and_what_is_allowed(flags, words):
     with pytest.raises(ConfigError) as error:
         ask(**flags)
     assert [word for word in words if word not in str(error.value)] == []
@@ -113,14 +108,12 @@ def test_a_wrong_key_is_told_with_its_flag_and_what_is_allowed(
         ({"ranks": 1, "tokens_per_step": 512}, "none can be summed over 4 micro-batches"),
     ],
 )
-def test_a_step_in_backward_has_no_accumulation_however_it_was_decided(
-    flags: dict[str, Any], text: str, tmp_path: Path
-) -> None:
+def test_a_step_in_backward_has_no_accumulation_however_it_was_decided(flags, text, tmp_path):
     with pytest.raises(ConfigError, match=text):
         set_up_tiny(tmp_path, step_in_backward=True, seq=16, **flags)
 
 
-def test_a_search_has_no_accumulation_beside_a_step_in_backward() -> None:
+def test_a_search_has_no_accumulation_beside_a_step_in_backward():
     setup = set_up(
         "llama-3.2-1b",
         ask(search=True, step_in_backward=True, ranks=8, tokens_per_step=8 * 8192 * 2),
@@ -135,20 +128,20 @@ def test_a_search_has_no_accumulation_beside_a_step_in_backward() -> None:
     assert result.pareto and all(made.candidate.accumulation == 1 for made in result.pareto)
 
 
-def test_tokens_may_be_counted_in_powers_of_two() -> None:
+def test_tokens_may_be_counted_in_powers_of_two():
     for text, tokens in (("4Mi", 1 << 22), ("4M", 4 * 10**6), ("16ki", 1 << 14)):
         assert ask(tokens_per_step=text).tokens_per_step == tokens
 
 
-def test_the_tokens_of_the_helps_example_make_a_step() -> None:
+def test_the_tokens_of_the_helps_example_make_a_step():
     setup = set_up("llama-3-8b", ask(ranks=64, tokens_per_step="4Mi"))
     assert setup.candidate.accumulation == 8
     with pytest.raises(ConfigError, match="take 4,194,304, or change"):
         set_up("llama-3-8b", ask(ranks=64, tokens_per_step="4M"))
 
 
-def test_a_flag_goes_over_the_value_of_a_run(tmp_path: Path) -> None:
-    def found(more: str = "", **flags: Any) -> Offload:
+def test_a_flag_goes_over_the_value_of_a_run(tmp_path):
+    def found(more="", **flags):
         return set_up_tiny(tmp_path, more, **flags).candidate.offload
 
     assert (
@@ -159,12 +152,12 @@ def test_a_flag_goes_over_the_value_of_a_run(tmp_path: Path) -> None:
     assert found("offload: cpu\n", offload=asked) == Offload("device", "cpu", "nvme", 1, "device")
 
 
-def test_ranks_that_do_not_fill_nodes_are_told_by_their_flag() -> None:
+def test_ranks_that_do_not_fill_nodes_are_told_by_their_flag():
     with pytest.raises(ConfigError, match=r"--ranks=60: .*--gpus-per-node=8"):
         set_up("demo", ask(ranks=60))
 
 
-def test_on_the_cpu_bytes_are_those_of_messages_between_two_ranks(tmp_path: Path) -> None:
+def test_on_the_cpu_bytes_are_those_of_messages_between_two_ranks(tmp_path):
     for gpu, transport in (("cpu", "point_to_point"), ("h100", "coalesced")):
         assert set_up_tiny(tmp_path, ranks=2, gpu=gpu).candidate.transport == transport
 
@@ -172,9 +165,7 @@ def test_on_the_cpu_bytes_are_those_of_messages_between_two_ranks(tmp_path: Path
 @pytest.mark.parametrize(
     ("layout", "ranks", "is_told"), [("rows", 24, True), ("rows", 2, False), ("flat", 24, False)]
 )
-def test_padding_that_another_layout_saves_is_told(
-    tmp_path: Path, layout: str, ranks: int, is_told: bool
-) -> None:
+def test_padding_that_another_layout_saves_is_told(tmp_path, layout, ranks, is_told):
     setup = set_up_tiny(tmp_path, layout=layout, ranks=ranks)
     notes = padding_notes(plan(setup.model, setup.cluster, setup.candidate))
     assert [f"do not divide by {ranks} cost" in note for note in notes] == [True] * is_told
@@ -187,7 +178,7 @@ MIXTRAL = {
 }
 
 
-def test_the_layout_is_chosen_unless_it_was_given(tmp_path: Path) -> None:
+def test_the_layout_is_chosen_unless_it_was_given(tmp_path):
     """Rows of 8 experts over 64 ranks are padding for the most part."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTRAL))
@@ -206,7 +197,7 @@ def test_the_layout_is_chosen_unless_it_was_given(tmp_path: Path) -> None:
         set_up(str(path), ask(units="LlamaDecoderLayer", kernels="compiled"))
 
 
-def test_a_plan_names_the_kernels_that_it_assumes(tmp_path: Path) -> None:
+def test_a_plan_names_the_kernels_that_it_assumes(tmp_path):
     told = {"kernels": "eager", "loss": "eager", "optimizer_kernel": "fused"}
     for name in told:
         flags = {key: value for key, value in told.items() if key != name}
@@ -216,13 +207,13 @@ def test_a_plan_names_the_kernels_that_it_assumes(tmp_path: Path) -> None:
     assert not assumed_notes(set_up_tiny(tmp_path))
 
 
-def test_a_simulation_has_no_keys_of_a_search() -> None:
+def test_a_simulation_has_no_keys_of_a_search():
     with pytest.raises(ConfigError, match="unknown key 'search'"):
         check_keys(SimulateRequest, {}, {"search": True}, None, "simulate")
 
 
 # -- the batch
-def test_the_batch_of_a_train_file_decides_accumulation(tmp_path: Path) -> None:
+def test_the_batch_of_a_train_file_decides_accumulation(tmp_path):
     more = "ranks: 2\nmicro_batch: 4\nglobal_batch: 24\n"
     setup = set_up_tiny(tmp_path, more)
     assert (setup.candidate.micro_batch, setup.candidate.accumulation) == (4, 3)
@@ -236,26 +227,26 @@ def test_the_batch_of_a_train_file_decides_accumulation(tmp_path: Path) -> None:
     assert longer.tokens_per_step == 24 * 32
 
 
-def test_a_batch_that_ranks_do_not_divide_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_batch_that_ranks_do_not_divide_is_refused_by_its_name(tmp_path):
     with pytest.raises(ConfigError, match=r"global_batch: expected a multiple of 8 .*got 10"):
         set_up_tiny(tmp_path, "ranks: 2\nmicro_batch: 4\nglobal_batch: 10\n")
     with pytest.raises(ConfigError, match=r"tokens_per_step: expected a multiple of 128.*got 7"):
         set_up_tiny(tmp_path, ranks=8, tokens_per_step=7, micro_batch=1)
 
 
-def test_a_file_whose_batch_does_not_agree_is_refused(tmp_path: Path) -> None:
+def test_a_file_whose_batch_does_not_agree_is_refused(tmp_path):
     more = "ranks: 2\nmicro_batch: 4\naccumulation: 2\nglobal_batch: 24\n"
     with pytest.raises(ConfigError, match=r"global_batch: 24 are not .*4 x accumulation 2 x 2"):
         set_up_tiny(tmp_path, more)
     assert set_up_tiny(tmp_path, more, accumulation=3).candidate.accumulation == 3
 
 
-def test_tokens_per_step_decide_accumulation_over_a_files_own(tmp_path: Path) -> None:
+def test_tokens_per_step_decide_accumulation_over_a_files_own(tmp_path):
     setup = set_up_tiny(tmp_path, "accumulation: 7\nranks: 2\nmicro_batch: 1\n", tokens_per_step=64)
     assert setup.candidate.accumulation == 2
 
 
-def test_a_search_with_the_batch_of_a_file_keeps_it(tmp_path: Path) -> None:
+def test_a_search_with_the_batch_of_a_file_keeps_it(tmp_path):
     settings = tmp_path / "ds.json"
     settings.write_text(json.dumps({"train_batch_size": 32, "zero_optimization": {"stage": 2}}))
     request = ask(deepspeed=settings, search=True, ranks=8)
@@ -266,7 +257,7 @@ def test_a_search_with_the_batch_of_a_file_keeps_it(tmp_path: Path) -> None:
     assert tuple(space.micro_batches) == ()
 
 
-def test_a_search_varies_what_a_train_file_leaves_out(tmp_path: Path) -> None:
+def test_a_search_varies_what_a_train_file_leaves_out(tmp_path):
     space = space_of(set_up_tiny(tmp_path, "stage: 2\nranks: 4\n"))
     assert tuple(space.stages) == (2,)
     assert set(space.layouts) == {"rows", "flat"}
@@ -282,7 +273,7 @@ def test_a_search_varies_what_a_train_file_leaves_out(tmp_path: Path) -> None:
 
 
 # -- files and names
-def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Path) -> None:
+def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path):
     settings = tmp_path / "ds.json"
     content = {
         "zero_optimization": {"stage": 2, "overlap_comm": True},
@@ -317,9 +308,7 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Pa
         (None, {}, ["MODEL", "--params"]),
     ],
 )
-def test_a_name_that_is_not_there_is_told_with_what_is_near(
-    name: str | None, flags: dict[str, Any], words: list[str]
-) -> None:
+def test_a_name_that_is_not_there_is_told_with_what_is_near(name, flags, words):
     with pytest.raises(ConfigError) as error:
         setup = set_up(name, ask(**flags))
         setup.prices_of(setup.candidate)
@@ -329,7 +318,7 @@ def test_a_name_that_is_not_there_is_told_with_what_is_near(
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"tiny.yaml: unknown key 'dimm'; did you mean 'dim'"):
         set_up_tiny(tmp_path, "dimm: 3\n")
 
@@ -352,7 +341,7 @@ def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path)
         "experts: 4\nep: 2\nglobal_batch: 64\n",
     ],
 )
-def test_a_plan_that_becomes_a_run_is_planned_as_the_same_again(more: str, tmp_path: Path) -> None:
+def test_a_plan_that_becomes_a_run_is_planned_as_the_same_again(more, tmp_path):
     first = set_up_tiny(tmp_path, f"{more}ranks: 4\n")
     assert first.config is not None
     path = tmp_path / "again.yaml"
@@ -362,13 +351,13 @@ def test_a_plan_that_becomes_a_run_is_planned_as_the_same_again(more: str, tmp_p
     assert run_of(again.candidate, load_config(path, {})) == load_config(path, {})
 
 
-def test_a_run_whose_micro_batches_go_layer_by_layer_has_no_plan(tmp_path: Path) -> None:
+def test_a_run_whose_micro_batches_go_layer_by_layer_has_no_plan(tmp_path):
     with pytest.raises(ConfigError, match="accumulation_order: plans have depth_first alone"):
         set_up_tiny(tmp_path, "accumulation: 3\naccumulation_order: breadth_first\n")
 
 
 # -- presets that `shardwise train` can train
-def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters() -> None:
+def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters():
     import torch
 
     found = []
@@ -398,21 +387,19 @@ def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters
         (3, {"activations": "cpu"}, Offload()),
     ],
 )
-def test_a_plan_of_another_stage_is_written_with_the_places_that_it_has(
-    stage: int, asked: Any, planned: Offload
-) -> None:
+def test_a_plan_of_another_stage_is_written_with_the_places_that_it_has(stage, asked, planned):
     candidate = Candidate(offload=planned)
     found = run_of(candidate, TrainConfig(stage=stage, offload=asked)).offload
     assert planned_offload(TrainConfig(stage=3, offload=found).offloaded) == candidate.offload
 
 
-def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:
+def test_a_width_that_the_decoder_cannot_have_is_no_train_file():
     assert run_of_shape(llama_shape(2, 64, 4, 2, 160, 100), 16) is not None
     assert run_of_shape(llama_shape(2, 64, 4, 2, 170, 100), 16) is None
     assert run_of_shape(llama_shape(2, 60, 4, 2, 160, 100), 16) is None
 
 
-def test_a_search_that_traces_our_own_decoder_tries_finer_units(tmp_path: Path) -> None:
+def test_a_search_that_traces_our_own_decoder_tries_finer_units(tmp_path):
     by_formulas = set_up_tiny(tmp_path, "ranks: 2\n", search=True)
     assert isinstance(by_formulas.model, ShapedModel)
     assert space_of(by_formulas).units == (None,)

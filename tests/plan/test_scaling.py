@@ -3,7 +3,7 @@
 from shardwise.plan.timing.scaling import ScalingRow, scaling_rows
 
 
-def test_efficiency_is_throughput_per_rank_beside_the_smallest() -> None:
+def test_efficiency_is_throughput_per_rank_beside_the_smallest():
     rows = scaling_rows([ScalingRow(32, 2.5, 32_000, 0.5, 7), ScalingRow(8, 2.0, 8_000)])
     assert rows == (
         ScalingRow(8, 2.0, 8_000, efficiency=1.0),

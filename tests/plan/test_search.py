@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +12,10 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import ModelSource
-from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
-from shardwise.plan.searching import Limits, SearchResult, Space, search
+from shardwise.plan.searching import Limits, Space, search
 from shardwise.quantities import format_bytes
 
 RANKS = 4
@@ -30,7 +27,7 @@ SPACE = Space(BASE, prefetch_units=(1, 0), micro_batches=BATCHES)
 STATE_HEAVY = replace(SHAPE, vocab=40_000)
 
 
-def enumerate_by_hand(shape: DecoderShape, tokens: int | None = None) -> dict[Candidate, Plan]:
+def enumerate_by_hand(shape, tokens=None):
     """Plan every candidate of SPACE that makes the tokens of a step exactly."""
     model = make_model(shape)
     found = {}
@@ -52,18 +49,16 @@ def enumerate_by_hand(shape: DecoderShape, tokens: int | None = None) -> dict[Ca
 
 
 @pytest.fixture(scope="module")
-def by_hand() -> dict[Candidate, Plan]:
+def by_hand():
     return enumerate_by_hand(SHAPE)
 
 
 @pytest.fixture(scope="module")
-def whole() -> SearchResult:
+def whole():
     return search(MODEL, CLUSTER, SPACE)
 
 
-def test_every_candidate_is_looked_at_once_and_those_that_lost_have_a_reason(
-    whole: SearchResult, by_hand: dict[Candidate, Plan]
-) -> None:
+def test_every_candidate_is_looked_at_once_and_those_that_lost_have_a_reason(whole, by_hand):
     met = [p.candidate for p in whole.pareto] + [r.candidate for r in whole.rejected]
     assert len(met) == len(set(met)) == whole.num_candidates > whole.num_played
     assert set(met) == set(by_hand)
@@ -71,20 +66,16 @@ def test_every_candidate_is_looked_at_once_and_those_that_lost_have_a_reason(
     assert whole.num_played == sum(r.was_played for r in whole.rejected) + len(whole.pareto)
 
 
-def test_the_winner_is_the_fastest_of_all(
-    whole: SearchResult, by_hand: dict[Candidate, Plan]
-) -> None:
+def test_the_winner_is_the_fastest_of_all(whole, by_hand):
     assert whole.winner is whole.pareto[0]
     assert whole.winner.tokens_per_s == max(p.tokens_per_s for p in by_hand.values())
 
 
-def test_no_plan_beats_one_of_the_front_and_one_of_the_front_beats_each_other(
-    whole: SearchResult, by_hand: dict[Candidate, Plan]
-) -> None:
-    def beats(one: Plan, other: Plan) -> bool:
+def test_no_plan_beats_one_of_the_front_and_one_of_the_front_beats_each_other(whole, by_hand):
+    def beats(one, other):
         return one.step_s <= other.step_s and one.memory.high_bytes <= other.memory.high_bytes
 
-    def per_token(made: Plan) -> Plan:
+    def per_token(made):
         return replace(made, step_s=made.step_s / made.tokens_per_step)
 
     front = [per_token(p) for p in whole.pareto]
@@ -94,7 +85,7 @@ def test_no_plan_beats_one_of_the_front_and_one_of_the_front_beats_each_other(
     assert [p.step_s for p in front] == sorted(p.step_s for p in front)
 
 
-def test_formats_are_kept_where_they_can_be(whole: SearchResult) -> None:
+def test_formats_are_kept_where_they_can_be(whole):
     assert not any(p.candidate.gather or p.candidate.reduce for p in whole.pareto)
     offloads = (Offload(), Offload(optimizer="cpu"))
     base = replace(SPACE.base, gather="int8", reduce="int8-a2a")
@@ -106,9 +97,7 @@ def test_formats_are_kept_where_they_can_be(whole: SearchResult) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
-def test_with_less_memory_the_winner_is_the_fastest_of_those_that_fit(
-    share: float, by_hand: dict[Candidate, Plan]
-) -> None:
+def test_with_less_memory_the_winner_is_the_fastest_of_those_that_fit(share, by_hand):
     sizes = sorted(p.memory.high_bytes for p in by_hand.values())
     most = sizes[int(share * (len(sizes) - 1))]
     found = search(MODEL, CLUSTER, SPACE, Limits(max_memory_bytes=most))
@@ -122,7 +111,7 @@ def test_with_less_memory_the_winner_is_the_fastest_of_those_that_fit(
 
 
 @pytest.mark.parametrize("shape", [SHAPE, STATE_HEAVY], ids=["activations", "state"])
-def test_tokens_per_step_are_kept_and_no_window_that_fits_is_missed(shape: DecoderShape) -> None:
+def test_tokens_per_step_are_kept_and_no_window_that_fits_is_missed(shape):
     tokens = 8 * RANKS * SEQ
     plans = enumerate_by_hand(shape, tokens)
     sizes = sorted({p.memory.high_bytes for p in plans.values()})
@@ -148,7 +137,7 @@ def test_tokens_per_step_are_kept_and_no_window_that_fits_is_missed(shape: Decod
                 )
 
 
-def test_tokens_per_step_may_be_missed_by_one_per_cent() -> None:
+def test_tokens_per_step_may_be_missed_by_one_per_cent():
     space = replace(SPACE, stages=(3,), micro_batches=(1, 64))
     per_pass = RANKS * SEQ
     for tokens, is_met in ((100 * per_pass + 250, True), (4 * per_pass + 25, False)):
@@ -161,9 +150,7 @@ def test_tokens_per_step_may_be_missed_by_one_per_cent() -> None:
         assert all(f"{tokens:,}" in r.reason for r in lost)
 
 
-def test_a_target_is_kept_and_what_misses_it_says_by_how_much(
-    by_hand: dict[Candidate, Plan],
-) -> None:
+def test_a_target_is_kept_and_what_misses_it_says_by_how_much(by_hand):
     speeds = sorted(p.tokens_per_s for p in by_hand.values())
     target = speeds[len(speeds) // 2]
     found = search(MODEL, CLUSTER, SPACE, Limits(target_tokens_per_s=target))
@@ -175,14 +162,14 @@ def test_a_target_is_kept_and_what_misses_it_says_by_how_much(
     assert len(nothing.rejected) == len(by_hand)
 
 
-def test_state_that_does_not_fit_is_told_without_playing() -> None:
+def test_state_that_does_not_fit_is_told_without_playing():
     found = search(MODEL, CLUSTER, SPACE, Limits(max_memory_bytes=1000))
     assert found.winner is None
     assert found.num_played == 0
     assert all("optimizer state alone" in r.reason for r in found.rejected)
 
 
-def build(frozen: bool, dtype: torch.dtype) -> nn.Module:
+def build(frozen, dtype):
     with torch.device("meta"):
         layers = [nn.Linear(8192, 8192) for _ in range(20)]
         tower = nn.Sequential(nn.Embedding(100, 8192), *layers).to(dtype)
@@ -194,7 +181,7 @@ def build(frozen: bool, dtype: torch.dtype) -> nn.Module:
     ("frozen", "dtype"),
     [(True, torch.float32), (False, torch.bfloat16), (False, torch.float32)],
 )
-def test_a_plan_that_fits_is_not_rejected_by_its_state(frozen: bool, dtype: torch.dtype) -> None:
+def test_a_plan_that_fits_is_not_rejected_by_its_state(frozen, dtype):
     """20 layers of 256 MiB: frozen they have no optimizer state, in bfloat16 half of all."""
     source = ModelSource(
         "tower",
@@ -221,7 +208,7 @@ def test_a_plan_that_fits_is_not_rejected_by_its_state(frozen: bool, dtype: torc
     assert pruned.num_played == 0
 
 
-def test_each_micro_batch_that_was_asked_for_has_a_reason() -> None:
+def test_each_micro_batch_that_was_asked_for_has_a_reason():
     sizes = sorted(p.memory.high_bytes for p in enumerate_by_hand(SHAPE).values())
     space = replace(SPACE, micro_batches=(1, 3, 1 << 14, 1 << 15), prefetch_units=(1,))
     for tokens in (None, RANKS * SEQ * 3 << 15):
@@ -236,7 +223,7 @@ def test_each_micro_batch_that_was_asked_for_has_a_reason() -> None:
         assert any("by its formulas" in r.reason for r in found.rejected)
 
 
-def test_more_memory_than_the_device_has_is_not_used() -> None:
+def test_more_memory_than_the_device_has_is_not_used():
     small = replace(
         CLUSTER,
         node=replace(
@@ -246,7 +233,7 @@ def test_more_memory_than_the_device_has_is_not_used() -> None:
     assert search(MODEL, small, SPACE, Limits(max_memory_bytes=1 << 50)).winner is None
 
 
-def test_without_batches_micro_batches_double_until_they_do_not_fit() -> None:
+def test_without_batches_micro_batches_double_until_they_do_not_fit():
     space = replace(SPACE, stages=(3,), micro_batches=(), prefetch_units=(1,))
     found = search(MODEL, CLUSTER, space, Limits(max_memory_bytes=3 << 30))
     met = {p.candidate.micro_batch for p in found.pareto}
@@ -255,7 +242,7 @@ def test_without_batches_micro_batches_double_until_they_do_not_fit() -> None:
     assert any("by its formulas" in r.reason for r in found.rejected)
 
 
-def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3() -> None:
+def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3():
     cluster = cluster_of_ranks(16)
     space = Space(
         BASE,
@@ -274,7 +261,7 @@ def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3
     assert len(met) == 3 * 3
 
 
-def test_progress_is_told_after_every_way() -> None:
+def test_progress_is_told_after_every_way():
     told: list[tuple[int, int]] = []
     space = replace(SPACE, stages=(3,), micro_batches=(1,))
     search(MODEL, CLUSTER, space, progress=lambda done, total: told.append((done, total)))
@@ -295,14 +282,12 @@ def test_progress_is_told_after_every_way() -> None:
         ({}, {"target_tokens_per_s": float("nan")}, "target_tokens_per_s"),
     ],
 )
-def test_an_empty_space_and_a_limit_that_is_none_are_refused_by_name(
-    change: dict[str, Any], limits: dict[str, Any], word: str
-) -> None:
+def test_an_empty_space_and_a_limit_that_is_none_are_refused_by_name(change, limits, word):
     with pytest.raises(ConfigError, match=word):
         search(MODEL, CLUSTER, replace(SPACE, **change), Limits(**limits))
 
 
-def test_full_bytes_of_the_largest_unit_decide_what_is_prefetched() -> None:
+def test_full_bytes_of_the_largest_unit_decide_what_is_prefetched():
     space = replace(
         SPACE,
         stages=(3,),
@@ -317,7 +302,7 @@ def test_full_bytes_of_the_largest_unit_decide_what_is_prefetched() -> None:
     assert found.winner.candidate.prefetch_bytes == 2 * largest
 
 
-def test_degrees_that_the_model_cannot_have_are_rejected_with_the_reason() -> None:
+def test_degrees_that_the_model_cannot_have_are_rejected_with_the_reason():
     space = replace(SPACE, stages=(3,), prefetch_units=(1,), degrees=((1, 1, 1), (1, 1, 4)))
     impossible = replace(space, degrees=((1, 1, 1), (1, 4, 1)))  # fewer layers than stages
     assert SHAPE.layers < 4

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +27,7 @@ from shardwise.plan.model.shapes import (
     mpt_shape,
     shape_from_config,
 )
-from shardwise.plan.model.tape import LiveBytes, Phase, Tape, Visit, Work
+from shardwise.plan.model.tape import LiveBytes, Phase, Visit, Work
 from shardwise.plan.step.ledger import Ledger
 
 LLAMA_8B = llama_shape(32, 4096, 32, 8, 14336, 128256)
@@ -40,7 +39,7 @@ GIB = 2**30
 FULL = {"activation_checkpointing": "full"}
 
 
-def tape_of(shape: DecoderShape, seq: int, stage: int = 0, **settings: Any) -> Tape:
+def tape_of(shape, seq, stage=0, **settings):
     return ShapedModel("decoder", shape, seq).tape(Candidate(**settings), stage)
 
 
@@ -54,14 +53,12 @@ def tape_of(shape: DecoderShape, seq: int, stage: int = 0, **settings: Any) -> T
         (80, 8192, 64, 64.8624),
     ],
 )
-def test_mpt_models_have_the_printed_size(
-    layers: int, dim: int, heads: int, billions: float
-) -> None:
+def test_mpt_models_have_the_printed_size(layers, dim, heads, billions):
     shape = mpt_shape(layers, dim, heads, 4 * dim, 50368, 2048)
     assert shape.num_params / 1e9 == pytest.approx(billions, abs=6e-5)
 
 
-def test_a_mixture_has_more_parameters_than_a_token_meets() -> None:
+def test_a_mixture_has_more_parameters_than_a_token_meets():
     config = {
         "model_type": "mixtral",
         "num_hidden_layers": 32,
@@ -89,7 +86,7 @@ def test_a_mixture_has_more_parameters_than_a_token_meets() -> None:
 
 
 # -- FLOPs
-def test_flops_per_token_are_the_papers_formula() -> None:
+def test_flops_per_token_are_the_papers_formula():
     """Korthikanti et al., equation 6: 72 B L s h^2 (1 + s / 6h + V / 12 h L)."""
     shape, seq = GPT3, 2048
     layers, dim, vocab = shape.layers, shape.dim, shape.vocab
@@ -99,7 +96,7 @@ def test_flops_per_token_are_the_papers_formula() -> None:
     assert flops_per_token(shape, seq, recomputed=True) == pytest.approx(recomputed, rel=2e-4)
 
 
-def test_a_causal_kernel_does_half_of_the_attention() -> None:
+def test_a_causal_kernel_does_half_of_the_attention():
     full, half = (LLAMA_8B.layer_flops_per_token(8192, causal=c) for c in (False, True))
     assert full[0] == half[0]
     assert full[1] == 2 * half[1] == 4 * 8192 * 4096
@@ -110,7 +107,7 @@ def test_a_causal_kernel_does_half_of_the_attention() -> None:
     st.sampled_from([1, 2, 4]),
     st.integers(1, 4),
 )
-def test_a_tapes_flops_are_the_shapes(mode: str, tp: int, batch: int) -> None:
+def test_a_tapes_flops_are_the_shapes(mode, tp, batch):
     tape = tape_of(LLAMA_8B, 256, micro_batch=batch, tp=tp, activation_checkpointing=mode)
     forward = [e for e in tape.events if isinstance(e, Work) and e.phase != "recompute"]
     flops = sum(c.flops for e in forward for c in e.costs)
@@ -119,13 +116,13 @@ def test_a_tapes_flops_are_the_shapes(mode: str, tp: int, batch: int) -> None:
 
 
 # -- activations
-def test_a_compiled_layer_keeps_what_the_papers_table_says() -> None:
+def test_a_compiled_layer_keeps_what_the_papers_table_says():
     """34 s b h without the 2 of dropout's masks, and a log-sum-exp per head in place of scores.
 
     Of Korthikanti et al., table 2: tensor and sequence parallelism divide all of it.
     """
 
-    def kept(**settings: Any) -> float:
+    def kept(**settings):
         run = Execution(2, 2048, implementation="compiled", **settings)
         return kept_layer_bytes(GPT3, run) / run.tokens
 
@@ -135,13 +132,13 @@ def test_a_compiled_layer_keeps_what_the_papers_table_says() -> None:
     assert kept(activation_checkpointing="full") == 2 * GPT3.dim
 
 
-def test_a_modern_fused_block_keeps_what_its_formula_says() -> None:
+def test_a_modern_fused_block_keeps_what_its_formula_says():
     """12 h + 4 h kv / a + 6 f bytes per token, and a log-sum-exp per head."""
     run = Execution(2, 8192, implementation="compiled")
     assert sum(layer_bytes(LLAMA_8B, run).values()) == run.tokens * (139_264 + 4 * 32)
 
 
-def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
+def activation_peaks(tape):
     """Return the largest activations, logits and temporaries of each phase; grads are left out."""
     peaks: dict[Phase, LiveBytes] = {}
     live = LiveBytes()
@@ -155,19 +152,19 @@ def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
     return peaks
 
 
-def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
+def _plus(a, b):
     return LiveBytes(a.activations + b.activations, a.temporary + b.temporary, a.logits + b.logits)
 
 
 @pytest.mark.parametrize(
     ("schedule", "stage", "in_flight"), [("1f1b", 0, 8), ("1f1b", 7, 1), ("gpipe", 3, 64)]
 )
-def test_micro_batches_in_flight(schedule: str, stage: int, in_flight: int) -> None:
+def test_micro_batches_in_flight(schedule, stage, in_flight):
     tape = tape_of(GPT3, 8, stage, pp=8, accumulation=64, pp_schedule=schedule)
     assert tape.in_flight == in_flight
 
 
-def test_the_first_stage_keeps_all_layers_worth_of_activations() -> None:
+def test_the_first_stage_keeps_all_layers_worth_of_activations():
     """And stream and positions of each micro-batch in flight, and an output that was sent."""
     tape = tape_of(GPT3, 2048, pp=8, accumulation=64, kernels="compiled", **FULL)
     run = Execution(1, 2048, "full", "compiled")
@@ -177,17 +174,17 @@ def test_the_first_stage_keeps_all_layers_worth_of_activations() -> None:
 
 
 # -- published differences, in GiB
-def test_torchtunes_ladder() -> None:
+def test_torchtunes_ladder():
     """A chunked loss needs 51.0 - 42.9 GiB less with compiled layers (figures of its README)."""
 
-    def ladder(loss: str) -> float:
+    def ladder(loss):
         tape = tape_of(LLAMA_3B, 4096, micro_batch=2, kernels="compiled", loss=loss)
         return max(p.activations + p.logits for p in activation_peaks(tape).values()) / GIB
 
     assert ladder("held") - ladder("chunked") == pytest.approx(51.0 - 42.9, abs=0.5)
 
 
-def test_logits_of_llama_3() -> None:
+def test_logits_of_llama_3():
     """7.64 GiB per float32 copy at 16,000 tokens (ALST, arXiv:2506.13996)."""
     copies = logit_bytes(LLAMA_8B, Execution(1, 16_000), "backward") - logit_bytes(
         LLAMA_8B, Execution(1, 16_000, loss="compiled"), "kept"
@@ -204,9 +201,7 @@ def test_logits_of_llama_3() -> None:
     st.integers(0, 3),
     st.booleans(),
 )
-def test_what_a_tape_allocates_it_frees(
-    mode: str, loss: str, kernels: str, stages: int, stage: int, tied: bool
-) -> None:
+def test_what_a_tape_allocates_it_frees(mode, loss, kernels, stages, stage, tied):
     shape = replace(LLAMA_8B, layers=4, tied=tied)
     settings = {"activation_checkpointing": mode, "loss": loss, "kernels": kernels}
     tape = tape_of(shape, 64, stage % stages, pp=stages, accumulation=8, **settings)
@@ -221,7 +216,7 @@ def test_what_a_tape_allocates_it_frees(
 
 
 # -- reading
-def test_a_config_json_makes_the_shape() -> None:
+def test_a_config_json_makes_the_shape():
     config = {
         "model_type": "llama",
         "num_hidden_layers": 32,
@@ -238,7 +233,7 @@ def test_a_config_json_makes_the_shape() -> None:
         shape_from_config({**config, "model_type": "lama"})
 
 
-def test_impossible_degrees_are_refused() -> None:
+def test_impossible_degrees_are_refused():
     for name in ("tp", "pp", "micro_batch", "accumulation"):
         with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
             tape_of(LLAMA_8B, 8, **{name: 0})
@@ -246,21 +241,21 @@ def test_impossible_degrees_are_refused() -> None:
 
 # -- margins
 @given(st.integers(0, 1 << 45), st.integers(0, 5))
-def test_margins_widen_a_ledger(size: int, groups: int) -> None:
+def test_margins_widen_a_ledger(size, groups):
     found = memory_interval(Ledger(activations=size), num_groups=groups)
     assert size < found.low_bytes < found.expected_bytes < found.high_bytes
     beside = found.context_bytes + found.communicator_bytes + found.fragmentation_bytes
     assert found.expected_bytes == pytest.approx(size + beside, abs=2)
 
 
-def test_a_cpus_allocator_has_no_margins() -> None:
+def test_a_cpus_allocator_has_no_margins():
     found = memory_interval(Ledger(activations=5), num_groups=2, on_accelerator=False)
     assert (found.low_bytes, found.high_bytes) == (5, 5)
     with pytest.raises(ConfigError, match="num_groups must not be negative"):
         memory_interval(Ledger(), num_groups=-1)
 
 
-def test_a_latent_attention_has_the_published_number_of_parameters() -> None:
+def test_a_latent_attention_has_the_published_number_of_parameters():
     """DeepSeek-V3 (arXiv:2412.19437) has 671 billion, DeepSeek-V2-Lite 15.7, Moonlight 16."""
     large, small = Experts(256, 8, 2048, 1, 3), Experts(64, 6, 1408, 2, 1)
     v3 = _latent(61, 7168, 128, 18432, 129280, large, Latent(512, 1536, 128, 64, 128))
@@ -269,14 +264,12 @@ def test_a_latent_attention_has_the_published_number_of_parameters() -> None:
     assert [round(s.num_params / 1e9, 1) for s in (v3, lite, moonlight)] == [671.0, 15.7, 16.0]
 
 
-def _latent(
-    layers: int, dim: int, heads: int, ffn: int, vocab: int, experts: Experts, latent: Latent
-) -> DecoderShape:
+def _latent(layers, dim, heads, ffn, vocab, experts, latent):
     return DecoderShape(layers, dim, heads, heads, 128, ffn, vocab, experts=experts, latent=latent)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_units_of_a_latent_attention_have_the_parameters_of_its_shape(tp: int) -> None:
+def test_the_units_of_a_latent_attention_have_the_parameters_of_its_shape(tp):
     """What makes a latent is whole on all ranks of a tensor group, all other products are cut."""
     shape = _latent(3, 64, 4, 128, 256, Experts(4, 2, 32, 1, 1), Latent(16, 8, 8, 4, 8))
     tape = tape_of(shape, 16, tp=tp)

@@ -2,7 +2,6 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.pricing import Slowed
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
-from shardwise.plan.timing.breakdown import Simulated
 from shardwise.plan.timing.simulate import simulate
 
 COMPUTE = Compute(())
@@ -23,11 +21,11 @@ COPY = Transfer("to_device", 8)
 WORK = {"compute": COMPUTE, "shard": GATHER, "replicate": REDUCE, "to_device": COPY, "cpu": COMPUTE}
 
 
-def op(stream: str, unit: int = 0, phase: str = "forward", after: tuple[int, ...] = ()) -> Op:
-    return Op(stream, WORK[stream], unit, phase, 0, after)  # type: ignore[arg-type]
+def op(stream, unit=0, phase="forward", after=()):
+    return Op(stream, WORK[stream], unit, phase, 0, after)
 
 
-def timed(ops: Sequence[Op], seconds: Sequence[float], **kwargs: Any) -> Simulated:
+def timed(ops, seconds, **kwargs):
     """Simulate ops whose times are given one by one."""
     program = Program(("", "a", "b"), tuple(ops))
     queue = iter(seconds)
@@ -35,7 +33,7 @@ def timed(ops: Sequence[Op], seconds: Sequence[float], **kwargs: Any) -> Simulat
 
 
 @st.composite
-def programs(draw: st.DrawFn, streams: tuple[str, ...] = tuple(WORK)) -> list[Op]:
+def programs(draw, streams=tuple(WORK)):
     ops: list[Op] = []
     for index in range(draw(st.integers(1, 14))):
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
@@ -44,15 +42,13 @@ def programs(draw: st.DrawFn, streams: tuple[str, ...] = tuple(WORK)) -> list[Op
 
 
 @st.composite
-def programs_with_times(draw: st.DrawFn) -> tuple[list[Op], list[float]]:
+def programs_with_times(draw):
     ops = draw(programs())
     times = draw(st.lists(st.integers(0, 9), min_size=len(ops), max_size=len(ops)))
     return ops, [float(t) for t in times]
 
 
-def event_simulation(
-    ops: Sequence[Op], took: Callable[[int, int, int], float], replicas: int, shards: int
-) -> dict[tuple[int, int, int], tuple[float, float]]:
+def event_simulation(ops, took, replicas, shards):
     """Play every rank by itself, event by event: (op, replica, shard) -> begin and end."""
     ranks = [(r, s) for r in range(replicas) for s in range(shards)]
     queues: dict[Any, list[int]] = defaultdict(list)
@@ -64,11 +60,11 @@ def event_simulation(
     busy: set[Any] = set()
     heap: list[tuple[float, float, int, tuple[int, int]]] = []
 
-    def begin(now: float, index: int, members: list[tuple[int, int]]) -> None:
+    def begin(now, index, members):
         for rank in members:
             heapq.heappush(heap, (now + took(index, *rank), now, index, rank))
 
-    def dispatch(now: float, rank: tuple[int, int]) -> None:
+    def dispatch(now, rank):
         for stream in WORK:
             queue = queues[rank, stream]
             if (rank, stream) in busy or not queue:
@@ -98,7 +94,7 @@ def event_simulation(
     return times
 
 
-def test_gathers_run_ahead_of_the_compute_that_needs_them() -> None:
+def test_gathers_run_ahead_of_the_compute_that_needs_them():
     ops = [
         op("shard", 1, "unshard"),  # 0 to 2
         op("compute", 1, "forward", (0,)),  # 2 to 5
@@ -125,13 +121,13 @@ def test_gathers_run_ahead_of_the_compute_that_needs_them() -> None:
     assert made.critical_s == {"all_gather": 6, "compute": 1, "to_device": 0.5}
 
 
-def test_two_collectives_at_once_are_exposed_once() -> None:
+def test_two_collectives_at_once_are_exposed_once():
     made = timed([op("shard"), op("replicate"), op("compute", after=(0, 1))], [2, 3, 1])
     assert made.exposed_s == made.communication_s == 3
     assert made.step_s == 4
 
 
-def test_a_program_without_operations_takes_no_time() -> None:
+def test_a_program_without_operations_takes_no_time():
     made = timed([], [])
     assert (made.step_s, made.exposed_s, made.overlap, made.critical_path) == (0, 0, 1, ())
 
@@ -141,13 +137,13 @@ class Given:
 
     overlap = 1.0
 
-    def __init__(self, seconds: Sequence[float]) -> None:
+    def __init__(self, seconds):
         self._queue = iter(seconds)
 
-    def seconds(self, op: Op) -> float:
+    def seconds(self, op):
         return next(self._queue)
 
-    def assumptions(self) -> tuple[str, ...]:
+    def assumptions(self):
         return ()
 
 
@@ -159,18 +155,12 @@ class Given:
     st.sampled_from((1.0, 2.0)),
     st.data(),
 )
-def test_one_slow_rank_makes_the_step_as_long_as_if_all_were_slow(
-    made: tuple[list[Op], list[float]],
-    shape: tuple[int, int],
-    device: float,
-    link: float,
-    data: st.DataObject,
-) -> None:
+def test_one_slow_rank_makes_the_step_as_long_as_if_all_were_slow(made, shape, device, link, data):
     """Its device and the links of its groups are slow; every rank is played by itself."""
     ops, times = made
     slow = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
 
-    def took(index: int, replica: int, shard: int) -> float:
+    def took(index, replica, shard):
         work, factor = ops[index].work, 1.0
         if isinstance(work, Compute) and (replica, shard) == slow:
             factor = device
@@ -190,9 +180,7 @@ def test_one_slow_rank_makes_the_step_as_long_as_if_all_were_slow(
 
 @settings(max_examples=100, deadline=None)
 @given(programs_with_times())
-def test_the_critical_path_accounts_for_the_whole_step(
-    made: tuple[list[Op], list[float]],
-) -> None:
+def test_the_critical_path_accounts_for_the_whole_step(made):
     one = timed(*made)
     path = [one.spans[index] for index in one.critical_path]
     assert sum(one.critical_s.values()) == pytest.approx(one.step_s)
@@ -202,7 +190,7 @@ def test_the_critical_path_accounts_for_the_whole_step(
 
 @settings(max_examples=100, deadline=None)
 @given(programs_with_times())
-def test_the_parts_of_a_step_add_up(made: tuple[list[Op], list[float]]) -> None:
+def test_the_parts_of_a_step_add_up(made):
     one = timed(*made)
     assert 0 <= one.overlap <= 1
     parts = one.exposed_s + one.exposed_offload_s
@@ -213,9 +201,7 @@ def test_the_parts_of_a_step_add_up(made: tuple[list[Op], list[float]]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(programs_with_times(), st.data())
-def test_a_longer_operation_never_makes_the_step_shorter(
-    made: tuple[list[Op], list[float]], data: st.DataObject
-) -> None:
+def test_a_longer_operation_never_makes_the_step_shorter(made, data):
     ops, times = made
     longer = list(times)
     longer[data.draw(st.integers(0, len(ops) - 1))] *= 2
@@ -233,16 +219,14 @@ def test_a_longer_operation_never_makes_the_step_shorter(
         (("shard", "replicate"), 0.0, 4),
     ],
 )
-def test_what_shares_cores_slows_each_other_down(
-    streams: tuple[str, str], overlap: float, expected: float
-) -> None:
+def test_what_shares_cores_slows_each_other_down(streams, overlap, expected):
     ops = [op(streams[0]), op(streams[1])]
     assert timed(ops, [2, 4], overlap=overlap).step_s == pytest.approx(expected)
 
 
 @settings(max_examples=100, deadline=None)
 @given(programs(("compute", "shard")), st.data())
-def test_with_no_overlap_nothing_is_hidden(ops: list[Op], data: st.DataObject) -> None:
+def test_with_no_overlap_nothing_is_hidden(ops, data):
     count = len(ops)
     times = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     assert timed(ops, times, overlap=0.0).step_s == pytest.approx(sum(times))
@@ -250,7 +234,7 @@ def test_with_no_overlap_nothing_is_hidden(ops: list[Op], data: st.DataObject) -
     assert full - 1e-9 <= half <= sum(times) + 1e-9
 
 
-def test_times_that_cannot_be_are_refused() -> None:
+def test_times_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match=r"operation 1 \(forward, all_gather\)"):
         timed([op("compute"), op("shard")], [1, float("nan")])
     with pytest.raises(ConfigError, match="overlap=2"):

@@ -23,13 +23,13 @@ OF_TORCH: dict[str, Any] = {
 SHAPES = [(), (1,), (7,), (5, 3), (64, 96), (4, 3, 5)]
 
 
-def test_every_dtype_has_the_size_that_torch_gives_it() -> None:
+def test_every_dtype_has_the_size_that_torch_gives_it():
     for name, size in DTYPE_BYTES.items():
         dtype = torch.float8_e4m3fn if name == "float8" else getattr(torch, name)
         assert dtype.itemsize == size
 
 
-def test_the_precisions_of_the_engine_are_rows_with_the_same_dtypes() -> None:
+def test_the_precisions_of_the_engine_are_rows_with_the_same_dtypes():
     assert set(config.PRECISIONS) < set(PRECISIONS)
     bf16 = torch.bfloat16
     engine = config.PRECISIONS | {"pure_bf16": config.Precision(bf16, bf16, bf16)}
@@ -43,7 +43,7 @@ def test_the_precisions_of_the_engine_are_rows_with_the_same_dtypes() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_the_bytes_of_torch_optimizers_are_those_of_their_state(name: str, dtype: Any) -> None:
+def test_the_bytes_of_torch_optimizers_are_those_of_their_state(name, dtype):
     for shape in SHAPES:
         if name == "muon" and len(shape) != 2:
             continue  # it takes matrices alone
@@ -59,36 +59,36 @@ def test_the_bytes_of_torch_optimizers_are_those_of_their_state(name: str, dtype
             assert row.state_bytes(param.numel(), dtype) == row.tensor_bytes(shape, dtype) - steps
 
 
-def test_quantized_moments_have_a_scale_per_block() -> None:
+def test_quantized_moments_have_a_scale_per_block():
     assert OPTIMIZERS["adamw_8bit"].state_bytes(1024, "float32") == 2 * (1024 + 4 * 4)
     assert OPTIMIZERS["adamw_4bit"].state_bytes(1024, "float32") == 2 * (512 + 8 * 4)
     assert OPTIMIZERS["adamw_4bit"].state_bytes(1, "float32") == 2 * (1 + 4)
 
 
-def test_moments_in_bf16_do_not_follow_the_master() -> None:
+def test_moments_in_bf16_do_not_follow_the_master():
     assert OPTIMIZERS["adamw_bf16_moments"].state_bytes(10, "float32") == 40
     assert OPTIMIZERS["lion"].state_bytes(10, "float32") == 40
 
 
 @given(st.sampled_from(sorted(OPTIMIZERS)), st.integers(0, 10**18), st.integers(0, 10**18))
-def test_state_of_the_whole_is_at_most_that_of_its_parts(name: str, one: int, two: int) -> None:
+def test_state_of_the_whole_is_at_most_that_of_its_parts(name, one, two):
     row = OPTIMIZERS[name]
     whole = row.state_bytes(one + two, "float32")
     parts = row.state_bytes(one, "float32") + row.state_bytes(two, "float32")
     assert whole <= parts <= whole + row.num_like * 5  # a byte and a scale that are not full
 
 
-def test_every_row_says_where_it_is_from() -> None:
+def test_every_row_says_where_it_is_from():
     assert all(row.source for row in (*PRECISIONS.values(), *OPTIMIZERS.values()))
 
 
 @pytest.mark.parametrize(("name", "near"), [("adamW", "adamw"), ("adamw8bit", "adamw_8bit")])
-def test_an_unknown_name_is_refused_with_the_nearest(name: str, near: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest(name, near):
     with pytest.raises(ConfigError, match=f"^optimizer='{name}'.*did you mean '{near}'"):
         row_of(OPTIMIZERS, name, "optimizer")
 
 
-def test_a_name_that_is_like_none_gets_the_list_alone() -> None:
+def test_a_name_that_is_like_none_gets_the_list_alone():
     with pytest.raises(
         ConfigError, match=r"^precision='q': expected one of fp32, .*megatron_fp16$"
     ):

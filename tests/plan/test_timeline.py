@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
-from shardwise.plan.timing.breakdown import Simulated
 from shardwise.plan.timing.simulate import simulate
 from shardwise.plan.timing.timeline import simulated_trace
 
@@ -34,12 +33,12 @@ PROGRAM = Program(
 STREAM_OF = {"compute": 0, "shard": 1, "replicate": 2, "to_device": 3, "to_host": 4}
 
 
-def made(third: float = 1 / 3) -> Simulated:
+def made(third=1 / 3):
     times = iter([2e-3, 3e-3, third, 1e-3, 2e-3, 4e-3, 1e-6, 1e-3, 5e-4])
     return simulate(PROGRAM, lambda _: next(times))
 
 
-def check_format(trace: dict[str, Any]) -> None:
+def check_format(trace):
     """Hold a trace against the rules for the kinds of events that it has."""
     slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -71,7 +70,7 @@ def check_format(trace: dict[str, Any]) -> None:
             assert round(end["ts"] * 1000) in begins  # an arrow is bound to a slice
 
 
-def test_the_text_is_json_in_the_trace_event_format() -> None:
+def test_the_text_is_json_in_the_trace_event_format():
     trace = json.loads(json.dumps(simulated_trace(made())))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert trace["otherData"]["simulated_s"] == pytest.approx(made().step_s)
@@ -83,11 +82,11 @@ def test_the_text_is_json_in_the_trace_event_format() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 100))
-def test_any_simulation_gives_a_trace_without_overlaps(third: float) -> None:
+def test_any_simulation_gives_a_trace_without_overlaps(third):
     check_format(simulated_trace(made(third)))
 
 
-def slices_of(trace: dict[str, Any], stream: str) -> list[tuple[str, float, float]]:
+def slices_of(trace, stream):
     return [
         (e["name"], e["ts"], e["dur"])
         for e in sorted(trace["traceEvents"], key=lambda e: e["ts"])
@@ -95,7 +94,7 @@ def slices_of(trace: dict[str, Any], stream: str) -> list[tuple[str, float, floa
     ]
 
 
-def test_operations_carry_the_names_of_the_engines_spans() -> None:
+def test_operations_carry_the_names_of_the_engines_spans():
     trace = simulated_trace(made(third=4e-3))
     assert slices_of(trace, "shard") == [
         ("shardwise.unshard()", 0, 2000),
@@ -113,7 +112,7 @@ def test_operations_carry_the_names_of_the_engines_spans() -> None:
     assert slices_of(trace, "to_host") == [("offload layers.0", 14001, 500)]
 
 
-def test_a_wait_is_named_after_what_it_waits_for() -> None:
+def test_a_wait_is_named_after_what_it_waits_for():
     trace = simulated_trace(made(third=1e-3))
     names = [name for name, _, _ in slices_of(trace, "compute")]
     assert names[:4] == [
@@ -124,7 +123,7 @@ def test_a_wait_is_named_after_what_it_waits_for() -> None:
     ]
 
 
-def test_arguments_say_how_much_an_operation_does() -> None:
+def test_arguments_say_how_much_an_operation_does():
     by_name = {
         e["name"]: e["args"] for e in simulated_trace(made())["traceEvents"] if e["ph"] == "X"
     }
@@ -141,7 +140,7 @@ def test_arguments_say_how_much_an_operation_does() -> None:
     assert by_name["offload layers.0"]["num_bytes"] == 64
 
 
-def test_an_arrow_goes_from_each_gather_to_its_first_use() -> None:
+def test_an_arrow_goes_from_each_gather_to_its_first_use():
     flows = [e for e in simulated_trace(made(third=4e-3))["traceEvents"] if e["ph"] in "sf"]
     assert [(e["ph"], e["tid"], e["ts"]) for e in flows] == [
         ("s", 1, 0),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,14 +16,13 @@ from memory_cells import CONFIGS, LLAMA_LIKE
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import (
-    ModelSource,
     huggingface_source,
     module_source,
     shape_source,
 )
 from shardwise.plan.model.presets import find_model, find_preset
 from shardwise.plan.model.shapes import gpt_shape, llama_shape
-from shardwise.plan.model.tape import Tape, Visit, Work
+from shardwise.plan.model.tape import Visit, Work
 from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.model.tracing import trace
 from shardwise.train.config import TrainConfig
@@ -36,23 +32,21 @@ MIB = 1 << 20
 FAMILIES = ["llama", "qwen3", "gemma", "gpt2", "mistral"]
 
 
-def decoder_source(**keys: Any) -> ModelSource:
-    def build(checkpointed: bool) -> nn.Module:
+def decoder_source(**keys):
+    def build(checkpointed):
         sizes = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2}
         return Decoder(TrainConfig(**sizes, activation_checkpointing=checkpointed, **keys), 2048)
 
     return module_source("decoder", build, 256)
 
 
-def family_source(family: str, folder: Path) -> ModelSource:
+def family_source(family, folder):
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": family, **CONFIGS[family]}))
     return huggingface_source(path)
 
 
-def tape_of(
-    source: ModelSource, checkpointed: bool, micro_batch: int = 4, seq: int = 256, **options: Any
-) -> Tape:
+def tape_of(source, checkpointed, micro_batch=4, seq=256, **options):
     return trace(
         source.build(checkpointed),
         lambda: source.make_batch(micro_batch, seq),
@@ -68,9 +62,7 @@ MIXTRAL = {**LLAMA_LIKE, "num_local_experts": 8, "num_experts_per_tok": 3}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_cost_the_products_of_the_rows_that_they_are_given(
-    tmp_path: Path, dtype: Any
-) -> None:
+def test_experts_cost_the_products_of_the_rows_that_they_are_given(tmp_path, dtype):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "mixtral", **MIXTRAL}))
@@ -84,10 +76,10 @@ def test_experts_cost_the_products_of_the_rows_that_they_are_given(
     assert tape.matmul_dtype == dtype
 
 
-def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast() -> None:
+def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64).to(torch.bfloat16))
 
-    def loss(module: nn.Module, x: Tensor) -> Tensor:
+    def loss(module, x):
         layers = list(module.children())
         return layers[1](layers[0](x).to(torch.bfloat16)).sum()
 
@@ -95,12 +87,12 @@ def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast() 
     assert (tape.compute_dtype, tape.matmul_dtype) == ("float32", "bfloat16")
 
 
-def peak_alone(tape: Tape) -> int:
+def peak_alone(tape):
     """Replay the tape of the plain module: all gradients stay."""
     return peak_of([e for e in tape.events if isinstance(e, Work)])
 
 
-def peak_of(works: list[Work]) -> int:
+def peak_of(works):
     total = peak = 0
     for work in works:
         peak = max(peak, total + work.peak.total)
@@ -108,7 +100,7 @@ def peak_of(works: list[Work]) -> int:
     return peak
 
 
-def real_twin(source: ModelSource, checkpointed: bool) -> nn.Module:
+def real_twin(source, checkpointed):
     """Return the module with zeros on the CPU; `to_empty` unties what is tied."""
     model = source.build(checkpointed)
     names: dict[int, list[str]] = {}
@@ -124,7 +116,7 @@ def real_twin(source: ModelSource, checkpointed: bool) -> nn.Module:
     return model
 
 
-def allocator_peak(source: ModelSource, model: nn.Module, micro_batch: int, seq: int) -> int:
+def allocator_peak(source, model, micro_batch, seq):
     """Return the largest sum of the CPU allocator's own trace over one forward and backward."""
     batch = source.make_batch(micro_batch, seq)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
@@ -140,7 +132,7 @@ def allocator_peak(source: ModelSource, model: nn.Module, micro_batch: int, seq:
     return peak
 
 
-def assert_within_a_percent(source: ModelSource, checkpointed: bool) -> None:
+def assert_within_a_percent(source, checkpointed):
     tape = tape_of(source, checkpointed)
     real = allocator_peak(source, real_twin(source, checkpointed), 4, 256)
     assert real > 20 * MIB
@@ -152,9 +144,7 @@ def assert_within_a_percent(source: ModelSource, checkpointed: bool) -> None:
     [({}, True), ({"tied_head": True}, False), ({"dropout": 0.1}, True), ({"dropout": 0.1}, False)],
     ids=str,
 )
-def test_the_decoders_peak_is_that_of_the_allocators_trace(
-    keys: dict[str, Any], checkpointed: bool
-) -> None:
+def test_the_decoders_peak_is_that_of_the_allocators_trace(keys, checkpointed):
     assert_within_a_percent(decoder_source(**keys), checkpointed)
 
 
@@ -162,13 +152,13 @@ def test_the_decoders_peak_is_that_of_the_allocators_trace(
     ("family", "checkpointed"), [(family, place % 2 == 1) for place, family in enumerate(FAMILIES)]
 )
 def test_the_peak_of_a_transformers_model_is_that_of_the_allocators_trace(
-    family: str, checkpointed: bool, tmp_path: Path
-) -> None:
+    family, checkpointed, tmp_path
+):
     assert_within_a_percent(family_source(family, tmp_path), checkpointed)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed: bool) -> None:
+def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed):
     source = decoder_source(tied_head=True)
     model = real_twin(source, checkpointed)
     source.loss(model, source.make_batch(1, 64)).backward()
@@ -180,7 +170,7 @@ def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed: bool) -> N
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed: bool) -> None:
+def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed):
     tape = tape_of(decoder_source(tied_head=True), checkpointed, compute_dtype="bfloat16")
     works = [e for e in tape.events if isinstance(e, Work)]
     assert sum(w.net.grads for w in works) == 2 * tape.num_params
@@ -190,14 +180,14 @@ def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed: bool) -> 
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_every_visit_is_followed_by_one_work(checkpointed: bool) -> None:
+def test_every_visit_is_followed_by_one_work(checkpointed):
     events = tape_of(decoder_source(), checkpointed).events
     assert [isinstance(e, Visit) for e in events] == [i % 2 == 0 for i in range(len(events))]
     works = {e.phase for e in events if isinstance(e, Work)}
     assert works == {"forward", "loss", "backward"} | ({"recompute"} if checkpointed else set())
 
 
-def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path: Path) -> None:
+def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path):
     source = family_source("llama", tmp_path)
     plain, checkpointed = tape_of(source, False, 2, 32), tape_of(source, True, 2, 32)
     works = [e for e in checkpointed.events if isinstance(e, Work)]
@@ -206,7 +196,7 @@ def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path: Path
     assert not any(e.recomputes for e in checkpointed.events if isinstance(e, Visit))
 
 
-def test_the_logits_are_those_of_the_head_and_the_loss() -> None:
+def test_the_logits_are_those_of_the_head_and_the_loss():
     tape = tape_of(decoder_source(), False, compute_dtype="bfloat16")
     logits = 4 * 256 * 2048
     head = next(u for u, unit in enumerate(tape.units) if unit.name == "head")
@@ -219,7 +209,7 @@ def test_the_logits_are_those_of_the_head_and_the_loss() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_flops_are_those_that_torch_counts(checkpointed: bool) -> None:
+def test_the_flops_are_those_that_torch_counts(checkpointed):
     source = decoder_source()
     tape = tape_of(source, checkpointed)
     model, counter = real_twin(source, checkpointed), FlopCounterMode(display=False)
@@ -236,10 +226,10 @@ def test_the_flops_are_those_that_torch_counts(checkpointed: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed: bool) -> None:
+def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed):
     shape = find_preset("demo").shape
 
-    def build(checkpointed: bool) -> nn.Module:
+    def build(checkpointed):
         config = TrainConfig(kv_heads=8, activation_checkpointing=checkpointed)
         return Decoder(config, shape.vocab)
 
@@ -248,11 +238,11 @@ def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed: b
 
 
 class Reads(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lin = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.lin(x) if x.sum().item() > 0 else x
 
 
@@ -264,9 +254,7 @@ class Reads(nn.Module):
         (nn.Linear(3, 4), lambda m, b: m(b).sum(), "RuntimeError"),
     ],
 )
-def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(
-    model: nn.Module, loss: Callable[..., Tensor], words: str
-) -> None:
+def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(model, loss, words):
     before = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=words):
         trace(model, lambda: torch.ones(2, 4), loss, name="it", micro_batch=2, seq=1)
@@ -277,19 +265,19 @@ def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(
 class Interleaved(nn.Module):
     """A layer used twice, a frozen one, and a parameter that no forward uses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.layers[1].requires_grad_(False)
         self.unused = nn.Parameter(torch.zeros(5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in (*self.layers, self.layers[0]):
             x = layer(x).relu()
         return x
 
 
-def test_units_open_and_close_in_backward_as_often_as_they_should() -> None:
+def test_units_open_and_close_in_backward_as_often_as_they_should():
     tape = trace(
         Interleaved(),
         lambda: torch.ones(2, 8),
@@ -317,7 +305,7 @@ def test_units_open_and_close_in_backward_as_often_as_they_should() -> None:
     assert all(isinstance(b, Work) for a, b in pairwise(tape.events) if isinstance(a, Visit))
 
 
-def test_the_visits_are_the_calls_of_the_engine(tmp_path: Path) -> None:
+def test_the_visits_are_the_calls_of_the_engine(tmp_path):
     """The same model, sharded over one rank: which unit the engine is called for, in order."""
     import torch.distributed as dist
 
@@ -340,7 +328,7 @@ def test_the_visits_are_the_calls_of_the_engine(tmp_path: Path) -> None:
             of = engine.backward if method.startswith("on_") else engine
             plain = getattr(of, method)
 
-            def call(unit: Any, *args: Any, plain: Any = plain, kind: str = kind) -> Any:
+            def call(unit, *args, plain=plain, kind=kind):
                 calls.append((kind, unit.index))
                 return plain(unit, *args)
 
@@ -352,7 +340,7 @@ def test_the_visits_are_the_calls_of_the_engine(tmp_path: Path) -> None:
     assert visits == calls
 
 
-def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape() -> None:
+def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape():
     llama = llama_shape(8, 64, 4, 2, 96, 300)
     model = TracedModel(shape_source("llama", llama, 32))
     first = model.tape(Candidate(micro_batch=2))

@@ -21,9 +21,9 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def is_content(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def is_content(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
-    before = torch.get_rng_state(), [p.to_local().clone() for p in run.model.parameters()]  # type: ignore[operator]
+    before = torch.get_rng_state(), [p.to_local().clone() for p in run.model.parameters()]
     report = gradients.check_run_gradients(run)
     assert not report.wrong
     # Of a pipeline the report has all stages, and this rank one.
@@ -31,24 +31,22 @@ def is_content(rank: int, world_size: int, flags: dict[str, Any]) -> None:
     assert len(report.checks) >= len(before[1])
     assert torch.equal(torch.get_rng_state(), before[0])
     for param, value in zip(run.model.parameters(), before[1], strict=True):
-        assert torch.equal(param.to_local(), value)  # type: ignore[operator]
+        assert torch.equal(param.to_local(), value)
         assert param.grad is None
 
 
 @pytest.mark.parametrize("case", range(len(SETTINGS)))
-def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(
-    tmp_path: Any, case: int
-) -> None:
+def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(tmp_path, case):
     world_size, flags = SETTINGS[case]
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", **flags}
     run_ranks(is_content, world_size, flags)
 
 
-def finds_a_wrong_scale(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def finds_a_wrong_scale(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
     shard_decoder: Any = gradients.shard_decoder
 
-    def summed(*arguments: Any) -> Any:
+    def summed(*arguments):
         model = shard_decoder(*arguments)
         model.set_gradient_divide_factor(1.0)
         return model
@@ -59,6 +57,6 @@ def finds_a_wrong_scale(rank: int, world_size: int, flags: dict[str, Any]) -> No
     gradients.shard_decoder = shard_decoder
 
 
-def test_a_wrong_scale_ends_the_run(tmp_path: Any) -> None:
+def test_a_wrong_scale_ends_the_run(tmp_path):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run"}
     run_ranks(finds_a_wrong_scale, 3, flags)

@@ -1,6 +1,6 @@
 """`shardwise train` as a process: help, errors, two ranks end to end, signals.
 
-Ranks are launched as a user would launch them in one test; else see `programs`.
+How processes are started is in `programs`; ../test_wheel.py launches ranks as a user does.
 """
 
 import argparse
@@ -11,9 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -33,35 +32,18 @@ SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\neval_windows: 3\n"
 
 
-def command(*arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=HANG_S)
-    return process.returncode, out, err
-
-
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY + f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n")
     return path
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_importing_the_command_line_imports_nothing_heavy() -> None:
+def test_importing_the_command_line_imports_nothing_heavy():
     code = (
         "import sys, shardwise.cli.main; "
         "print(*{'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules))"
@@ -76,7 +58,7 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
     assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
 
 
-def test_help_names_every_flag_and_choice_in_full_within_80_columns() -> None:
+def test_help_names_every_flag_and_choice_in_full_within_80_columns():
     """In a pipe, as here: a name that is cut or broken would be missing."""
     from shardwise.keys import flag_of
     from shardwise.train.config import TrainConfig
@@ -100,9 +82,7 @@ def test_help_names_every_flag_and_choice_in_full_within_80_columns() -> None:
         ("dp_replicate: 3\n", "dp_replicate=3 does not divide 2 ranks"),
     ],
 )
-def test_a_bad_config_ends_with_code_2_before_anything_starts(
-    tmp_path: Path, text: str, part: str
-) -> None:
+def test_a_bad_config_ends_with_code_2_before_anything_starts(tmp_path, text, part):
     path = tmp_path / "bad.yaml"
     path.write_text(text + f"ranks: 2\noutput: {tmp_path / 'run'}\n")
     done = run_program("shardwise", "train", path)
@@ -112,11 +92,11 @@ def test_a_bad_config_ends_with_code_2_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_flag_ends_with_code_2() -> None:
+def test_a_bad_flag_ends_with_code_2():
     assert run_program("shardwise", "train", "--dim", "wide").returncode == 2
 
 
-def test_a_place_is_read_from_what_torchrun_sets() -> None:
+def test_a_place_is_read_from_what_torchrun_sets():
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert read_place(environment) == RankPlace(3, 4, 1, 2)
     assert read_place({}) is None
@@ -127,7 +107,7 @@ def test_a_place_is_read_from_what_torchrun_sets() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_search_varies_can_be_asked_of_a_run(tiny: Path) -> None:
+def test_what_a_search_varies_can_be_asked_of_a_run(tiny):
     flags = (
         *("--dp-replicate", 2, "--units", "Block,TokenEmbedding", "--steps", 3),
         *("--prefetch-bytes", 0, "--bucket-bytes", 0, "--predicted-step-s", 1),
@@ -145,11 +125,11 @@ def test_what_a_search_varies_can_be_asked_of_a_run(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_end_to_end(tiny: Path) -> None:
-    code, out, err = finish(
-        command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
-    )
-    assert code == 0, err
+def test_two_ranks_train_end_to_end(tiny):
+    flags = ("--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
+    done = run_program("shardwise", "train", tiny, *flags, launches=True)
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 0, err
     assert re.fullmatch(r"(step .* left\n)*step 6 of 6: loss .* tokens/s, took .*\n", err), err
     run = tiny.parent / "run"
     lines = metrics(run)
@@ -177,9 +157,7 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
         (signal.SIGTERM, [], ""),
     ],
 )
-def test_a_signal_ends_all_ranks_after_their_step(
-    tiny: Path, number: signal.Signals, flags: list[object], hint: str
-) -> None:
+def test_a_signal_ends_all_ranks_after_their_step(tiny, number, flags, hint):
     job = start_program(
         tiny.parent,
         "shardwise",
@@ -206,7 +184,7 @@ def test_a_signal_ends_all_ranks_after_their_step(
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_named(tiny: Path) -> None:
+def test_a_rank_that_dies_is_named(tiny):
     job = start_program(
         tiny.parent, "shardwise", "train", tiny, "--ranks", 2, "--steps", 100_000, launches=True
     )
@@ -221,26 +199,26 @@ def test_a_rank_that_dies_is_named(tiny: Path) -> None:
     assert "was killed by SIGKILL" in err
 
 
-def wait_for_a_step(tiny: Path) -> None:
+def wait_for_a_step(tiny):
     """Wait until a step was written."""
     path = tiny.parent / "run" / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.stat().st_size > 0)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     deadline = time.monotonic() + HANG_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def go_on(rank: int, world_size: int, path: Path, flags: dict[str, Any]) -> None:
+def go_on(rank, world_size, path, flags):
     config = check_run(load_config(path, flags), world_size)
     place = RankPlace(rank, world_size, rank, world_size)
     train_prepared(prepare_run(config, place, torch.device("cpu")), StopRequest())
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
+def test_the_ranks_of_a_killed_launcher_save_and_end(tiny):
     saving = ["--ranks", 2, "--save-every", 90_000]
     job = start_program(
         tiny.parent, "shardwise", "train", tiny, *saving, "--steps", 100_000, launches=True
@@ -264,7 +242,7 @@ def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
     assert f"resumed after step {last:,}<" in picture
 
 
-def test_only_a_rank_that_has_a_launcher_cares_who_its_parent_is() -> None:
+def test_only_a_rank_that_has_a_launcher_cares_who_its_parent_is():
     assert not StopRequest().requested
     assert not StopRequest(os.getppid()).requested
     assert StopRequest(os.getpid()).requested

@@ -11,7 +11,7 @@ from shardwise.train.config import TrainConfig, dump_config, load_config
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     path = folder / "run.yaml"
     path.write_text(text)
     return path
@@ -34,9 +34,7 @@ def write(folder: Path, text: str) -> Path:
         ),
     ],
 )
-def test_keys_are_those_of_the_file_and_flags_win(
-    tmp_path: Path, text: str, flags: dict[str, object], expected: dict[str, object]
-) -> None:
+def test_keys_are_those_of_the_file_and_flags_win(tmp_path, text, flags, expected):
     assert load_config(write(tmp_path, text), flags) == TrainConfig.model_validate(expected)
 
 
@@ -64,9 +62,7 @@ def test_keys_are_those_of_the_file_and_flags_win(
         ("a: b: c\n", ["expected YAML"]),
     ],
 )
-def test_an_error_names_the_file_the_key_and_what_was_expected(
-    tmp_path: Path, text: str, parts: list[str]
-) -> None:
+def test_an_error_names_the_file_the_key_and_what_was_expected(tmp_path, text, parts):
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_config(path, {})
@@ -111,22 +107,22 @@ def test_an_error_names_the_file_the_key_and_what_was_expected(
         ),
     ],
 )
-def test_an_error_in_a_flag_names_what_was_expected(flags: dict[str, object], told: str) -> None:
+def test_an_error_in_a_flag_names_what_was_expected(flags, told):
     with pytest.raises(ConfigError, match=told):
         load_config(None, flags)
 
 
-def test_every_bad_key_is_named_at_once(tmp_path: Path) -> None:
+def test_every_bad_key_is_named_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)lr.*heds"):
         load_config(write(tmp_path, "lr: -1\nheds: 2\n"), {})
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.yaml: cannot be read"):
         load_config(tmp_path / "gone.yaml", {})
 
 
-def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
+def test_a_config_is_the_same_after_yaml_and_back(tmp_path):
     for config in (
         load_config(DEMO, {}),
         TrainConfig(dim=64, lr=1e-5, data=tmp_path, reduce_every="step"),
@@ -151,9 +147,7 @@ def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
         ({"global_batch": 16, "experts": 4, "expert_balance": 0}, 3, (16, 3)),
     ],
 )
-def test_a_global_batch_is_micro_batches_by_accumulation_by_ranks(
-    keys: dict[str, int], num_ranks: int, found: tuple[int, int] | str
-) -> None:
+def test_a_global_batch_is_micro_batches_by_accumulation_by_ranks(keys, num_ranks, found):
     config = TrainConfig.model_validate({"micro_batch": 2, **keys})
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):
@@ -164,7 +158,7 @@ def test_a_global_batch_is_micro_batches_by_accumulation_by_ranks(
     assert resolve_batch(config, num_ranks) == config
 
 
-def test_a_run_that_goes_on_keeps_its_global_batch_unless_a_key_asks(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_keeps_its_global_batch_unless_a_key_asks(tmp_path):
     before = resolve_batch(TrainConfig(micro_batch=2, output=tmp_path), 4)
     (tmp_path / "config.yaml").write_text(dump_config(before))
     config = TrainConfig(micro_batch=2, output=tmp_path, resume="auto")

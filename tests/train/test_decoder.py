@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.plan.model.decoder import Attention, apply_rotary, rotary_tables
@@ -16,7 +16,7 @@ from shardwise.train.decoder import Decoder, generate
 SMALL = TrainConfig(dim=32, layers=2, heads=4, kv_heads=2, seq=16)
 
 
-def naive_attention(layer: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def naive_attention(layer, x, cos, sin):
     """Attend head by head with an explicit mask."""
     length, size = x.shape[1], layer.head_dim
     outputs = []
@@ -33,7 +33,7 @@ def naive_attention(layer: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> Te
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_equals_a_loop_over_heads(kv_heads: int) -> None:
+def test_attention_equals_a_loop_over_heads(kv_heads):
     torch.manual_seed(0)
     layer = Attention(llama_shape(1, 32, 4, kv_heads, 96, 11), out_std=0.02)
     for weight in layer.parameters():
@@ -43,7 +43,7 @@ def test_attention_equals_a_loop_over_heads(kv_heads: int) -> None:
     assert_rounded_alike(layer(x, cos, sin), expected, of_gradient(32, 8, 9, 32, over=0))
 
 
-def test_rotary_turns_complex_numbers() -> None:
+def test_rotary_turns_complex_numbers():
     x = torch.randn(3, 7, 8)
     cos, sin = rotary_tables(torch.arange(7), 8)
     angles = torch.outer(torch.arange(7.0), 10_000.0 ** -(torch.arange(0, 8, 2) / 8))
@@ -53,12 +53,12 @@ def test_rotary_turns_complex_numbers() -> None:
     assert_rounded_alike(apply_rotary(x, cos, sin), expected, 2 * 7 + 4)
 
 
-def test_rotary_keeps_the_dtype() -> None:
+def test_rotary_keeps_the_dtype():
     cos, sin = rotary_tables(torch.arange(3), 4)
     assert apply_rotary(torch.randn(3, 4, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
 
 
-def test_the_loss_is_the_cross_entropy_of_the_logits_in_fp32() -> None:
+def test_the_loss_is_the_cross_entropy_of_the_logits_in_fp32():
     model = Decoder(SMALL, vocab=11).bfloat16()
     ids, targets = torch.randint(11, (2, 2, 10))
     loss = model(ids, targets)
@@ -67,13 +67,13 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_in_fp32() -> None:
     assert_rounded_alike(loss, expected, 11 + 20)  # a sum over the vocabulary, one over the rows
 
 
-def test_a_new_model_is_as_unsure_as_a_uniform_one() -> None:
+def test_a_new_model_is_as_unsure_as_a_uniform_one():
     torch.manual_seed(0)
     ids, targets = torch.randint(50, (2, 4, 16))
     assert Decoder(SMALL, vocab=50)(ids, targets).item() == pytest.approx(math.log(50), abs=0.1)
 
 
-def test_a_tied_head_is_the_embedding_and_gets_both_gradients() -> None:
+def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
     model = Decoder(SMALL.model_copy(update={"tied_head": True}), vocab=11)
     assert model.head.weight is model.embedding.weight
     untied = Decoder(SMALL, vocab=11)
@@ -87,11 +87,11 @@ def test_a_tied_head_is_the_embedding_and_gets_both_gradients() -> None:
     assert {name for name, _ in untied.named_parameters()} - names == {"head.weight"}
 
 
-def dropping(**keys: object) -> TrainConfig:
+def dropping(**keys):
     return SMALL.model_copy(update={"dropout": 0.25, **keys})
 
 
-def test_without_dropout_training_draws_nothing_and_gives_the_bits_of_evaluation() -> None:
+def test_without_dropout_training_draws_nothing_and_gives_the_bits_of_evaluation():
     model = Decoder(SMALL, vocab=11)
     ids, targets = torch.randint(11, (2, 2, 10))
     before = torch.get_rng_state()
@@ -101,7 +101,7 @@ def test_without_dropout_training_draws_nothing_and_gives_the_bits_of_evaluation
     assert torch.equal(model.eval()(ids, targets), loss)
 
 
-def test_dropout_changes_no_parameter_and_no_evaluation() -> None:
+def test_dropout_changes_no_parameter_and_no_evaluation():
     torch.manual_seed(0)
     plain = Decoder(SMALL, vocab=11).eval()
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_dropout_changes_no_parameter_and_no_evaluation() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_dropout_draws_anew_in_each_training_pass_and_the_same_from_the_same_state() -> None:
+def test_dropout_draws_anew_in_each_training_pass_and_the_same_from_the_same_state():
     model = Decoder(dropping(), vocab=11)
     ids, targets = torch.randint(11, (2, 2, 10))
     state = torch.get_rng_state()
@@ -127,17 +127,15 @@ def test_dropout_draws_anew_in_each_training_pass_and_the_same_from_the_same_sta
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_a_block_drops_probabilities_and_both_updates(
-    kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_drops_probabilities_and_both_updates(kv_heads, monkeypatch):
     dropped: list[tuple[str, tuple[int, ...], float]] = []
     plain_dropout, plain_attention = F.dropout, F.scaled_dot_product_attention
 
-    def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    def dropout(x, p, training):
         dropped.append(("dropout", tuple(x.shape), p if training else 0.0))
         return plain_dropout(x, p, training)
 
-    def attention(query: Tensor, *args: Tensor, dropout_p: float, **keys: object) -> Tensor:
+    def attention(query, *args, dropout_p, **keys):
         dropped.append(("attention", tuple(query.shape), dropout_p))
         return plain_attention(query, *args, dropout_p=dropout_p, **keys)
 
@@ -154,7 +152,7 @@ def test_a_block_drops_probabilities_and_both_updates(
     assert dropped == [(*place, 0.0) for place in places]
 
 
-def test_an_update_that_is_dropped_leaves_the_stream_and_the_rest_is_scaled_up() -> None:
+def test_an_update_that_is_dropped_leaves_the_stream_and_the_rest_is_scaled_up():
     block = Decoder(dropping(layers=1, dropout=0.5), vocab=11).blocks[0]
     nn.init.zeros_(block.attention.out.weight)  # leaves the feed-forward's update alone
     x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(torch.arange(9), 8)
@@ -167,7 +165,7 @@ def test_an_update_that_is_dropped_leaves_the_stream_and_the_rest_is_scaled_up()
     assert_rounded_alike(dropped, expected, 4, scale=x.abs().max().item())
 
 
-def test_the_mean_over_many_passes_with_dropout_is_the_pass_without() -> None:
+def test_the_mean_over_many_passes_with_dropout_is_the_pass_without():
     torch.manual_seed(0)
     layer = Attention(llama_shape(1, 32, 4, 2, 96, 11), out_std=0.3, dropout=0.5)
     x, (cos, sin) = torch.randn(1, 6, 32), rotary_tables(torch.arange(6), 8)
@@ -180,7 +178,7 @@ def test_the_mean_over_many_passes_with_dropout_is_the_pass_without() -> None:
     )
 
 
-def test_activation_checkpointing_draws_the_same_dropout_again() -> None:
+def test_activation_checkpointing_draws_the_same_dropout_again():
     plain = Decoder(dropping(), vocab=11)
     recomputing = Decoder(dropping(activation_checkpointing=True), vocab=11)
     recomputing.load_state_dict(plain.state_dict())
@@ -195,7 +193,7 @@ def test_activation_checkpointing_draws_the_same_dropout_again() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_it_can_be_built_on_the_meta_device_and_filled_module_by_module() -> None:
+def test_it_can_be_built_on_the_meta_device_and_filled_module_by_module():
     with torch.device("meta"):
         model = Decoder(SMALL, vocab=11)
     assert not list(model.buffers())
@@ -206,7 +204,7 @@ def test_it_can_be_built_on_the_meta_device_and_filled_module_by_module() -> Non
     assert torch.isfinite(model(torch.randint(11, (1, 16)))).all()
 
 
-def test_greedy_generation_takes_the_likeliest_token_each_time() -> None:
+def test_greedy_generation_takes_the_likeliest_token_each_time():
     torch.manual_seed(0)
     model = Decoder(SMALL, vocab=11)
     ids = generate(model, torch.tensor([1, 2, 3]), num_tokens=20, seq=16)
@@ -217,7 +215,7 @@ def test_greedy_generation_takes_the_likeliest_token_each_time() -> None:
         assert ids[end] == logits.argmax()
 
 
-def test_drawn_generation_is_a_function_of_its_seed() -> None:
+def test_drawn_generation_is_a_function_of_its_seed():
     model = Decoder(SMALL, vocab=11)
     prompt = torch.tensor([1])
     first, again, other = (

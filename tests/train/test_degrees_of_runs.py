@@ -1,6 +1,5 @@
 """Runs over tensor and context parallelism: one process's losses; they resume from any other."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ TURNS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def one_turn(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
+def one_turn(rank, num_ranks, flags):
     train(rank, num_ranks, flags)
 
 
@@ -55,7 +54,7 @@ EXPERT_TURNS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts", "tied pipeline"])
-def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path: Path, kind: str) -> None:
+def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path, kind):
     flags = {**FLAGS, "data": write_text(tmp_path), "tied_head": kind == "tied pipeline"}
     turns = TURNS
     if kind == "experts":
@@ -113,15 +112,13 @@ def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path: Path, kind
         ({"dp_shard": 0}, "expected a number of ranks, or -1 for those that are left"),
     ],
 )
-def test_degrees_that_do_not_fit_say_which_number_to_change(
-    tmp_path: Path, flags: dict[str, Any], message: str
-) -> None:
+def test_degrees_that_do_not_fit_say_which_number_to_change(tmp_path, flags, message):
     flags = {**FLAGS, "global_batch": None, "data": write_text(tmp_path), **flags}
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         check_run(load_config(None, flags), 6)
 
 
-def test_ranks_that_share_a_layer_or_a_window_count_once_in_the_batch(tmp_path: Path) -> None:
+def test_ranks_that_share_a_layer_or_a_window_count_once_in_the_batch(tmp_path):
     flags = {"data": write_text(tmp_path), "tp": 2, "cp": 2, "micro_batch": 3}
     assert check_run(load_config(None, flags), 8).global_batch == 6
     assert check_run(load_config(None, {**flags, "global_batch": 9}), 8).accumulation == 2

@@ -1,8 +1,5 @@
 """`shardwise train` with encodings over every degree: it trains, gradients are checked."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from ranks import run_ranks
@@ -11,7 +8,7 @@ from resumes import curve_of, train, write_text
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "steps": 2}
 
 
-def trains(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
+def trains(rank, num_ranks, flags):
     train(rank, num_ranks, {**SIZES, **flags})
 
 
@@ -25,7 +22,7 @@ def trains(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
     ],
     ids=lambda degrees: "+".join(degrees),
 )
-def test_every_degree_trains_with_encodings(degrees: dict[str, Any], tmp_path: Path) -> None:
+def test_every_degree_trains_with_encodings(degrees, tmp_path):
     """And computes something else than without: with encoded reductions from the first step on."""
     flags = {**degrees, "data": write_text(tmp_path)}
     curves = []

@@ -2,8 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from shardwise.train.loop import train_prepared
 from shardwise.train.replay import ReplayError
 
 
-def test_both_checks_take_turns_and_stay_within_their_share_of_the_time() -> None:
+def test_both_checks_take_turns_and_stay_within_their_share_of_the_time():
     now, spent, made = 0.0, 0.0, []
     budget = IntegrityBudget(0.05, clock=lambda: now)
     for _ in range(4000):
@@ -33,18 +31,18 @@ def test_both_checks_take_turns_and_stay_within_their_share_of_the_time() -> Non
     assert made[:4] == ["replicas", "replay", "replicas", "replay"]
 
 
-def test_a_share_of_nothing_asks_for_nothing() -> None:
+def test_a_share_of_nothing_asks_for_nothing():
     budget = IntegrityBudget(0.0)
     budget.note_step(1.0, False)
     assert CHECKS[budget.ask()] == "none"
 
 
-def checked_run(rank: int, world_size: int, flags: dict[str, Any]) -> list[int]:
+def checked_run(rank, world_size, flags):
     made = [0, 0]
     compare, replay = loop.check_replicas, loop.compute_twice
 
-    def count(number: int, call: Any) -> Any:
-        def counted(*args: Any) -> Any:
+    def count(number, call):
+        def counted(*args):
             made[number] += 1
             return call(*args)
 
@@ -55,7 +53,7 @@ def checked_run(rank: int, world_size: int, flags: dict[str, Any]) -> list[int]:
     return made
 
 
-def test_all_ranks_make_the_same_checks_and_no_bit_changes(tmp_path: Path) -> None:
+def test_all_ranks_make_the_same_checks_and_no_bit_changes(tmp_path):
     flags = {"data": write_text(tmp_path), "steps": 12, "dropout": 0.1, "stage": 2}
     made = run_ranks(checked_run, 3, {**flags, "integrity": 0.9, "output": tmp_path / "checked"})
     assert made[0] == made[1] == made[2] and min(made[0]) > 1
@@ -63,11 +61,11 @@ def test_all_ranks_make_the_same_checks_and_no_bit_changes(tmp_path: Path) -> No
     assert curve_of(tmp_path / "checked") == curve_of(tmp_path / "plain")
 
 
-def rank_at_fault(rank: int, world_size: int, flags: dict[str, Any]) -> int:
+def rank_at_fault(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
     passes: list[int] = []
 
-    def err_once(module: Any, inputs: Any, output: Any) -> Any:
+    def err_once(module, inputs, output):
         passes.append(1)
         return output * (1.5 if len(passes) == 2 and rank == 1 else 1.0)
 
@@ -77,9 +75,7 @@ def rank_at_fault(rank: int, world_size: int, flags: dict[str, Any]) -> int:
     return caught.value.rank
 
 
-def test_the_rank_at_fault_is_the_same_on_all_and_its_node_alone_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_at_fault_is_the_same_on_all_and_its_node_alone_leaves(tmp_path, monkeypatch):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 3}
     assert run_ranks(rank_at_fault, 3, {**flags, "replay_every": 1}) == [1, 1, 1]
     sent: list[tuple[int, int]] = []

@@ -1,13 +1,12 @@
 """The measured ledger of a run against the ledger of its plan: the same bytes, line by line."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ranks import run_ranks
 from resumes import train, write_text
-from shardwise.cli.planned_run import plan_of_run
+from shardwise.cli.report import plan_of_run
 from shardwise.monitor.record import Memory, read_run
 
 # Units that share a bucket, and so many of them that reductions are under way in later passes.
@@ -17,7 +16,7 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def run(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def run(rank, world_size, flags):
     train(rank, world_size, flags)
 
 
@@ -36,9 +35,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [  # each stage, and each format, in t
 
 
 @pytest.mark.parametrize(("world_size", "more"), CASES, ids=str)
-def test_the_engines_memory_is_that_of_the_plan_line_by_line(
-    world_size: int, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_engines_memory_is_that_of_the_plan_line_by_line(world_size, more, tmp_path):
     flags = {**FLAGS, **more, "output": tmp_path / "run"}
     run_ranks(run, world_size, {**flags, "data": write_text(tmp_path)})
     record = read_run(tmp_path / "run")

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from shardwise.train.summary import (
 )
 
 
-def test_each_line_is_json_and_is_there_at_once(tmp_path: Path) -> None:
+def test_each_line_is_json_and_is_there_at_once(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     with JsonLines(path) as metrics:
         metrics.write(step=1, loss=2.5)
@@ -29,13 +28,13 @@ def test_each_line_is_json_and_is_there_at_once(tmp_path: Path) -> None:
     assert lines[1] == {"step": 2, "loss": 2.0, "grad_norm": None}
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing(tmp_path):
     with JsonLines(None) as metrics:
         metrics.write(step=1)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
+def test_an_earlier_run_is_not_written_over(tmp_path):
     config = TrainConfig(output=tmp_path)
     check_output(config)
     metrics_path(config).write_text("")
@@ -46,13 +45,13 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
     check_output(config.model_copy(update={"overwrite": True}))
 
 
-def test_the_progress_bar_is_silent_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_is_silent_off_a_terminal(capsys):
     with run_bar(2, shown=True) as advance:
         advance("loss 1")
     assert capsys.readouterr().out.strip() == ""
 
 
-def test_the_summary_compares_with_plain_data_parallelism() -> None:
+def test_the_summary_compares_with_plain_data_parallelism():
     result = RunResult(unigram_entropy=3.25, eval_loss=1.5, sample="def f\x1b[2J", wall_s=9.0)
     state = StateBytes(300, 300, 600, replicated_bytes=3200, num_params=200)
     for step in (1, 2):
@@ -65,7 +64,7 @@ def test_the_summary_compares_with_plain_data_parallelism() -> None:
     assert "predicted" not in text
 
 
-def test_the_summary_tells_what_was_predicted_beside_what_was_measured() -> None:
+def test_the_summary_tells_what_was_predicted_beside_what_was_measured():
     result = RunResult(unigram_entropy=3.25)
     for step, step_s in enumerate((9.0, 0.5, 0.4, 0.6), 1):  # the first one is not counted
         result.add_step(step, 2.0, step_s, 100, StateBytes(300, 300, 600, 3200, 200))

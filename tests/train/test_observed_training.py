@@ -1,7 +1,6 @@
 """Runs of `shardwise train` are observed: every step once, whatever happens between steps."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def run_twice(rank: int, world_size: int, folder: Path) -> None:
+def run_twice(rank, world_size, folder):
     made = {**FLAGS, "data": folder / "text.txt", "output": folder / "run"}
     train(rank, world_size, made)
     train(rank, world_size, {**made, "steps": 6, "resume": "auto"})
@@ -25,9 +24,7 @@ def run_twice(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_step_of_a_run_and_of_its_resume_is_observed_once(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_every_step_of_a_run_and_of_its_resume_is_observed_once(world_size, tmp_path):
     write_text(tmp_path)
     run_ranks(run_twice, world_size, tmp_path)
     record = read_run(tmp_path / "run")

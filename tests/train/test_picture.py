@@ -4,8 +4,6 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ from shardwise.train.picture import loss_svg, write_picture
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def metrics(losses: list[float | None], **more: dict[int, float]) -> list[str]:
+def metrics(losses, **more):
     """Return the lines of a run with these losses, rate 0.001; ``more`` are keys by step."""
     lines = []
     for step, loss in enumerate(losses, 1):
@@ -26,11 +24,11 @@ def metrics(losses: list[float | None], **more: dict[int, float]) -> list[str]:
     return [json.dumps(line) for line in lines]
 
 
-def drawn(lines: list[str]) -> ET.Element:
+def drawn(lines):
     return ET.fromstring(loss_svg(lines, "Loss of <runs> & more"))
 
 
-def places(root: ET.Element, name: str) -> list[list[tuple[float, float]]]:
+def places(root, name):
     """Return the points of each line of one class."""
     return [
         [
@@ -42,16 +40,16 @@ def places(root: ET.Element, name: str) -> list[list[tuple[float, float]]]:
     ]
 
 
-def titles(root: ET.Element, tag: str, name: str) -> list[str]:
+def titles(root, tag, name):
     found = [e for e in root.iter(f"{SVG}{tag}") if e.attrib.get("class") == name]
     return [title.text or "" for e in found for title in e.iter(f"{SVG}title")]
 
 
-def labels(root: ET.Element) -> list[str]:
+def labels(root):
     return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
-def test_points_lie_where_the_axes_say() -> None:
+def test_points_lie_where_the_axes_say():
     root = drawn(metrics([4.0, 3.0, 2.0], eval_loss={3: 2.5}))
     (train,), (rate,) = places(root, "train"), places(root, "rate")
     assert [x for x, _ in train] == [x for x, _ in rate] == [74.0, 398.0, 722.0]
@@ -75,7 +73,7 @@ def test_points_lie_where_the_axes_say() -> None:
     assert "prefers-color-scheme:dark" in (root.findtext(f"{SVG}style") or "")
 
 
-def test_one_point_and_equal_points_have_an_axis_around_them() -> None:
+def test_one_point_and_equal_points_have_an_axis_around_them():
     for losses in ([5.5], [5.5, 5.5, 5.5], [0.0]):
         root = drawn(metrics(list(losses)))
         (train,) = places(root, "train")
@@ -84,7 +82,7 @@ def test_one_point_and_equal_points_have_an_axis_around_them() -> None:
         assert len(set(labels(root))) == len(labels(root))  # no tick stands there twice
 
 
-def test_steps_without_a_number_are_gaps_with_marks() -> None:
+def test_steps_without_a_number_are_gaps_with_marks():
     losses: list[float | None] = [3.0, 2.9, None, None, 2.8, None]
     root = drawn(metrics(losses))
     assert [len(piece) for piece in places(root, "train")] == [2, 1]
@@ -97,7 +95,7 @@ def test_steps_without_a_number_are_gaps_with_marks() -> None:
         assert text not in " ".join(labels(root) + labels(nothing))
 
 
-def test_many_points_become_columns_that_keep_a_spike_in_sight() -> None:
+def test_many_points_become_columns_that_keep_a_spike_in_sight():
     losses: list[float | None] = [2 + math.exp(-step / 500) for step in range(20_000)]
     calm = loss_svg(metrics(losses), "calm")
     assert len(calm) < 40_000
@@ -119,7 +117,7 @@ def test_many_points_become_columns_that_keep_a_spike_in_sight() -> None:
     assert "above the axis" in labels(root)
 
 
-def test_where_a_run_was_resumed_is_marked(tmp_path: Path) -> None:
+def test_where_a_run_was_resumed_is_marked(tmp_path):
     lines = metrics([3.0, 2.0, 1.0], load_s={2: 0.5})
     assert titles(drawn(lines), "line", "resumed") == ["resumed after step 2"]
     path, target = tmp_path / "metrics.jsonl", tmp_path / "loss.svg"
@@ -142,13 +140,13 @@ def test_where_a_run_was_resumed_is_marked(tmp_path: Path) -> None:
         (1.0, 1e6, [0.0, 2e5, 4e5, 6e5, 8e5, 1e6]),
     ],
 )
-def test_ticks_are_round_and_enclose_the_values(low: float, high: float, ticks: Any) -> None:
+def test_ticks_are_round_and_enclose_the_values(low, high, ticks):
     found = round_ticks(low, high, 7 if high != 3e-4 else 4)
     assert found == pytest.approx(ticks)
     assert found[0] <= low and high <= found[-1] * (1 + 1e-12)
 
 
-def test_a_picture_that_cannot_be_drawn_is_told_of_and_ends_no_run(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_drawn_is_told_of_and_ends_no_run(tmp_path):
     config = load_config(None, {"output": tmp_path})
     path, said = tmp_path / "metrics.jsonl", list[str]()
     path.write_text(f'{{"step": 1, "loss": 1{"0" * 400}}}\n')  # a number, and no float

@@ -14,7 +14,7 @@ from shardwise.train.saves import find_changes
 from shardwise.train.summary import RunResult, StateBytes, format_result
 
 
-def test_metrics_after_the_resumed_step_are_cut_off(tmp_path: Path) -> None:
+def test_metrics_after_the_resumed_step_are_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     kept = ['{"step": 1, "loss": 2.5}\n', '{"step": 2, "loss": 2.25}\n', '{"step": 1, "a": 0}\n']
     torn = ['{"step": 3}\n', "[]\n", '{"loss": 1}\n', '{"step": null}\n', '{"step": 2, "lo']
@@ -26,12 +26,12 @@ def test_metrics_after_the_resumed_step_are_cut_off(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_metrics_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_change_at_once(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     seen = []
 
-    def replace(self: Path, target: Path) -> None:
+    def replace(self, target):
         seen.append((self.read_text(), target.read_text()))
         raise OSError
 
@@ -41,9 +41,7 @@ def test_the_metrics_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seen == [('{"step": 1}\n', '{"step": 1}\n{"step": 2}\n')]
 
 
-def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(capsys, monkeypatch):
     for terminal in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", terminal)
         with byte_bar("load", None) as progress:
@@ -55,22 +53,20 @@ def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(
     assert capsys.readouterr().out == ""
 
 
-def test_a_new_run_starts_with_no_lines(tmp_path: Path) -> None:
+def test_a_new_run_starts_with_no_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 0}\n')
     with JsonLines(path):
         assert path.read_text() == ""
 
 
-def make_steps(config: TrainConfig, *steps: int) -> None:
+def make_steps(config, *steps):
     for step in steps:
         (checkpoints_path(config) / f"step-{step:08d}").mkdir(parents=True)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_checkpoints_of_an_earlier_run_are_never_written_over(
-    tmp_path: Path, overwrite: bool
-) -> None:
+def test_checkpoints_of_an_earlier_run_are_never_written_over(tmp_path, overwrite):
     config = TrainConfig(output=tmp_path, overwrite=overwrite)
     checkpoints_path(config).mkdir()
     check_output(config)
@@ -81,7 +77,7 @@ def test_checkpoints_of_an_earlier_run_are_never_written_over(
     assert len(list(checkpoints_path(config).iterdir())) == 2
 
 
-def test_a_step_to_resume_from_must_be_there_and_the_newest(tmp_path: Path) -> None:
+def test_a_step_to_resume_from_must_be_there_and_the_newest(tmp_path):
     config = TrainConfig(output=tmp_path, resume=12)
     with pytest.raises(ConfigError, match="no checkpoint of step 12; it has none"):
         check_output(config)
@@ -97,19 +93,19 @@ def test_a_step_to_resume_from_must_be_there_and_the_newest(tmp_path: Path) -> N
 SAVED = {**TrainConfig().model_dump(mode="json"), "source": "abc"}
 
 
-def test_what_is_the_same_is_not_told() -> None:
+def test_what_is_the_same_is_not_told():
     assert find_changes(SAVED, dict(SAVED), 2, 2) == []
     quiet = {"output": "elsewhere", "prompt": "x", "eval_every": 3, "save_every": 1, "threads": 2}
     assert find_changes(SAVED, {**SAVED, **quiet}, 2, 2) == []
 
 
 @pytest.mark.parametrize("key", ["dim", "layers", "heads", "kv_heads", "tied_head", "optimizer"])
-def test_another_model_is_refused(key: str) -> None:
+def test_another_model_is_refused(key):
     with pytest.raises(ConfigError, match=f"^{key}: the checkpoint is of a model with {key}"):
         find_changes(SAVED, {**SAVED, key: 7}, 1, 1)
 
 
-def test_every_key_that_changes_the_steps_is_told_in_a_line_of_its_own() -> None:
+def test_every_key_that_changes_the_steps_is_told_in_a_line_of_its_own():
     now = {**SAVED, "lr": 0.5, "precision": "bf16", "seed": 3, "source": "def", "dropout": 0.1}
     assert find_changes(SAVED, now, 2, 4) == [
         "ranks: 2 -> 4",
@@ -121,7 +117,7 @@ def test_every_key_that_changes_the_steps_is_told_in_a_line_of_its_own() -> None
     ]
 
 
-def test_every_key_is_refused_told_or_known_to_change_nothing() -> None:
+def test_every_key_is_refused_told_or_known_to_change_nothing():
     silent = {"eval_every", "prompt", "sample_tokens", "output", "overwrite", "ranks", "threads"}
     silent |= {"observe", "hang_timeout", "prefetch_bytes", "bucket_bytes", "loss_scale"}
     panels = ("Checkpoints", "Plan")
@@ -134,18 +130,18 @@ def test_every_key_is_refused_told_or_known_to_change_nothing() -> None:
         assert told is (key not in silent), key
 
 
-def test_a_key_that_an_older_version_did_not_have_is_not_told_as_changed() -> None:
+def test_a_key_that_an_older_version_did_not_have_is_not_told_as_changed():
     new = ("dp_replicate", "units", "optimizer", "optimizer_options", "loss_scale_window")
     older = {key: value for key, value in SAVED.items() if key not in new}
     assert find_changes(older, {**SAVED, "dp_replicate": 1, "units": None}, 1, 1) == []
     assert find_changes(older, {**SAVED, "dp_replicate": 2}, 1, 1) == ["dp_replicate: 1 -> 2"]
 
 
-def panel(field: object) -> str:
-    return json.loads(json.dumps(field.json_schema_extra))["panel"]  # type: ignore[attr-defined]
+def panel(field):
+    return json.loads(json.dumps(field.json_schema_extra))["panel"]
 
 
-def test_the_summary_tells_the_last_checkpoint_and_the_stall() -> None:
+def test_the_summary_tells_the_last_checkpoint_and_the_stall():
     result = RunResult(unigram_entropy=3.0, first_step=41, saved_step=60, save_stall_s=0.125)
     result.add_step(60, 2.0, 0.5, 100, StateBytes(1, 1, 1, 3, 1))
     text = format_result(result, TrainConfig())

@@ -1,8 +1,6 @@
 """Ways to run that change no bit: where state rests, when it is stepped, the order of passes."""
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,7 +24,7 @@ INPUTS_TOO = {"params": "cpu", "optimizer": "cpu", "activations": "cpu"}
 Case = tuple[dict[str, Any], dict[str, dict[str, Any]]]  # settings; other ways, by name
 
 
-def offloaded(flags: dict[str, Any], offload: object) -> Case:
+def offloaded(flags, offload):
     ways = {"overlap": {"overlap_step": True}, "parts": {"offload": offload, "replay_every": 3}}
     return {**flags, **SAVING}, ways
 
@@ -55,7 +53,7 @@ COMPOSED: list[Case] = [
 ]
 
 
-def train_all_ways(rank: int, world_size: int, folder: Path, cases: list[Case]) -> None:
+def train_all_ways(rank, world_size, folder, cases):
     """Train each case plainly and in its other ways; "parts" stops in the middle and resumes."""
     for number, (flags, ways) in enumerate(cases):
         for name, more in {"plain": {}, **ways}.items():
@@ -68,7 +66,7 @@ def train_all_ways(rank: int, world_size: int, folder: Path, cases: list[Case]) 
             train(rank, world_size, {**made, "resume": "auto" if name == "parts" else "never"})
 
 
-def figures(output: Path, keys: Sequence[str]) -> list[Any]:
+def figures(output, keys):
     rows = [row for row in lines_of(output) if "step" in row]
     return [(row["step"], key, row[key]) for row in rows for key in keys if key in row]
 
@@ -76,9 +74,7 @@ def figures(output: Path, keys: Sequence[str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(1, CASES), (3, CASES), (2, COMPOSED)], ids=["1", "3", "composed"]
 )
-def test_a_run_has_the_same_bits_in_every_way(
-    world_size: int, cases: list[Case], tmp_path: Path
-) -> None:
+def test_a_run_has_the_same_bits_in_every_way(world_size, cases, tmp_path):
     write_text(tmp_path)
     run_ranks(train_all_ways, world_size, tmp_path, cases)
     for number, (flags, ways) in enumerate(cases):
@@ -102,25 +98,25 @@ def test_a_run_has_the_same_bits_in_every_way(
 class WritesLate(System):
     """A disk that takes its time, so that whoever does not wait for a write reads old bytes."""
 
-    def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
+    def write(self, fd, at, data):
         time.sleep(0.01)
         return super().write(fd, at, data)
 
 
-def replay_on_slow_disk(rank: int, world_size: int, folder: Path) -> None:
+def replay_on_slow_disk(rank, world_size, folder):
     flags = {"stage": 2, "optimizer_options": {"moments": "8bit"}, "steps": 4, "replay_every": 1}
     flags |= {"data": folder / "text.txt", "output": folder, "offload": f"nvme:{folder}"}
     with mock.patch.object(disk, "System", WritesLate):
         train(rank, world_size, flags)
 
 
-def test_a_step_computed_twice_waits_for_codes_on_their_way_to_a_slow_disk(tmp_path: Path) -> None:
+def test_a_step_computed_twice_waits_for_codes_on_their_way_to_a_slow_disk(tmp_path):
     write_text(tmp_path)
     run_ranks(replay_on_slow_disk, 1, tmp_path)
     assert len([row for row in lines_of(tmp_path) if "loss" in row]) == 4
 
 
-def test_inputs_move_where_blocks_are_checkpointed(tmp_path: Path) -> None:
+def test_inputs_move_where_blocks_are_checkpointed(tmp_path):
     write_text(tmp_path)
     flags = {"data": tmp_path / "text.txt", "offload": "{activations: cpu}"}
     with pytest.raises(

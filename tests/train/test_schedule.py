@@ -22,21 +22,19 @@ from shardwise.train.config import TrainConfig
         ),
     ],
 )
-def test_rates_rise_to_lr_and_fall_to_min_lr(
-    keys: dict[str, object], rates: dict[int, float]
-) -> None:
+def test_rates_rise_to_lr_and_fall_to_min_lr(keys, rates):
     config = TrainConfig.model_validate({"lr": 1.0, **keys})
     assert {step: config.learning_rate(step) for step in rates} == pytest.approx(rates)
 
 
-def test_cosine_is_a_cosine() -> None:
+def test_cosine_is_a_cosine():
     config = TrainConfig(lr=1.0, steps=8)
     for step in range(1, 9):
         expected = (1 + math.cos(math.pi * step / 8)) / 2
         assert config.learning_rate(step) == pytest.approx(expected)
 
 
-def test_a_curve_of_deepspeed_has_its_own_options_and_ends_with_the_run() -> None:
+def test_a_curve_of_deepspeed_has_its_own_options_and_ends_with_the_run():
     config = TrainConfig(
         lr=0.5, steps=12, schedule="WarmupCosineLR", schedule_options={"warmup_num_steps": 4}
     )

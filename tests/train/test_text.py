@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,20 +20,20 @@ from shardwise.train.text import (
 )
 
 
-def test_the_entropy_of_equal_counts_is_the_log_of_their_number() -> None:
+def test_the_entropy_of_equal_counts_is_the_log_of_their_number():
     assert unigram_entropy(np.array([3, 3, 0, 3, 3])) == pytest.approx(math.log(4))
 
 
-def test_the_entropy_of_one_token_is_zero() -> None:
+def test_the_entropy_of_one_token_is_zero():
     assert unigram_entropy(np.array([0, 7])) == 0
 
 
-def test_bytes_survive_the_round_trip() -> None:
+def test_bytes_survive_the_round_trip():
     tokenizer = BYTES
     assert tokenizer.decode(list(tokenizer.encode("naïve\n"))) == "naïve\n"
 
 
-def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path: Path) -> None:
+def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "b.txt").write_text("BB")
     (tmp_path / "text" / "a.txt").write_text("A")
@@ -47,7 +46,7 @@ def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path: Path) -> Non
     assert stream.unigram_entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
 
 
-def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path: Path) -> None:
+def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path):
     text, run = tmp_path / "a.txt", tmp_path / "run"
     text.write_text("one")
     write_stream([text], BYTES, run)
@@ -61,7 +60,7 @@ def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path: Path) ->
     assert sorted(path.name for path in run.iterdir()) == ["tokens.bin", "tokens.json"]
 
 
-def test_token_files_are_mapped_where_they_are(tmp_path: Path) -> None:
+def test_token_files_are_mapped_where_they_are(tmp_path):
     (tmp_path / "tokens").mkdir()
     rows = np.arange(10, dtype=np.uint16), np.full(7, 255, dtype=np.int64)
     for name, row in zip("ab", rows, strict=True):
@@ -77,46 +76,44 @@ def test_token_files_are_mapped_where_they_are(tmp_path: Path) -> None:
         write_stream([tmp_path / "big.npy"], BYTES, tmp_path / "run")
 
 
-def test_jsonl_gives_its_text_fields(tmp_path: Path) -> None:
+def test_jsonl_gives_its_text_fields(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two"}) + "\n")
     assert list(read_texts(path)) == ["one", "two"]
 
 
 @pytest.mark.parametrize("line", ['{"body": "x"}', "nonsense", '{"text": 3}', "[1]"])
-def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: str) -> None:
+def test_a_bad_line_of_jsonl_is_named(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl line 2: expected an object"):
         list(read_texts(path))
 
 
-def test_the_standard_library_is_found_without_packages_and_tests() -> None:
+def test_the_standard_library_is_found_without_packages_and_tests():
     documents = find_documents(None)
     assert any(path.name == "argparse.py" for path in documents)
     assert not any("site-packages" in path.parts or "test" in path.parts for path in documents)
 
 
-def test_no_text_is_an_error(tmp_path: Path) -> None:
+def test_no_text_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="expected a text file or a folder of text"):
         find_documents(tmp_path / "nowhere")
 
 
-def test_only_binary_files_are_an_error(tmp_path: Path) -> None:
+def test_only_binary_files_are_an_error(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"\0")
     with pytest.raises(ConfigError, match="no UTF-8 text in 1 files"):
         write_stream([tmp_path / "a.bin"], BYTES, tmp_path / "run")
 
 
-def test_a_missing_tokenizer_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tokenizer_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[tokenizers\]'"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
+def test_a_tokenizer_file_is_used(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[U]": 0, "hello": 1}, "[U]"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -127,7 +124,7 @@ def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
     assert tokenizer.decode([1]) == "hello"
 
 
-def test_a_bad_tokenizer_file_is_named(tmp_path: Path) -> None:
+def test_a_bad_tokenizer_file_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):

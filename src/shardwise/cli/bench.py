@@ -99,15 +99,16 @@ def _show(found: Calibration) -> None:
         f"{host.device}; torch {host.torch}; {found.num_ranks} ranks x {found.threads_per_rank} "
         f"threads at once, {found.backend}"
     )
-    table = make_table("!measured", ">!smallest", ">!takes", ">!largest", ">!takes", ">!best rate")
+    rows = []
     for name, curve in found.curves.items():
         rate = curve.peak_rate
         shown = f"{format_bytes(rate)}/s" if curve.unit == "bytes" else f"{rate / 1e9:.4g} GFLOP/s"
         ends = []
         for i in (0, -1):
             ends += [size(curve.sizes[i], curve.unit), f"{curve.seconds[i] * 1e6:,.1f} us"]
-        table.add_row(name, *ends, shown)
-    console.print(table)
+        rows.append((name, *ends, shown))
+    columns = "measured", ">smallest", ">takes", ">largest", ">takes", ">best rate"
+    console.print(make_table(columns, rows))
     console.print(
         f"overlap {found.overlap:.0%}: that much of a collective is hidden behind a computation\n"
         f"each further message {found.message_s * 1e6:.1f} us; the engine's host code per unit "

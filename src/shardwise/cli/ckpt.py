@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -54,18 +53,6 @@ ckpt = typer.Typer(
 _Path = Annotated[Path, typer.Argument(help="a checkpoint, or the folder of a run's checkpoints")]
 _Json = Annotated[bool, typer.Option("--json", help="print JSON for programs; sizes in bytes")]
 _Step = Annotated[int | None, typer.Option(min=0, help="the step; the newest if not given")]
-
-
-class _To(StrEnum):
-    hf = "hf"
-    dcp = "dcp"
-
-
-class _From(StrEnum):
-    auto = "auto"
-    hf = "hf"
-    dcp = "dcp"
-    deepspeed = "deepspeed"
 
 
 @ckpt.command(cls=_Command)
@@ -154,8 +141,9 @@ def export(
     path: _Path,
     target: Annotated[Path, typer.Argument(help="the folder to make")],
     to: Annotated[
-        _To, typer.Option(help="Hugging Face weights, or torch's distributed checkpoint")
-    ] = _To.hf,
+        Literal["hf", "dcp"],
+        typer.Option(help="Hugging Face weights, or torch's distributed checkpoint"),
+    ] = "hf",
     step: _Step = None,
     dtype: Annotated[
         str | None, typer.Option(help="cast the weights: bf16, fp16, fp32 (hf only)")
@@ -168,7 +156,7 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint to another format; every byte is checked."""
-    if to is _To.dcp and (dtype or max_shard_size or config_from):
+    if to == "dcp" and (dtype or max_shard_size or config_from):
         raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")
     if config_from is not None and not config_from.is_dir():
         raise ConfigError(f"--config-from {config_from}: there is no such folder")
@@ -178,7 +166,7 @@ def export(
         why = "expected a size such as 5GB or 512MiB"
         raise ConfigError(f"--max-shard-size {max_shard_size!r}: {why}") from None
     with closing(_open(path, step)) as checkpoint:
-        if to is _To.hf:
+        if to == "hf":
             _export_weights(checkpoint, target, max_bytes, dtype, config_from)
         else:
             from shardwise.convert.export import export_dcp
@@ -192,7 +180,9 @@ def export(
 def import_(
     source: Annotated[Path, typer.Argument(help="the other checkpoint's folder or file")],
     target: Annotated[Path, typer.Argument(help="the folder to make")],
-    from_: Annotated[_From, typer.Option("--from", help="its format")] = _From.auto,
+    from_: Annotated[
+        Literal["auto", "hf", "dcp", "deepspeed"], typer.Option("--from", help="its format")
+    ] = "auto",
     step: Annotated[
         int | None, typer.Option(min=0, help="of this step, as TARGET/step-...; else TARGET itself")
     ] = None,
@@ -209,7 +199,7 @@ def import_(
     from shardwise.convert.detect import FORMATS, open_any
     from shardwise.convert.importing import import_source, without_prefix
 
-    found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
+    found, opened = open_any(source, tag, None if from_ == "auto" else from_)
     _say(f"reading {source} as {FORMATS[found]}")
     if strip_prefix is not None:
         opened = without_prefix(opened, strip_prefix)

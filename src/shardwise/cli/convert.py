@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Set
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 import yaml
@@ -23,13 +23,7 @@ from shardwise.keys import check_keys, read_keys
 from shardwise.train.checks import resolve_batch
 from shardwise.train.config import TrainConfig
 
-
-class Form(StrEnum):
-    """The forms that a file of settings can have."""
-
-    SHARDWISE = "shardwise"
-    DEEPSPEED = "deepspeed"
-    ACCELERATE = "accelerate"
+Form = Literal["shardwise", "deepspeed", "accelerate"]  # that a file of settings can have
 
 
 def convert(
@@ -74,36 +68,36 @@ def convert(
 def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Report]:
     form = _form_of(file)
     if to is None:
-        if form is Form.SHARDWISE:
+        if form == "shardwise":
             raise ConfigError(f"{file}: it is ours already; give --to deepspeed or --to accelerate")
-        to = Form.SHARDWISE
-    if to is form:
-        raise ConfigError(f"{file}: it is of the form {to.value} already")
-    if form is Form.ACCELERATE:
+        to = "shardwise"
+    if to == form:
+        raise ConfigError(f"{file}: it is of the form {to} already")
+    if form == "accelerate":
         keys, report = read_accelerate_keys(file, ranks)
-    elif form is Form.DEEPSPEED:
+    elif form == "deepspeed":
         keys, report = read_train_keys(file, {}, {}, ranks)
     else:
         keys, report = read_keys(file), Report(str(file), ())
-    if form is not Form.ACCELERATE and ranks is not None:
+    if form != "accelerate" and ranks is not None:
         keys = {**keys, "ranks": ranks}
     config = check_keys(TrainConfig, keys, {}, file, "train")
     if config.ranks is not None:
         config = resolve_batch(config, config.ranks)
-    if form is not Form.SHARDWISE:
-        named = str(file) if form is Form.ACCELERATE else None
+    if form != "shardwise":
+        named = str(file) if form == "accelerate" else None
         report = tell_sources(report, config, lambda key: named if key in keys else None)
-    if to is Form.SHARDWISE:
+    if to == "shardwise":
         return yaml.safe_dump(keys, sort_keys=False), report
-    if to is Form.DEEPSPEED:
+    if to == "deepspeed":
         content, written = to_deepspeed(config, str(file))
         text = json.dumps(content, indent=2) + "\n"
     else:
-        open_keys = {"precision"} - keys.keys() if form is Form.DEEPSPEED else set()
+        open_keys = {"precision"} - keys.keys() if form == "deepspeed" else set()
         report = _with_open_precision(report) if open_keys else report
         content, written = to_accelerate(config, str(file), open_keys)
         text = yaml.safe_dump(content, sort_keys=False)
-    if form is Form.SHARDWISE:
+    if form == "shardwise":
         return text, written
     lost = (x for x in report.lines if x.fate in ("ignored", "auto"))  # not read, or left open
     return text, Report(report.source, (*written.lines, *lost))
@@ -123,13 +117,13 @@ def _form_of(file: Path) -> Form:
     """Return the form that has most of the file's keys."""
     content = load_keys(file)
     theirs = {"optimizer"} if isinstance(content.get("optimizer"), dict) else set()
-    known = {
-        Form.SHARDWISE: TrainConfig.model_fields.keys() - theirs,
-        Form.DEEPSPEED: KEYS["top"].keys(),
-        Form.ACCELERATE: KEYS["accelerate"].keys(),
+    known: dict[Form, Set[str]] = {
+        "shardwise": TrainConfig.model_fields.keys() - theirs,
+        "deepspeed": KEYS["top"].keys(),
+        "accelerate": KEYS["accelerate"].keys(),
     }
     if file.suffix == ".json":  # decides a tie
-        known = {Form.DEEPSPEED: known.pop(Form.DEEPSPEED), **known}
+        known = {"deepspeed": known.pop("deepspeed"), **known}
     return max(known, key=lambda form: len(known[form] & content.keys()))
 
 
@@ -138,7 +132,4 @@ def show_report(report: Report, to_stderr: bool = False) -> None:
     console = terminal.open_console(sys.stderr if to_stderr else None)
     console.print(Text(terminal.printable(report.source), "bold"))
     for title, rows in report.sections():
-        table = make_table("~key", "~value", "~what it is here", title=title)
-        for row in rows:
-            table.add_row(*(Text(terminal.printable(cell)) for cell in row))
-        console.print(table)
+        console.print(make_table(("key", "value", "what it is here"), rows, title))

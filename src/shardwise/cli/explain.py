@@ -10,7 +10,7 @@ from rich.text import Text
 from shardwise import terminal
 from shardwise.cli.tables import make_table
 from shardwise.errors import ConfigError
-from shardwise.monitor.findings import finding_docs, findings_page
+from shardwise.monitor.findings import finding_docs
 from shardwise.spelling import did_you_mean
 
 
@@ -18,20 +18,12 @@ def explain(
     code: Annotated[
         str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
     ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="the page of all findings, docs/findings.md")
-    ] = False,
 ) -> int:
     """Explain a finding by its code: meaning, condition with thresholds, remedies in order."""
     docs, console = finding_docs(), terminal.open_console()
-    if markdown:
-        terminal.say(findings_page())
-        return 0
     if code is None:
-        table = make_table("!code", "finding", "!severity")
-        for doc in docs.values():
-            table.add_row(doc.code, doc.title, doc.severity)
-        console.print(table)
+        rows = ((doc.code, doc.title, doc.severity) for doc in docs.values())
+        console.print(make_table(("code", "finding", "severity"), rows))
         return 0
     known = f"SW{int(code):03d}" if code.isdecimal() else code.upper()
     if known not in docs:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import textwrap
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -19,7 +18,7 @@ from shardwise.keys import flag_of, names_in, panel_of
 from shardwise.train.launch import INTERRUPTED
 
 _BAD_CONFIG, _FAILED = 2, 1
-_HELP_WIDTH, _HELP_COLUMN = 100, 30  # columns of the help at most; where the descriptions begin
+_HELP_WIDTH = 100  # columns of the help at most
 _MAX_METAVAR = 40  # columns; longer lists of choices stand in the description
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
@@ -130,19 +129,9 @@ class Command(TyperCommand):
                 is_flag = param.param_type_name == "option"
                 panel = getattr(param, "rich_help_panel", None) if is_flag else "Arguments"
                 panels.setdefault(panel or "Options", []).append(record)
-        wrapper = textwrap.TextWrapper(
-            formatter.width, break_on_hyphens=False, break_long_words=False
-        )
-        wrapper.subsequent_indent = " " * _HELP_COLUMN
         for panel, records in panels.items():
-            formatter.write(f"\n{panel}:\n")
-            for name, text in records:
-                begin = f"  {name}"
-                if len(begin) + 2 > _HELP_COLUMN:
-                    formatter.write(f"{begin}\n")
-                    begin = ""
-                wrapper.initial_indent = f"{begin:{_HELP_COLUMN}}"
-                formatter.write(f"{wrapper.fill(text)}\n")
+            with formatter.section(panel):
+                formatter.write_dl(records)
 
 
 def code_of(error: Exception) -> int:

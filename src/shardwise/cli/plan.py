@@ -72,7 +72,6 @@ def _account(model: str | None, request: PlanRequest) -> int:
 def accounting_view(chosen: Accounting) -> RenderableType:
     """Show an accounting of all stages, the chosen one marked, and its omissions."""
     from rich.console import Group
-    from rich.padding import Padding
     from rich.text import Text
 
     from shardwise.cli.tables import make_table
@@ -91,23 +90,23 @@ def accounting_view(chosen: Accounting) -> RenderableType:
         "sent": [a.traffic.shard_sent_bytes + a.traffic.replica_sent_bytes for a in stages],
     }
     shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
-    table = make_table("!stage", *(f">!{name}" for name in shown))
-    table.padding = (0, 1, 0, 0)
-    for number in range(len(stages)):
-        is_chosen = number == setup.stage
-        cells = [format_bytes(sizes[number]) for sizes in shown.values()]
-        style = "bold" if is_chosen else ""
-        table.add_row(f"{'>' if is_chosen else ' '} {number}", *cells, style=style)
+    rows = [
+        (
+            f"{'>' if number == setup.stage else ' '} {number}",
+            *(format_bytes(sizes[number]) for sizes in shown.values()),
+        )
+        for number in range(len(stages))
+    ]
     decimal = ", ".join(format_gb(each.device_bytes) for each in stages)
-    lines = [f"device in GB, as papers count, by stage: {decimal}"]
-    lines.append("per rank at the end of backward; resting: between steps; sent: in one step")
     title = f"{chosen.params:,} parameters, {ranks}, {setup.precision}, {setup.optimizer}"
-    return Group(
-        *(Text(title, "bold", no_wrap=True, overflow="ignore"), table),
-        *(Text(f"  {line}", no_wrap=True, overflow="ignore") for line in lines),
-        Text("  left out:"),
-        *(Padding(Text(f"- {each}", "dim"), (0, 0, 0, 2)) for each in chosen.left_out),
+    lines = (
+        f"  device in GB, as papers count, by stage: {decimal}",
+        "  per rank at the end of backward; resting: between steps; sent: in one step",
+        "  left out:",
+        *(f"  - {each}" for each in chosen.left_out),
     )
+    table = make_table(("stage", *(f">{name}" for name in shown)), rows)
+    return Group(Text(title, "bold"), table, Text("\n".join(lines)))
 
 
 def _plan_model(name: str | None, request: PlanRequest) -> int:

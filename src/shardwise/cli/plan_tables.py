@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.padding import Padding
 from rich.text import Text
 
 from shardwise.cli.tables import make_table
@@ -24,7 +23,7 @@ from shardwise.plan.planned import Plan, time_rows
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import Rejected
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
-from shardwise.quantities import format_bytes, format_count, format_duration, format_gb
+from shardwise.quantities import ByteUnit, format_bytes, format_count, format_duration, format_gb
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,16 +36,14 @@ _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit":
 _WOULD_FAIL = "a run would fail for want of memory; what follows is of devices that had enough"
 _MOST_PLANS = 5
 _MOST_REASONS = 5
+_CELLS = 30  # of bars
 
 
 def plan_view(plan: Plan) -> RenderableType:
     """Show a plan: verdict, memory, time, assumptions."""
-    return Group(
-        *(_headline(plan), Text(), _verdict(plan), Text()),
-        *(_memory_table(plan), Text(), _time_table(plan)),
-        *map(_dim_line, plan.notes),
-        _dim_line(f"{len(plan.assumptions)} figures and their sources are in --json"),
-    )
+    sources = f"{len(plan.assumptions)} figures and their sources are in --json"
+    parts = _headline(plan), Text(), _verdict(plan), _memory_table(plan), _time_table(plan)
+    return Group(*parts, _list_of((*plan.notes, sources)))
 
 
 def search_view(result: SearchResult) -> RenderableType:
@@ -59,8 +56,7 @@ def search_view(result: SearchResult) -> RenderableType:
     else:
         flags = " ".join(flags_of(winner.candidate))
         parts += [_headline(winner), Text(), _verdict(winner), Text()]
-        parts += [_dim_line(f"in full, with these in place of --search: {flags}"), Text()]
-        title = "nothing is both faster and smaller than these"
+        parts += [_list_of([f"in full, with these in place of --search: {flags}"]), Text()]
         rows = [
             (
                 *(plan.label, format_count(round(plan.tokens_per_s))),
@@ -69,8 +65,8 @@ def search_view(result: SearchResult) -> RenderableType:
             )
             for plan in result.pareto[:_MOST_PLANS]
         ]
-        parts.append(_table("plan >tokens/s >memory,_up_to >verdict", rows, title))
-        parts.append(_more(len(result.pareto) - _MOST_PLANS))
+        columns = "nothing is both faster and smaller", ">tokens/s", ">memory, up to", ">verdict"
+        parts += [make_table(columns, rows), _more(len(result.pareto) - _MOST_PLANS)]
         notes = (*winner.notes, *notes)
     alike: dict[str, list[Rejected]] = {}  # by the beginning of their reason
     for rejected in result.rejected:
@@ -82,8 +78,8 @@ def search_view(result: SearchResult) -> RenderableType:
         (those[0].candidate.label + more, those[0].reason)
         for those, more in zip(most[:_MOST_REASONS], also, strict=False)
     ]
-    parts += [Text(), _table("~candidate ~reason", lost, "why others lost")]
-    return Group(*parts, _more(sum(map(len, most[_MOST_REASONS:]))), *map(_dim_line, notes))
+    more = _more(sum(map(len, most[_MOST_REASONS:])))
+    return Group(*parts, make_table(("candidate", "why others lost"), lost), more, _list_of(notes))
 
 
 def flags_of(candidate: Candidate) -> list[str]:
@@ -112,14 +108,10 @@ def simulation_view(plan: Plan) -> RenderableType:
     parts.append(_speed(plan) if plan.verdict == "fits" else _verdict(plan))
     if plan.verdict == "will not fit":
         parts.append(Text(_WOULD_FAIL, style=_VERDICT_STYLES["will not fit"]))
-    simulated = plan.simulated
-    rows = [(row.name, _seconds(row.seconds)) for row in time_rows(plan) if not row.is_part]
-    title = f"time of a rank{_of_micro_batches(plan)}"
-    critical = sorted(simulated.critical_s.items(), key=lambda item: -item[1])
+    critical = sorted(plan.simulated.critical_s.items(), key=lambda item: -item[1])
     total = sum(seconds for _, seconds in critical) or 1.0
     shares = ", ".join(f"{kind.replace('_', '-')} {s / total:.0%}" for kind, s in critical)
-    decides = Text(f"what decides the step: {shares}")
-    return Group(*parts, Text(), _table(" >", rows, title), decides)
+    return Group(*parts, _times(plan, False), Text(f"what decides the step: {shares}"))
 
 
 def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
@@ -131,8 +123,8 @@ def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
         )
         for row in rows
     ]
-    columns = ">ranks >step >tokens/s >efficiency >not_hidden >memory_a_rank"
-    return _table(columns, shown, "scaling")
+    columns = ">ranks", ">step", ">tokens/s", ">efficiency", ">not hidden", ">memory a rank"
+    return make_table(columns, shown)
 
 
 def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
@@ -146,7 +138,7 @@ def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
         ("best time between checkpoints", format_duration(goodput.best_interval_s)),
         ("progress with it", f"{goodput.fraction_at_best:.2%}"),
     ]
-    return _table(" >", rows, "goodput: the share of time that is progress")
+    return make_table(("goodput: the share of time that is progress", ">"), rows)
 
 
 def names_view() -> RenderableType:
@@ -167,14 +159,7 @@ def names_view() -> RenderableType:
         "precisions": [(name, f"computes in {r.compute}") for name, r in PRECISIONS.items()],
         "optimizers": [(name, "") for name in OPTIMIZERS],
     }
-    parts: list[RenderableType] = []
-    for title, rows in sections.items():
-        table = make_table("!", "-", title=title, boxed=False)
-        table.title_style, table.pad_edge = "bold", True
-        for row in rows:
-            table.add_row(*row)
-        parts += [table, Text()]
-    return Group(*parts)
+    return Group(*(make_table((title, ""), rows) for title, rows in sections.items()))
 
 
 def _headline(plan: Plan) -> Text:
@@ -211,36 +196,45 @@ def _speed(plan: Plan) -> Text:
 
 
 def _memory_table(plan: Plan) -> RenderableType:
-    """Show the lines of the ledger at the peak, and what each phase reaches."""
-    peak, room = plan.played.peak, plan.room
-    total = max(peak.ledger.total, 1)
-    rows = [
-        (name.replace("_", " "), num, f"{num / total:5.1%} {'█' * round(30 * num / total)}")
-        for name, num in peak.ledger.lines().items()
-    ]
-    rows.append(("all tensors", peak.ledger.total, ""))
-    rows += [(name, num or 0, "beside the tensors") for name, num in plan.memory.margins.items()]
-    for place, away in (("on host", plan.played.host), ("in files", plan.played.files)):
-        for name, num in away.lines().items():
-            rows.append((f"{place}: {name.replace('_', ' ')}", num, "off the device"))
-    for where, num, capacity in (
-        ("host", room.host_bytes, room.host_capacity_bytes),
-        ("files", room.file_bytes, room.file_capacity_bytes),
+    """Show what the expected peak consists of, beside the device, and what each phase reaches.
+
+    Bars follow each other. The end of a device of more than twice the memory is not drawn.
+    """
+    peak, room, memory = plan.played.peak, plan.room, plan.memory
+    unit = ByteUnit(peak.ledger.total)
+    scale = _CELLS / max(memory.high_bytes, min(plan.capacity_bytes, 2 * memory.high_bytes))
+    edge = round(scale * plan.capacity_bytes)
+
+    def draw(sign: str, begin: float, end: float) -> str:
+        cells = " " * round(scale * begin) + sign * (round(scale * end) - round(scale * begin))
+        return f"{cells[:edge]:{edge}}│{cells[edge:]}" if edge <= _CELLS else cells
+
+    rows, at = [], 0
+    for name, num in (peak.ledger.lines() | memory.margins).items():
+        rows.append((name.replace("_", " "), num, draw("█", at, at + num)))
+        at += num
+    ends = memory.low_bytes, memory.high_bytes
+    rows.append(("all of it, low to high", memory.expected_bytes, draw("░", *ends)))
+    rows.append(("the device", plan.capacity_bytes, draw("", 0, 0)))
+    for where, away, num, capacity in (
+        ("host", plan.played.host, room.host_bytes, room.host_capacity_bytes),
+        ("files", plan.played.files, room.file_bytes, room.file_capacity_bytes),
     ):
+        rows += [(f"{where}: {k.replace('_', ' ')}", n, "") for k, n in away.lines().items()]
         of = "of a size not known" if capacity is None else f"of {format_bytes(capacity)}"
         rows.append((f"{where} of a node, {room.num_ranks} ranks", num, of))
-    shown = [(name, format_bytes(num), more) for name, num, more in rows if num]
-    title = f"memory at the peak, in {peak.phase} of {plan.unit_name(peak.unit)}"
+    shown = [(name, unit.write(num), more) for name, num, more in rows if num]
+    phase = f"in {peak.phase} of {plan.unit_name(peak.unit)}"
     others = ", ".join(
         f"{m.phase} {format_bytes(m.ledger.total)} ({plan.unit_name(m.unit)})"
         for m in plan.played.peaks
         if m.phase != peak.phase
     )
-    return Group(_table(" > -", shown, title), Text(f"other phases: {others}", style="dim"))
+    table = make_table(("memory at the peak", f">{unit.name}", phase), shown)
+    return Group(table, Text(f"other phases: {others}", style="dim"))
 
 
 def _time_table(plan: Plan) -> RenderableType:
-    rows = [(f"{'  ' * row.is_part}{row.name}", _seconds(row.seconds)) for row in time_rows(plan)]
     program = plan.played.program
     sent = ", ".join(f"{k} {format_bytes(b)}" for k, b in program.sent_bytes.items())
     lines = [
@@ -250,23 +244,16 @@ def _time_table(plan: Plan) -> RenderableType:
     if copied := program.copied_bytes:
         parts = (f"{k.replace('_', ' ')} {format_bytes(b)}" for k, b in copied.items())
         lines.append(f"copied by a rank in a step: {', '.join(parts)}")
-    title = f"time of a rank{_of_micro_batches(plan)}"
-    return Group(_table(" >", rows, title), Text("\n".join(lines), style="dim"))
+    return Group(_times(plan, True), Text("\n".join(lines), style="dim"))
 
 
-def _of_micro_batches(plan: Plan) -> str:
-    """Name the number of micro-batches behind the figures, if fewer than a step's."""
+def _times(plan: Plan, has_parts: bool) -> Table:
+    """Show the time of a rank, and the number of micro-batches if they are fewer than a step's."""
+    rows = [row for row in time_rows(plan) if has_parts or not row.is_part]
     shown, whole = plan.num_simulated, plan.candidate.accumulation
-    return f", of {shown} of the {whole} micro-batches" if shown < whole else ""
-
-
-def _table(columns: str, rows: Iterable[Sequence[str | Text]], title: str) -> Table:
-    """Make a table; columns are separated by spaces, "_" is a space in a name."""
-    names = (name.replace("_", " ") for name in columns.split(" "))
-    table = make_table(*names, title=title, boxed=False)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    of = f", of {shown} of the {whole} micro-batches" if shown < whole else ""
+    texts = ((f"{'  ' * row.is_part}{row.name}", f"{1e3 * row.seconds:,.2f}") for row in rows)
+    return make_table((f"time of a rank, ms{of}", ">"), texts)
 
 
 def _seconds(seconds: float) -> str:
@@ -277,5 +264,5 @@ def _more(count: int) -> Text:
     return Text(f"and {count:,} more, in --json" if count > 0 else "", style="dim")
 
 
-def _dim_line(line: str) -> RenderableType:
-    return Padding(Text(f"- {line}", style="dim"), (0, 0, 0, 2))
+def _list_of(lines: Iterable[str]) -> Text:
+    return Text("\n".join(f"  - {line}" for line in lines), style="dim")

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise import terminal
 from shardwise.cli.flags import check_target, write_file
-from shardwise.cli.planned_run import config_of, plan_of_loop, plan_of_run
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.keys import check_keys
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.page import ShownRun, report_html
 from shardwise.monitor.record import RunRecord, folder_of, read_run
 from shardwise.monitor.timeline import recorded_trace
 from shardwise.quantities import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.plan.planned import Plan
+
+_KEYS_OF_AXES = {"replicate": "dp_replicate"} | {name: name for name in ("tp", "pp", "cp", "ep")}
 
 _Runs = Annotated[
     list[Path],
@@ -79,15 +87,75 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 
 def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -> ShownRun:
-    config, diagnosis = config_of(record), diagnose(record)
+    run = ShownRun(name, record, diagnose(record))
+    config = folder_of(record.path).parent / "config.yaml"  # `shardwise train` leaves it
     if planned is not None:
-        plan, is_of_device = plan_of_loop(planned, record)
-        return ShownRun(name, record, diagnosis, plan, is_of_device)
-    if not with_plan or config is None:
-        return ShownRun(name, record, diagnosis)
-    run = ShownRun(name, record, diagnosis)
-    try:
-        plan, is_of_device = plan_of_run(config, record)
-    except (ShardwiseError, OSError) as error:
-        return replace(run, notes=[f"no plan beside it: {error}"])
-    return replace(run, plan=plan, is_planned_device=is_of_device)
+        found = plan_of_loop(planned, record)
+    elif not with_plan or not config.exists():
+        return run
+    else:
+        try:
+            found = plan_of_run(config, record)
+        except (ShardwiseError, OSError) as error:
+            return replace(run, notes=[f"no plan beside it: {error}"])
+    return replace(run, plan=found[0], is_planned_device=found[1])
+
+
+def plan_of_run(config: Path, record: RunRecord) -> tuple[Plan, bool]:
+    """Return the plan of what `shardwise train` ran; and whether its times are of the run's device.
+
+    They are not of a device that the catalogue lacks, nor of the CPU, for which it has a
+    place-holder. **Raises** ConfigError for values that no plan can have.
+    """
+    return _plan_of(str(config), _cluster_of(record), {})
+
+
+def plan_of_loop(planned: str, record: RunRecord) -> tuple[Plan, bool]:
+    """Return the plan of a loop of the user's own, as `plan_of_run` does.
+
+    ``planned`` is what `shardwise plan` is given for it: a model and flags. Ranks, their devices,
+    stage and degrees are the run's, unless flags name others. **Raises** ConfigError for what no
+    plan can have, and for the plan of another model than the run's.
+    """
+    from shardwise.cli.flags import command_of
+    from shardwise.cli.plan import plan
+
+    context = command_of(plan).make_context("flag --planned", shlex.split(planned))
+    flags = {name: value for name, value in context.params.items() if value is not None}
+    model, facts = flags.pop("model", None), record.facts
+    degrees = {
+        key: facts.degrees[axis] for axis, key in _KEYS_OF_AXES.items() if axis in facts.degrees
+    }
+    found = _plan_of(model, _cluster_of(record) | {"stage": facts.stage} | degrees, flags)
+    theirs, ours = found[0].num_params, sum(unit.numel for unit in facts.units)
+    if max(degrees.get(key, 1) for key in ("tp", "pp", "ep")) == 1 and theirs != ours:
+        raise ConfigError(
+            f"flag --planned: {found[0].model} has {theirs:,} parameters, the run {ours:,}"
+        )
+    return found
+
+
+def _cluster_of(record: RunRecord) -> dict[str, object]:
+    """Return the keys of a plan that say which ranks a run had, and of which device."""
+    from shardwise.plan.machine.hardware import find_accelerator
+
+    facts = record.facts
+    found: dict[str, object] = {"ranks": facts.num_ranks}
+    if facts.hosts:
+        found["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
+    with suppress(ConfigError):
+        found["gpu"] = find_accelerator(facts.device).name
+    return found
+
+
+def _plan_of(
+    model: str | None, values: Mapping[str, object], flags: Mapping[str, object]
+) -> tuple[Plan, bool]:
+    from shardwise.cli.plan_setup import set_up
+    from shardwise.plan.planning import plan
+    from shardwise.plan.request import PlanRequest
+
+    setup = set_up(model, check_keys(PlanRequest, values, flags, None, "flag --planned"))
+    prices = setup.prices_of(setup.candidate)
+    found = plan(setup.model, setup.cluster, setup.candidate, prices=prices)
+    return found, {**values, **flags}.get("gpu", "cpu") != "cpu"

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Group
 
 from shardwise.cli.flags import check_target, print_found, takes_keys, write_file
 from shardwise.cli.plan import MODEL, list_names
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
+from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.machine.pricing import Slowed
 from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
+from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts
 from shardwise.plan.request import SimulateRequest
 from shardwise.plan.timing.scaling import Goodput, ScalingRow, expected_goodput, scaling_rows
 from shardwise.plan.timing.timeline import simulated_trace
 from shardwise.progress import step_bar
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _DOES_NOT_FIT = 1
 
@@ -49,8 +47,14 @@ def _simulate_model(name: str | None, request: SimulateRequest) -> int:
     if request.trace is not None:
         trace = simulated_trace(made.simulated, made.candidate.accumulation)
         write_file("trace", request.trace, json.dumps(trace))
-    view = partial(_view, made, goodput, rows, request.checkpoint_interval_s)
-    print_found(partial(_facts, made, goodput, rows), view, request.json_)
+    facts: dict[str, object] = plan_facts(made) | {"kind": "simulation"}
+    facts |= {"scaling": scaling_facts(rows), "goodput": goodput and goodput_facts(goodput)}
+    views = [simulation_view(made)]
+    if rows:
+        views.append(scaling_view(rows))
+    if goodput is not None:
+        views.append(goodput_view(goodput, request.checkpoint_interval_s))
+    print_found(lambda: facts, lambda: Group(*views), request.json_)
     return _DOES_NOT_FIT if made.verdict == "will not fit" else 0
 
 
@@ -97,28 +101,3 @@ def _counts(texts: Sequence[str]) -> list[int]:
             raise ConfigError(f"sweep: expected numbers of ranks such as 8,64,512, got {text!r}")
         counts.append(int(text))
     return sorted(set(counts))
-
-
-def _facts(made: Plan, goodput: Goodput | None, rows: tuple[ScalingRow, ...]) -> dict[str, object]:
-    from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts
-
-    return plan_facts(made) | {
-        "kind": "simulation",
-        "scaling": scaling_facts(rows),
-        "goodput": goodput_facts(goodput) if goodput is not None else None,
-    }
-
-
-def _view(
-    made: Plan, goodput: Goodput | None, rows: tuple[ScalingRow, ...], interval_s: float
-) -> RenderableType:
-    from rich.console import Group
-
-    from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
-
-    parts = [simulation_view(made)]
-    if rows:
-        parts += ["", scaling_view(rows)]
-    if goodput is not None:
-        parts += ["", goodput_view(goodput, interval_s)]
-    return Group(*parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,71 +16,46 @@ from shardwise.quantities import format_bytes, format_count
 from shardwise.terminal import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import Console
+
     from shardwise.checkpoint.verify import Verified
 
 _SHOWN = 3
-_FOLDED = 16  # characters
 
 
-def make_table(*columns: str, title: str | None = None, boxed: bool = True) -> Table:
-    """Make a table; signs before a column's name set its look.
-
-    ">": right-aligned; "!": never wrapped; "~": folded if too long; "-": dim.
-    """
-    table = Table(
-        title=title,
-        title_justify="left",
-        show_header=any(c.lstrip(">!~-") for c in columns),
-        box=box.SIMPLE_HEAD if boxed else None,
-        pad_edge=False,
-    )
+def make_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str | Text]], title: str | None = None
+) -> Table:
+    """Make a table. ">" before a column's name aligns it to the right; what is too long folds."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title_justify = "left"
     for column in columns:
-        name = column.lstrip(">!~-")
-        signs = column.removesuffix(name)
         table.add_column(
-            name,
-            justify="right" if ">" in signs else "left",
-            no_wrap="!" in signs,
-            overflow="fold" if "~" in signs else "ellipsis",
-            style="dim" if "-" in signs else None,
+            column.removeprefix(">"),
+            justify="right" if column.startswith(">") else "left",
+            overflow="fold",
         )
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
     return table
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Print a table, or a line of named values for each row if the terminal is too narrow for it.
-
-    A column that folds needs 16 characters at most; others need their longest cell.
-    """
-    needed = 0
-    for column in table.columns:
-        width = max(len(str(cell)) for cell in (column.header, *column.cells))
-        needed += 3 + (min(width, _FOLDED) if column.overflow == "fold" else width)
-    if needed <= console.width:
-        console.print(table)
-        return
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        line = Text("  ")
-        for column, cell in zip(table.columns, cells, strict=True):
-            if str(cell):
-                line.append(f"{column.header} ", "dim").append(cell).append("  ")
-        line.rstrip()
-        console.print(line, soft_wrap=True)
 
 
 def show_run(console: Console, facts: RunFacts) -> None:
     """Print all checkpoints of a run."""
-    table = make_table(">!step", "!saved", ">!ranks", ">!stage", ">!bytes", "~quick check")
+    console.print(Text(printable(facts.path), "bold"), soft_wrap=True)
+    rows = []
     for saved in facts.checkpoints:
-        state = Text.assemble(("ok", "green"), "   <- newest" * saved.is_newest)
+        state = Text("ok" + "   <- newest" * saved.is_newest, "green")
         if saved.damage:
-            state = Text(printable(saved.damage).replace(f"{saved.path}/", ""), "red")
+            state = _damage(saved, "red")
         size = "" if saved.num_bytes is None else format_bytes(saved.num_bytes)
         stage = "" if saved.stage is None else str(saved.stage)
-        table.add_row(f"{saved.step:,}", _time(saved), _ranks(saved), stage, size, state)
-    console.print(Text(printable(facts.path), "bold"), soft_wrap=True)
-    if facts.checkpoints:
-        print_table(console, table)
+        rows.append((f"{saved.step:,}", _time(saved), _ranks(saved), stage, size, state))
+    if rows:
+        columns = ">step", "saved", ">ranks", ">stage", ">bytes", "quick check"
+        console.print(make_table(columns, rows))
     else:
         console.print("  no checkpoint yet")
     if facts.lock_holder:
@@ -106,16 +80,16 @@ def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: boo
     versions = f"shardwise {manifest.shardwise}, torch {manifest.torch}"
     _line(console, "saved", f"{_time(saved)}, {versions}")
     _line(console, "ranks", f"{_ranks(saved)}, stage {manifest.stage}")
-    table = make_table("kind", ">tensors", ">elements", ">bytes")
     sizes, whole = facts.sizes(), saved.num_bytes or 0
-    for kind, (num, numel, num_bytes) in sizes.items():
-        if num:
-            table.add_row(KINDS[kind], f"{num:,}", format_count(numel), format_bytes(num_bytes))
+    rows = [
+        (KINDS[kind], f"{num:,}", format_count(numel), format_bytes(num_bytes))
+        for kind, (num, numel, num_bytes) in sizes.items()
+        if num
+    ]
     rest = whole - sum(num_bytes for *_, num_bytes in sizes.values())
-    table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
-    table.add_section()
-    table.add_row("on disk", "", "", format_bytes(whole))
-    print_table(console, table)
+    rows.append(("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?"))
+    rows.append(("on disk", "", "", format_bytes(whole)))
+    console.print(make_table(("kind", ">tensors", ">elements", ">bytes"), rows))
     if manifest.tied:
         shown = [f"{a} = {b}" for a, b in manifest.tied.items()]
         more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
@@ -128,17 +102,17 @@ def show_checkpoint(console: Console, facts: CheckpointFacts, lists_tensors: boo
         values = ", ".join(f"{key} {_value(value)}" for key, value in is_set.items())
         _line(console, "", f"{count:,} parameter{'s' if count != 1 else ''}: {values}")
     if lists_tensors:
-        table = make_table("~tensor", "!kind", ">shape", "!dtype", ">!bytes", "!cut")
+        listed = []
         for each in facts.tensors:
             name = f"{each.name}  {each.state}" if each.state else each.name
             shape = " x ".join(map(str, each.shape)) or "scalar"
             cut = f"{each.layout}, {each.num_parts}" + " ranks" * (each.layout == "own")
             cut = "whole" if each.layout == "whole" else cut
-            size = format_bytes(each.num_bytes)
-            table.add_row(Text(printable(name)), each.kind, shape, each.dtype, size, cut)
-        print_table(console, table)
+            listed.append((name, each.kind, shape, each.dtype, format_bytes(each.num_bytes), cut))
+        columns = "tensor", "kind", ">shape", "dtype", ">bytes", "cut"
+        console.print(make_table(columns, listed))
     if saved.damage:
-        _line(console, "DAMAGED", saved.damage.replace(f"{saved.path}/", ""), "bold red")
+        _line(console, "DAMAGED", _damage(saved, "bold red"))
     else:
         _line(console, "check", "all files are there; `shardwise ckpt verify` reads every byte")
 
@@ -150,18 +124,22 @@ def show_verified(console: Console, verified: Verified) -> None:
     name = printable(verified.path.name or verified.path)
     files = f"{num:,} file{'s' if num != 1 else ''}"
     console.print(Text.assemble((name, "bold"), "  ", state, f"  {files}, {size}"), soft_wrap=True)
-    for finding in verified.findings:
-        console.print(Text(f"  {printable(finding)}"), soft_wrap=True)
-    for note in verified.notes:
-        console.print(Text(f"  note: {printable(note)}", "dim"), soft_wrap=True)
+    for said in (*verified.findings, *(f"note: {note}" for note in verified.notes)):
+        console.print(Text(f"  {printable(said)}"), soft_wrap=True)
 
 
-def _line(console: Console, label: str, text: object, style: str = "") -> None:
-    console.print(Text.assemble(f"  {label:<10} ", (printable(text), style)), soft_wrap=True)
+def _line(console: Console, label: str, text: str | Text) -> None:
+    said = text if isinstance(text, Text) else printable(text)
+    console.print(Text.assemble(f"  {label:<10} ", said), soft_wrap=True)
+
+
+def _damage(saved: Saved, style: str) -> Text:
+    """Return the damage, with names of files in the checkpoint."""
+    return Text(printable(saved.damage).replace(f"{saved.path}/", ""), style)
 
 
 def _time(saved: Saved) -> str:
-    return printable(saved.saved_at or "").replace("T", " ").replace("+00:00", " UTC")
+    return (saved.saved_at or "").replace("T", " ").replace("+00:00", " UTC")
 
 
 def _ranks(saved: Saved) -> str:

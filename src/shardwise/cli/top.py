@@ -20,7 +20,7 @@ from shardwise import terminal
 from shardwise.cli.tables import make_table
 from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.metrics import FIGURES, STEP_S
-from shardwise.monitor.record import LiveRun, RunRecord, gap_of, is_late
+from shardwise.monitor.record import RunRecord, gap_of, is_late, read_ends
 from shardwise.monitor.summary import (
     kinds_shown,
     largest_memory,
@@ -51,15 +51,15 @@ def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every 
     Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
     ends it without effect on the run.
     """
-    live, console = LiveRun(run), terminal.open_console()
+    console = terminal.open_console()
     if as_json:
-        terminal.say(json.dumps(snapshot_of(live.look())) + "\n")
+        terminal.say(json.dumps(snapshot_of(read_ends(run))) + "\n")
     elif once:
-        console.print(view(live.look(), console.width))
+        console.print(view(read_ends(run), console.width))
     else:
         with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as shown:
             while True:
-                shown.update(view(live.look(), console.width), refresh=True)
+                shown.update(view(read_ends(run), console.width), refresh=True)
                 time.sleep(every)
     return 0
 
@@ -129,7 +129,7 @@ def _findings(run: RunRecord) -> list[RenderableType]:
 
 
 def _figures(run: RunRecord) -> Table:
-    table = make_table("", ">!median", ">!lowest", ">!rank", ">!highest", ">!rank ")
+    rows = []
     for shown in FIGURES:
         value = run.steps[-1].metrics.get(shown.metric)
         if value is not None and shown.is_shown(value):
@@ -137,8 +137,8 @@ def _figures(run: RunRecord) -> Table:
             if value.min != value.max:
                 row += [write_figure(value.min), str(value.min_rank)]
                 row += [write_figure(value.max), str(value.max_rank)]
-            table.add_row(*row)
-    return table
+            rows.append(row)
+    return make_table(("", ">median", ">lowest", ">rank", ">highest", ">rank"), rows)
 
 
 def _curves(run: RunRecord) -> list[Text]:
@@ -171,17 +171,16 @@ def _memory(run: RunRecord) -> list[Table]:
     rank, line = found
     title = f"memory of rank {rank}, step {line.step:,}, at its peak"
     kinds = kinds_shown(line.moments[line.peak], run.facts)
-    rows = [(name_of_kind(kind), size, format_bytes(size)) for kind, size in kinds.items()]
-    table = _shares(title, "bytes", [(name, float(size), told) for name, size, told in rows])
-    table.add_row("all of it", format_bytes(sum(kinds.values())), "", "")
-    return [table]
+    title += f", of {format_bytes(sum(kinds.values()))}"
+    rows = [(name_of_kind(kind), float(size), format_bytes(size)) for kind, size in kinds.items()]
+    return [_shares(title, "bytes", rows)]
 
 
 def _shares(title: str, unit: str, rows: Sequence[tuple[str, float, str]]) -> Table:
     """Return a table of (name, value, value as text), with the share that each value has."""
-    table = make_table(title, f">!{unit}", ">!share", "!")
     whole = sum(value for _, value, _ in rows) or 1.0
-    for name, value, told in rows:
-        share = value / whole
-        table.add_row(Text(printable(name)), told, f"{share:.1%}", "█" * round(share * _SHARE))
-    return table
+    texts = (
+        (name, told, f"{value / whole:.1%}", "█" * round(value / whole * _SHARE))
+        for name, value, told in rows
+    )
+    return make_table((title, f">{unit}", ">share", ""), texts)

@@ -28,7 +28,8 @@ Figure = Annotated[
     WrapValidator(lambda value, check: None if value is None else check(value)),  # not finite
 ]
 JsonLine = Mapping[str, Any]  # a line as JSON has it
-Name = Annotated[str, Field(max_length=1000)]
+MAX_NAME = 1000
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 # Of a timeline: line of work, phase, unit, begin and length in milliseconds, bytes.
 SpanRow = tuple[Name, Name, Name, Number, Amount, Count]
 # Values that a loop logs may be larger, but sums and squares of them are finite.
@@ -132,16 +133,20 @@ def _texts(path: Path, tail_bytes: int | None = None) -> Iterator[str]:
             yield text.decode(errors="replace")
 
 
-def read_newest(path: Path, kinds: Collection[str], count: int) -> list[JsonLine]:
-    """Return the last ``count`` lines of each of some kinds, and all lines of others, in order.
+def read_newest(
+    path: Path, count: int, kinds: Collection[str] = (), tail_bytes: int | None = None
+) -> list[JsonLine]:
+    """Return the last ``count`` lines of each kind, in order; of kinds beside ``kinds`` all lines.
 
-    **Cost** reads the whole file, but parses only the lines that it returns.
+    Without ``kinds`` no kind has more. **Cost** reads the file, or so many last bytes of it, but
+    parses only the lines that it returns.
     """
-    newest: dict[str, deque[tuple[int, str]]] = {kind: deque(maxlen=count) for kind in kinds}
-    found: list[tuple[int, str]] = []
-    for number, text in enumerate(_texts(path)):
+    newest: dict[str, deque[tuple[int, str]]] = {}
+    for number, text in enumerate(_texts(path, tail_bytes)):
         match = _KIND.match(text)
+        kind = match[1] if match else ""
         if text.endswith("\n"):
-            newest.get(match[1] if match else "", found).append((number, text))
-    kept = sorted([*found, *(each for lines in newest.values() for each in lines)])
+            most = None if kinds and kind not in kinds else count
+            newest.setdefault(kind, deque(maxlen=most)).append((number, text))
+    kept = sorted(each for lines in newest.values() for each in lines)
     return [line for _, text in kept if (line := _parse_line(text))]

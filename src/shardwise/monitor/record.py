@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -51,7 +52,8 @@ Kinds = Mapping[Name, Count]  # bytes by kind of memory
 class RunFacts:
     """The settings of a run, written once by rank 0.
 
-    ``degrees`` are the sizes of the mesh's axes by name, ``hosts`` are by rank. ``peak_flops`` is
+    ``degrees`` are the sizes of the mesh's axes by name, ``hosts`` are by rank. ``command`` is the
+    program of rank 0 with its arguments. ``peak_flops`` is
     the device's rate in the dtype of the computation, None if unknown. ``flops_per_token`` counts
     the products with this rank's weights in a forward and backward pass. ``unsharded_bytes`` counts
     trained parameters that belong to no unit. With ``reduces_units_alone`` each unit is reduced by
@@ -73,6 +75,7 @@ class RunFacts:
     started: Name = ""
     optimizer: Name = ""
     offload: Name = ""
+    command: Name = ""
     unsharded_bytes: Count = 0
     reduces_units_alone: bool = False
     format: int = FORMAT
@@ -349,16 +352,36 @@ def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
 
     **Raises** ConfigError if there is no record, or another version has written it.
     """
-    found, folder = Path(path), folder_of(path)
-    facts = read_facts(folder, found)
-    path = folder / "steps.jsonl"
-    steps = tuple(read_step(line, path) for line in read_lines(path))
-    by_rank = {}
-    for rank, file in rank_files(folder):
-        lines = read_lines(file) if newest is None else read_newest(file, DETAILS, newest)
-        by_rank[rank] = lines_of_rank(lines, file)
-    written_s = max(file.stat().st_mtime for file in folder.iterdir())
-    return RunRecord(found, facts, steps, by_rank, max(time.time() - written_s, 0.0))
+
+    def read_own(file: Path) -> Iterable[JsonLine]:
+        return read_lines(file) if newest is None else read_newest(file, newest, DETAILS)
+
+    return _read(Path(path), read_lines, read_own)
+
+
+def read_ends(path: str | Path) -> RunRecord:
+    """Read the newest lines of a run that goes on: over all ranks, and of each rank and kind one.
+
+    It works on every machine that sees the files. **Cost** the last 4 MiB of each file.
+
+    **Raises** ConfigError as `read_run` does.
+    """
+    steps = partial(read_newest, count=_MOST_LINES, tail_bytes=_TAIL_BYTES)
+    return _read(Path(path), steps, partial(read_newest, count=1, tail_bytes=_TAIL_BYTES))
+
+
+def _read(
+    run: Path,
+    read_steps: Callable[[Path], Iterable[JsonLine]],
+    read_own: Callable[[Path], Iterable[JsonLine]],
+) -> RunRecord:
+    folder = folder_of(run)
+    facts, path, files = read_facts(folder, run), folder / "steps.jsonl", rank_files(folder)
+    steps = tuple(read_step(line, path) for line in read_steps(path))
+    by_rank = {rank: lines_of_rank(read_own(file), file) for rank, file in files}
+    written = [folder / "run.json", *(file for _, file in files), *[path] * path.exists()]
+    written_s = max(file.stat().st_mtime for file in written)
+    return RunRecord(run, facts, steps, by_rank, max(time.time() - written_s, 0.0))
 
 
 def folder_of(path: str | Path) -> Path:
@@ -408,49 +431,6 @@ def read_step(line: JsonLine, path: object = "steps.jsonl") -> StepLine:
     metrics = found.metrics.items()
     finite = {name: v for name, v in metrics if None not in (v.min, v.median, v.max)}
     return replace(found, metrics=finite)
-
-
-class LiveRun:
-    """Reads a run repeatedly, each time only the ends of files that have changed.
-
-    It works on every machine that sees the files.
-    """
-
-    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = Path(path)
-        self._folder = folder_of(path)
-        self._clock = clock
-        self._began_s = clock()
-        self._seen: dict[Path, tuple[object, Sequence[JsonLine]]] = {}
-        read_facts(self._folder, self.path)  # there is a run
-
-    def look(self) -> RunRecord:
-        """Return the present state: the newest lines over all ranks, and each rank's by kind.
-
-        ``idle_s`` is the time since the newest line over all ranks. **Raises** ConfigError if the
-        run's folder was removed, or a line has a wrong type.
-        """
-        facts, path = read_facts(self._folder, self.path), self._folder / "steps.jsonl"
-        steps = tuple(read_step(line, path) for line in self._lines(path)[-_MOST_LINES:])
-        by_rank: dict[int, tuple[RankLine, ...]] = {}
-        for rank, file in rank_files(self._folder):
-            newest: dict[str, JsonLine] = {}
-            for line in self._lines(file):
-                kind = str(line.get("kind", ""))
-                newest.pop(kind, None)  # the order is that of the newest
-                newest[kind] = line
-            by_rank[rank] = lines_of_rank(newest.values(), file)
-        changed_s = path.stat().st_mtime if path.exists() else self._began_s
-        idle_s = max(self._clock() - changed_s, 0.0)
-        return RunRecord(self.path, facts, steps, by_rank, idle_s)
-
-    def _lines(self, path: Path) -> Sequence[JsonLine]:
-        """Return the lines at the end of a file."""
-        stat = path.stat() if path.exists() else None
-        version = stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if path not in self._seen or self._seen[path][0] != version:
-            self._seen[path] = version, tuple(read_lines(path, _TAIL_BYTES))
-        return self._seen[path][1]
 
 
 # -- steps of a run

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.monitor.doctor.ends import died
 from shardwise.monitor.doctor.evidence import Evidence
 from shardwise.monitor.lines import read_lines
-from shardwise.monitor.record import Begin, End, LiveRun, Restart
+from shardwise.monitor.record import Begin, End, Restart, read_ends
 from shardwise.processes import seconds_since_birth
 from shardwise.quantities import format_duration
 from shardwise.train.checks import metrics_path
@@ -84,7 +84,7 @@ class Ending:
 def _cause_of(output: Path) -> tuple[str, tuple[float, ...]]:
     """Return who ended the run, in words, and when ranks raised errors."""
     with suppress(ConfigError, OSError):  # not observed, damaged, or of another version
-        run = LiveRun(output).look()  # the ends of its files
+        run = read_ends(output)
         ends = [line for line in run.end_lines.values() if isinstance(line, End)]
         errors_s = tuple(line.unix_s for line in ends if line.error and line.unix_s)
         if (found := died(Evidence(run))) is not None:
