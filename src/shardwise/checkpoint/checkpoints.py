@@ -10,7 +10,6 @@ which is as slow as the copy itself. On an accelerator it is page-locked.
 from __future__ import annotations
 
 import os
-import struct
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +52,7 @@ from shardwise.checkpoint.save_load import (
 )
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.write import Progress, Written
-from shardwise.comm.control import naming
+from shardwise.comm.control import exchange_any, naming
 from shardwise.device import host_buffer, wait_for_copies
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts
@@ -61,7 +60,6 @@ from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, State
 from shardwise.offload.disk import Disk
 from shardwise.offload.file_slices import mapped
 
-_MEMORY = struct.Struct("<qq")  # memory_every, copies
 _RUNNING, _DONE, _FAILED = range(3)
 _ALIGNMENT = 64  # of a tensor in the copy
 
@@ -223,13 +221,10 @@ class Checkpoints:
 
     def _compare(self, *settings: int) -> None:
         """Compare the settings of copies in memory. **Raises** ConfigError if the ranks differ."""
-        rows = self._control.exchange(_MEMORY.pack(*settings))
+        rows = exchange_any(self._control, repr(settings).encode())
         if len(set(rows)) > 1:
-            said = [f"rank {n}: {_MEMORY.unpack(row)}" for n, row in enumerate(rows)]
-            raise ConfigError(
-                "memory_every, copies: they are the same on every rank, and here they differ "
-                f"({', '.join(said)})"
-            )
+            said = ", ".join(f"rank {n}: {row.decode()}" for n, row in enumerate(rows))
+            raise ConfigError(f"memory_every, copies: expected the same on all ranks, got {said}")
 
     def _leave_folder(self, clears_memory: bool = False) -> None:
         self._open = False
