@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,6 +55,6 @@ def look_at(pages, widths, is_dark, folder):
     )
     seen = re.search(r'<pre id="found">(.*?)</pre>', told.stdout, re.DOTALL)
     assert seen is not None and seen[1], told.stderr[-2000:]
-    found: dict[str, Any] = json.loads(html.unescape(seen[1]))
+    found = json.loads(html.unescape(seen[1]))
     found["console"] = [line for line in told.stderr.splitlines() if "CONSOLE" in line]
     return found

@@ -33,12 +33,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
 from unittest import mock
 
 import torch
@@ -155,19 +153,19 @@ class CheckingDevice:
     """
 
     def __init__(self):
-        self.errors: list[str] = []
+        self.errors = []
         self.is_blind = False
         self._is_aside = False
-        self._streams: dict[str, CheckingStream] = {}
+        self._streams = {}
         self.host = self._stream("the host")
         self.current = self._stream("the compute stream")
         self.fetch_stream = self._stream("the fetch stream")
         self.evict_stream = self._stream("the evict stream")
-        self._memory: dict[int, tuple[Memory, weakref.ref[Any]]] = {}
-        self._works: dict[int, tuple[Any, Clock, bool, object]] = {}
+        self._memory = {}
+        self._works = {}
         self._wait = Work.wait
-        self._steps: dict[int, tuple[BackgroundStep, Clock]] = {}
-        self.late_steps: dict[int, Callable[[], None]] = {}
+        self._steps = {}
+        self.late_steps = {}
         self._context = ExitStack()
         self.num_operations = self.num_collectives = 0
 
@@ -297,8 +295,8 @@ class CheckingDevice:
 
     def _run_collective(self, func, args, kwargs):
         name = _arguments_of(func).operation
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
+        reads = []
+        writes = []
         group = None
         for argument, value in _named(func, args, kwargs).items():
             if argument == "process_group":
@@ -358,7 +356,7 @@ class CheckingDevice:
 
     def run_step(self, run):
         """Run a step of the background on a timeline of its own."""
-        step: BackgroundStep = run.__self__
+        step = run.__self__
         thread = self._stream("the thread that steps")
         thread.join(self.host.clock)
         host, self.host = self.host, thread
@@ -410,7 +408,7 @@ class CheckingDevice:
 
         def checked(slab, *args):
             with self.aside():
-                made: Tensor = take(slab, *args)
+                made = take(slab, *args)
             if made.numel():
                 self._register(made, on_host=True, is_pinned=True)
             return made
@@ -552,7 +550,7 @@ class _InTurn:
     is_late: bool
 
     def submit(self, call, *args):
-        done: Future[None] = Future()
+        done = Future()
         step = getattr(call, "__self__", None)
         if isinstance(step, BackgroundStep) and self.is_late:
             self.device.late_steps[id(step)] = call

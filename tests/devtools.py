@@ -5,9 +5,6 @@ import json
 import os
 import subprocess
 from contextlib import contextmanager
-from typing import Any
-
-Message = dict[str, Any]
 
 
 class Tab:
@@ -16,8 +13,8 @@ class Tab:
     def __init__(self, to_browser, from_browser):
         self._to, self._from = to_browser, from_browser
         self._unread, self._number, self._session = b"", 0, ""
-        self.console: list[str] = []
-        self.requests: list[str] = []
+        self.console = []
+        self.requests = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
@@ -35,7 +32,7 @@ class Tab:
         while (answer := self._next()).get("id") != self._number:
             pass
         assert "result" in answer, (method, answer)
-        result: Message = answer["result"]
+        result = answer["result"]
         return result
 
     def _next(self):
@@ -45,7 +42,7 @@ class Tab:
             assert more, "the browser has ended"
             self._unread += more
         line, _, self._unread = self._unread.partition(b"\0")
-        message: Message = json.loads(line)
+        message = json.loads(line)
         params = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":

@@ -19,11 +19,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 _VERDICTS = " failed: ", "could not agree: "
 GRACE_S = 60.0  # after the longest that any case should take: a rank that still runs hangs
-AXES: dict[str, dict[str, int]] = {
+AXES = {
     "data": {},
     "fully_shard": {},
     "ddp": {},
@@ -164,7 +163,7 @@ def _make(case, torch):
     axes = shardwise.Axes(**AXES[case.axis])
     experts = Experts(4, 2, 8) if case.axis == "expert" else None
     shape = DecoderShape(4, 16, 2, 2, 8, 32, 32, **({"experts": experts} if experts else {}))
-    model: Any = PlainDecoder(shape)
+    model = PlainDecoder(shape)
     ids, labels = torch.randint(32, (2, 4, 8))
     spread_decoder(shardwise.parallel.spread_experts(model, axes), axes)
     if axes.pp > 1:
@@ -239,8 +238,8 @@ def run_case(case, folder):
         del store
     ranks = [_start(rank, num, port, told, folder, case.agent) for rank in range(num)]
     began = Path(folder, "began")
-    ended: dict[int, float] = {}
-    said: dict[int, float] = {}
+    ended = {}
+    said = {}
     until = time.time() + 120 + GRACE_S
     while time.time() < until:
         for rank, process in enumerate(ranks):

@@ -114,7 +114,7 @@ def install():
     def kept_open_group(store, ranks, timeout):
         if len(ranks) < dist.get_world_size():
             return open_group(store, ranks, timeout)
-        kept: dist.ProcessGroup = groups.take(
+        kept = groups.take(
             ("control", tuple(ranks), timeout), lambda: open_group(store, ranks, timeout)
         )
         return kept

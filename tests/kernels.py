@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-SETTINGS: dict[str, dict[str, str]] = {
+SETTINGS = {
     "ATen without vector registers": {"ATEN_CPU_CAPABILITY": "default"},
     "ATen with AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "MKL's most compatible sums": {"MKL_CBWR": "COMPATIBLE"},

@@ -58,8 +58,8 @@ def plain_loop(
             return {name: p.grad for name, p in model.named_parameters()}
 
         windows = [[m] for m in micro_batches] if reduce_each_micro_batch else [micro_batches]
-        total: Grads = {}
-        kept: list[Grads] = [{}] * num_replicas
+        total = {}
+        kept = [{}] * num_replicas
         for window in windows:
             by_rank = [
                 local_grads(rank, [m[rank] for m in window], len(micro_batches), step_losses)
@@ -86,7 +86,7 @@ def sums(by_rank, num_groups=1):
     """Sum gradients in rank order, shard group by shard group."""
     size = len(by_rank) // num_groups
     assert size * num_groups == len(by_rank), "every replica has as many ranks"
-    found: list[Grads] = [{}] * num_groups
+    found = [{}] * num_groups
     for rank, grads in enumerate(by_rank):
         found[rank // size] = add(found[rank // size], grads)
     return found
@@ -101,7 +101,7 @@ def average(addends, num_ranks=None):
 
 def add(total, grads):
     """Add what is there; no zeros come in, so that one gradient alone keeps its bits."""
-    result: Grads = {}
+    result = {}
     for name, grad in grads.items():
         before = total.get(name)
         result[name] = grad if before is None else before if grad is None else before + grad

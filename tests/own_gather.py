@@ -1,7 +1,5 @@
 """Tensors of classes that define their own gather, as float8 and quantized weights do."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
@@ -121,7 +119,7 @@ class Sum(Tensor):
         return made, (made,)
 
 
-KINDS: dict[str, Any] = {
+KINDS = {
     "half": HalfSent,
     "sum": lambda values: Sum(values, values.new_full((values.shape[0], 1), 0.5)),
 }

@@ -1,11 +1,10 @@
 """Pipelines for tests: a small language model in stages, under any schedule of torch."""
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed.pipelining.schedules as schedules
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage
 
@@ -125,14 +124,14 @@ class Pipeline:
         else:
             self.indices = list(range(place, num, size))
         self.num_stages = num
-        self.parts: list[Any] = [shards(stage_of(index, num)) for index in self.indices]
+        self.parts = [shards(stage_of(index, num)) for index in self.indices]
         stages = [
             stage_class(part, index, num, torch.device("cpu"), group=axes["pp"].get_group())
             for part, index in zip(self.parts, self.indices, strict=True)
         ]
         makes = getattr(schedules, f"Schedule{schedule}")
         settings.setdefault("loss_fn", loss_of)
-        takes: Any = stages[0] if schedule in SINGLE else stages
+        takes = stages[0] if schedule in SINGLE else stages
         self.schedule = makes(takes, num_micro_batches, **settings)
 
     def step(self, x, y):
@@ -149,7 +148,7 @@ class Pipeline:
 
 
 def full(tensor):
-    made: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    made = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return made.detach()
 
 

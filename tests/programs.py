@@ -35,7 +35,6 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +65,7 @@ def run_program(program, *arguments, num_ranks=None, cwd=None, launches=False):
             how = (environment, str(cwd or os.getcwd()), sys.path, folder, launches)
             is_script = isinstance(program, Path)
             processes.append(forked(_become, (is_script, argv, *how), f"{program}, rank {rank}"))
-        codes: list[int] = []
+        codes = []
         while running := [p for p in processes if p.exitcode is None]:
             failed = any(p.exitcode for p in processes)
             if not connection.wait([p.sentinel for p in running], GRACE_S if failed else HANG_S):
@@ -269,7 +268,7 @@ def _end_as(is_script, argv, environment):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    code: Any = 1
+    code = 1
     try:
         if is_script:
             sys.path.insert(0, str(Path(argv[0]).parent))

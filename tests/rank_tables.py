@@ -1,18 +1,13 @@
 """Tables of scenarios that run on ranks: one test for all functions of a file."""
 
-from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ranks import run_ranks, start_ranks
 
-Run = Callable[[Path], object]
 # By sentence: a function of (rank, world_size, ...), and numbers of ranks, each alone or with more
 # arguments. A parameter ``folder`` gets the test's.
-Scenarios = Mapping[str, tuple[Callable[..., object], Sequence[Any]]]
 
 
 def each_of(scenarios):

@@ -176,7 +176,7 @@ class Plain:
         self.nothing = None
 
 
-WRAPS: dict[str, Any] = {
+WRAPS = {
     "dict": (lambda x: {"hidden": x, "none": None, "n": 3}, lambda o: o["hidden"]),
     "list": (lambda x: [None, x, 2.5], lambda o: o[1]),
     "tuple": (lambda x: (x, (x.detach(), None)), lambda o: o[0]),
@@ -842,7 +842,7 @@ def with_units(units, settings=None):
     return [{**options, "units": units} for options in settings or SPREAD]
 
 
-ACCUMULATION: Settings = [  # every stage as it does by default, and in the other way
+ACCUMULATION = [  # every stage as it does by default, and in the other way
     {"stage": stage, "layout": ("rows", "flat")[(stage + number) % 2], **override}
     for stage in range(4)
     for number, override in enumerate(
@@ -850,7 +850,7 @@ ACCUMULATION: Settings = [  # every stage as it does by default, and in the othe
     )
 ]
 BUDGETS = cycle((None, 0, 0, None))  # both with each layout
-STAYS_FULL: Settings = [
+STAYS_FULL = [
     {**options, "units": [nn.Linear], "schedule": Schedule(prefetch_bytes=next(BUDGETS))}
     for options in LAYOUTS
     if options["stage"] < 3
@@ -886,7 +886,7 @@ OF_THE_COMPILER = [
 ]
 
 # Models that are trained in some settings each, and in all of them by the campaign.
-FAMILIES: dict[str, Scenario] = {
+FAMILIES = {
     "blocks run twice": Scenario(made(each_twice), (1, 3), turns(0)),
     "blocks run in turn, and again": Scenario(
         made(lambda blocks, x: in_turn(blocks, in_turn(blocks, x))), (1, 3), turns(1)
@@ -934,7 +934,7 @@ FAMILIES: dict[str, Scenario] = {
     },
 }
 
-SCENARIOS: dict[str, Scenario] = {
+SCENARIOS = {
     **FAMILIES,
     # Sizes, optimizers, windows, meshes.
     "every stage and layout": odd((1, 2, 3), LAYOUTS, steps=4, marks=KERNELS),

@@ -72,7 +72,7 @@ def ranks_on(axes, name, rank, num_ranks):
     """Say which ranks share an axis with a rank, from the algebra alone."""
     axes = axes.over(num_ranks)
     sizes = [getattr(axes, each) for each in DENSE]
-    names: tuple[str, ...] = DENSE
+    names = DENSE
     if name in ("ep", "efsdp"):
         region = axes.dp_shard * axes.cp * axes.tp
         names = ("pp", "dp_replicate", "efsdp", "ep")
@@ -82,7 +82,7 @@ def ranks_on(axes, name, rank, num_ranks):
     grid = torch.arange(num_ranks).view(sizes)
     place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if dim in chosen else at for dim, at in enumerate(place))
-    found: list[int] = grid[index].flatten().tolist()
+    found = grid[index].flatten().tolist()
     return found
 
 

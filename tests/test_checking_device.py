@@ -4,8 +4,6 @@ Every program comes right and wrong; what the wrong one leaves out, or adds, is 
 kinds are put into the engine in tests/engine/test_stream_order.py.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +13,7 @@ from checking_device import CheckingDevice, StreamError
 from ranks import on_ranks, run_ranks
 from shardwise.device import follow_current
 
-Program = Callable[[CheckingDevice, bool], None]
-PROGRAMS: dict[str, tuple[Program, str]] = {}  # with what the mistake is called
+PROGRAMS = {}  # with what the mistake is called
 
 
 def finds(text):

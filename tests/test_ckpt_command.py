@@ -322,7 +322,7 @@ def test_a_step_a_dtype_and_a_size_can_be_chosen(run, tmp_path):
     assert result.exit_code == 0, result.stderr
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == 3
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for file in files:
         found |= load_file(file)
     wanted = whole_tensors(source_of(1))

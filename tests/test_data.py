@@ -95,7 +95,7 @@ def take(rank, world_size, state, num, kind):
     samples = Samples(60, global_batch=6, micro_batch=2, seed=5)
     if state is not None:
         samples.load_state_dict(state)
-    taken: list[tuple[int, int]] = []
+    taken = []
     for step in samples.steps(loader_of(kind, samples)):
         for micro in step:
             taken += [(step.number, int(item)) for item in micro.batch if micro.weight]

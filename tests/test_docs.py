@@ -17,11 +17,11 @@ import pytest
 import programs
 import shardwise
 import shardwise.keys
+from commands import call_command
 from gallery import printed_by
 from generate_accounting import held_bytes
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
-from shardwise.cli.main import call_command
 from shardwise.layout.segments import rows_layout
 from shardwise.plan import account
 from shardwise.stages import STAGES, Stage

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def fail(how):
 
 def train_until_one_fails(rank, world_size, stage, where, how):
     torch.manual_seed(0)
-    model: Any = shard(Stack(), stage=stage)
+    model = shard(Stack(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def fail_in_a_pass(module, args, output):

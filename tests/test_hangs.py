@@ -345,7 +345,7 @@ def test_a_main_thread_that_computes_is_in_no_wait_of_torchs():
 
 def wait_in_barrier(rank, world_size, folder):
     """Return what a thread of rank 0 sees of its main thread, which waits in a barrier."""
-    seen: list[str] = []
+    seen = []
 
     def look():
         while (call := torch_call()) is None:

@@ -13,8 +13,6 @@ from shardwise.errors import ConfigError
 from shardwise.layout.segments import balanced, build_layout, flat_layout, rows_layout
 from shardwise.layout.units import find_device, partition_into_units
 
-Shapes = list[tuple[int, ...]]
-
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
 num_ranks = st.integers(1, 17)
 kinds = st.sampled_from(["rows", "flat", "matrices"])
@@ -23,7 +21,7 @@ kinds = st.sampled_from(["rows", "flat", "matrices"])
 def laid_out(kind, shapes, num_ranks):
     """Build a layout; of ``matrices``, every parameter of two dims has an owner."""
     matrices = [index for index, shape in enumerate(shapes) if len(shape) == 2]
-    owners: list[int | None] = [None] * len(shapes)
+    owners = [None] * len(shapes)
     chosen = balanced([prod(shapes[index]) for index in matrices], num_ranks)
     for index, owner in zip(matrices, chosen, strict=True):
         owners[index] = owner
@@ -34,7 +32,7 @@ def laid_out(kind, shapes, num_ranks):
 def test_the_pieces_of_the_ranks_hold_every_element_exactly_once(kind, shapes, num_ranks):
     layout = laid_out(kind, shapes, num_ranks)
     for index, shape in enumerate(shapes):
-        owned: list[int] = []
+        owned = []
         for rank in range(num_ranks):
             piece = layout.piece(index, rank)
             assert piece.numel == piece.hi - piece.lo >= 0

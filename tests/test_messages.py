@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,7 +89,7 @@ def test_one_unit_may_stand_alone_and_a_list_of_modules_for_its_own():
     blocks = ["", "layers.0", "layers.1"]
     for units in ("Block", Block, ["Block"], {Block}, (kind for kind in [Block])):
         assert names(shardwise.shard(Net(), units=units)) == blocks
-    cases: list[tuple[Callable[[Net], Any], list[str]]] = [
+    cases = [
         (lambda model: model.layers, blocks),
         (lambda model: model.layers[1], ["", "layers.1"]),
         (lambda model: model.head, ["", "head"]),
@@ -107,7 +105,7 @@ def sharded():
     return shardwise.shard(Net())
 
 
-SLIPS: list[tuple[Callable[[], Any], str]] = [
+SLIPS = [
     (lambda: shardwise.shard("x"), "model: expected a torch.nn.Module, got 'x', which is of type"),
     (lambda: shardwise.shard(None), "model: expected a torch.nn.Module, got None"),
     (lambda: shardwise.shard(Net), "got the class Net; make one of it: Net(...)"),

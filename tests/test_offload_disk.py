@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,6 @@ from shardwise.offload.pool import Pool
 from shardwise.offload.stripes import ALIGNMENT, STRIPE_BYTES, Stripes, regions_of
 
 MIB = 1 << 20
-Hook = Callable[[], None]
 
 
 def host_memory(num_bytes):
@@ -175,7 +173,7 @@ def test_every_byte_of_a_range_is_in_one_piece_and_every_place_of_a_folder_has_o
     sizes = stripes.part_bytes(num_bytes)
     assert sum(sizes) == num_bytes
     covered = []
-    places: dict[int, list[tuple[int, int]]] = {}
+    places = {}
     for piece in stripes.pieces(begin, end, 4 * ALIGNMENT):
         assert 0 < piece.num_bytes <= 4 * ALIGNMENT
         assert piece.at + piece.num_bytes <= sizes[piece.folder]
@@ -236,11 +234,11 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
         @settings(max_examples=60)
         def run(operations):
             file, oracle = disk.file("u", size), bytearray(size)
-            reads: list[tuple[Any, torch.Tensor, bytes, Hook]] = []
+            reads = []
             for number, (kind, begin, num_bytes, at_blocks) in enumerate(operations):
                 if at_blocks:
                     begin, num_bytes = begin & -ALIGNMENT, num_bytes & -ALIGNMENT
-                release: Hook = lambda: None  # noqa: E731
+                release = lambda: None  # noqa: E731
                 if "ring" in kind:
                     while disk.pool.num_free < 2 and reads:
                         check(*reads.pop(0))
@@ -384,7 +382,7 @@ def test_a_file_system_that_refuses_direct_io_goes_through_the_cache_and_that_is
 
 
 def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_the_start(folder):
-    refused: list[str] = []
+    refused = []
 
     def fault(op, where, at):
         if op == "write" and not refused:
@@ -401,7 +399,7 @@ def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_th
 
 
 def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(folder):
-    made: list[int] = []
+    made = []
 
     def counted(num_bytes):
         made.append(num_bytes)
@@ -432,7 +430,7 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
 
 
 def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte(tmp_path):
-    made: list[int] = []
+    made = []
 
     def page_locked(num_bytes):
         made.append(num_bytes)
@@ -489,7 +487,7 @@ def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op)
 
 
 def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder):
-    calls: list[Callable[[Disk, Any], Any]] = [
+    calls = [
         lambda disk, file: disk.take(),
         lambda disk, file: disk.file("other", 10),
         lambda disk, file: disk.start_read(file, 0, torch.empty(3)),
@@ -556,7 +554,7 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path, case):
         path.write_text("")
     elif case == "refused":
         system.fault = fails("open", errno.EACCES)
-    made: list[int] = []
+    made = []
     with pytest.raises(ConfigError, match=f"rank 0: {path} for offload: .* may be written to"):
         Disk([path], 1, 1, lambda n: made.append(n) or host_memory(n), 0, system)
     assert not made, "memory was taken before"

@@ -4,11 +4,10 @@ Gradients are given, not computed, so parameters of every rank must have the bit
 """
 
 import io
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -44,7 +43,7 @@ class Whole(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(x)
+        found = self.head(x)
         return found
 
 
@@ -106,8 +105,8 @@ def test_moments_in_fp32_make_the_steps_of_torchs_fused_adamw(lr):
     def groups(params):
         return [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "eps": 1e-6}]
 
-    one: Any = AdamW(groups(ours), lr=lr, betas=(0.8, 0.95))
-    two: Any = torch.optim.AdamW(groups(theirs), lr=lr, betas=(0.8, 0.95), fused=True)
+    one = AdamW(groups(ours), lr=lr, betas=(0.8, 0.95))
+    two = torch.optim.AdamW(groups(theirs), lr=lr, betas=(0.8, 0.95), fused=True)
     curves = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (one, two)]
     for step in range(12):
         for params in (ours, theirs):
@@ -309,7 +308,7 @@ def check_cuts(rank, world_size, truth):
                 if stage < 3 and (name, kind) not in (("WithEmpty", "bf16"), ("Whole", "8bit")):
                     continue
                 model = made(Whole if name == "Whole" else WithEmpty)
-                home: Any = "cpu" if (stage, layout) == (3, "flat") else None
+                home = "cpu" if (stage, layout) == (3, "flat") else None
                 shardwise.shard(model, stage=stage, layout=layout, offload=home)
                 optimizer = AdamW(model.parameters(), moments=kind, **HOW)
                 train(model, optimizer, range(STEPS))
@@ -364,7 +363,7 @@ def test_torchs_own_calls_for_whole_state_dicts_give_and_take_values(rank):
     options = StateDictOptions(full_state_dict=True)
     for kind in KINDS:
         models = [made(Whole), made(Whole)]
-        runs: list[Any] = []
+        runs = []
         for model in models:
             shardwise.fully_shard(model)
             runs.append(AdamW(model.parameters(), moments=kind, **HOW))

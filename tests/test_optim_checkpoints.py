@@ -134,7 +134,7 @@ def check_resume(rank, world_size, folder):
 
 
 def local_of(value):
-    found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    found = value.to_local() if hasattr(value, "to_local") else value
     return found
 
 

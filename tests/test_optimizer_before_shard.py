@@ -2,8 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +44,7 @@ def train(model, optimizer, first):
         optimizer.step()
 
 
-MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+MAKE = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, **smooth),
     "adamw one by one": lambda p: torch.optim.AdamW(
         p, lr=0.01, foreach=False, amsgrad=True, **smooth

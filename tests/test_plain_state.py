@@ -2,7 +2,6 @@
 
 import io
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from shardwise.errors import ConfigError, ShardError
 from shardwise.tensor.plain_state import cut_plain_state
 
 BEFORE, AFTER = 2, 2
-Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, Factory] = {
+OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, amsgrad=True),
     "adam, one by one": lambda p: torch.optim.Adam(p, foreach=False),
     "adam, fused": lambda p: torch.optim.Adam(p, fused=True),
@@ -42,7 +40,7 @@ NAMES = {
     2: {*FEW},
     3: {*OPTIMIZERS} - {"adam, fused"},
 }
-WAYS: dict[str, tuple[str, ...]] = {
+WAYS = {
     "stage 3": tuple(OPTIMIZERS),
     "stage 3, flat": FEW,
     "stage 2": FEW,
@@ -271,7 +269,7 @@ def test_what_cannot_be_saved_from_slices_says_what_to_call(rank, tmp_path):
 @on_ranks(1, 3)
 def test_parameters_in_16_bits_that_are_stepped_without_masters_are_named(rank):
     """Step parameters in bfloat16, alone and under fp32 masters, and look at rank 0's log."""
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("shardwise").addHandler(handler)

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -169,7 +168,7 @@ def test_the_commands_tell_their_lines_on_stderr_and_their_json_on_stdout(
 def test_where_a_terminal_shows_a_bar_there_are_no_lines(monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes what it writes to for a terminal
     clock = Clock()
-    makers: list[Callable[[], object]] = [
+    makers = [
         lambda: byte_bar("verify", 4, clock),
         lambda: byte_bar("load", None, clock),
     ]

@@ -1,9 +1,7 @@
 """What is refused, with which words, and that a refusal leaves everything as it was."""
 
 import copy
-from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +50,7 @@ def loss_of(model):
 
 def state_of(model):
     """Return what a refusal must not change: which objects, their values, their hooks."""
-    found: list[Any] = []
+    found = []
     for module in model.modules():
         found += [id(p) for p in module._parameters.values()]
         found += [len(module._forward_hooks), len(module._forward_pre_hooks), sorted(vars(module))]
@@ -198,7 +196,7 @@ def check_window(rank, world_size, stage):
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
-    uses: list[Callable[[], object]] = [
+    uses = [
         optimizer.step,
         lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
         lambda: nn.utils.clip_grad_value_(parameters, 1.0),
@@ -345,7 +343,7 @@ def test_gathered_parameters_are_read_and_written_and_no_change_is_lost():
 @on_ranks(2)
 def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost():
     """What replaces the parameters is refused at the latest in the next forward."""
-    changes: dict[str, Callable[[nn.Module], object]] = {
+    changes = {
         "half": lambda m: m.half(),
         "double": lambda m: m.to(torch.float64),
         "bfloat16": lambda m: m.bfloat16(),

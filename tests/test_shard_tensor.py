@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -253,7 +252,7 @@ def test_printing_a_parameter_sends_nothing(layout):
     assert (after.sent_bytes, after.num_collectives) == (before.sent_bytes, before.num_collectives)
 
 
-REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+REDUCTIONS = {
     "sum": lambda t: t.sum(),
     "mean": lambda t: t.mean(),
     "max": lambda t: t.max(),

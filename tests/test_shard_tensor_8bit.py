@@ -4,7 +4,6 @@ Slices are multiples of the 256 elements of a block here, so that every block is
 """
 
 import warnings
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -15,20 +14,18 @@ from shardwise import load, save, shard
 from shardwise.errors import CheckpointError, ShardError
 from test_shard_tensor import LAYOUTS, STAGES
 
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
 
 def bitsandbytes_adam(params):
     import bitsandbytes
 
-    found: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(list(params), lr=0.01)
+    found = bitsandbytes.optim.AdamW8bit(list(params), lr=0.01)
     return found
 
 
 def torchao_adam(params):
     from torchao.optim import AdamW8bit
 
-    found: torch.optim.Optimizer = AdamW8bit(params, lr=0.01)
+    found = AdamW8bit(params, lr=0.01)
     return found
 
 

@@ -4,8 +4,6 @@ Ranks that are seeded alike stay so: each one's generator goes on as in one proc
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +15,7 @@ from shardwise import shard
 from shardwise.check import replicas as check_replicas
 from test_shard_tensor import LAYOUTS, STAGES, Net, assert_bits, give_grads
 
-Draw = Callable[[Any], object]
-
-DRAWS: dict[str, Draw] = {
+DRAWS = {
     "init.normal_": lambda p: nn.init.normal_(p, std=0.02),
     "init.uniform_": lambda p: nn.init.uniform_(p),
     "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
@@ -47,7 +43,7 @@ DRAWS: dict[str, Draw] = {
     "dropout": lambda p: p.copy_(functional.dropout(p, 0.4)),
 }
 ALIKE = {"init.orthogonal_"}  # drawn on plain tensors, so by each rank for itself
-AT_STAGE_0: dict[str, Draw] = {  # elsewhere these are refused
+AT_STAGE_0 = {  # elsewhere these are refused
     "bernoulli": lambda p: p.copy_(torch.bernoulli(torch.sigmoid(p))),
     "dropout of the gradient": lambda p: p.grad.copy_(functional.dropout(p.grad, 0.4)),
     "dropout of the gradient, in place": lambda p: functional.dropout(p.grad, 0.4, inplace=True),
@@ -78,16 +74,16 @@ def draw_all(model, draw):
     give_grads([model, model], 5)
     for param in model.parameters():
         draw(param)
-    found: dict[str, Any] = dict(model.named_parameters())
+    found = dict(model.named_parameters())
     found |= {f"{n}.grad": p.grad for n, p in model.named_parameters()}
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
 
 def check_draws(rank, world_size, every=False):
-    meshes: list[Any] = [None]
+    meshes = [None]
     if world_size == 4:
         meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
-    models: dict[tuple[int, str], nn.Module] = {}
+    models = {}
     for number, (label, draw) in enumerate([*DRAWS.items(), *AT_STAGE_0.items()]):
         torch.manual_seed(0)
         plain = Net()
@@ -136,7 +132,7 @@ class Noisy(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x):
-        weight: Any = self.blocks[1].weight
+        weight = self.blocks[1].weight
         noise = torch.randn_like(weight)
         return functional.linear(self.blocks[0](x), weight + noise), noise
 

@@ -5,9 +5,7 @@ or products over whole tensors adds up in another order: there the model is in f
 roundings are counted.
 """
 
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from roundings import assert_rounded_alike, of_gradient
 from shardwise import shard
 from shardwise.errors import ShardError
 
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LAYOUTS = ("rows", "flat", "matrices")
 # Each optimizer has two of these at each number of ranks, which lie four apart: at two ranks and
 # three it meets all four stages and both layouts. Those that can do without `foreach` do so at two
@@ -51,7 +48,7 @@ class Shapes(nn.Module):
         return (x * self.row) @ self.column * self.scale + self.kernel.square().sum()
 
 
-ELEMENTWISE: dict[str, Make] = {
+ELEMENTWISE = {
     f"{name}, foreach {foreach}": lambda p, make=make, foreach=foreach: make(p, foreach=foreach)
     for name, make in {
         "adadelta": lambda p, **k: torch.optim.Adadelta(p, lr=0.1, weight_decay=0.1, **k),
@@ -68,7 +65,7 @@ ELEMENTWISE: dict[str, Make] = {
     }.items()
     for foreach in (False, True)
 }
-WHOLE: dict[str, Make] = {
+WHOLE = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1),
     "adafactor, foreach": lambda p: torch.optim.Adafactor(p, lr=0.1, foreach=True),
     "transformers' adafactor": lambda p: HuggingFaceAdafactor(list(p)),
@@ -161,7 +158,7 @@ def check_whole(rank, world_size, make):
         step(optimizer, model, number)
 
     def with_closure(params):
-        made: Any = make(params)
+        made = make(params)
         made.step = partial(made.step, lambda: 1.0)
         return made
 

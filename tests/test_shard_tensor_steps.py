@@ -1,8 +1,5 @@
 """Optimizers and clipping on ShardTensors do what they do on full tensors."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,14 +54,14 @@ class Lion(torch.optim.Optimizer):
 
 
 # Kinds of arguments; every optimizer of torch is in test_shard_tensor_optimizers.py.
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adamw one by one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, maximize=True),
     "adam, tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "lion": Lion,
 }
-FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+FUSED = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True, amsgrad=True),
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -100,7 +97,7 @@ def train_both(models, make, by_operations=False):
         for m, o in zip(models, optimizers, strict=True)
     ]
     for name in states[0]:
-        param: Any = models[1].get_parameter(name)
+        param = models[1].get_parameter(name)
         if param._cut.owner not in (None, dist.get_rank()) and isinstance(optimizers[1], Lion):
             assert not states[1][name]  # of a class that nobody knows, matrices are their owner's
             continue
@@ -143,7 +140,7 @@ def test_fused_optimizers_make_the_same_steps(layout):
 @in_layouts(2)
 def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
     """Gradients that a closure or a hook gives are those of the step, whatever takes it."""
-    plain, taken = Apart.__call__, list[Apart]()
+    plain, taken = Apart.__call__, []
     models = pair(layout)
     alone = [nn.Parameter(torch.ones(3)) for _ in models]  # a parameter that is not sharded
     made = [torch.optim.AdamW([*m.parameters(), p]) for m, p in zip(models, alone, strict=True)]

@@ -4,7 +4,6 @@ Each call is made on plain tensors first. On ShardTensors it must then raise (an
 or give the same answer and make the same changes; nothing in between.
 """
 
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -39,8 +38,6 @@ FULL = torch.linspace(0.1, 0.9, 16).reshape(4, 4).sin()
 OTHER = torch.linspace(0.9, 0.2, 16).reshape(4, 4)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Trial = tuple[int, str, int]  # which function, its name, which call
-Known = Mapping[int, Tensor]  # the full tensors of some ShardTensors, by their id
 
 
 def index():
@@ -52,7 +49,7 @@ def indices():
 
 
 # What is tried for every function; t and u are ShardTensors (or plain), f is always plain.
-CALLS: list[Callable[[Any, Any, Tensor], Call]] = [
+CALLS = [
     lambda t, u, f: ((t,), {}),
     lambda t, u, f: ((t, 2), {}),
     lambda t, u, f: ((t, 0), {}),
@@ -199,7 +196,7 @@ class Sweep:
         shard(self.model, layout=layout)
         self.stained = True  # by a call that wrote or raised
         self.num_raised = 0
-        self.offenders: list[str] = []
+        self.offenders = []
         self.model.t.grad, self.model.u.grad = FULL, OTHER
         self.grads = [self.model.t.grad, self.model.u.grad]
         # What this rank has of FULL and OTHER: to compare it with these bits, nothing is sent.
@@ -294,7 +291,7 @@ def check_sweep(shares):
         assert len(trials) // 20 < first[1] < len(trials)
 
 
-LOCAL: dict[str, Callable[[Any], Any]] = {
+LOCAL = {
     "matmul": lambda t: t @ t.T,
     "mm": lambda t: torch.mm(t, t),
     "view": lambda t: t.view(8, 2),

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from functools import partial
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -53,8 +52,8 @@ class Net(nn.Module):
         return x * self.scale
 
 
-BLOCK: Shapes = [(5, 6), (5,), (6, 5)]
-ROOT: Shapes = [(), (7, 6)]  # a module's own parameters come before its children's
+BLOCK = [(5, 6), (5,), (6, 5)]
+ROOT = [(), (7, 6)]  # a module's own parameters come before its children's
 UNITS = [ROOT, *[BLOCK] * NUM_BLOCKS]
 TOKENS = torch.tensor([[0, 3, 6, 2], [1, 4, 5, 0]])
 
@@ -206,7 +205,7 @@ def check_hybrid_windows(rank, world_size, stage):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     plain = Skipping()
-    model: Any = shard(
+    model = shard(
         copy.deepcopy(plain), stage=stage, mesh=mesh, schedule=Schedule(reduce_every="micro_batch")
     )
 
@@ -431,7 +430,7 @@ def check_growth(rank, world_size, stage):
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    seen: list[tuple[int, int]] = []
+    seen = []
     for step in range(1, 21):
         with accumulate(model, last=False):
             model(TOKENS).square().sum().backward()

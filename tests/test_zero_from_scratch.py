@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -138,7 +137,7 @@ def test_no_thread_of_the_process_group_outlives_it(tmp_path):
 @pytest.mark.parametrize("launch", ["alone", "torchrun"])
 def test_the_example_prints_the_same_losses_at_every_stage(launch):
     alone = launch == "alone"
-    how: dict[str, Any] = {"launches": True} if alone else {"num_ranks": 2}
+    how = {"launches": True} if alone else {"num_ranks": 2}
     done = run_program(EXAMPLE, *(["--ranks", 2] if alone else []), **how)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()][1:]

@@ -6,7 +6,7 @@ optimizer state, bit by bit.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from oracle import Grads, assert_same_bits, plain_loop
 from shardwise import accumulate, fully_shard, shard
@@ -23,7 +23,6 @@ from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 
 Steps = Sequence[Sequence[Sequence[Any]]]  # steps[step][micro_batch][rank] is one batch
-Loss = Callable[[nn.Module, Any], Tensor]
 State = dict[str, dict[str, Any]]
 
 # Over lists of parameters: the same bits as torch's loop over parameters, in fewer calls.
@@ -73,7 +72,7 @@ def full_all(tensors):
     """Return what `full` would of each tensor: one collective for all of a dtype, not one each."""
     cut_up = [getattr(getattr(tensor, "_cut", None), "layout", None) for tensor in tensors]
     found = [full(t) if layout is None else None for t, layout in zip(tensors, cut_up, strict=True)]
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    by_dtype = {}
     for number, layout in enumerate(cut_up):
         if layout is not None:
             by_dtype.setdefault(tensors[number].dtype, []).append(number)
@@ -115,7 +114,7 @@ def full_grads(model):
 
 def full_state(model, optimizer):
     """Return the optimizer's state in full, by the parameters' names."""
-    state: State = {
+    state = {
         name: dict(optimizer.state[p])
         for name, p in model.named_parameters()
         if p in optimizer.state
@@ -246,7 +245,7 @@ def compare(
         steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
     else:
         steps = drawn(world_size, num_micro_batches)
-    truths: dict[bool, Trained] = {}
+    truths = {}
     failures = []
     for options in settings:
         each = reduces_each_micro_batch(options) and num_micro_batches > 1
@@ -271,7 +270,7 @@ def compare(
 
 def events_of(model):
     """Start recording the model's collectives; the list that comes back grows as they are sent."""
-    events: list[tuple[str, str, int]] = []
+    events = []
     engine_of(model).comm.traffic.events = events
     return events
 
@@ -279,7 +278,7 @@ def events_of(model):
 @contextmanager
 def logged(name="shardwise", level=None):
     """Collect what a logger is told, at a level of its own or at the one that it has."""
-    texts: list[str] = []
+    texts = []
     log, handler = logging.getLogger(name), logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
     before = log.level

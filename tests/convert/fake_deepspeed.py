@@ -124,7 +124,7 @@ def write(folder, run, stage, world, tag="step7"):
 
 def _model(run, stage, world, rank):
     trained = {name: tensor for group in run.groups for name, tensor in group.items()}
-    module: Any = OrderedDict(run.buffers)
+    module = OrderedDict(run.buffers)
     for name, tensor in {**trained, **run.frozen}.items():
         half = tensor.to(torch.bfloat16)
         module[name] = half.flatten()[:0] if stage == 3 else half

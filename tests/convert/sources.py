@@ -1,8 +1,6 @@
 """A checkpoint in memory for tests, which counts what is read of it."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -15,15 +13,15 @@ class MemorySource:
 
     def __init__(self, params=None, *, tied=None, optimizer=None):
         self.where = "memory"
-        self.tensors: list[TensorInfo] = []
-        self.step: int | None = None
+        self.tensors = []
+        self.step = None
         self.optimizer = optimizer
-        self.extra: Mapping[str, Any] = {}
-        self.left_out: list[str] = []
+        self.extra = {}
+        self.left_out = []
         self.tied = dict(tied or {})
         self.largest_read_bytes = 0
         self.total_read_bytes = 0
-        self._data: dict[str, torch.Tensor] = {}
+        self._data = {}
         for name, tensor in (params or {}).items():
             self.add("param", name, tensor)
 

@@ -18,7 +18,6 @@ from shardwise.convert.dcp import open_dcp
 from shardwise.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-Full = dict[str, torch.Tensor]
 
 
 class Net(torch.nn.Module):

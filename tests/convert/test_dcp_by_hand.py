@@ -2,10 +2,8 @@
 
 import datetime
 import pickle
-from collections.abc import Callable
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +16,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from convert.sources import Command
 from shardwise.convert.dcp import open_dcp
 from shardwise.errors import CheckpointError, DamagedCheckpoint
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def write(folder, tensor, boxes):
@@ -56,7 +52,7 @@ def cuts(size):
 
 @given(st.data(), st.lists(st.integers(1, 5), max_size=3))
 def test_any_grid_of_boxes_gives_every_slice(tmp_path_factory, data, shape):
-    boxes: list[Box] = [((), ())]
+    boxes = [((), ())]
     for size in shape:
         sides = data.draw(cuts(size))
         boxes = [((*o, a), (*n, b)) for o, n in boxes for a, b in sides]
@@ -68,7 +64,7 @@ def test_any_grid_of_boxes_gives_every_slice(tmp_path_factory, data, shape):
     assert source.read(source.tensors[0], lo, hi).tolist() == list(range(lo, hi))
 
 
-HALVES: list[Box] = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+HALVES = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
 W = torch.arange(12.0).view(4, 3)
 
 
@@ -90,7 +86,7 @@ def link(folder, table):
 PATHS = ("../x", "/etc/passwd", "..", "a/b", "", "a\0b", "\ud800", "a" * 256)
 LONG = torch.Size([1] * 99)
 # What is wrong: how to make it so, the error, its message.
-LIES: dict[str, tuple[Callable[[Path, names.Metadata], object], type[Exception], str]] = {
+LIES = {
     **{
         f"path {path!r}": (
             lambda f, t, path=path: set_info(f, t, relative_path=path),

@@ -2,7 +2,6 @@
 
 import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +206,7 @@ def optim(saved):
     return saved["optimizer_state_dict"]
 
 
-LIES: list[tuple[str, Any, str]] = [
+LIES = [
     ("optim", lambda s: optim(s).update(zero_stage=9), "ZeRO stage 9"),
     ("optim", lambda s: optim(s).update(partition_count=[5, 5]), r"cut into \[5\] parts"),
     ("optim", lambda s: optim(s).update(base_optimizer_state=[]), "elastic_checkpoint"),

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize("max_shard_bytes", [1, 60, 10**9])
 def test_what_is_exported_comes_back_to_the_bit(tmp_path, max_shard_bytes):
     tensors = odd_tensors()
-    told: list[int] = []
+    told = []
     done = export_huggingface(
         MemorySource(tensors),
         tmp_path / "out",
@@ -86,7 +85,7 @@ def test_one_piece_of_a_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_PIECE_BYTES", 4096)
     tensors = {"big": torch.randn(100, 1001), "small": torch.randn(7).double()}
     source = MemorySource(tensors)
-    told: list[int] = []
+    told = []
     export_huggingface(source, tmp_path / "out", files=FILES, progress=told.append)
     assert source.largest_read_bytes == 4096
     assert source.total_read_bytes == sum(t.nbytes for t in tensors.values())
@@ -478,13 +477,13 @@ def test_a_plain_script_resumes_from_the_dcp_export_to_the_bit(tmp_path):
 def test_weights_alone_and_values_of_the_state_that_are_no_tensors(tmp_path):
     source = MemorySource({"w": torch.arange(6.0).view(2, 3)})
     export_dcp(source, tmp_path / "weights")
-    nested: dict[str, Any] = {"model": {"w": torch.zeros(2, 3)}}
+    nested = {"model": {"w": torch.zeros(2, 3)}}
     load_dcp(nested, tmp_path / "weights")
     assert torch.equal(nested["model"]["w"], torch.arange(6.0).view(2, 3))
     group = {"params": ["w"], "lr": 0.25}
     source.optimizer = OptimizerInfo("Own", (group,), {"w": {"step": 12, "name": "x"}})
     export_dcp(source, tmp_path / "both")
-    wanted: dict[str, Any] = {
+    wanted = {
         "optim": {
             "state": {"w": {"step": 0, "name": ""}},
             "param_groups": [{"params": ["?"], "lr": 0.0}],

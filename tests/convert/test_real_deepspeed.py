@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def save(rank, world, folder, stage, bf16):
     if stage < 3:  # torch's AdamW makes its states later than DeepSpeed looks for them
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found: dict[tuple[str, str], Any] = {}
+    found = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             found[name, ""] = safe_get_full_fp32_param(parameter).clone()

@@ -7,7 +7,6 @@ import struct
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +101,7 @@ def test_allowed_names_are_described_and_not_made():
 
 
 def nested(depth):
-    value: tuple[Any, ...] = ()
+    value = ()
     for _ in range(depth):
         value = (value, value)
     return value
@@ -167,12 +166,12 @@ def test_counters_and_numbers_of_numpy_come_back(tmp_path):
 
 
 def test_many_large_keys_of_different_hashes_are_read():
-    value: dict[Any, int] = {(n, "a"): n for n in range(5000)} | {n << 61: n for n in range(5000)}
+    value = {(n, "a"): n for n in range(5000)} | {n << 61: n for n in range(5000)}
     assert read_pickle(pickle.dumps(value), "f", PLAIN) == value
 
 
 def test_a_tree_that_holds_one_branch_a_million_times_is_not_walked(tmp_path):
-    value: list[Any] = []
+    value = []
     for _ in range(40):
         value = [value, value]
     torch.save(value, tmp_path / "f.pt")

@@ -2,12 +2,11 @@
 
 import gc
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from test_overlap import assert_same
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -110,7 +109,7 @@ class Nested(Around):
 
 
 KINDS = [Around, AroundReentrant, Inside, Wrapped, WrappedReentrant, Nested]
-HOW: list[dict[str, Any]] = [
+HOW = [
     {"stage": 3},
     {"stage": 1, "precision": "bf16"},
     {"stage": 2, "layout": "flat"},
@@ -128,7 +127,7 @@ def batch(number, rows=ROWS):
 
 
 def loss_of(model, number=0, rows=ROWS):
-    loss: Tensor = model(batch(number, rows)).float().square().mean()
+    loss = model(batch(number, rows)).float().square().mean()
     return loss
 
 
@@ -175,9 +174,9 @@ def test_training_has_the_bits_of_training_with_inputs_on_the_device():
 @on_ranks(1)
 def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
     """All inputs but the last block's go; no step after the first takes more memory."""
-    model: Any = made(Around, AWAY)
+    model = made(Around, AWAY)
     assert "host memory so far" in str(describe(model)) and describe(model).activation_bytes == 0
-    inputs: list[StorageWeakRef] = []
+    inputs = []
 
     def note(block, args):
         if not torch._C._current_graph_task_id() + 1:
@@ -203,9 +202,9 @@ def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
 @on_ranks(1)
 def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
     """While a block is computed again, its input and that of the block before it are there."""
-    model: Any = made(Around, AWAY)
-    fetched: list[StorageWeakRef] = []
-    alive: list[int] = []
+    model = made(Around, AWAY)
+    fetched = []
+    alive = []
     start = _Input.start_fetch
 
     def noting(self):
@@ -230,7 +229,7 @@ def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
 @on_ranks(1)
 def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else():
     """Shorter inputs use the slots that there are; longer ones take their place."""
-    model: Any = made(Around, AWAY)
+    model = made(Around, AWAY)
     for rows, num_made, most in ((3, 1, 3), (2, 1, 3), (4, 2, 4), (1, 2, 4), (4, 2, 4)):
         loss_of(model, rows=rows).backward()
         num = NUM_BLOCKS - 1
@@ -326,7 +325,7 @@ def interrupt(*_):
 def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
     """Nothing is moved or hooked without gradients, after errors, or where others' hooks are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    seen: list[Any] = []
+    seen = []
     model = made(Around, AWAY)
     handle = model.head.register_forward_pre_hook(lambda *_: seen.append(hooks(True)))
     with torch.no_grad():
@@ -401,7 +400,7 @@ def test_fully_shard_takes_them_as_an_offload_policy():
         runs = []
         for policy in (None, AWAY, CPUOffloadPolicy(), whole):
             torch.manual_seed(0)
-            model: Any = kind()
+            model = kind()
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model, **({} if policy is None else {"offload_policy": policy}))
@@ -431,7 +430,7 @@ def test_micro_batches_in_flight_have_a_place_each():
     """GPipe runs all forward passes first; each has its own place on the host."""
     runs = []
     for offload in (None, AWAY):
-        model: Any = made(Around, offload)
+        model = made(Around, offload)
         schedule = ScheduleGPipe(
             PipelineStage(model, 0, 1, torch.device("cpu")),
             3,
@@ -455,7 +454,7 @@ def of_transformers(rank, world_size):
         runs = []
         for offload in (None, AWAY):
             torch.manual_seed(0)
-            model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
             name = "activation_checkpointing_enable"  # and of transformers 4 the other
             enable = getattr(model, name, model.gradient_checkpointing_enable)
             enable({"use_reentrant": reentrant})

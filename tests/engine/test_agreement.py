@@ -1,7 +1,6 @@
 """Ranks that were not started alike are all told so, with the first difference, at the start."""
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ class Meeting:
     """Rows of ranks that are threads of this process."""
 
     def __init__(self, num_ranks):
-        self.rows: list[bytes] = [b""] * num_ranks
+        self.rows = [b""] * num_ranks
         self.barrier = threading.Barrier(num_ranks, timeout=HANG_S)
         self.num_sent = 0
 
@@ -59,7 +58,7 @@ class ThreadControl:
 def differences(facts):
     """Return what each rank is told, and the number of exchanges."""
     meeting = Meeting(len(facts))
-    found: list[Any] = ["not told"] * len(facts)
+    found = ["not told"] * len(facts)
 
     def run(rank):
         found[rank] = find_difference(ThreadControl(meeting, rank), facts[rank], "facts")
@@ -163,7 +162,7 @@ def _meta(make):
 PLAIN = _bag(a=(3, 2), b=(4,))
 # What differs: model and settings of every rank but the last, those of the last rank, and what the
 # message must say of them.
-CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str, str]] = {
+CASES = {
     "stage": (PLAIN, {"stage": 3}, PLAIN, {"stage": 2}, "[stage=3]", "[stage=2]"),
     "layout": (PLAIN, {}, PLAIN, {"layout": "flat"}, "[layout=rows]", "[layout=flat]"),
     "precision": (PLAIN, {}, PLAIN, {"precision": "bf16"}, "param=None", "param=torch.bfloat16"),

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from shardwise.parallel import clip_grad_norm_
 from shardwise.unit.states import ParamState
 from trainer import sharded_by_block
 
-layer_by_layer: Any = partial(accumulate, order="breadth_first")
+layer_by_layer = partial(accumulate, order="breadth_first")
 
 NUM = 3  # micro-batches
 
@@ -98,7 +97,7 @@ def ways(folder):
     every_step = partial(shard, schedule=Schedule(reduce_every="step"))
     for number, (stage, precision) in enumerate(product((0, 1, 2, 3, 3), ("fp32", "bf16"))):
         kind, layout = (Stack, Checkpointed)[(number // 2 + number) % 2], number // 2 % 2
-        options: Any = {"stage": stage, "layout": ("rows", "flat")[layout], "precision": precision}
+        options = {"stage": stage, "layout": ("rows", "flat")[layout], "precision": precision}
         make = lambda kind=kind, options=options: every_step(kind(), **options)  # noqa: E731
         yield make, make, one_by_one
     for offload, precision in product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
@@ -174,7 +173,7 @@ def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(rank):
     from shardwise.offload.home import Home
 
     model = shard(Stack(), offload="cpu")
-    fetched: list[int] = []
+    fetched = []
     plain = Home.start_fetch
 
     def counted(self, places, slices):
@@ -216,8 +215,8 @@ class WatchedStack(Checkpointed):
 
     def __init__(self):
         super().__init__()
-        self.log: list[tuple[int, int, int]] = []
-        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.log = []
+        alive = weakref.WeakSet()
         for number, block in enumerate(self.blocks):
             block.number, block.log, block.alive = number, self.log, alive
 
@@ -299,7 +298,7 @@ def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn():
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
     torch.manual_seed(7)
-    seen: list[Tensor] = []
+    seen = []
 
     def forward(x):
         seen.append(loss_of(model, x))
@@ -317,7 +316,7 @@ def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn():
 def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_size):
     model = shard(Stack())
     batches = batches_of(rank, 0)
-    packed: list[int] = []
+    packed = []
     with torch.no_grad():
         counts = counts_of(model, lambda: layer_by_layer(model, partial(loss_of, model), batches))
         assert not layer_by_layer(model, partial(loss_of, model), batches).requires_grad
@@ -360,7 +359,7 @@ class Failing(Block):
 @on_ranks(1, 3)
 def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_size):
     torch.manual_seed(0)
-    model: Any = Stack()
+    model = Stack()
     model.blocks[1].__class__ = Failing
     shard(model, schedule=Schedule(reduce_every="step"))
     batches = batches_of(rank, 0)

@@ -3,11 +3,10 @@
 import copy
 import pickle
 import tempfile
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import shardwise
@@ -39,8 +38,8 @@ class Normed(Stack):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
         self.blocks[0].up.weight.requires_grad_(False)
-        self.watched: list[Tensor] = []
-        self.calls: list[str] = []
+        self.watched = []
+        self.calls = []
         self.blocks[1].register_forward_hook(lambda *_: self.calls.append("seen"))
 
     def forward(self, x):
@@ -132,7 +131,7 @@ def average_alone(world_size, **options):
 
 @on_ranks(1, 3)
 def test_an_averaged_model_is_that_of_one_process(rank, world_size):
-    variants: list[dict[str, Any]] = [
+    variants = [
         {},
         {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
         {"avg_fn": lambda mean, value, num: mean + (value - mean) / (num + 1)},

@@ -3,14 +3,12 @@
 The oracle is the size of what each collective is given, by the formula of its kind.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -45,13 +43,13 @@ class Pair(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x):
-        made: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        made = self.down(torch.tanh(self.up(self.norm(x))))
         return made
 
 
 def block_of(axes, *, by_sequence=False):
     """Return a block over "tp"; by sequence, what goes in and out is a part of the tokens."""
-    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if by_sequence:
         plan = {
             "norm": SequenceParallel(use_local_output=True),
@@ -106,7 +104,7 @@ def each_kind(rank, num_ranks):
     other = dist.new_group([0])
     named, ops = group.group_name, torch.ops._c10d_functional
     wait = ops.wait_tensor
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: gather(whole.clone(), part, group=group),
         "all_gather, list": lambda: dist.all_gather(parts, part, group=group),
@@ -174,7 +172,7 @@ def test_each_kind_of_collective_counts_what_this_rank_sends(num_ranks):
 def steps_over_tensors(rank, num_ranks, dp, by, by_sequence):
     """Take two steps, the second one counted; return all that was sent in it, by axis and kind."""
     axes = shardwise.Axes(tp=num_ranks // dp, dp_shard=dp)
-    model: Any = nn.Sequential(*(block_of(axes, by_sequence=by_sequence) for _ in range(2)))
+    model = nn.Sequential(*(block_of(axes, by_sequence=by_sequence) for _ in range(2)))
     if by == "shard":
         shardwise.shard(model, mesh=axes, units=Pair)
     else:
@@ -292,7 +290,7 @@ def steps_with_exchanges(rank, num_ranks):
     found = {}
     for method in ("gather", "heads", "ring"):
         torch.manual_seed(0)
-        model: Any = PlainDecoder(shape)
+        model = PlainDecoder(shape)
         for block in model.blocks:
             block.feed_forward = Mixture(routing)
         shardwise.parallel.spread_experts(model, axes)

@@ -3,7 +3,6 @@
 import itertools
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from test_overlap import OPTIMIZERS, assert_same, everything, make_optimizer, tr
 from torch import nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from ranks import on_ranks, run_ranks
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
@@ -40,7 +39,7 @@ class Wide(Stack):
 @contextmanager
 def small_loads():
     """Cut steps into small loads; count what each brings."""
-    sizes: list[int] = []
+    sizes = []
     plain = Lane.run
 
     def run(lane, load):
@@ -111,7 +110,7 @@ def count_bytes(rank, world_size):
 
 def step_on_a_gpu(rank, world_size, device):
     """Kernels of one device give one result, however parameters are cut into loads."""
-    ways: list[Any] = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
+    ways = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
     for number, options in enumerate(ways):
         runs = []
         for place in (None, *places(Path())[:2]):
@@ -173,7 +172,7 @@ def count_fetches(rank, world_size):
     plain = Home.start_fetch
     for stage in (3, 1) if world_size > 1 else (3, 0):
         model, optimizer = make("adamw", Offload(optimizer="cpu", step_on="device"), stage)
-        fetched: list[int] = []
+        fetched = []
 
         def start_fetch(home, places, slices, f=fetched):
             f.append(sum(each.numel() for each in slices))
@@ -239,7 +238,7 @@ def go_on(rank, world_size):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for param in model.parameters():
             optimizer.state[param] = {"momentum_buffer": None}
-        plain, tried = Lane._memory, list[int]()
+        plain, tried = Lane._memory, []
 
         def memory(lane, num_bytes, tried=tried, plain=plain):
             tried.append(num_bytes)
@@ -285,7 +284,7 @@ def test_loads_have_every_element_once_in_order_and_begin_at_multiples(rows, mul
         assert sum(bytes_of) <= num_bytes or len(each) == 1
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     "steps have the bits of steps on the host": (step_at_every_place, (1, 3)),
     "each byte is brought once, in a fixed amount of memory": (count_bytes, (1,)),
     "what stays on the device gets new values there": (count_fetches, (1, 2)),

@@ -1,10 +1,8 @@
 """Gradient penalties: WGAN-GP and R1 against one process that has the whole batch."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from shardwise.errors import ShardError, StateError
 from trainer import full, full_grads, full_parameters
 
 Batch = tuple[Tensor, Tensor, Tensor]  # real, fake, and where between them
-Loss = Callable[[nn.Module, Batch], Tensor]
 
 # A gradient here is a sum over at most 12 samples through 14 products of width up to 11, and back:
 # about 300 roundings.
@@ -95,7 +92,7 @@ def train_alone(loss_fn, world_size):
     """Return the gradients of every step and, last, the parameters."""
     model = make_critic()
     optimizer = sgd(model.parameters())
-    found: list[dict[str, Any]] = []
+    found = []
     for by_rank in batches(world_size):
         loss_fn(model, whole(by_rank)).backward()
         found.append({name: full(p.grad) for name, p in model.named_parameters()})
@@ -144,7 +141,7 @@ def one_after_the_other(model, loss_fn, batch):
     wasserstein(model, batch).backward()
 
 
-WAYS: list[tuple[Callable[..., None], Loss, tuple[int, ...]]] = [
+WAYS = [
     (outside, wgan_gp, (0, 1, 2, 3)),  # 3 on one rank only: else it is refused, see below
     (outside, r1, (0, 1, 2, 3)),
     (outside, penalty_first, (0, 2)),

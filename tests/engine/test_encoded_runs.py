@@ -1,11 +1,10 @@
 """Runs whose gathers are encoded: what they send, learn, keep and refuse."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
 from block_codes import of_rows, wire_bytes
@@ -31,7 +30,7 @@ class Net(nn.Module):
         self.up = nn.Linear(width, 2 * width + 3)
         self.norm = nn.LayerNorm(2 * width + 3)
         self.down = nn.Linear(2 * width + 3, width, bias=False)
-        self.seen: dict[str, Tensor] = {}
+        self.seen = {}
         if frozen:
             self.up.requires_grad_(False)
 
@@ -41,7 +40,7 @@ class Net(nn.Module):
 
 
 def local_of(tensor):
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    found = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
 
@@ -121,7 +120,7 @@ def saves(rank, num_ranks, folder):
 
 
 def loads(rank, num_ranks, folder):
-    found: dict[str, Any] = {}
+    found = {}
     for kind in KINDS:
         model = make(kind)
         shardwise.load(folder / kind, model)
@@ -149,7 +148,7 @@ def test_a_run_goes_on_to_the_bit_and_its_masters_load_at_another_number_of_rank
 # -- where slices rest, and what they are cut over
 @on_ranks(1, 2)
 def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(rank, tmp_path):
-    homes: list[Any] = [
+    homes = [
         "cpu",
         f"nvme:{tmp_path}",
         Offload("cpu", optimizer="cpu", step_on="device"),

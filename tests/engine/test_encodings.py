@@ -6,13 +6,12 @@ in rank order in float32.
 
 from functools import cache
 from math import prod
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -44,7 +43,7 @@ class Odd(nn.Module):
         for name, shape in ODD_SHAPES.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.norm = nn.Parameter(torch.randn(19))
-        self.seen: dict[str, Tensor] = {}
+        self.seen = {}
 
     def forward(self, rank):
         self.seen = {n: p.detach().clone() for n, p in self.named_parameters(recurse=False)}
@@ -76,7 +75,7 @@ def encoded(grad, kind, cuts):
 @cache
 def mean_of(ranks, kind, layout, dtype, num_shards):
     """Return the sum of what some ranks encode, in their order."""
-    sums: dict[str, Tensor] = {}
+    sums = {}
     for rank in ranks:
         grads = gradients(rank, dtype)
         cuts = cuts_of(layout, {n: tuple(g.shape) for n, g in grads.items()}, num_shards)
@@ -101,7 +100,7 @@ CASES = [
 def record_exchanges(patch):
     """Send by NCCL's calls, on gloo; return the sizes that each all-to-all receives and sends."""
     patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
-    found: list[list[int]] = []
+    found = []
     exchange = dist.ProcessGroup.alltoall_base
 
     def record(group, into, out, *sizes):
@@ -131,7 +130,7 @@ def test_layers_read_and_means_are_of_what_every_rank_encoded_to_the_bit(rank, n
             precision = Precision(
                 half, master, reduce=f"{kind}-a2a", gather=kind if gathers else None, block=BLOCK
             )
-            model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision)
+            model = shard(Odd(), stage=stage, layout=layout, precision=precision)
             model(rank).backward()
             cuts = cuts_of(layout, {n: tuple(p.shape) for n, p in start.items()}, num_ranks)
             sums = mean_of(range(num_ranks), kind, layout, dtype, num_ranks)
@@ -151,7 +150,7 @@ def test_sums_over_replicas_are_encoded_once_more(rank, num_ranks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for stage, layout, kind in ((3, "rows", "int8"), (1, "flat", "fp8"), (0, "rows", "int8")):
         precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)
-        model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision, mesh=mesh)
+        model = shard(Odd(), stage=stage, layout=layout, precision=precision, mesh=mesh)
         model(rank).backward()
         shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
         within = [mean_of(range(2 * r, 2 * r + 2), kind, layout, torch.float32, 2) for r in (0, 1)]
@@ -170,7 +169,7 @@ def test_what_is_sent_are_codes_scales_and_little_more(rank, num_ranks):
     shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
     for kind in KINDS:
         precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)
-        model: Any = shard(Odd(), stage=3, layout="matrices", precision=precision)
+        model = shard(Odd(), stage=3, layout="matrices", precision=precision)
         model(rank).backward()
         owned = {
             n: p.grad.to_local().numel() == prod(s) and prod(s) > 0
@@ -190,7 +189,7 @@ def test_what_is_sent_are_codes_scales_and_little_more(rank, num_ranks):
 def test_fully_shard_encodes_its_reductions_alike(rank, num_ranks):
     for kind in KINDS:
         precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)
-        model: Any = fully_shard(Odd(), mp_policy=precision)
+        model = fully_shard(Odd(), mp_policy=precision)
         for _ in range(2):
             model(rank).backward()
         sums = mean_of(range(num_ranks), kind, "rows", torch.float32, num_ranks)
@@ -205,11 +204,11 @@ def test_fully_shard_encodes_its_reductions_alike(rank, num_ranks):
 def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(rank, num_ranks):
     precision = Precision(reduce="int8-a2a", block=BLOCK)
     sums = mean_of(range(num_ranks), "int8", "rows", torch.float32, num_ranks)
-    away: Any = shard(Odd(), precision=precision, offload="cpu")
+    away = shard(Odd(), precision=precision, offload="cpu")
     away(rank).backward()
     for name, param in away.named_parameters():
         assert torch.equal(param.grad.full_tensor(), sums[name] / num_ranks), name
-    once: Any = shard(Odd(), stage=1, precision=precision)  # doubled first, and encoded once
+    once = shard(Odd(), stage=1, precision=precision)  # doubled first, and encoded once
     with accumulate(once, last=False):
         once(rank).backward()
     with accumulate(once, last=True):
@@ -217,7 +216,7 @@ def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(ran
     for name, param in once.named_parameters():
         assert torch.equal(param.grad.full_tensor(), 2 * sums[name] / num_ranks), name
     assert "; gradients sent as int8, blocks of 16" in str(describe(once))
-    bad: Any = shard(Odd(), precision=precision)
+    bad = shard(Odd(), precision=precision)
     (bad(rank) + torch.nan * bad.wide[0, 0] * (rank == num_ranks - 1)).backward()
     grad = dict(bad.named_parameters())["wide"].grad.full_tensor().flatten()
     assert grad[:BLOCK].isnan().all() and grad[BLOCK:].isfinite().all()
@@ -242,7 +241,7 @@ def beside_tensor_parallelism(rank, num_ranks):
     grads = []
     for reduce in (None, "bf16-a2a"):
         torch.manual_seed(1)
-        model: Any = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+        model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         parallelize_module(model, mesh["tensor"], plan)
         shard(model, mesh=mesh["shard"], precision=Precision(reduce=reduce))
@@ -259,7 +258,7 @@ def beside_experts(rank, num_ranks):
         config = TrainConfig(**sizes, tp=2, reduce=reduce)
         torch.manual_seed(1)
         with torch.device("meta"):
-            model: Any = Decoder(config, 64)
+            model = Decoder(config, 64)
         model = shard_decoder(config, config.axes.over(num_ranks), model)
         ids = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(rank // 2))
         model(ids, ids).backward()

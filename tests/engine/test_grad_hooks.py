@@ -72,8 +72,8 @@ def test_hooks_are_called_once_for_every_gradient_that_grew(rank, world_size):
         torch.manual_seed(0)
         model = shard(Experts(), **options)
         names = {p: name for name, p in model.named_parameters()}
-        calls: list[str] = []
-        norms: list[float] = []
+        calls = []
+        norms = []
 
         def note(param):
             calls.append(names[param])  # noqa: B023 - called before the next turn
@@ -113,7 +113,7 @@ def test_hooks_on_what_is_no_trained_parameter_are_refused():
     tokens = torch.arange(6).view(2, 3) % 5
     model = shard(OddModel(), stage=3)
     names = {p: name for name, p in model.named_parameters()}
-    calls: list[str] = []
+    calls = []
     for param in names:
         param.register_post_accumulate_grad_hook(lambda p: calls.append(names[p]))
     model(tokens).square().mean().backward()
@@ -138,7 +138,7 @@ def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(rank, wor
     """Hooks of a plain model are called by the sharded one, until their handles remove them."""
     for shards in SHARDS.values():
         model = Stack()
-        calls: list[tuple[str, float]] = []
+        calls = []
 
         def note(name, param):
             calls.append((name, full(param.grad).sum().item()))  # noqa: B023

@@ -1,10 +1,8 @@
 """`check_gradients` finds gradients of a wrong scale, says why, and is content with right ones."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -27,7 +25,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
-        found: Tensor = x + self.down(torch.tanh(self.up(x)))
+        found = x + self.down(torch.tanh(self.up(x)))
         return found
 
 
@@ -37,7 +35,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(Block(), Block())
 
     def forward(self, x):
-        found: Tensor = self.layers(x)
+        found = self.layers(x)
         return found
 
 
@@ -64,7 +62,7 @@ class Odd(nn.Module):
         self.codes = nn.Parameter(torch.ones(WIDTH, dtype=torch.uint8), requires_grad=False)
 
     def forward(self, x):
-        found: Tensor = self.submodule(torch.tanh(self.module(x))) * self.codes
+        found = self.submodule(torch.tanh(self.module(x))) * self.codes
         return found
 
 
@@ -104,7 +102,7 @@ def wrong_ones_are_explained(rank, num_ranks):
     batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
     def summed(model):
-        sharded: Any = shardwise.shard(model)
+        sharded = shardwise.shard(model)
         sharded.set_gradient_divide_factor(1.0)
         return sharded
 
@@ -224,7 +222,7 @@ def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together(rank):
     assert bias.is_rounding
 
     def halves(model, rows):
-        found: Tensor = model(rows).square().mean()
+        found = model(rows).square().mean()
         return found * (2 if len(rows) < ROWS else 1)
 
     assert "key.weight: the gradient is 2 times too large" in said_of_attention(batch, halves)

@@ -1,9 +1,7 @@
 """A loss over tokens of which ranks have different numbers is the mean over all of them."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
 from ranks import on_ranks
@@ -19,7 +17,7 @@ def make():
 
 
 def sum_of_losses(model, x):
-    found: Tensor = model(x).square().sum()
+    found = model(x).square().sum()
     return found
 
 
@@ -37,7 +35,7 @@ def test_ranks_with_any_numbers_of_tokens_make_one_mean(rank, num_ranks):
     mesh = shardwise.Axes(dp_replicate=2) if num_ranks == 4 else None
 
     def undivided(model):
-        sharded: Any = fully_shard(model, mesh=mesh)
+        sharded = fully_shard(model, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         return sharded
 

@@ -1,10 +1,8 @@
 """Layout ``matrices``: optimizers that read whole matrices step as one process does."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -92,7 +90,7 @@ def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
     for sizes in ((1, num_ranks), (num_ranks, 1)):
         truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, True, sizes[0])
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        model: Any = shardwise.shard(Model(), layout="matrices", units=[nn.Sequential], mesh=mesh)
+        model = shardwise.shard(Model(), layout="matrices", units=[nn.Sequential], mesh=mesh)
         optimizer = both(model.parameters())
         for step in range(STEPS):
             for micro in range(2):
@@ -143,7 +141,7 @@ def train(model, optimizer, steps, closes=False):
 
         def closure(step=step):
             optimizer.zero_grad()
-            loss: Tensor = model(batch(0, step))
+            loss = model(batch(0, step))
             loss.backward()
             return loss
 

@@ -4,7 +4,6 @@ import copy
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -94,7 +93,7 @@ def trained(rank, clip=None, **options):
 def test_muon_and_adamw_have_the_bits_of_stage_0(rank, tmp_path):
     folder = str(tmp_path)
     host, files = shardwise.Offload("cpu", "cpu", "cpu"), f"nvme:{folder}"
-    alike: dict[str, list[dict[str, Any]]] = {
+    alike = {
         "fp32": [
             {"schedule": Schedule(0)},
             {"schedule": Schedule(bucket_bytes=1)},
@@ -261,7 +260,7 @@ def test_what_cannot_be_is_refused(rank):
 def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch(rank):
     found = []
     for how in (fully_shard, torch_fully_shard):
-        model: Any = how(net())
+        model = how(net())
         step(model, mixed(model), range(2), rank)
         found.append(values(model))
     assert_same_bits(*found)
@@ -297,7 +296,7 @@ def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank):
     """A gradient that overflows on one owner alone makes all ranks skip the step."""
     found = []
     for options in ({"stage": 0}, {"layout": "matrices"}):
-        model: Any = shardwise.shard(net(), units=[Block], precision="fp16", **options)
+        model = shardwise.shard(net(), units=[Block], precision="fp16", **options)
         optimizer = mixed(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for number in range(3):
@@ -317,7 +316,7 @@ def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank):
 def test_a_matrix_is_read_and_written_whole(num_ranks):
     """What writes full values into a matrix writes them on its owner."""
     model = shardwise.shard(net(), units=[Block], layout="matrices")
-    weight: Any = model.blocks[0].up.weight
+    weight = model.blocks[0].up.weight
     value = torch.arange(float(weight.numel())).view(weight.shape)
     with torch.no_grad():
         weight.copy_(value)
@@ -337,7 +336,7 @@ def test_a_matrix_is_read_and_written_whole(num_ranks):
 def test_the_loop_of_the_page_learns():
     page = Path(__file__).parents[2] / "docs" / "how-to" / "matrices.md"
     (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"model": net(), "shardwise": shardwise, "torch": torch}
+    names = {"model": net(), "shardwise": shardwise, "torch": torch}
     exec(code, names)
     model, optimizer = names["model"], names["optimizer"]
     muon_has, adamw_has = (group["params"] for group in optimizer.param_groups)

@@ -2,7 +2,6 @@
 
 import warnings
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -128,7 +127,7 @@ def test_batch_norm_keeps_its_statistics(rank, world_size):
 
 def train_with_user_hooks(model, batch):
     """Hang every kind of hook on a block; return what they saw, and the gradients."""
-    seen: list[Any] = []
+    seen = []
     block = model.blocks[1]
     block.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     block.register_forward_hook(lambda m, args, out: out + 1)
@@ -174,7 +173,7 @@ def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replica
     for stage in range(4):
         model = shard(WithNothing(), stage=stage, mesh=mesh)
         model(torch.full((2, 4), rank + 1.0)).sum().backward()
-        grads: list[Any] = [p.grad for p in model.parameters()]
+        grads = [p.grad for p in model.parameters()]
         means = [g.full_tensor() for g in grads]
         by_name = dict(zip((n for n, _ in model.named_parameters()), means, strict=True))
         assert torch.equal(by_name["layer.weight"], torch.full((4, 4), 3.0)), stage
@@ -187,7 +186,7 @@ def test_a_graph_with_a_recomputed_region_runs_backward_twice(world_size):
     results = []
     for stage in (None, 2, 3):
         torch.manual_seed(0)
-        model: nn.Module = UsedBeforeItIsClosed()
+        model = UsedBeforeItIsClosed()
         if stage is not None:
             model = shard(model, stage=stage, units=["Product", "Block"])
         loss = model(torch.ones(3, 8)).square().mean()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import Block, Stack, stack_roundings
 from oracle import assert_same_bits
@@ -29,7 +29,7 @@ class Start(Stack):
 
 def materialised(rank, world_size):
     """Check that all settings give the same values, and return them."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for options in LAYOUTS:
         torch.manual_seed(5 if rank == 0 else 100 + rank)  # rank 0's seed is the one that counts
         with torch.device("meta"):

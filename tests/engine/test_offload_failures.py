@@ -3,8 +3,6 @@
 import errno
 import os
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
@@ -32,7 +30,7 @@ def io_error(*_):
 
 def full_after(num_files):
     """Return what reserves space as a disk that is full after some files does."""
-    reserve, made = System.reserve, list[int]()
+    reserve, made = System.reserve, []
 
     def fill(self, fd, num_bytes):
         if len(made) == num_files:
@@ -70,7 +68,7 @@ def lack_room_when_sharded(rank, world_size, folder):
         raise RuntimeError("can't allocate memory")
 
     in_files = Offload(f"nvme:{folder}", optimizer="cpu")
-    cases: list[tuple[Any, tuple[type, str], Any, str]] = [
+    cases = [
         ("cpu", (HostTime, "locked_memory"), no_memory, ": the .* of host memory .* allocate"),
         (in_files, (System, "reserve"), full_after(4), rf", unit '\S+': .* needed in {folder}"),
         (f"nvme:{folder}", (System, "reserve"), full_after(0), ".*No space left"),
@@ -89,9 +87,6 @@ def lack_room_when_sharded(rank, world_size, folder):
         shard(model, offload=offload)(torch.ones(2, 8))
 
 
-Break = Callable[[pytest.MonkeyPatch], None]
-
-
 def in_a_write(patch):
     patch.setattr(System, "write", io_error)
 
@@ -101,7 +96,7 @@ def in_a_read(patch):
 
 
 def in_the_first_store(patch):
-    store, stored = StateFile.store, list[Any]()
+    store, stored = StateFile.store, []
 
     def fail(file, held):
         stored.append(held)
@@ -185,7 +180,7 @@ def save_after_one_has_failed(rank, world_size, folder):
     assert_same(train(model, optimizer, 2, first=2) + everything(model, optimizer), expected)
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     "one full disk at the first step changes nothing on any rank": (
         fill_one_disk_at_the_first_step,
         [*((1, name) for name in OPTIMIZERS if name not in ("adamw", "sgd")), (3, "adamw")],

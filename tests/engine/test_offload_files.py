@@ -12,7 +12,6 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard
 from shardwise.comm.collectives import Comm
 from shardwise.debug import stats
@@ -36,7 +35,7 @@ from shardwise.offload.home import Home
 from shardwise.step.state_files import StateFile
 from shardwise.tensor.elements import elements_of
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -110,7 +109,7 @@ class OfMyOwn(torch.optim.AdamW):
 
 
 def step_with_a_class_of_my_own(rank, world_size, folder):
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("shardwise").addHandler(handler)
@@ -230,7 +229,7 @@ def fail_while_reading_ahead(rank, world_size, folder):
     """One read that fails is told in the pass that needs it; after a load all is as ever."""
     place = Offload(f"nvme:{folder}", optimizer="cpu")
     model, optimizer = make(3, "fp32", place, "adamw")
-    plain, failed = System.read, list[int]()
+    plain, failed = System.read, []
 
     def read(system, *args):
         if not failed:
@@ -296,8 +295,8 @@ def read_ahead(rank, world_size, folder):
 
 def take_memory_once(rank, world_size):
     """All that lasts is one piece, made before any values are sent; a step needs no more."""
-    sizes: list[int] = []
-    made: list[int] = []
+    sizes = []
+    made = []
     locked, memory, broadcast = HostTime.locked_memory, Home.memory, Comm.broadcast
 
     def locked_memory(time, num_bytes):
@@ -385,7 +384,7 @@ def fail_at_the_first_step(rank, world_size, folder):
     model, optimizer = make(3, "fp32", place, "adamw")
     save(folder / "saved", model, optimizer)
     expected = train(*make(3, "fp32", place, "adamw"), 2)
-    store, stored = StateFile.store, list[Any]()
+    store, stored = StateFile.store, []
 
     def fail(self, held):
         if len(stored) == 2:
@@ -514,7 +513,7 @@ def train_in_little_memory(rank, world_size, folder):
         for offload in (Offload(place, place, place), None):
             try:
                 with torch.device("meta"):
-                    model: Any = Deep()
+                    model = Deep()
                 model = shard(model, units=nn.Linear, offload=offload)
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
                 losses = []
@@ -566,7 +565,7 @@ def test_what_cannot_be_offloaded_is_refused_with_what_could(asked, said):
     assert said in str(refusal.value)
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     # Every kind at every stage on as many ranks in `make soak CAMPAIGN=matrices`.
     "training has the bits of training without files": (in_every_kind, (1, 3)),
     "steps with closures have their state in files too": (step_with_closures, (1, 2)),

@@ -9,17 +9,14 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, accumulate, fully_shard, gathered, load, optim, overlap, save, shard
 from shardwise.check import replicas as check_replicas
@@ -30,8 +27,7 @@ from shardwise.step import overlap as module
 from shardwise.step.local_step import Apart
 from trainer import SPREAD
 
-Wrap = Callable[[nn.Module], nn.Module]
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+OPTIMIZERS = {
     "adamw": ("AdamW", {}),
     "fused": ("AdamW", {"fused": True}),
     "foreach": ("AdamW", {"foreach": True, "amsgrad": True, "maximize": True}),
@@ -60,7 +56,7 @@ def by_block(model):
 
 def settings():
     """Return ways to shard: of every stage, both layouts, and torch's interface."""
-    ways: list[Wrap] = [lambda model, o=options: shard(model, **o) for options in SPREAD]
+    ways = [lambda model, o=options: shard(model, **o) for options in SPREAD]
     return [*ways, by_block]
 
 
@@ -70,14 +66,14 @@ def make_optimizer(name, model):
     groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
     options = copy.deepcopy({"lr": 0.05, **options})  # a learning rate may be a tensor
     of = optim.AdamW if kind == "shardwise" else getattr(torch.optim, kind)
-    made: torch.optim.Optimizer = of(groups, **options)
+    made = of(groups, **options)
     return made
 
 
 def train(model, optimizer, steps=4, clip=0.1, first=0):
     """Train with two micro-batches, clipping and a schedule; return losses and norms."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
-    found: list[Any] = []
+    found = []
     for step in range(first, first + steps):
         for last in (False, True):
             with accumulate(model, last=last):
@@ -85,7 +81,7 @@ def train(model, optimizer, steps=4, clip=0.1, first=0):
                 loss.backward()
             found.append(loss.detach())
         if clip is not None:
-            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             found.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         optimizer.step()
         schedule.step()
@@ -107,7 +103,7 @@ def everything(model, optimizer):
 @contextmanager
 def counted(before=lambda: None):
     """Count the units' steps by the thread that makes them; call something before each."""
-    threads: list[int] = []
+    threads = []
     plain = module.part_of_step
 
     def part_of_step(*args):
@@ -163,7 +159,7 @@ def takes_the_plain_steps(rank, world_size, every=False):
                 }
 
 
-OFFLOADS: list[Any] = [
+OFFLOADS = [
     "cpu",
     Offload(optimizer="cpu"),
     Offload(params="cpu", optimizer="cpu", fraction=0.5),
@@ -174,14 +170,14 @@ OFFLOADS: list[Any] = [
 def steps_offloaded_units_behind(rank, world_size, every=False):
     """Train on the device, and with state at two of four places at each stage, or at all."""
     for stage in range(4):
-        runs: list[list[Any]] = []
+        runs = []
         precision = ("fp32", "bf16")[(stage + (world_size > 1)) % 2]
         dealt = OFFLOADS if every else OFFLOADS[(stage + (world_size > 1)) % 2 :: 2]
         for offload in (None, *dealt):
             torch.manual_seed(0)
             model = shard(Stack(), stage=stage, precision=precision, offload=offload)
             optimizer = make_optimizer("adamw", model)
-            called: list[str] = []
+            called = []
             optimizer.register_step_pre_hook(lambda *_, c=called: c.append("before"))
             optimizer.register_step_post_hook(lambda *_, c=called: c.append("after"))
             with counted() as threads:
@@ -235,7 +231,7 @@ def under_way(model):
 def waits_for_no_more(rank, world_size):
     for wrap in (settings()[3], by_block):
         torch.manual_seed(0)
-        model: Any = wrap(Stack())
+        model = wrap(Stack())
         optimizer = overlap(make_optimizer("adamw", model))
         train(model, optimizer, 1)
         model(torch.ones(2, 8)).sum().backward()
@@ -332,7 +328,7 @@ def sees_the_step(rank, world_size, folder, every=False):
             seen = []
             for overlaps in (False, True):
                 torch.manual_seed(0)
-                model: Any = wrap(Stack())
+                model = wrap(Stack())
                 if action is copy_and_run and wrap is by_block:
                     continue  # copied neither here nor by torch's own
                 optimizer = make_optimizer("adamw", model)
@@ -350,7 +346,7 @@ def sees_the_step(rank, world_size, folder, every=False):
                 assert_same(*seen)
 
 
-USES: list[Callable[[Any, Any, Path], Any]] = [
+USES = [
     lambda model, optimizer, folder: model(torch.ones(2, 8)),
     lambda model, optimizer, folder: model.blocks[1].up.bias + 1,
     lambda model, optimizer, folder: save(folder, model, optimizer, step=2),
@@ -363,7 +359,7 @@ def fails(rank, world_size, folder):
     told = []
     for number, wrap in enumerate((settings()[3], by_block)):
         torch.manual_seed(0)
-        model: Any = wrap(Stack())
+        model = wrap(Stack())
         optimizer = overlap(make_optimizer("adamw", model))
         train(model, optimizer, 1)
         save(folder / str(number), model, optimizer, step=1)
@@ -478,7 +474,7 @@ def plain_cases(rank, world_size):
         runs = []
         for overlaps in (False, True):
             torch.manual_seed(0)
-            model: Any = by_block(Stack()) if change is by_hand else shard(Stack(), stage=1)
+            model = by_block(Stack()) if change is by_hand else shard(Stack(), stage=1)
             optimizer = make_optimizer("adamw", model)
             if overlaps:
                 overlap(optimizer)
@@ -521,7 +517,7 @@ def lives_as_ever(rank, world_size):
                 optimizer.step()
                 schedule.step()
             assert optimizer.param_groups[0]["lr"] == 0.125
-    threads: list[int] = []
+    threads = []
     begun = threading.Thread(target=lambda: threads.append(torch.get_num_threads()))
     begun.start()
     begun.join()
@@ -554,7 +550,7 @@ def call_hooks_at_the_first_step(rank, world_size):
         torch.manual_seed(0)
         model = shard(Stack(), offload=offload)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        seen: list[Tensor] = []
+        seen = []
         left = [1]
 
         def refuse_once(*_, left=left):
@@ -606,7 +602,7 @@ def load_while_another_steps(rank, world_size, folder):
         assert_same([param.full_tensor() for param in params], saved)
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     # Every optimizer in every setting in `make soak CAMPAIGN=matrices`.
     "steps in the background have the bits of plain ones": (takes_the_plain_steps, (1, 3)),
     "offloaded units step behind from the second step on": (steps_offloaded_units_behind, (1, 3)),

@@ -1,7 +1,6 @@
 """Low precision against a plain loop that says by hand what is cast, and what is summed how."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -106,7 +105,7 @@ def compare_with_the_hand(
     failures = []
     cases = [(OddModel, zero.next_byte_loss, token_batch), (FloatModel, float_loss, None)]
     for (make_model, loss_fn, make_batch), half in zip(cases, HALVES, strict=True):
-        options: dict[str, Any] = {} if make_batch is None else {"make_batch": make_batch}
+        options = {} if make_batch is None else {"make_batch": make_batch}
         steps = make_steps(world_size, 3, num_micro_batches, **options)
         truths = {}
         for each in (False, True):

@@ -1,7 +1,6 @@
 """Parameters of `shard()` on a mesh of their own, or cut along another dim."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x):
-        weight: Any = self.weight
+        weight = self.weight
         if hasattr(weight, "redistribute") and not isinstance(weight, shardwise.ShardTensor):
             weight = weight.redistribute(placements=[Replicate()])
             weight = weight.to_local(grad_placements=[Partial()])
@@ -58,7 +57,7 @@ def batch_of(step, num_ranks):
 
 
 def full(tensor):
-    found: Tensor = tensor.full_tensor()
+    found = tensor.full_tensor()
     return found
 
 
@@ -109,7 +108,7 @@ def experts(rank, world_size, mesh, stage, layout):
         units=Units(Experts, placements={"layers.*.weight": mesh["efsdp"]}),
         mesh=mesh._flatten("dp"),
     )
-    weight: Any = model.layers[0].weight
+    weight = model.layers[0].weight
     assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
     # The norm: over the axes of the rest, where it is sharded, and over those of the experts.
     sums = (stage > 0) + (stage > 0 and mesh["efsdp"].size() > 1) + 1
@@ -129,7 +128,7 @@ def columns(rank, world_size, stage, precision):
         precision=precision,
         units=Units(Experts, placements=lambda name, param: Shard(-1) if param.ndim > 1 else None),
     )
-    weight: Any = model.layers[1].weight
+    weight = model.layers[1].weight
     if stage:
         assert weight.placements == (Shard(2),)
         assert weight.to_local().shape == (EXPERTS, WIDTH, WIDTH // world_size)
@@ -142,7 +141,7 @@ def columns(rank, world_size, stage, precision):
 def clips_over_meshes(mesh, order):
     """One norm of parameters on three meshes, of fully_shard: torch's own fails there."""
     torch.manual_seed(0)
-    model: Any = Net()
+    model = Net()
     for block in model.layers:
         placed = distribute_tensor(block.weight.detach(), mesh["ep"], [Shard(0)])
         block.weight = nn.Parameter(placed)
@@ -195,7 +194,7 @@ def clips_as_torch_does(rank, world_size):
 
 def refuses(mesh):
     """What cannot be is refused on all ranks before anything changes, with the parameter's name."""
-    cases: list[tuple[Any, dict[str, Any], str]] = [
+    cases = [
         ({"layers.7": Shard(1)}, {}, "'layers.7' is the name of no parameter"),
         ({"head": Shard(1)}, {"layout": "flat"}, "'head.weight'.*cuts ranges of elements"),
         ({"head.weight": Shard(2)}, {}, "'head.weight' has 2 dims"),

@@ -7,15 +7,13 @@ as on gloo. Then waits and orders are taken out of the engine one by one, and ea
 
 import gc
 import re
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -43,8 +41,7 @@ from shardwise.unit.unit import Unit
 from trainer import sharded_by_block
 
 CPU = torch.device("cpu")
-Scenario = Callable[[int, int], list[Tensor]]
-SCENARIOS: dict[str, Scenario] = {}
+SCENARIOS = {}
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.1)
 
@@ -68,7 +65,7 @@ def train(model, rank, micro_batches=2, steps=2, on_own_stream=False, make_optim
     stream = time.new_stream() if on_own_stream else time.current_stream()
     optimizer = make_optimizer(model.parameters())
     generator = torch.Generator().manual_seed(rank)
-    found: list[Tensor] = []
+    found = []
     for _ in range(steps):
         for number in range(micro_batches):
             is_last = number == micro_batches - 1
@@ -173,7 +170,7 @@ def at_home(rank, world_size, **options):
 
 def change_at_home(rank, world_size):
     """Change the slices on the host as soon as a pass without gradients has read them."""
-    model: Any = shard(Stack(), offload="cpu")
+    model = shard(Stack(), offload="cpu")
     found = []
     with torch.no_grad():
         for _ in range(2):
@@ -185,7 +182,7 @@ def change_at_home(rank, world_size):
 
 def drop(rank, world_size):
     """Let a model go whose reductions are under way; its slices, and their means, are at home."""
-    model: Any = shard(Stack(), schedule=Schedule(bucket_bytes=1), offload="cpu")
+    model = shard(Stack(), schedule=Schedule(bucket_bytes=1), offload="cpu")
     loss = model(torch.ones(2, 8)).sum()
     loss.backward()
     value = loss.detach()
@@ -440,7 +437,7 @@ def beside(time, stream):
     return stream.use()
 
 
-MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str, str]] = {
+MISTAKES = {
     "parameters are read before they are gathered": (
         blind(Unit, "finish_unshard"),
         "stage 3",

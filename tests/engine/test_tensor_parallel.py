@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -39,7 +38,7 @@ def parallel(model, mesh):
 
 
 def full(tensor):
-    found: Tensor = tensor.full_tensor()
+    found = tensor.full_tensor()
     return found
 
 
@@ -100,7 +99,7 @@ def gathered_copied_and_drawn(model, plain, x):
         assert type(model.layers[0].up.weight.data) is DTensor
         assert model.layers[0].up.weight.placements == (Shard(0),)
     torch.testing.assert_close(copy.deepcopy(model)(x), plain(x), **tolerance)
-    weight: Any = model.layers[0].up.weight
+    weight = model.layers[0].up.weight
     with shardwise.gathered(weight, writeback=True) as (whole,):
         whole.copy_(torch.arange(whole.numel()).view_as(whole))
     with torch.no_grad():
@@ -117,12 +116,12 @@ def works_on_fully_shard_too(mesh):
     """Contexts take models of `fully_shard` with DTensors and other dims, and their parameters."""
     torch.manual_seed(0)
     plain = Net()
-    model: Any = parallel(copy.deepcopy(plain), mesh["tp"])
+    model = parallel(copy.deepcopy(plain), mesh["tp"])
 
     def place(param):
         return Shard(1) if param.shape == (3, WIDTH) else None
 
-    weight: Any = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=place).head.weight
+    weight = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=place).head.weight
     with pytest.raises(ConfigError, match="has not run yet"), shardwise.gathered(weight):
         pass
     x = batch_of(1, 1)
@@ -186,7 +185,7 @@ def alike_on_all_ranks(tensor):
 def saves_over_two_axes(folder):
     """Ranks that hold parts along different axes all meet in one save."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "ep"))
-    model: Any = Net()
+    model = Net()
     for block, axis in zip(model.layers, ("tp", "ep"), strict=True):
         placed = distribute_tensor(block.up.weight.detach(), mesh[axis], [Shard(0)])
         block.up.weight = nn.Parameter(placed)
@@ -201,7 +200,7 @@ def saves_over_two_axes(folder):
 
 def finds_copies_that_differ(mesh):
     """What tensor parallelism does not cut has copies along its axis; one that differs is named."""
-    model: Any = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
+    model = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
     shardwise.check.replicas(model)
     if torch.distributed.get_rank() == 2:
         model.head.weight.to_local().add_(1)
@@ -230,7 +229,7 @@ def unscales(mesh):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = full(model.head.weight).clone()
     scaler.scale(model(batch_of(0, 1)).square().mean()).backward()
-    grad: Any = model.layers[0].up.weight.grad
+    grad = model.layers[0].up.weight.grad
     if torch.distributed.get_rank() == 3:
         grad.to_local().fill_(float("inf"))
     scaler.step(optimizer)
@@ -260,7 +259,7 @@ def unscales(mesh):
 @on_ranks()
 def test_a_tensor_parallel_model_trains_as_one_process_does(world_size, cells, tmp_path):
     folder = str(tmp_path / "saved")
-    meshes: dict[Any, DeviceMesh] = {}
+    meshes = {}
     for dp, tp, stage, layout, in_window in cells:
         if (dp, tp) not in meshes:
             meshes[dp, tp] = grid(dp, tp)

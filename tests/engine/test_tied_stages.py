@@ -1,7 +1,5 @@
 """Copies of one parameter on several stages of a pipeline stay one: `tie()`."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -74,7 +72,7 @@ def tied_steps(rank, num_ranks, folder, cases):
 
         # Into other stages, and into one model that is tied in itself.
         other = tied_pipeline("1F1B", axes)
-        alone: Any = shardwise.shard(Net(tied=True), units="Block")
+        alone = shardwise.shard(Net(tied=True), units="Block")
         for parts in (other.parts, [alone], made.parts):
             params = [p for part in parts for p in part.parameters()]
             shardwise.load(
@@ -140,7 +138,7 @@ def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(ran
     refused(other_dtype, {"b": "a"}, "float32.* on rank 0.*float64.* on rank 1")
 
     torch.manual_seed(rank)
-    part: Any = Ends(ends[place])
+    part = Ends(ends[place])
     before = part.get_parameter(ends[place]).detach().clone()
     part = shardwise.shard(part, mesh=axes)
     shardwise.parallel.tie(part, {"b": "a"})

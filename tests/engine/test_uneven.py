@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models import Stack, stack_roundings
-from oracle import Grads, assert_same_bits, average, copy
+from oracle import assert_same_bits, average, copy
 from ranks import on_ranks
 from roundings import assert_all_rounded_alike
 from shardwise import accumulate, shard
@@ -28,7 +28,7 @@ def train_alone(world_size, divide_by_present, dtype=torch.float32):
     optimizer = sgd(model.parameters())
     data = [batches_of(rank, world_size, dtype) for rank in range(world_size)]
     for number in range(max(map(len, data))):
-        by_rank: list[Grads] = []
+        by_rank = []
         present = sum(number < len(batches) for batches in data)
         for batches in data:
             model.zero_grad()

@@ -1,10 +1,9 @@
 """Calls of what the root merely wraps are calls of the model, with its traffic and its bits."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models import Stack
@@ -85,7 +84,7 @@ def test_checkpointing_a_wrapped_module_gives_the_same_gradients(rank):
         truth = None
         for reentrant in (False, True):
             again = partial(checkpoint, use_reentrant=reentrant)
-            calls: list[Callable[..., Tensor]] = [
+            calls = [
                 lambda m, x: m(x),
                 lambda m, x: again(m, x),  # noqa: B023  # called in this turn
                 lambda m, x: again(m.net, x),  # noqa: B023

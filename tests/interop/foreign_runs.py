@@ -1,7 +1,6 @@
 """Files of DeepSpeed and accelerate that tests write, and their keys."""
 
 import json
-from typing import Any
 
 import yaml
 
@@ -30,7 +29,7 @@ def nested(path, value):
 
 
 # transformers' documentation, "DeepSpeed", ZeRO-3; with the schedulers that its Trainer fills in.
-HUGGING_FACE: dict[str, Any] = {
+HUGGING_FACE = {
     "fp16": {
         "enabled": "auto",
         "loss_scale": 0,
@@ -73,7 +72,7 @@ HUGGING_FACE: dict[str, Any] = {
 
 def hugging_face(schedule="WarmupLR"):
     """Return the file with nothing offloaded, and a curve."""
-    content: dict[str, Any] = json.loads(json.dumps(HUGGING_FACE))
+    content = json.loads(json.dumps(HUGGING_FACE))
     for name in ("offload_optimizer", "offload_param"):
         content["zero_optimization"][name]["device"] = "none"
     if schedule == "WarmupDecayLR":

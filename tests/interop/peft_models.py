@@ -3,7 +3,6 @@
 All sizes are even, so that two ranks cut them without padding and bytes can be compared exactly.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -134,7 +133,7 @@ def lora_int8():
     return peft.get_peft_model(Stack(Int8Linear), config)
 
 
-VARIANTS: dict[str, Callable[[], nn.Module]] = {
+VARIANTS = {
     "fp32": lora_llama,
     "bf16 base, fp32 adapters": partial(lora_llama, torch.bfloat16),
     "bf16 base and adapters": partial(lora_llama, torch.bfloat16, autocast=False),

@@ -3,7 +3,6 @@
 import importlib
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +22,12 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from trainer import full_parameters
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test extra")
-ours: Any = importlib.import_module("shardwise.interop.accelerate")
+ours = importlib.import_module("shardwise.interop.accelerate")
 
 # Importing accelerate pulls in packages that warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-BY_CALLS: dict[str, Any] = {"by": "fully_shard"}  # instead of shard()'s options
+BY_CALLS = {"by": "fully_shard"}  # instead of shard()'s options
 # Stages 2 and 3 sum over ranks first where micro-batches are many; DDP sums over micro-batches.
 SETTINGS = [{"stage": stage, "schedule": Schedule(reduce_every="step")} for stage in range(4)]
 

@@ -3,8 +3,6 @@
 Training along other dims is compared with torch's own in test_fully_shard.py.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,7 +51,7 @@ def place(model):
 def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     plain = Held()
-    model: Any = Held()
+    model = Held()
     fully_shard(model, mesh=mesh, shard_placement_fn=place(model))
     model(float(rank + 1)).backward()
     plain((world_size + 1) / 2).backward()  # the mean of the ranks' factors

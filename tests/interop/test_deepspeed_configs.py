@@ -7,7 +7,6 @@ import pickle
 import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
 # `from_deepspeed`: the fate of each key, and the errors for wrong ones.
-WHOLE: dict[str, Any] = {
+WHOLE = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
     "train_batch_size": 256,
@@ -476,7 +475,7 @@ def on(device, **others):
 
 
 CPU, FILES = on("cpu"), on("nvme", pin_memory=True)
-OFFLOADS: list[tuple[dict[str, Any], str | Offload | None]] = [
+OFFLOADS = [
     ({"offload_optimizer": CPU, "offload_param": CPU}, "cpu"),
     ({"offload_optimizer": CPU, "offload_param": CPU, "stage": 1}, "cpu"),
     ({"offload_optimizer": CPU, "stage": 2}, "cpu"),

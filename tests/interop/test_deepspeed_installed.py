@@ -7,7 +7,6 @@ import logging
 import os
 import warnings
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 )
 NUM_STEPS = 40
 
-CURVES: list[tuple[str, dict[str, Any]]] = [
+CURVES = [
     ("WarmupLR", {}),
     ("WarmupLR", {"warmup_num_steps": 9, "warmup_min_lr": 1e-5, "warmup_max_lr": 0.3}),
     ("WarmupLR", {"warmup_num_steps": 7, "warmup_type": "linear"}),
@@ -163,7 +162,7 @@ PREFIXES = {
     "zenflow": "zero_optimization.zenflow",
     "activation_checkpointing": "activation_checkpointing",
 }
-GUESSES: tuple[Any, ...] = (False, 1, "none", "fp32", {}, [], True)
+GUESSES = (False, 1, "none", "fp32", {}, [], True)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +252,7 @@ def test_a_schedule_goes_on_from_its_state():
 
 # One ds_config.json in the installed DeepSpeed's own engine and in ours: the same losses.
 ENGINE_STEPS = 6
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "train_batch_size": 24,
     "gradient_accumulation_steps": 3,
     "gradient_clipping": 0.3,

@@ -2,12 +2,11 @@
 
 import functools
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -80,7 +79,7 @@ def LARGEST_EVEN(param):  # noqa: N802
 @pytest.mark.kernels
 @on_ranks(1, 2)
 def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
-    cases: list[dict[str, Any]] = [
+    cases = [
         {},
         {"reshard_after_forward": False},
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
@@ -107,14 +106,14 @@ def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
 @on_ranks(1, 3)
 def test_it_takes_the_steps_of_shard_to_the_bit(rank):
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    cases = [
         ({}, {}),
         ({"reshard_after_forward": False}, {"stage": 2}),
         ({"mp_policy": mixed}, {"precision": Precision(torch.bfloat16, reduce=torch.float32)}),
     ]
     for options, settings in cases:
         expected = steps(shard(stack(), units=[Block], **settings), rank, accumulate=2)
-        ours: Any = apply(fully_shard, stack(), **options)
+        ours = apply(fully_shard, stack(), **options)
         same_bits(steps(ours, rank, accumulate=2), expected)
         for local in (param.to_local() for param in ours.parameters()):  # it can be pickled
             assert local.untyped_storage().nbytes() == local.nbytes
@@ -162,7 +161,7 @@ def named_axes_and_two_meshes(rank):
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, pair = mesh_of(4), mesh["tp"]
-    found: list[list[Tensor]] = []
+    found = []
     for shards in (fully_shard, torch_fully_shard):
         model = stack().head
         for name, param in list(model.named_parameters()):

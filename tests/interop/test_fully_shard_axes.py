@@ -6,7 +6,6 @@ that both cut, along one dim or along two.
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -97,7 +96,7 @@ def losses_of(model, optimizer, part, step):
 def trains(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     part, group = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
-    cases: list[dict[str, Any]] = [
+    cases = [
         {},  # rows of `up` and `head`, cut over tp, are cut over dp again, unevenly
         {"shard_placement_fn": along_the_other_dim, "reshard_after_forward": False},
     ]

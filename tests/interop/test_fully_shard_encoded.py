@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.weight = nn.Parameter(torch.randn(7, width))
         self.back = nn.Parameter(torch.randn(width, 7))
         self.bias = nn.Parameter(torch.randn(width))
-        self.seen: dict[str, Tensor] = {}
+        self.seen = {}
 
     def forward(self, x):
         self.seen = {n: p.detach().clone() for n, p in self.named_parameters()}

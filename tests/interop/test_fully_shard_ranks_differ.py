@@ -58,7 +58,7 @@ def train(rank, world_size, has_replicas):
     sharded_by_block(model, mesh=mesh)
     smooth = {"lr": 0.01, "eps": SMOOTH_EPS}  # Note [Losses after steps of Adam] in roundings.py
     optimizers = [torch.optim.AdamW(m.parameters(), **smooth) for m in (truth, model)]
-    nobody: set[str] = set()
+    nobody = set()
     everyones = [batches_of(r, 4) for r in range(world_size)]
     # Each block sums a product and three experts; 4 steps, over ranks and 2 micro-batches of 3.
     roundings = 4 * of_gradient(6, 3, 6, 3, over=world_size * 2 * 3)

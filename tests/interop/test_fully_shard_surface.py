@@ -5,7 +5,6 @@ import io
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def settings(rank, world):
     check(hooked)
     assert len(seen) == 1
     custom = sharded()
-    calls: list[str] = []
+    calls = []
     custom.set_custom_all_gather(Gather(calls))
     custom.set_custom_reduce_scatter(Scatter(calls))
     check(custom)
@@ -299,7 +298,7 @@ class Int8(Gather):
 
     def __init__(self):
         super().__init__([])
-        self.numels: list[int] = []
+        self.numels = []
 
     def __call__(self, output_tensor, input_tensor, group, op):
         self.numels.append(output_tensor.numel())
@@ -358,7 +357,7 @@ def what_is_told(shard_with):
     for module in groups:
         shard_with(module)
     states = [shard_with.state(module) for module in groups]
-    said: list[Any] = [[state._is_root for state in states]]
+    said = [[state._is_root for state in states]]
     states[-1]._lazy_init()
     said.append([state._is_root for state in states])
     said.append([states.index(state) for state in states[-1]._state_ctx.all_states])

@@ -2,12 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,7 +44,7 @@ class Regression(L.LightningModule):
         self.head = nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.dropout = nn.Dropout(dropout)
-        self.seen: list[float] = []
+        self.seen = []
 
     def loss(self, batch):
         x, y = batch
@@ -91,10 +90,10 @@ class TwoNetworks(L.LightningModule):
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.seen: list[float] = []
+        self.seen = []
 
     def training_step(self, batch, number):
-        optimizers: Any = self.optimizers()
+        optimizers = self.optimizers()
         for optimizer, sign in zip(optimizers, (1.0, -1.0), strict=True):
             self.toggle_optimizer(optimizer)
             loss = sign * self.critic(self.generator(batch[0])).mean()
@@ -214,7 +213,7 @@ def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_check
     """Calls of fully_shard in configure_model, on the module or on its networks alone."""
     with launched(rank, world_size):
         for make, plain_one in ((ByCalls, VectorScale), (InsideByCalls, TwoNetworks)):
-            options: dict[str, Any] = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
+            options = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
             plain = fit("shardwise", rank, world_size, plain_one, max_epochs=2, **options)
             whole = fit("shardwise", rank, world_size, make, max_epochs=2, **options)
             assert whole[0].seen == plain[0].seen
@@ -271,7 +270,7 @@ class Recording(Regression):
 
     def __init__(self):
         super().__init__(dropout=0.0)
-        self.batches: list[list[Tensor]] = []
+        self.batches = []
 
     def on_train_batch_start(self, batch, number):
         self.batches.append(batch)
@@ -376,7 +375,7 @@ def test_the_trainers_precision_is_that_of_ddp(rank, world_size):
 
 def refuse_other_settings(module, rank, world_size):
     """A module that was sharded stays so: what is asked for later must be the same."""
-    cases: list[tuple[str, Any, dict[str, Any]]] = [
+    cases = [
         ("mesh=", ShardwiseStrategy(mesh=(world_size, 1)), {}),
         ("units=", ShardwiseStrategy(units=[nn.Linear]), {}),
         ("precision='bf16'", ShardwiseStrategy(precision="bf16"), {}),

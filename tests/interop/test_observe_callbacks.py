@@ -202,7 +202,7 @@ def train_with_lightning(rank, world_size, folder):
             self.table = nn.Embedding(16, 8)
             self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
             self.breaks_at = breaks_at
-            self.seen: list[float] = []
+            self.seen = []
 
         def training_step(self, batch, number):
             if number == self.breaks_at:

@@ -1,7 +1,6 @@
 """Tensors of classes that define their own gather: trained, saved and copied on both surfaces."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from shardwise.tensor.inner import gather_whole, plain_parts
 from shardwise.tensor.plain_state import owner_of
 from trainer import sharded_by_block
 
-STAGES: tuple[Any, ...] = (1, 2, 3)
+STAGES = (1, 2, 3)
 ROWS = {"half": 7, "sum": 6}  # a tensor of several is cut evenly, by FSDP2's contract
 
 
@@ -120,7 +119,7 @@ def train_plainly(kind):
 
 def train_alike(rank, world_size, folder):
     """Both surfaces and every stage; each saves, and goes on from what another has saved."""
-    ends: dict[str, list[float]] = {}
+    ends = {}
     for kind in KINDS:
         losses, values = train_plainly(kind)
         states = {}

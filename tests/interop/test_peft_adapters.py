@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -285,7 +284,7 @@ def test_switching_and_disabling_adapters_is_that_of_the_plain_model():
     """Train one adapter, then the other; look at the base in between."""
     plain = lora_llama(adapters=("first", "second"))
     base = logits(lora_llama(adapters=("first", "second")).unload())
-    trace: list[Any] = []
+    trace = []
     for name in ("first", "second", "first"):
         plain.set_adapter(name)
         trace += [train(DistributedDataParallel(plain)), logits(plain)]

@@ -9,7 +9,6 @@ test_pipeline_gradients.py.
 import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -245,7 +244,7 @@ def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind
     for number, schedule in enumerate(THERE[::2]):
         num = micro_batches_of(schedule, 3)
         by = ("shard", "fully_shard")[number % 2]
-        how: dict[str, Any] = {"by": by, "stage": 3 - number // 2 % 2 if by == "shard" else 3}
+        how = {"by": by, "stage": 3 - number // 2 % 2 if by == "shard" else 3}
         dynamic = pipeline_of(schedule, axes, num, stage_class=Looks, **how)
         static = pipeline_of(
             schedule, axes, num, stage_class=partial(Static, rows=ROWS // num), **how
@@ -361,7 +360,7 @@ def test_gradients_of_several_schedules_are_reduced_once_and_divided_once():
 def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(rank, num_ranks):
     """What torch 2.15's schedules call in the place of private names."""
     for by in BY:
-        part: Any = BY[by](Net(), mesh=shardwise.Axes(), stage=3, precision="fp32")
+        part = BY[by](Net(), mesh=shardwise.Axes(), stage=3, precision="fp32")
         part.set_manual_backward_finalization(True)
         whole = Net()
         for turn in range(2):
@@ -380,7 +379,7 @@ def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(r
         roundings = of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=8 * ROWS)
         expected = {name: param.grad for name, param in whole.named_parameters()}
         for name, param in part.named_parameters():
-            wanted: Any = expected[name]
+            wanted = expected[name]
             assert_rounded_alike(full(param.grad), wanted, roundings, name)
 
 

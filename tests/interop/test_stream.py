@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +25,6 @@ from transformers_models import make_llama, make_mixtral
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 from allocator import traced
-
-State = dict[str, torch.Tensor]
 
 
 class Small(nn.Module):
@@ -75,7 +72,7 @@ def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_tha
     rank, num_ranks
 ):
     torch.manual_seed(0)
-    makes: list[Any] = []
+    makes = []
     for layout, stage, offload in (
         ("rows", 3, None),
         ("flat", 3, "cpu"),
@@ -147,7 +144,7 @@ def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_exp
             assert_streamed(made, whole, ranks)
     for degrees in ({"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}):
         axes = shardwise.Axes(**degrees)
-        part: Any = stage_of(axes["pp"].get_local_rank(), 2)
+        part = stage_of(axes["pp"].get_local_rank(), 2)
         part = tensor_parallel(part, axes) if axes.tp > 1 else part
         shardwise.shard(part, mesh=axes, units="Block")
         for ranks in asks:  # of all stages, to ranks of any
@@ -156,7 +153,7 @@ def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_exp
     plain = {name: t.detach().clone() for name, t in experts().state_dict().items()}
     for degrees in ({"ep": 2}, {"ep": 4, "tp": 2}):
         axes = shardwise.Axes(**degrees)
-        mixture: Any = spread_experts(experts(), axes)
+        mixture = spread_experts(experts(), axes)
         shardwise.shard(mixture, mesh=axes, units=Units(experts="*.experts"))
         for ranks in asks:
             assert_streamed(mixture, plain, ranks)
@@ -169,7 +166,7 @@ def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(rank, 
         ("tied", lambda: make_llama(tie_word_embeddings=True)),
     ):
         torch.manual_seed(0)
-        model: Any = shardwise.shard(make())
+        model = shardwise.shard(make())
         save_pretrained(model, tmp_path / name)
         want = load_file(tmp_path / name / "model.safetensors")
         got = dict(shardwise.interop.stream(model, ranks=[1]))

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def compile_blocks(model, backend):
 
 
 def compile_whole(model, backend):
-    compiled: Any = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=backend)
     return compiled
 
 
@@ -53,7 +52,7 @@ def compile_in_place(model, backend):
 
 
 def shard_fully(model):
-    sharded: nn.Module = sharded_by_block(model)
+    sharded = sharded_by_block(model)
     return sharded
 
 
@@ -162,7 +161,7 @@ def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp(rank, worl
             {"stage": 3, "schedule": Schedule(reduce_every="step")},
         ):
             model = seeded(make)
-            called: Any = shard(model, **options) if options else DistributedDataParallel(model)
+            called = shard(model, **options) if options else DistributedDataParallel(model)
             optimizer = adamw(called.parameters())
             losses = []
             for micro_batches in steps:
@@ -238,7 +237,7 @@ def assert_between(profiler, label, work):
 )
 def test_a_profile_names_every_unit_in_every_phase(sharded):
     for labels in run_ranks(profile_step, 2, sharded):
-        phases: dict[str, set[str]] = {}
+        phases = {}
         for label in labels:
             phase, units = re.fullmatch(r"shardwise\.(\w+)\((.+)\)", label).groups()
             phases.setdefault(phase, set()).update(units.split(", "))

@@ -1,7 +1,6 @@
 """Metrics of TorchMetrics inside and beside a sharded model: the numbers of the plain model's."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ class Measured(Stack):
 
     def __init__(self):
         super().__init__()
-        classes: dict[str, Any] = {"num_classes": 5}
+        classes = {"num_classes": 5}
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(**classes)
         self.ranking = torchmetrics.classification.MulticlassAUROC(**classes)  # keeps every sample
         self.error = torchmetrics.MeanSquaredError()

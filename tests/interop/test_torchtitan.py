@@ -8,16 +8,14 @@ the settings and meshes of torchtitan 0.3 as far as they are read.
 import copy
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -133,9 +131,6 @@ def num_tokens_of(by_rank):
     return sum(tokens[:, 1:].numel() for tokens in by_rank)
 
 
-Loss = Callable[[nn.Module, Tensor, int], Tensor]
-
-
 def train(model, steps, rank, loss_fn, is_plain=False):
     """Train; a plain model, which every rank has whole, has its gradients summed over ranks."""
     optimizer = adamw(model.parameters())
@@ -170,7 +165,7 @@ def test_a_decoder_takes_the_steps_of_the_plain_one(rank, world_size):
     torch.manual_seed(0)
     start = Decoder()
     plain = train(copy.deepcopy(start), steps, rank, sum_loss, is_plain=True)
-    cases: list[dict[str, Any]] = [
+    cases = [
         {"parallel_dims": Dims(dp_shard=world_size)},
         {"parallel_dims": Dims(dp_replicate=world_size)},
         {"parallelism": {"fsdp_reshard_after_forward": "never"}},
@@ -218,7 +213,7 @@ def test_replicas_of_shards_are_where_the_degrees_say(rank, world_size):
 
 def its_own(model, *, parallel_dims, **settings):
     """Stand in for a model's own function: tensor parallelism, then shards, as torchtitan does."""
-    sharding: Any = sys.modules["torchtitan.distributed.fsdp"]
+    sharding = sys.modules["torchtitan.distributed.fsdp"]
     for layer in model.layers.values():
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(layer, parallel_dims.meshes[0]["tp"], plan)
@@ -257,7 +252,7 @@ def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_s
 
 @on_ranks(1)
 def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
-    cases: list[tuple[str, dict[str, Any]]] = [
+    cases = [
         ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),
         ("context_parallel_degree=4", {"parallel_dims": Dims(cp=4)}),
         ("pipeline_parallel_degree=2", {"parallel_dims": Dims(pp=2)}),
@@ -344,7 +339,7 @@ def build_llama(t, world_size, *, ac=None, compiled=False, **changed):
 
 def plain_like(t, model, tied=False):
     """Build the plain model with the values of a sharded one."""
-    plain: nn.Module = llama_config(t, tied).build()
+    plain = llama_config(t, tied).build()
     plain.init_weights(buffer_device=None)
     with torch.no_grad():
         for to, of in zip(plain.parameters(), model.parameters(), strict=True):
@@ -368,7 +363,7 @@ def train_llama(rank, world_size):
         loss, _ = wrapper(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(num_tokens))
         return loss
 
-    cases: list[dict[str, Any]] = [
+    cases = [
         {},
         {"replicas": world_size},
         {"spmd_backend": "partial_dtensor", "ac": t.SelectiveAC.Config()},

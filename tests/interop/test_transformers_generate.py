@@ -1,7 +1,6 @@
 """`generate()` on sharded models, PEFT's too, gives the plain tokens; ranks end at any step."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def generate(model, rank, seed, **options):
     prompt = torch.tensor([[3, 5, 7 + rank], [9 + rank, 1, 1]])
     torch.manual_seed(seed)
     mask = torch.ones_like(prompt)
-    tokens: torch.Tensor = model.generate(prompt, attention_mask=mask, pad_token_id=0, **options)
+    tokens = model.generate(prompt, attention_mask=mask, pad_token_id=0, **options)
     return tokens
 
 
@@ -40,7 +39,7 @@ def test_every_rank_gets_the_plain_models_tokens(rank, name):
     """Greedy, drawn, with beams, without a cache: each rank with its own length."""
     torch.manual_seed(0)
     plain = MODELS[name]().eval()
-    ways: list[dict[str, Any]] = [
+    ways = [
         {"do_sample": False, "max_new_tokens": 3 + 3 * rank},
         {"do_sample": True, "max_new_tokens": 7 - rank},
         {"do_sample": False, "num_beams": 2, "max_new_tokens": 5 + rank},
@@ -70,7 +69,7 @@ def generate_with_adapters(rank, world_size):
     wanted = tokens(plain, 6 + rank, rank)  # ranks stop at different lengths
     batch = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
     for stage in (*range(4), "by calls"):
-        model: Any = lora_llama().eval()
+        model = lora_llama().eval()
         if stage == "by calls":
             for layer in model.base_model.model.model.layers:
                 fully_shard(layer)

@@ -5,7 +5,6 @@ import json
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 def compare_loaded(rank, world_size, paths):
     """Load every model in several ways; save it, in one file or in several; load what was saved."""
-    settings: list[dict[str, Any]] = [
+    settings = [
         {"stage": 3, "layout": "flat", "dtype": torch.bfloat16},
         {"stage": 3 if world_size == 2 else 1},
     ]
@@ -79,7 +78,7 @@ def compare_by_calls(rank, world_size, paths):
     for name, path in paths.items():
         plain = MODELS[name]().from_pretrained(path)
         with torch.device("meta"):
-            model: Any = by_calls(MODELS[name]())
+            model = by_calls(MODELS[name]())
         load_weights(model, path)
         with gathered(model):
             assert_same_tensors(model.state_dict(), plain.state_dict())
@@ -229,7 +228,7 @@ def test_a_real_model_loads_and_a_missing_head_is_drawn_as_on_rank_0():
 def refusals(rank, world_size, path, pickled):
     """Return what is said about files and options that do not fit."""
     said = []
-    cases: list[tuple[Path, dict[str, Any]]] = [
+    cases = [
         (path, {"device_map": "auto"}),
         (path, {"model_class": transformers.AutoModelForSeq2SeqLM}),
         (path, {"vocab_size": 32}),
@@ -307,7 +306,7 @@ def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path):
 
 def save_in_every_way(rank, world_size, folder):
     """The model's own method, ours, inside gathered(); a second save over the first."""
-    model: Any = shard(make_llama(), stage=3)
+    model = shard(make_llama(), stage=3)
     prepare(model)
     shown = io.StringIO()
     with redirect_stderr(shown):
@@ -348,7 +347,7 @@ def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path):
 
 
 def fail_to_save(rank, world_size, folder):
-    model: Any = prepare(shard(make_llama(), stage=3))
+    model = prepare(shard(make_llama(), stage=3))
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors").mkdir(exist_ok=True)  # where the file should appear
     model.save_pretrained(folder)

@@ -1,7 +1,5 @@
 """Models of transformers over tensor, expert and data parallelism, by their own plans."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ from shardwise.interop.transformers import parallelize, save_pretrained
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 WIDTH, HIDDEN, HEADS, VOCAB, LENGTH = 24, 36, 6, 48, 8
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": HIDDEN,
@@ -43,7 +41,7 @@ ROUNDINGS = of_gradient(
 def make(kind):
     torch.manual_seed(0)
     if kind == "qwen3":  # norms of heads, whose gradients each rank has for its own heads
-        config: Any = transformers.Qwen3Config(**SHAPE, head_dim=4)
+        config = transformers.Qwen3Config(**SHAPE, head_dim=4)
         return transformers.Qwen3ForCausalLM(config)
     config = transformers.MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2)
     return transformers.MixtralForCausalLM(config)

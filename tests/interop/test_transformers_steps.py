@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
@@ -28,7 +27,7 @@ def ids(random):
 
 def own_loss(model, tokens):
     """Return the model's own loss, which comes in a ModelOutput."""
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    loss = model(input_ids=tokens, labels=tokens).loss
     return loss
 
 
@@ -37,7 +36,7 @@ def pictures(random):
 
 
 def loss_of_pictures(model, pixels):
-    loss: Tensor = model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
+    loss = model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
     return loss
 
 

@@ -2,9 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -58,7 +56,7 @@ pytestmark = [
 
 def compare_with_ddp(rank, folder):
     """Run each setting with a plain model, which accelerate wraps in DDP, and with sharded ones."""
-    cases: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    cases = [
         ({}, [{"stage": 0}, {"stage": 3}]),
         (
             {"gradient_accumulation_steps": 2},
@@ -163,7 +161,7 @@ def use_stock_checkpoints(rank, folder):
 def train_by_calls(rank, folder):
     """Models of fully_shard: the losses of shard(), files and checkpoints that both load."""
     data = model_and_data()[1]
-    often: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    often = {**OFTEN, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     whole = train(folder / "run", sharded(), data, **often)
     calls = train(folder / "calls", by_calls(model_and_data()[0]), data, **often)
     assert losses(calls) == losses(whole)
@@ -273,7 +271,7 @@ def train_adapters(rank, folder):
 
     plain = train(folder / "plain", *adapted(), Stock, gradient_accumulation_steps=2)
     model, data = adapted()
-    options: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2}
+    options = {**OFTEN, "gradient_accumulation_steps": 2}
     trainer = train(
         folder / "run", shard(model, schedule=Schedule(reduce_every="step")), data, **options
     )
@@ -306,7 +304,7 @@ def run_elsewhere(rank, world_size, folder):
     return losses(train(folder, sharded(), model_and_data()[1], **options))[:2]
 
 
-TOPICS: tuple[Callable[[int, Path], Any], ...] = (
+TOPICS = (
     compare_with_ddp,
     go_on,
     keep_best,
@@ -324,7 +322,7 @@ TOPICS: tuple[Callable[[int, Path], Any], ...] = (
 def run_topics(rank, world_size, folder):
     """Run all topics in one process, which imports once; return results, or an error's text."""
     as_launched(rank, world_size)
-    ended: dict[str, Any] = {}
+    ended = {}
     for topic in TOPICS:
         name = topic.__name__
         try:

@@ -1,7 +1,5 @@
 """The units of models of transformers, whatever their class, and inside other modules."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -42,7 +40,7 @@ GROUPED_8 = {**GROUPED, "head_dim": 8}
 BERT_TASK = "RobertaForSequenceClassification"
 
 # The class, the config, and the units that are not the root.
-TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
+TABLE = [
     ("LlamaForCausalLM", GROUPED, layers("model.layers")),
     ("Qwen3ForCausalLM", GROUPED_8, layers("model.layers")),
     ("GemmaForCausalLM", GROUPED_8, layers("model.layers")),

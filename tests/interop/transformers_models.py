@@ -1,13 +1,10 @@
 """Small random models of transformers, and what the tests ask of them."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from shardwise import fully_shard, gathered
 from shardwise.surface.model import ShardedModel
@@ -65,7 +62,7 @@ def make_bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(**TINY))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "llama": make_llama,
     "gpt2": make_gpt2,
     "mixtral": make_mixtral,
@@ -106,7 +103,7 @@ def assert_same_model(model, plain):
 
 def plain_class(model):
     """Return the class that a sharded model was of; `type(sharded)` makes models that are plain."""
-    cls: Any = type(model)
+    cls = type(model)
     return cls.__mro__[cls._orig_cls_mro_index] if isinstance(model, ShardedModel) else cls
 
 

@@ -154,7 +154,7 @@ def sleeps(rank, model, on=1, seconds=0.3):
     if rank != on:
         yield
         return
-    block: Any = model.blocks[1]
+    block = model.blocks[1]
     hook = block.up.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     try:
         yield

@@ -3,7 +3,6 @@
 import json
 import random
 from dataclasses import asdict
-from typing import Any
 
 from shardwise.monitor.metrics import (
     DATA_S,
@@ -57,7 +56,7 @@ def step_line(step, num_steps, metrics, **values):
 
 def timeline(step, num_units, shift_ms=0.0):
     """Return a timeline in which gathers lie beside the units' forward and backward passes."""
-    spans: list[list[Any]] = [["main", "data", "", 0.0, 1.0, 0]]
+    spans = [["main", "data", "", 0.0, 1.0, 0]]
     at = 1.0
     for phase in ("forward", "backward"):
         for i in range(num_units):

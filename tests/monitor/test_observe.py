@@ -9,12 +9,10 @@ import weakref
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
@@ -36,7 +34,7 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverSteps,
 )
-from shardwise.monitor.record import End, SpanRow, Timeline, read_run
+from shardwise.monitor.record import End, Timeline, read_run
 
 STEPS = 13
 
@@ -55,7 +53,7 @@ def train(model, optimizer, run, rank):
 def observed(rank, world_size, output, way):
     torch.manual_seed(0)
     if way == "fully_shard":
-        model: nn.Module = Checkpointed()
+        model = Checkpointed()
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
@@ -127,7 +125,7 @@ def test_timelines_have_no_gaps_and_no_overlaps(ran):
         (rank, step) for rank in range(world_size) for step in (2, 6, 12)
     }
     for _, timeline in timelines:
-        by_line: dict[str, list[SpanRow]] = {}
+        by_line = {}
         for row in timeline.spans:
             by_line.setdefault(row[0], []).append(row)
         for rows in by_line.values():
@@ -215,7 +213,7 @@ class LostTracker:
     """A tracker whose server goes away."""
 
     def __init__(self):
-        self.calls: list[str] = []
+        self.calls = []
 
     def write(self, line):
         self.calls.append("write")
@@ -227,7 +225,7 @@ class LostTracker:
 
 def write_too_much(rank, world_size, output):
     """Train while nothing can be written; return what was logged, and the calls of a tracker."""
-    heard: list[str] = []
+    heard = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     log = logging.getLogger("shardwise")
@@ -301,7 +299,7 @@ def test_a_run_that_is_over_keeps_no_model_alive_and_ends_in_any_order(rank):
         gc.collect()
         assert [each() for each in alive] == [None, None]
         assert run.step == other.step == last.step == STEPS
-        closure: Any = dist.all_reduce.__closure__
+        closure = dist.all_reduce.__closure__
         assert any(cell.cell_contents is dist.all_reduce.__wrapped__ for cell in closure)
 
 

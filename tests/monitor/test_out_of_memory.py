@@ -45,7 +45,7 @@ def run_out(rank, world_size, output, where):
     torch.manual_seed(0)
     model = shard(GreedyStack(), stage=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    heard: list[str] = []
+    heard = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("shardwise").addHandler(handler)

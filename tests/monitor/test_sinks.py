@@ -2,7 +2,6 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ class Told:
     """Stands for a library: keeps every call."""
 
     def __init__(self):
-        self.calls: list[tuple[str, Any, Any]] = []
+        self.calls = []
 
     def __getattr__(self, name):
         def call(*args, **options):

@@ -1,7 +1,5 @@
 """A sequence that is cut over ranks has the gradients of one process that has it whole."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,7 +152,7 @@ def a_cut_step_is_that_of_one_process(rank, num_ranks, cases):
         plain = make()
         wanted = whole_loss(plain, ids, labels, documents)
         wanted.backward()
-        model: Any = make(checkpointed)
+        model = make(checkpointed)
         if stage is None:
             for block in model.blocks:
                 fully_shard(block, mesh=axes)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -57,7 +57,7 @@ class Cell:
 
     def make(self):
         torch.manual_seed(0)
-        scoring: Any = "sigmoid" if self.sigmoid else "softmax"
+        scoring = "sigmoid" if self.sigmoid else "softmax"
         experts = Experts(self.experts, self.top_k, EXPERT, self.shared, self.dense, scoring)
         sizes = LAYERS, DIM, DIM // HEAD, 1, HEAD, FFN, VOCAB
         shape = DecoderShape(*sizes, experts=experts)
@@ -152,7 +152,7 @@ class Choices:
     """The experts that the whole batch's tokens were sent to, layer by layer, in one process."""
 
     def __init__(self, plain):
-        self.found: list[Tensor] = []
+        self.found = []
         for module in plain.modules():
             if isinstance(module, RoutedExperts):
                 module.register_forward_pre_hook(lambda _, args: self.found.append(args[1]))
@@ -245,7 +245,7 @@ def all_cells(rank, num_ranks, cells):
 
 # Gradients and norms that are ep or tp times too large elsewhere (Megatron-LM#5956, #5916, #6660,
 # pytorch#160285), and last micro-batches that are lost (Fast-LLM#550), are among these.
-CELLS: dict[int, list[Cell]] = {
+CELLS = {
     1: [
         Cell(balance=0.1, biased=True, sigmoid=True, micro_batches=3),
     ],
@@ -271,7 +271,7 @@ CELLS: dict[int, list[Cell]] = {
     ],
 }
 # With these the matrix is whole: `make soak CAMPAIGN=matrices`.
-MORE_CELLS: dict[int, list[Cell]] = {
+MORE_CELLS = {
     1: [Cell(by="fully_shard", balance=0.1)],
     2: [Cell({"ep": 2}, by=3, experts=2, precision="bf16")],
     3: [Cell({"ep": 3}, experts=3, by="fully_shard", precision="bf16")],
@@ -312,7 +312,7 @@ def test_ranks_without_tokens_and_experts_without_tokens_take_part(rank, num_ran
     routing = Routing(12, 2, "sigmoid", scale=2.5, balanced=True, biased=True)
     plain = Layer(routing)
     plain.moe.router.bias[:2] += 9.0
-    model: Any = copy.deepcopy(plain)
+    model = copy.deepcopy(plain)
     axes = shardwise.Axes(ep=num_ranks)
     spread_experts(model, axes)
     if by == "fully_shard":
@@ -390,7 +390,7 @@ def holds(model, optimizer, folder, name):
             assert torch.equal(buffer, state[key]) and buffer.any(), f"{key} of {name}"
 
 
-SAVED: dict[int, dict[str, Cell]] = {
+SAVED = {
     1: {"one": Cell(dense=1, biased=True)},
     3: {"ep3": Cell({"ep": 3}, by=2, layout="flat", dense=1, biased=True)},
     4: {
@@ -465,7 +465,7 @@ def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank, num_ranks):
     found, sent = [], []
     for spreads in (False, True):
         cell = Cell(balance=0.1, biased=num_ranks == 1)
-        model: Any = cell.make()
+        model = cell.make()
         if spreads:
             spread_experts(model, shardwise.Axes())
         local = not spreads or num_ranks == 1

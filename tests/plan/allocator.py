@@ -57,7 +57,7 @@ def traced(*, skips_transport=False):
     trace = AllocatorTrace()
     with profile(use_device=None, profile_memory=True, use_kineto=True) as profiler:
         yield trace
-    blocks: dict[int, int] = {}
+    blocks = {}
     total = 0
     events = profiler.kineto_results.experimental_event_tree()
     for event in events:  # which grows

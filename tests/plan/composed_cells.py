@@ -28,11 +28,11 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 
-DENSE: dict[str, Any] = {
+DENSE = {
     **{"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4, "seq": 128, "micro_batch": 2},
     **{"vocab": 2048, "precision": "fp32"},
 }
-MIXED: dict[str, Any] = {
+MIXED = {
     **DENSE,
     **{"experts": 4, "experts_per_token": 4, "expert_ffn_multiple": 1.0, "shared_experts": 1},
     **{"dense_layers": 1, "expert_balance": 0.0, "expert_bias": True},
@@ -107,7 +107,7 @@ def compose(config, num_ranks):
     axes, num = config.axes.over(num_ranks), config.accumulation or 1
     torch.manual_seed(0)
     with torch.device("meta"):
-        model: Any = Decoder(config, config.vocab or 0)
+        model = Decoder(config, config.vocab or 0)
     model = shard_decoder(config, axes, model)
     context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
     pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None

@@ -11,10 +11,8 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import huggingface_source, module_source
@@ -26,7 +24,7 @@ from step_counts import measure, planned_counts
 
 SEQ = 128
 VOCAB = 2048
-LLAMA_LIKE: dict[str, Any] = {
+LLAMA_LIKE = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -39,7 +37,7 @@ LLAMA_LIKE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "llama": LLAMA_LIKE,
     "qwen3": LLAMA_LIKE,
     "gemma": LLAMA_LIKE | {"hidden_activation": "gelu_pytorch_tanh"},
@@ -132,7 +130,7 @@ def build(cell):
 
     def loss_of(model):
         ids = torch.zeros(shape, dtype=torch.int64)
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss = model(input_ids=ids, labels=ids).loss
         return loss
 
     return model.train(), loss_of

@@ -5,7 +5,6 @@ The oracle is `shardwise.debug` around the second step, on every rank.
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -24,20 +23,20 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.summary import count_state
 
 VOCAB = 64
-TINY: dict[str, Any] = {
+TINY = {
     **{"dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "seq": 16, "micro_batch": 2},
     **{"vocab": VOCAB, "precision": "fp32"},
 }
 # Each token goes to all experts, so how many of them are another rank's does not depend on routing.
-MIXED: dict[str, Any] = {
+MIXED = {
     **{"experts": 6, "experts_per_token": 6, "expert_ffn_multiple": 2.0, "shared_experts": 1},
     "dense_layers": 1,
 }
-BY_BIASES: dict[str, Any] = {**MIXED, "expert_balance": 0.0, "expert_bias": True}
-ALL_MIXED: dict[str, Any] = {**BY_BIASES, "dense_layers": 0}
-AGAIN: dict[str, Any] = {"activation_checkpointing": True}
-BF16: dict[str, Any] = {"precision": "bf16"}
-RUNS: dict[int, list[dict[str, Any]]] = {
+BY_BIASES = {**MIXED, "expert_balance": 0.0, "expert_bias": True}
+ALL_MIXED = {**BY_BIASES, "dense_layers": 0}
+AGAIN = {"activation_checkpointing": True}
+BF16 = {"precision": "bf16"}
+RUNS = {
     2: [
         {**MIXED, "ep": 2, "bucket_bytes": 0},
         {**MIXED, "ep": 2, "stage": 1, "accumulation": 2},
@@ -159,7 +158,7 @@ def test_a_stage_in_the_middle_sends_both_ways():
 
 
 # -- tensor parallelism
-LAYERS: dict[int, list[dict[str, Any]]] = {
+LAYERS = {
     2: [
         {"tp": 2},
         {"tp": 2, **ALL_MIXED},

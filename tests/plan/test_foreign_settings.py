@@ -1,7 +1,6 @@
 """DeepSpeed and accelerate files read for planning: planned, ignored with a reason, or refused."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 
-ZERO3_OFFLOAD: dict[str, Any] = {
+ZERO3_OFFLOAD = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
     "train_batch_size": 256,

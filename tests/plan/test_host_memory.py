@@ -4,11 +4,10 @@ import ctypes
 import gc
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranks import run_ranks
 from shardwise import Offload, shard
@@ -35,7 +34,7 @@ def make_model():
 
 
 def loss_of(model, batch):
-    found: Tensor = model(batch).square().mean()
+    found = model(batch).square().mean()
     return found
 
 
@@ -51,7 +50,7 @@ def planned(place):
         offload=place,
         transport="point_to_point",
     )
-    sizes: Any = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
+    sizes = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
     return play(trace(make_model(), make_batch, loss_of, name="model", **sizes), candidate)
 
 
@@ -67,7 +66,7 @@ def anonymous_bytes():
 def train(place):
     with torch.device("meta"):
         plain = make_model()
-    model: Any = shard(plain, units=nn.Linear, offload=place)
+    model = shard(plain, units=nn.Linear, offload=place)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(3):
         loss_of(model, make_batch()).backward()
@@ -94,7 +93,7 @@ def measure(rank, world_size, place, folder):
     where = f"nvme:{folder}"
     names = [n for n in ("params", "grads", "optimizer") if folders_of(getattr(place, n))]
     place = Offload(**{**vars(place), **dict.fromkeys(names, where)})
-    made: list[int] = []
+    made = []
     locked, memory = HostTime.locked_memory, Home.memory
 
     def locked_memory(time, num_bytes):

@@ -1,11 +1,10 @@
 """Inputs of checkpointed blocks on the host, planned: bytes as of a run, the way, the search."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranks import run_ranks
 from shardwise import Offload as Away
@@ -31,7 +30,7 @@ HOST = Offload(activations="cpu")
 
 
 def decoder():
-    sizes: dict[str, Any] = {"dim": DIM, "layers": BLOCKS, "heads": 2, "seq": SEQ, "vocab": VOCAB}
+    sizes = {"dim": DIM, "layers": BLOCKS, "heads": 2, "seq": SEQ, "vocab": VOCAB}
     return Decoder(TrainConfig(data="-", activation_checkpointing=True, **sizes), VOCAB)
 
 
@@ -40,7 +39,7 @@ def llama():
 
     sizes = {"hidden_size": DIM, "intermediate_size": 48, "vocab_size": VOCAB}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": BLOCKS}
-    made: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     name = "activation_checkpointing_enable"  # and of transformers 4 the other
     getattr(made, name, made.gradient_checkpointing_enable)({"use_reentrant": False})
     return made.train()
@@ -52,7 +51,7 @@ def batch():
 
 def loss_of(model, tokens):
     found = model(tokens)
-    logits: Tensor = getattr(found, "logits", found)
+    logits = getattr(found, "logits", found)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 

@@ -10,7 +10,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 from memory_cells import MODELS, Cell, build, cells_of, measure_all, predict
 from ranks import run_ranks
@@ -75,9 +74,9 @@ def layer_by_layer(rank, world_size, model):
     plain, loss_of = build(Cell(model, 3, True))
     sharded = shard(plain, stage=3, schedule=Schedule(0, 0))
     layers = sharded.blocks if model == "decoder" else sharded.model.layers
-    seen: list[tuple[int, int]] = []
+    seen = []
 
-    hooked: set[nn.Module] = set()
+    hooked = set()
 
     def note(_):
         now = stats(sharded)

@@ -9,7 +9,6 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.models import ModelSource
 from shardwise.plan.model.presets import find_model, find_preset, preset_names
 from shardwise.plan.model.traced import TracedModel
 
@@ -271,5 +270,5 @@ def test_parameters_that_a_factory_allocates_are_told_of(tmp_path):
     file.write_text(
         "from torch import nn\ndef build():\n    return nn.Linear(3, 3, device='cpu')\n"
     )
-    source: ModelSource = find_model(f"{file}:build")
+    source = find_model(f"{file}:build")
     assert source.notes[0].startswith("2 parameters (weight, ...) were allocated")

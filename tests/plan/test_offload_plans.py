@@ -4,7 +4,6 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from shardwise.unit.storage import Storage
 from step_counts import precision_of
 from test_play_ranks import Net, Unused, loss_of, make_batch
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "sgd_momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -160,7 +159,7 @@ def counted():
     """Count what is copied between device, host and files, in bytes; nothing is in the cache."""
     found = Counter[str]()
     fetch, evict, run = Home.start_fetch, Home.start_evict, Lane.run
-    plain_mirror, on_device = Storage.mirror, set[int]()
+    plain_mirror, on_device = Storage.mirror, set()
 
     def mirror(storage, index):
         there = plain_mirror(storage, index)

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
-from typing import Any
 
 import pytest
 
@@ -13,21 +12,20 @@ from decoders import cluster_of_ranks
 from shardwise.cli.plan_setup import limits_of, set_up, space_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
-from shardwise.plan.candidate import Candidate, Checkpointing
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.models import huggingface_source, shape_source
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.shapes import DecoderShape, Experts, gpt_shape, llama_shape
+from shardwise.plan.model.shapes import Experts, gpt_shape, llama_shape
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import search
 
-LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "per_op", "full")
+LEVELS = ("none", "selective", "per_op", "full")
 # One of each family of presets.
-TRACED: dict[str, DecoderShape] = {
+TRACED = {
     "llama": llama_shape(4, 1024, 8, 2, 2816, 32_000),
     "multi-head, tied": llama_shape(4, 1024, 8, 8, 2816, 32_000, tied=True),
     "qwen3": replace(llama_shape(4, 1024, 16, 8, 3072, 50_000), qk_norm=True),
@@ -52,7 +50,7 @@ def test_a_trace_and_the_formulas_agree_in_time_and_memory(name, precision):
         assert two.played.peak.ledger.total == pytest.approx(one.played.peak.ledger.total, rel=0.01)
 
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     **{"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
     **{"vocab_size": 32_000, "max_position_embeddings": 8192},
@@ -187,7 +185,7 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner():
     winner = found.winner
     assert winner is not None
     draw = random.Random(16)
-    made: list[Plan] = []
+    made = []
     for _ in range(60):
         candidate = by_hand(space, draw)
         made.append(plan(model, winner.cluster, candidate))

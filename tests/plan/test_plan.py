@@ -1,7 +1,6 @@
 """A plan as a whole: what it adds to playing, pricing and simulating, and which way it moves."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,7 +61,7 @@ def test_twice_the_ranks_never_hold_larger_shards_each(shape, others, stage, num
 def test_twice_the_batch_never_needs_less_memory_nor_more_time_per_token(
     shape, others, stage, num_shards, accumulation
 ):
-    sizes: dict[str, Any] = {"num_shards": num_shards, "accumulation": accumulation}
+    sizes = {"num_shards": num_shards, "accumulation": accumulation}
     small = make_plan(shape, stage=stage, micro_batch=2, **sizes, **others)
     large = make_plan(shape, stage=stage, micro_batch=4, **sizes, **others)
     assert large.played.peak.ledger.total >= small.played.peak.ledger.total

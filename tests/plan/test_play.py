@@ -23,10 +23,9 @@ from shardwise.plan.model.tape import (
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Transfer
 
-Shapes = list[tuple[int, ...]]
-BLOCK: Shapes = [(5, 6), (5,), (6, 5)]
-MODEL: list[Shapes] = [[(), (6,)], [(7, 6)], BLOCK, BLOCK, BLOCK, [(9, 6)]]
-EVEN: list[Shapes] = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)], [(48, 24)]]
+BLOCK = [(5, 6), (5,), (6, 5)]
+MODEL = [[(), (6,)], [(7, 6)], BLOCK, BLOCK, BLOCK, [(9, 6)]]
+EVEN = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)], [(48, 24)]]
 SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
 
 
@@ -47,7 +46,7 @@ def make_tape(model, dtype="float32", recomputes=False):
     units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
     grads = [full_bytes(u, dtype) for u in units]
     last = len(units)
-    events: list[Work | Visit] = [Visit("before_forward", 0), make_work(0, "forward")]
+    events = [Visit("before_forward", 0), make_work(0, "forward")]
     for i in range(1, last):
         events += [Visit("before_forward", i), make_work(i, "forward", 1000)]
         events += [Visit("after_forward", i), make_work(0, "forward")]
@@ -197,7 +196,7 @@ def test_a_unit_that_never_runs_has_no_state_anywhere(offload):
 
 
 def test_padding_is_what_rows_leave_empty_on_average():
-    model: list[Shapes] = [[], [(7, 6)], [(9, 5), (2, 3)]]
+    model = [[], [(7, 6)], [(9, 5), (2, 3)]]
     for ranks in (1, 2, 3, 4):
         candidate = replace(SMALL, num_shards=ranks)
         real = sum(prod(s) for u in model for s in u)
@@ -291,7 +290,7 @@ def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(model, ca
     assert phases.count("optimizer") == 1
     reached = set()
     work = [len(ops) - 1]
-    last: dict[str, int] = {}
+    last = {}
     before = []
     for number, op in enumerate(ops):  # an operation also follows the last one of its stream
         before.append({*op.after, *([last[op.stream]] if op.stream in last else [])})
@@ -323,7 +322,7 @@ def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before()
 def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_flight):
     candidate = replace(SMALL, bucket_bytes=0, reduces_in_flight=in_flight)
     ops = play(make_tape(EVEN), candidate).program.ops
-    flying: list[int] = []
+    flying = []
     most = 0
     for number, op in enumerate(ops):
         flying = [i for i in flying if i not in op.after]

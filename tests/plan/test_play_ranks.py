@@ -1,7 +1,6 @@
 """A played step against real ranks: bytes sent, collectives, what is held, the allocator's peak."""
 
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from models import OddModel
 from ranks import run_ranks
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tracing import trace
-from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
@@ -152,13 +150,13 @@ def measure_all(rank, world_size, cases):
     ]
 
 
-BF16: dict[str, Any] = {"precision": "bf16"}
-FLAT: dict[str, Any] = {"layout": "flat"}
-WHOLE: dict[str, Any] = {"layout": "matrices"}  # the one with the most to hold is rank 0 here
-STEP: dict[str, Any] = {"accumulation": 2, "reduce_every": "step"}
+BF16 = {"precision": "bf16"}
+FLAT = {"layout": "flat"}
+WHOLE = {"layout": "matrices"}  # the one with the most to hold is rank 0 here
+STEP = {"accumulation": 2, "reduce_every": "step"}
 # By the number of ranks: the model and what the candidate has. Cells of a kind are in turns over
 # the numbers of ranks, so that each setting is met with and without peers.
-CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+CASES = {
     1: [
         ("net", {"stage": 0}),
         ("net", {**FLAT, **BF16}),
@@ -245,7 +243,7 @@ def test_a_played_step_is_a_runs(num_ranks):
     cases = [(name, Candidate(**{**common, **settings})) for name, settings in CASES[num_ranks]]
     measured = run_ranks(measure_all, num_ranks, cases)[0]
     for (name, candidate), real in zip(cases, measured, strict=True):
-        dtype: DtypeName = "float32" if candidate.precision == "fp32" else "bfloat16"
+        dtype = "float32" if candidate.precision == "fp32" else "bfloat16"
         played = play(make_tape(name, candidate.micro_batch, dtype), candidate)
         label = f"{name}: {candidate}"
         for what, found in (

@@ -215,7 +215,7 @@ def test_each_micro_batch_that_was_asked_for_has_a_reason():
         limits = Limits(max_memory_bytes=sizes[-1], tokens_per_step=tokens)
         found = search(MODEL, CLUSTER, space, limits)
         assert {p.candidate.micro_batch for p in found.pareto} <= {1, 3}
-        per_family: dict[Candidate, set[int]] = {}
+        per_family = {}
         for lost in [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]:
             family = replace(lost, micro_batch=1, accumulation=1)
             per_family.setdefault(family, set()).add(lost.micro_batch)
@@ -262,7 +262,7 @@ def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3
 
 
 def test_progress_is_told_after_every_way():
-    told: list[tuple[int, int]] = []
+    told = []
     space = replace(SPACE, stages=(3,), micro_batches=(1,))
     search(MODEL, CLUSTER, space, progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 2), (2, 2)]  # with and without checkpointing

@@ -27,7 +27,7 @@ from shardwise.plan.model.shapes import (
     mpt_shape,
     shape_from_config,
 )
-from shardwise.plan.model.tape import LiveBytes, Phase, Visit, Work
+from shardwise.plan.model.tape import LiveBytes, Visit, Work
 from shardwise.plan.step.ledger import Ledger
 
 LLAMA_8B = llama_shape(32, 4096, 32, 8, 14336, 128256)
@@ -140,7 +140,7 @@ def test_a_modern_fused_block_keeps_what_its_formula_says():
 
 def activation_peaks(tape):
     """Return the largest activations, logits and temporaries of each phase; grads are left out."""
-    peaks: dict[Phase, LiveBytes] = {}
+    peaks = {}
     live = LiveBytes()
     for event in tape.events:
         if isinstance(event, Visit):

@@ -3,7 +3,6 @@
 import heapq
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +33,7 @@ def timed(ops, seconds, **kwargs):
 
 @st.composite
 def programs(draw, streams=tuple(WORK)):
-    ops: list[Op] = []
+    ops = []
     for index in range(draw(st.integers(1, 14))):
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
         ops.append(op(draw(st.sampled_from(streams)), after=tuple(sorted(after))))
@@ -51,14 +50,14 @@ def programs_with_times(draw):
 def event_simulation(ops, took, replicas, shards):
     """Play every rank by itself, event by event: (op, replica, shard) -> begin and end."""
     ranks = [(r, s) for r in range(replicas) for s in range(shards)]
-    queues: dict[Any, list[int]] = defaultdict(list)
+    queues = defaultdict(list)
     for index, one in enumerate(ops):
         for rank in ranks:
             queues[rank, one.stream].append(index)
-    times: dict[tuple[int, int, int], tuple[float, float]] = {}
-    arrived: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    busy: set[Any] = set()
-    heap: list[tuple[float, float, int, tuple[int, int]]] = []
+    times = {}
+    arrived = defaultdict(list)
+    busy = set()
+    heap = []
 
     def begin(now, index, members):
         for rank in members:

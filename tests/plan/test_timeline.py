@@ -3,7 +3,6 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -40,9 +39,9 @@ def made(third=1 / 3):
 
 def check_format(trace):
     """Hold a trace against the rules for the kinds of events that it has."""
-    slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    named: set[tuple[int, int]] = set()
+    slices = defaultdict(list)
+    flows = defaultdict(list)
+    named = set()
     for event in trace["traceEvents"]:
         assert {"name", "ph", "pid", "tid", "ts"} <= set(event)
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)

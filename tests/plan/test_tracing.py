@@ -103,7 +103,7 @@ def peak_of(works):
 def real_twin(source, checkpointed):
     """Return the module with zeros on the CPU; `to_empty` unties what is tied."""
     model = source.build(checkpointed)
-    names: dict[int, list[str]] = {}
+    names = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     model = model.to_empty(device="cpu").train()

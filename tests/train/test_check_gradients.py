@@ -1,7 +1,5 @@
 """`--check-gradients`: a run's gradients are those of one process, and the run is not touched."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from ranks import run_ranks
 from resumes import prepared, write_text
 from shardwise.errors import GradientError
 
-SETTINGS: list[tuple[int, dict[str, Any]]] = [
+SETTINGS = [
     (1, {"stage": 2, "precision": "fp16", "dropout": 0.1}),
     (2, {"stage": 1, "precision": "bf16", "layout": "flat", "dp_replicate": 2}),
     (3, {"stage": 3, "layout": "matrices", "dp_shard": 3}),
@@ -44,7 +42,7 @@ def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(tmp_pat
 
 def finds_a_wrong_scale(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
-    shard_decoder: Any = gradients.shard_decoder
+    shard_decoder = gradients.shard_decoder
 
     def summed(*arguments):
         model = shard_decoder(*arguments)

@@ -128,7 +128,7 @@ def test_dropout_draws_anew_in_each_training_pass_and_the_same_from_the_same_sta
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_a_block_drops_probabilities_and_both_updates(kv_heads, monkeypatch):
-    dropped: list[tuple[str, tuple[int, ...], float]] = []
+    dropped = []
     plain_dropout, plain_attention = F.dropout, F.scaled_dot_product_attention
 
     def dropout(x, p, training):

@@ -63,7 +63,7 @@ def test_all_ranks_make_the_same_checks_and_no_bit_changes(tmp_path):
 
 def rank_at_fault(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
-    passes: list[int] = []
+    passes = []
 
     def err_once(module, inputs, output):
         passes.append(1)
@@ -78,7 +78,7 @@ def rank_at_fault(rank, world_size, flags):
 def test_the_rank_at_fault_is_the_same_on_all_and_its_node_alone_leaves(tmp_path, monkeypatch):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 3}
     assert run_ranks(rank_at_fault, 3, {**flags, "replay_every": 1}) == [1, 1, 1]
-    sent: list[tuple[int, int]] = []
+    sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     places = [RankPlace(rank, 6, rank % 2, 2) for rank in range(6)]
     assert [leave(place, 3) for place in places] == [False, False, True, True, False, False]

@@ -1,7 +1,6 @@
 """Runs of `shardwise train` are observed: every step once, whatever happens between steps."""
 
 import math
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from resumes import train, write_text
 from shardwise.monitor.metrics import DATA_S, SAVE_S, STALL_S, TOKENS_PER_S
 from shardwise.monitor.record import read_run
 
-FLAGS: dict[str, Any] = {
+FLAGS = {
     **{"steps": 4, "save_every": 2, "eval_every": 2, "replay_every": 3, "accumulation": 2},
     **{"precision": "fp16", "activation_checkpointing": True},
 }

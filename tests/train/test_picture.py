@@ -83,7 +83,7 @@ def test_one_point_and_equal_points_have_an_axis_around_them():
 
 
 def test_steps_without_a_number_are_gaps_with_marks():
-    losses: list[float | None] = [3.0, 2.9, None, None, 2.8, None]
+    losses = [3.0, 2.9, None, None, 2.8, None]
     root = drawn(metrics(losses))
     assert [len(piece) for piece in places(root, "train")] == [2, 1]
     said = "training loss: not a number at step"
@@ -96,7 +96,7 @@ def test_steps_without_a_number_are_gaps_with_marks():
 
 
 def test_many_points_become_columns_that_keep_a_spike_in_sight():
-    losses: list[float | None] = [2 + math.exp(-step / 500) for step in range(20_000)]
+    losses = [2 + math.exp(-step / 500) for step in range(20_000)]
     calm = loss_svg(metrics(losses), "calm")
     assert len(calm) < 40_000
     losses[9_999] = 4.0  # a little above: inside the axis, and seen in the band alone
@@ -148,7 +148,7 @@ def test_ticks_are_round_and_enclose_the_values(low, high, ticks):
 
 def test_a_picture_that_cannot_be_drawn_is_told_of_and_ends_no_run(tmp_path):
     config = load_config(None, {"output": tmp_path})
-    path, said = tmp_path / "metrics.jsonl", list[str]()
+    path, said = tmp_path / "metrics.jsonl", []
     path.write_text(f'{{"step": 1, "loss": 1{"0" * 400}}}\n')  # a number, and no float
     assert _draw(config, said.append) is None
     path.write_text("\n".join(metrics([2.0])))

@@ -6,7 +6,6 @@ import re
 import signal
 import time
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ from shardwise.train.summary import format_result
 STEPS = 7
 PARTS = ["imports", "process group", "rebuild", "load", "first step"]
 # Every stage, precision, layout, 1 to 3 ranks; with and without accumulation, checkpointing, ties.
-SETTINGS: list[tuple[int, dict[str, Any]]] = [
+SETTINGS = [
     (1, {"stage": 0, "precision": "fp32", "layout": "rows", "accumulation": 2, "grad_clip": 0}),
     (1, {"stage": 3, "precision": "fp16", "layout": "flat", "activation_checkpointing": True}),
     (2, {"stage": 0, "precision": "bf16", "layout": "rows", "save_in_background": False}),
@@ -76,7 +75,7 @@ def straight_and_died(rank, world_size, folder, flags, die_in, save_every):
     train(rank, world_size, {**flags, "output": folder / "straight", "eval_every": 2})
     saving = {"output": folder / "parts", "save_every": save_every, "resume": "auto"}
     train_and_die(rank, world_size, {**flags, **saving}, die_in)
-    said: list[str] = []
+    said = []
     result = train(rank, world_size, {**flags, **saving}, said=said)
     done = (die_in - 1) // save_every * save_every
     assert [line.split(" (")[0] for line in said[:1]] == [f"going on from step {done}"] * (done > 0)
@@ -106,7 +105,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path, case):
 
 
 def change_ranks(rank, world_size, flags, die_in):
-    said: list[str] = []
+    said = []
     if die_in is not None:
         train_and_die(rank, world_size, flags, die_in)
     else:
@@ -341,7 +340,7 @@ class StopsIn(CountsSteps):
 
 
 def stop_and_go_on(rank, world_size, flags):
-    said: list[str] = []
+    said = []
     assert train(rank, world_size, flags, StopsIn(3)).saved_step == 3
     train(rank, world_size, flags, said=said)
     return said

@@ -22,7 +22,7 @@ def flip(tensor):
 def flip_in_replay(rank, world_size, flags, where, at_pass):
     """Flip a bit on the last rank in one pass: the fourth is the second through step 3."""
     run = prepared(rank, world_size, flags)
-    passes: list[int] = []
+    passes = []
 
     def at_step(optimizer, args, kwargs):
         passes.append(1)

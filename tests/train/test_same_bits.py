@@ -1,7 +1,6 @@
 """Ways to run that change no bit: where state rests, when it is stepped, the order of passes."""
 
 import time
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +20,6 @@ SAVING = {"steps": 4, "save_every": 2, "eval_every": 1, "schedule": "constant"}
 WINDOW = {"steps": 3, "reduce_every": "step", "accumulation": 3}
 LAYERS = {"breadth": {"accumulation_order": "breadth_first"}}
 INPUTS_TOO = {"params": "cpu", "optimizer": "cpu", "activations": "cpu"}
-Case = tuple[dict[str, Any], dict[str, dict[str, Any]]]  # settings; other ways, by name
 
 
 def offloaded(flags, offload):
@@ -29,7 +27,7 @@ def offloaded(flags, offload):
     return {**flags, **SAVING}, ways
 
 
-CASES: list[Case] = [
+CASES = [
     offloaded(
         {"precision": "bf16", "accumulation": 2, "activation_checkpointing": True}, INPUTS_TOO
     ),
@@ -47,7 +45,7 @@ CASES: list[Case] = [
     (WINDOW, {**LAYERS, "alone": {"accumulation": 1}}),
     ({"experts": 3, "expert_bias": True, **WINDOW}, LAYERS),
 ]
-COMPOSED: list[Case] = [
+COMPOSED = [
     ({"tp": 2, **WINDOW}, LAYERS),
     ({"cp": 2, "activation_checkpointing": True, **WINDOW}, LAYERS),
 ]
