@@ -1,25 +1,22 @@
 """Plans as JSON facts."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 
 from decoders import SHAPE, cluster_of_ranks, make_model, make_plan
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.planned import Plan
 from shardwise.plan.report.facts import plan_facts, scaling_facts, search_facts
-from shardwise.plan.searching import Limits, SearchResult, Space, search
+from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.timing.goodput import expected_goodput
 
 UNIT = re.compile(r"^num_|(_bytes|_s|_per_s|_fraction)$")
 NO_FIGURES = {"candidate", "micro_batch"}  # settings, and which micro-batch it was
 
 
-def figures(value: Any, key: str = "", has_unit: bool = False) -> Iterator[tuple[str, Any, bool]]:
+def figures(value, key="", has_unit=False):
     """Yield every number with its key and whether the key, or one above it, has a unit."""
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -33,7 +30,7 @@ def figures(value: Any, key: str = "", has_unit: bool = False) -> Iterator[tuple
 
 
 @pytest.fixture(scope="module")
-def made() -> Plan:
+def made():
     return make_plan(
         stage=3,
         num_shards=4,
@@ -45,12 +42,12 @@ def made() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def searched() -> SearchResult:
+def searched():
     space = Space(Candidate(num_shards=4), micro_batches=(1, 2), prefetch_units=(1,))
     return search(make_model(), cluster_of_ranks(4), space, Limits(max_memory_bytes=3 << 30))
 
 
-def all_facts(made: Plan, searched: SearchResult) -> list[Any]:
+def all_facts(made, searched):
     goodput = expected_goodput(0.5, mtbf_s=450e3, back_s=420, interval_s=600, stall_s=1)
     return [
         plan_facts(made),
@@ -66,7 +63,7 @@ def test_efficiency_is_throughput_per_rank_beside_the_smallest(made):
     assert [row["efficiency_fraction"] for row in rows] == [1, pytest.approx(0.8)]
 
 
-def figures_of(facts: Any) -> list[tuple[str, Any, bool]]:
+def figures_of(facts):
     return list(figures(facts))
 
 
