@@ -9,16 +9,14 @@ they are read.
 import copy
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -57,7 +55,7 @@ class Dims:
     device_type: str = "cpu"
     meshes: list[DeviceMesh] = field(default_factory=list)
 
-    def get_activated_mesh(self, axes: list[str]) -> DeviceMesh:
+    def get_activated_mesh(self, axes):
         shards = "fsdp" if self.spmd_backend == "partial_dtensor" else "dp_shard"
         assert axes == ["dp_replicate", shards], axes  # it has no others
         names = tuple(a for a in axes if a != "dp_replicate" or self.dp_replicate > 1)
@@ -72,21 +70,21 @@ class Decoder(nn.Module):
 
     enable_weight_tying = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCAB, 8)
         self.layers = nn.ModuleDict({str(number): Block() for number in range(2)})
         self.norm = nn.LayerNorm(8)
         self.lm_head = nn.Linear(8, VOCAB, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x)
         return self.lm_head(self.norm(x))
 
 
-def settings(**changed: Any) -> dict[str, Any]:
+def settings(**changed):
     """Return what torchtitan's Trainer gives beside the model; the names of 0.3."""
     given = {
         "parallel_dims": Dims(),
@@ -107,7 +105,7 @@ def settings(**changed: Any) -> dict[str, Any]:
     return given
 
 
-def sum_loss(model: nn.Module, tokens: Tensor, num_tokens: int) -> Tensor:
+def sum_loss(model, tokens, num_tokens):
     """The loss of torchtitan: summed over this rank's tokens, divided by those of all ranks."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (
@@ -115,7 +113,7 @@ def sum_loss(model: nn.Module, tokens: Tensor, num_tokens: int) -> Tensor:
     )
 
 
-def batches_of(world_size: int, vocab: int, seq_len: int = 8) -> list[list[Tensor]]:
+def batches_of(world_size, vocab, seq_len=8):
     random = torch.Generator().manual_seed(7)
     return [
         [torch.randint(vocab, (2, seq_len + 1), generator=random) for _ in range(world_size)]
@@ -123,16 +121,11 @@ def batches_of(world_size: int, vocab: int, seq_len: int = 8) -> list[list[Tenso
     ]
 
 
-def num_tokens_of(by_rank: list[Tensor]) -> int:
+def num_tokens_of(by_rank):
     return sum(tokens[:, 1:].numel() for tokens in by_rank)
 
 
-Loss = Callable[[nn.Module, Tensor, int], Tensor]
-
-
-def train(
-    model: nn.Module, steps: Any, rank: int, loss_fn: Loss, is_plain: bool = False
-) -> tuple[Any, dict[str, Tensor]]:
+def train(model, steps, rank, loss_fn, is_plain=False):
     """Train; a plain model, which every rank has whole, has its gradients summed over ranks."""
     optimizer = adamw(model.parameters())
     losses = []
@@ -147,17 +140,17 @@ def train(
     return losses, full_parameters(model)
 
 
-def assert_same_run(ours: Any, plain: Any) -> None:
+def assert_same_run(ours, plain):
     assert ours[0] == plain[0], (ours[0], plain[0])
     names = [re.sub(r"(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in ours[1]]
     assert_same_bits(dict(zip(names, ours[1].values(), strict=True)), plain[1])
 
 
-def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
+def its_own(model, *, parallel_dims, **settings):
     """Stand in for a model's own function: tensor parallelism, then shards, as torchtitan does."""
-    sharding: Any = sys.modules["torchtitan.distributed.fsdp"]
+    sharding = sys.modules["torchtitan.distributed.fsdp"]
     mesh = parallel_dims.meshes[0]
-    options: dict[str, Any] = {"mesh": mesh}
+    options = {"mesh": mesh}
     if parallel_dims.tp > 1:
         for layer in model.layers.values():
             plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
@@ -174,12 +167,12 @@ def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
     return model
 
 
-def with_stand_in(model: nn.Module, **given: Any) -> nn.Module:
+def with_stand_in(model, **given):
     """Call a model's function with ours in it, as where torchtitan itself is not there."""
     torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchtitan, "load_neighbour", lambda *_: None)
-        patch.setitem(sys.modules, "torchtitan.distributed.fsdp", torchs)  # type: ignore[arg-type]
+        patch.setitem(sys.modules, "torchtitan.distributed.fsdp", torchs)
         made = torchtitan.with_shardwise(its_own)(model, **given)
     assert torchs.fully_shard is torch.distributed.fsdp.fully_shard  # as it was
     return made
@@ -201,7 +194,7 @@ def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_s
     for (name, p), q in zip(model.named_parameters(), start.parameters(), strict=True):
         assert_rounded_alike(
             p.grad.full_tensor(), q.grad, of_gradient(8, 11, 8, 11, 8, over=64), name
-        )  # type: ignore[union-attr]
+        )
 
 
 @pytest.mark.skipif(
@@ -225,8 +218,8 @@ def test_axes_that_are_all_data_parallel_need_no_names(rank, world_size):
 
 @on_ranks(1)
 def test_what_the_engine_lacks_is_refused_before_anything_changes():
-    on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])  # type: ignore[list-item]
-    cases: list[tuple[str, dict[str, Any]]] = [
+    on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])
+    cases = [
         ("spmd_backend='full_dtensor'", {"parallelism": {"spmd_backend": "full_dtensor"}}),
         ("enable_fsdp_symm_mem", {"parallelism": {"enable_fsdp_symm_mem": True}}),
         ("disable_cuda_graphs", {"parallel_dims": on_gpu}),
@@ -241,7 +234,7 @@ def test_what_the_engine_lacks_is_refused_before_anything_changes():
 # -- torchtitan itself
 
 
-def titan() -> Any:
+def titan():
     """Return what the tests need of torchtitan, told to run on the CPU."""
     pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
     import torchtitan.config
@@ -266,7 +259,7 @@ def titan() -> Any:
     )
 
 
-def llama_config(t: Any, tied: bool = False) -> Any:
+def llama_config(t, tied=False):
     """Two layers of torchtitan's debug model, with the attention that runs on a CPU."""
     config = t.model_registry("debugmodel", attn_backend="varlen").model
     config.layers = config.layers[:2]
@@ -276,9 +269,7 @@ def llama_config(t: Any, tied: bool = False) -> Any:
     return config
 
 
-def build_llama(
-    t: Any, world_size: int, *, ac: Any = None, compiled: bool = False, **changed: Any
-) -> nn.Module:
+def build_llama(t, world_size, *, ac=None, compiled=False, **changed):
     """Build a model as torchtitan's Trainer does: on meta, parallelized, emptied, initialised."""
     parallelism = t.ParallelismConfig(
         data_parallel_replicate_degree=changed.get("replicas", 1),
@@ -301,37 +292,37 @@ def build_llama(
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # type: ignore[operator]
+        model.init_weights(buffer_device=None)
     return model.train()
 
 
-def plain_like(t: Any, model: nn.Module, tied: bool = False) -> nn.Module:
+def plain_like(t, model, tied=False):
     """Build the plain model with the values of a sharded one."""
-    plain: nn.Module = llama_config(t, tied).build()
-    plain.init_weights(buffer_device=None)  # type: ignore[operator]
+    plain = llama_config(t, tied).build()
+    plain.init_weights(buffer_device=None)
     with torch.no_grad():
         for to, of in zip(plain.parameters(), model.parameters(), strict=True):
             to.copy_(full(of))
     return plain.train()
 
 
-def train_llama(rank: int, world_size: int) -> None:
+def train_llama(rank, world_size):
     t = titan()
     steps = batches_of(world_size, 2048)
     cross_entropy = t.CrossEntropyLoss.Config().build()
 
-    def loss_fn(model: Any, tokens: Tensor, num_tokens: int) -> Tensor:
+    def loss_fn(model, tokens, num_tokens):
         loss, _ = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(num_tokens))
         return loss
 
-    def chunked(model: Any, tokens: Tensor, num_tokens: int) -> Tensor:
+    def chunked(model, tokens, num_tokens):
         wrapper = t.ChunkedLossWrapper.Config(loss_fn=t.CrossEntropyLoss.Config()).build()
         wrapper.set_lm_head(model.lm_head)
         model._skip_lm_head = True
         loss, _ = wrapper(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(num_tokens))
         return loss
 
-    cases: list[dict[str, Any]] = [
+    cases = [
         {},
         {"replicas": world_size},
         {"spmd_backend": "partial_dtensor", "ac": t.SelectiveAC.Config()},
