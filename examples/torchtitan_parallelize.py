@@ -27,7 +27,7 @@ def train(device: torch.device) -> None:
     num_ranks = dist.get_world_size()
     torchtitan_dims.device_type = device.type  # it is "cuda" on machines without an accelerator
     spec = model_registry("debugmodel", attn_backend="varlen")
-    parallelize = with_shardwise(spec.parallelize_fn)  # the only line that is about Shardwise
+    spec.parallelize_fn = with_shardwise(spec.parallelize_fn)  # the only line about Shardwise
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:  # an attention that runs on a CPU too
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -36,7 +36,7 @@ def train(device: torch.device) -> None:
     dims.build_mesh()
     with torch.device("meta"):
         model = spec.model.build()
-    model = parallelize(
+    model = spec.parallelize_fn(
         model,
         parallel_dims=dims,
         training=TrainingConfig(disable_cuda_graphs=True),  # bf16 copies of fp32 shards
