@@ -26,7 +26,6 @@ from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planned import Plan
-from shardwise.plan.planning import Model
 from shardwise.plan.request import ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state
@@ -37,6 +36,7 @@ from shardwise.train.text import load_tokenizer
 
 if TYPE_CHECKING:
     from shardwise.plan.model.models import ModelSource
+    from shardwise.plan.planning import Model
     from shardwise.train.decoder import Decoder
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
+from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, Dtypes, row_of
 from shardwise.precisions import REDUCE_FORMATS, Coding, GatherName, ReduceName, plain_precision
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES, LayoutName, ReduceEvery
@@ -47,6 +48,9 @@ class Candidate:
     ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
     takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
+
+    **Raises** ConfigError for a precision or an optimizer that is in no table, and for settings
+    that contradict each other.
     """
 
     stage: int = 3
@@ -82,11 +86,18 @@ class Candidate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", plain_precision(self.precision))
+        row_of(PRECISIONS, self.precision, "precision")
+        row_of(OPTIMIZERS, self.optimizer, "optimizer")
         object.__setattr__(self, "offload", planned_offload(self.offload))
         if self.gather is not None:
             check_coded(self.gather, STAGES[self.stage], self.offload, self.layout)
         if self.step_in_backward and self.accumulation > 1:
             raise ConfigError(f"step_in_backward: {no_window(self.accumulation)}")
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes of each kind of tensor."""
+        return PRECISIONS[self.precision]
 
     @property
     def coding(self) -> Coding | None:

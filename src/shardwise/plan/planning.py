@@ -28,9 +28,11 @@ is read from disks from the step's begin on hides behind the whole window, not b
 micro-batches: there the window is played up to 32 of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
@@ -54,34 +56,13 @@ from shardwise.plan.step.program import Compute
 from shardwise.plan.timing.breakdown import Simulated
 from shardwise.plan.timing.simulate import simulate
 
+if TYPE_CHECKING:
+    from shardwise.plan.model.traced import TracedModel
+
+    Model = ShapedModel | TracedModel  # where tapes come from: formulas of a decoder, or a trace
+
 _LONGEST_PLAYED = 3
 _LONGEST_WITH_DISKS = 32
-
-
-class Model(Protocol):
-    """Where tapes come from: a module that was traced, or the formulas of a decoder."""
-
-    @property
-    def name(self) -> str:
-        """The user's name for the model."""
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters, tied ones counted once."""
-
-    @property
-    def seq(self) -> int:
-        """Tokens in a window."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks for the user on how the tapes are made."""
-
-    def check_degrees(self, candidate: Candidate) -> None:
-        """Refuse degrees that the model cannot have. **Raises** ConfigError, naming one."""
-
-    def tape(self, candidate: Candidate) -> Tape:
-        """Return one rank's micro-batch under the candidate's batch, precision and degrees."""
 
 
 class Memory(NamedTuple):

@@ -118,15 +118,10 @@ def read_calibration(path: Path) -> Calibration:
             f"{path}: expected a calibration, as `shardwise bench --calibrate` writes it"
         )
     version = checked_value(_Count, values.get("version"), f"{path}: version")
-    if version > VERSION:
+    if version != VERSION:
         raise ConfigError(
-            f"{path}: version: expected at most {VERSION}, got {version}; it was written by a "
-            "later shardwise, so update this one or measure again"
-        )
-    if version < VERSION:
-        raise ConfigError(
-            f"{path}: version: expected {VERSION}, got {version}, whose sizes of attention's "
-            "backward pass are counted in another way; measure again"
+            f"{path}: version: expected {VERSION}, got {version}, of another shardwise; measure "
+            "again with this one"
         )
     curves = values.get("curves")
     if isinstance(curves, dict):

@@ -139,11 +139,6 @@ class Node:
     host: Host
     source: str
 
-    def __post_init__(self) -> None:
-        where = f"node {self.name!r}"
-        check_whole(self.num_accelerators, f"{where}: num_accelerators", 1024)
-        check_whole(self.num_nics, f"{where}: num_nics", 1024)
-
     @property
     def nics_per_rank(self) -> float:
         """NICs that one rank has for itself when all ranks of the node send."""
@@ -156,10 +151,6 @@ class Cluster:
 
     node: Node
     num_nodes: int = 1
-
-    def __post_init__(self) -> None:
-        check_whole(self.num_nodes, "cluster: num_nodes", MAX_RANKS)
-        check_whole(self.num_ranks, "cluster: number of ranks", MAX_RANKS)
 
     @property
     def num_ranks(self) -> int:
@@ -267,11 +258,6 @@ def find_link(name: str) -> Link:
     return _found("link", name, links(), read_table("nodes")["aliases"])
 
 
-def find_host(name: str) -> Host:
-    """Return a host by name. **Raises** ConfigError with the nearest names."""
-    return _found("host", name, hosts())
-
-
 def _found(
     what: str, name: str, table: Mapping[str, _Row], aliases: Mapping[str, str] | None = None
 ) -> _Row:
@@ -314,7 +300,7 @@ def make_cluster(
     if num_nics is None:  # as many per GPU as usual, and at least one
         num_nics = max(1, usual["nics"] * per_node // usual["per_node"])
     check_whole(num_nics, "num_nics", 1024)
-    found = find_host(host or accelerator.host)
+    found = _found("host", host or accelerator.host, hosts())
     both = found.device_link, links()[accelerator.host_link]
     slower = min(both, key=lambda each: each.bandwidth_bytes_per_s)
     node = Node(

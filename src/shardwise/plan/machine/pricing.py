@@ -36,7 +36,6 @@ from shardwise.plan.machine.links import (
     send_seconds,
 )
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
-from shardwise.plan.sizes import PRECISIONS, row_of
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
 from shardwise.plan.tables import read_table
 
@@ -212,7 +211,7 @@ class Prices:
         """Return every figure that these prices stand on, with its source, for the report."""
         node = self.cluster.node
         chip, host = node.accelerator, node.host
-        dtype = row_of(PRECISIONS, self.candidate.precision, "precision").compute
+        dtype = self.candidate.dtypes.compute
         figures = [
             ("peak", chip.flops_per_s(dtype), "FLOP/s", f"dense, {dtype}", chip.source),
             ("memory", chip.memory_bytes_per_s, "B/s", f"of {chip.name}", chip.source),

@@ -26,7 +26,6 @@ from shardwise.plan.model.tape import (
     Visit,
     Work,
 )
-from shardwise.plan.sizes import PRECISIONS, row_of
 
 # Fields of an `Execution` that are the candidate's.
 _SAME = ("micro_batch", "activation_checkpointing", "accumulation", "cp_method", *ALL_DEGREES)
@@ -91,8 +90,56 @@ class ShapedModel:
         return (*self._notes, how, *([even] if self._shape.experts is not None else []))
 
     def check_degrees(self, candidate: Candidate) -> None:
-        """Refuse degrees that the shape cannot have. **Raises** ConfigError, naming one."""
-        _check_degrees(self._shape, self.seq, candidate)
+        """Refuse degrees that leave a rank with a part of a head, of a token or of a layer.
+
+        **Raises** ConfigError, naming one.
+        """
+        for name in ("micro_batch", "accumulation", *ALL_DEGREES):
+            if getattr(candidate, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(candidate, name)}")
+        shape, seq, tensor, context = self._shape, self.seq, candidate.tp, candidate.cp
+        experts = shape.experts
+        widths = [(shape.heads, "heads")]
+        if experts is None or experts.dense_layers:
+            widths.append((shape.ffn, "columns of the feed-forward"))
+        if experts is not None and experts.shared:
+            widths.append((experts.shared * experts.ffn, "columns of the shared experts"))
+        for size, what in widths:
+            if size % tensor:
+                raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
+        if shape.kv_heads % tensor and tensor % shape.kv_heads:
+            raise ConfigError(
+                f"tp={tensor}: expected a divisor or a multiple of the model's "
+                f"{shape.kv_heads} key-value heads"
+            )
+        if candidate.pp > shape.layers:
+            raise ConfigError(
+                f"pp={candidate.pp}: expected at most one stage for each "
+                f"of the model's {shape.layers} layers"
+            )
+        if seq % context:
+            raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
+        heads = shape.heads // tensor
+        if candidate.cp_method == "heads" and heads % context:
+            raise ConfigError(
+                f"cp={context}: by heads, expected a divisor of the {heads} heads that a rank has; "
+                "take cp_method gather"
+            )
+        if candidate.cp_method == "ring" and context > 1 and seq % (2 * context):
+            raise ConfigError(
+                f"cp={context}: by ring, expected 2 x cp to divide the windows' {seq} tokens; take "
+                "cp_method gather"
+            )
+        num = 0 if experts is None or experts.dense_layers >= shape.layers else experts.num
+        if candidate.ep > 1 and (not num or num % candidate.ep):
+            have = f"{num} experts" if num else "experts, and it has none"
+            raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
+        region = candidate.num_shards * context * tensor
+        if region % candidate.ep:
+            raise ConfigError(
+                f"ep={candidate.ep}: expected a divisor of dp_shard x cp x tp = "
+                f"{candidate.num_shards} x {context} x {tensor} = {region}"
+            )
 
     def tape(self, candidate: Candidate, stage: int = 0) -> Tape:
         """Return one rank's micro-batch; with a pipeline, on one of its stages."""
@@ -143,62 +190,12 @@ class ShapedModel:
             seq=self.seq,
             pp_rank=stage,
             all_forward_first=candidate.pp_schedule == "gpipe",
-            dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
+            dtype=candidate.dtypes.compute,
             implementation="compiled" if is_compiled else self._eager,
             # Compiled layers have the bytes of theirs by the table of losses.
             loss="freed" if is_compiled and candidate.loss == "eager" else candidate.loss,
             on_cpu=candidate.transport == "point_to_point",
             **{name: getattr(candidate, name) for name in _SAME},
-        )
-
-
-def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
-    """Refuse degrees that leave a rank with a part of a head, of a token or of a layer."""
-    for name in ("micro_batch", "accumulation", *ALL_DEGREES):
-        if getattr(candidate, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {getattr(candidate, name)}")
-    tensor, context = candidate.tp, candidate.cp
-    experts = shape.experts
-    widths = [(shape.heads, "heads")]
-    if experts is None or experts.dense_layers:
-        widths.append((shape.ffn, "columns of the feed-forward"))
-    if experts is not None and experts.shared:
-        widths.append((experts.shared * experts.ffn, "columns of the shared experts"))
-    for size, what in widths:
-        if size % tensor:
-            raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
-    if shape.kv_heads % tensor and tensor % shape.kv_heads:
-        raise ConfigError(
-            f"tp={tensor}: expected a divisor or a multiple of the model's "
-            f"{shape.kv_heads} key-value heads"
-        )
-    if candidate.pp > shape.layers:
-        raise ConfigError(
-            f"pp={candidate.pp}: expected at most one stage for each "
-            f"of the model's {shape.layers} layers"
-        )
-    if seq % context:
-        raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
-    heads = shape.heads // tensor
-    if candidate.cp_method == "heads" and heads % context:
-        raise ConfigError(
-            f"cp={context}: by heads, expected a divisor of the {heads} heads that a rank has; "
-            "take cp_method gather"
-        )
-    if candidate.cp_method == "ring" and context > 1 and seq % (2 * context):
-        raise ConfigError(
-            f"cp={context}: by ring, expected 2 x cp to divide the windows' {seq} tokens; take "
-            "cp_method gather"
-        )
-    num = 0 if experts is None or experts.dense_layers >= shape.layers else experts.num
-    if candidate.ep > 1 and (not num or num % candidate.ep):
-        have = f"{num} experts" if num else "experts, and it has none"
-        raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
-    region = candidate.num_shards * context * tensor
-    if region % candidate.ep:
-        raise ConfigError(
-            f"ep={candidate.ep}: expected a divisor of dp_shard x cp x tp = {candidate.num_shards} "
-            f"x {context} x {tensor} = {region}"
         )
 
 

@@ -7,7 +7,6 @@ from shardwise.plan.candidate import ALL_DEGREES, Candidate
 from shardwise.plan.model.models import ModelSource
 from shardwise.plan.model.tape import Tape
 from shardwise.plan.model.tracing import trace
-from shardwise.plan.sizes import PRECISIONS, DtypeName, row_of
 from shardwise.quantities import format_count
 
 
@@ -60,30 +59,24 @@ class TracedModel:
                 f"activation_checkpointing={checkpointing!r}: a traced module knows 'none' and "
                 "'full'"
             )
-        dtype = row_of(PRECISIONS, candidate.precision, "precision").compute
+        dtype = candidate.dtypes.compute
         key = (candidate.micro_batch, dtype, checkpointing, candidate.units)
         if key not in self._tapes:
-            self._tapes[key] = self._trace(*key)
+            self._tapes[key] = self._trace(candidate)
         return self._tapes[key]
 
-    def _trace(
-        self,
-        micro_batch: int,
-        dtype: DtypeName,
-        checkpointing: str,
-        units: tuple[str, ...] | None,
-    ) -> Tape:
-        checkpointed = checkpointing == "full"
+    def _trace(self, candidate: Candidate) -> Tape:
+        checkpointed = candidate.activation_checkpointing == "full"
         if checkpointed not in self._modules:
             self._modules[checkpointed] = self._source.build(checkpointed)
         try:
             tape = trace(
                 self._modules[checkpointed],
-                lambda: self._source.make_batch(micro_batch, self.seq),
+                lambda: self._source.make_batch(candidate.micro_batch, self.seq),
                 self._source.loss,
                 name=self.name,
-                compute_dtype=dtype,
-                units=units,
+                compute_dtype=candidate.dtypes.compute,
+                units=candidate.units,
             )
         except ConfigError as error:
             raise ConfigError(f"{error}{self._source.fed}") from error

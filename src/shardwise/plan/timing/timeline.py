@@ -10,9 +10,10 @@ Source: Trace Event Format (Google, the trace-event profiling tool): JSON object
 events X, metadata events M, flow events s and f; times in microseconds.
 """
 
+from dataclasses import asdict
 from typing import Any, get_args
 
-from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream, Transfer
+from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream
 from shardwise.plan.timing.breakdown import COMMUNICATING, Simulated, category, unit_name
 from shardwise.trace_events import ChromeTrace
 
@@ -87,20 +88,7 @@ def _name(program: Program, op: Op) -> str:
 
 
 def _work_args(op: Op) -> dict[str, object]:
-    match op.work:
-        case Compute(costs):
-            return {
-                "flops": sum(cost.flops for cost in costs),
-                "moved_bytes": sum(cost.moved_bytes for cost in costs),
-                "num_ops": sum(cost.num_ops for cost in costs),
-            }
-        case Collective():
-            return {
-                "kind": op.work.kind,
-                "axis": op.work.axis,
-                "payload_bytes": op.work.payload_bytes,
-                "sent_bytes": op.work.sent_bytes,
-                "num_messages": op.work.num_messages,
-            }
-        case Transfer():
-            return {"link": op.work.link, "num_bytes": op.work.num_bytes}
+    if not isinstance(op.work, Compute):
+        return asdict(op.work)
+    names = "flops", "moved_bytes", "num_ops"
+    return {name: sum(getattr(cost, name) for cost in op.work.costs) for name in names}
