@@ -19,8 +19,7 @@ from shardwise.plan.candidate import ALL_DEGREES, Candidate, Checkpointing
 from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planned import Plan
-from shardwise.plan.planning import plan
+from shardwise.plan.planning import Plan, plan
 
 GIB = 2**30
 MemoryKind = Literal["allocated", "reserved", "device"]

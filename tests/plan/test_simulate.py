@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.pricing import Slowed
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
 from shardwise.plan.timing.simulate import simulate
 
@@ -169,8 +168,11 @@ def test_one_slow_rank_makes_the_step_as_long_as_if_all_were_slow(made, shape, d
         return times[index] * factor
 
     expected = event_simulation(ops, took, *shape)
-    prices = Slowed(Given(times), device, link)
-    one = simulate(Program(("", "a", "b"), tuple(ops)), prices.seconds)
+    priced, factors = Given(times), {Compute: device, Collective: link}
+    one = simulate(
+        Program(("", "a", "b"), tuple(ops)),
+        lambda op: priced.seconds(op) * factors.get(type(op.work), 1.0),
+    )
     assert one.step_s == max(end for _, end in expected.values())
     assert [(span.start_s, span.end_s) for span in one.spans] == [
         expected[index, *slow] for index in range(len(ops))

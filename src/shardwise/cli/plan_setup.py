@@ -25,7 +25,7 @@ from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Plan
 from shardwise.plan.request import ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
 from shardwise.plan.step.play import resting_state
@@ -237,7 +237,7 @@ def _model(
             + ("leave --units out" if shape is not None else remedy)
         )
     assert not isinstance(source, Preset)
-    from shardwise.plan.model.traced import TracedModel
+    from shardwise.plan.model.models import TracedModel
 
     return TracedModel(source, seq)
 

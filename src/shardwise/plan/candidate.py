@@ -141,19 +141,6 @@ class Candidate:
         """Ranks over which the experts that a rank has are sharded (efsdp)."""
         return self.num_shards * self.cp * self.tp // self.ep
 
-    @property
-    def has_shards(self) -> bool:
-        """Tell whether anything is sharded over several ranks: parameters, or experts."""
-        return self.num_shards * self.cp > 1 or (self.ep > 1 and self.expert_shards > 1)
-
-    @property
-    def with_inputs_away(self) -> "tuple[Candidate, ...]":
-        """The same with inputs of its blocks on the host; none where no block is checkpointed."""
-        moves = self.offload.activations != "device"
-        if self.activation_checkpointing != "full" or moves:
-            return ()
-        return (replace(self, offload=replace(self.offload, activations="cpu")),)
-
     @cached_property
     def label(self) -> str:
         """Describe the candidate in one line: its settings by name, without defaults."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.step.ledger import Ledger
+from shardwise.plan.step.program import Ledger
 from shardwise.quantities import format_bytes
 
 _MIB = 1 << 20

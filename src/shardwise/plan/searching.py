@@ -43,12 +43,10 @@ from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import memory_interval, node_room
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.planned import Plan
-from shardwise.plan.planning import Memory, num_groups, plan, plan_memory
+from shardwise.plan.planning import Memory, Plan, num_groups, plan, plan_memory
 from shardwise.plan.sizes import DTYPE_BYTES
-from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
-from shardwise.plan.step.program import Compute
+from shardwise.plan.step.program import Compute, Ledger, Rest
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES, LayoutName, ReduceEvery
 
@@ -240,7 +238,9 @@ def _families(space: Space, base: Candidate, offloads: Sequence[Offload]) -> Ite
         is_same = not stage.frees_after_backward and offload.params == "cpu"
         if is_same and replace(offload, params="device") in offloads:
             continue  # full parameters stay on the device
-        gathers = candidate.has_shards and stage.shards_state
+        is_cut = candidate.num_shards * candidate.cp > 1
+        is_cut |= candidate.ep > 1 and candidate.expert_shards > 1
+        gathers = is_cut and stage.shards_state
         if gathers or ahead == space.prefetch_units[0]:
             yield candidate, ahead
 
@@ -530,8 +530,10 @@ class _Search:
 
     def _play(self, candidate: Candidate, family: Family) -> None:
         tape = self._model.tape(candidate)
-        moved = candidate.with_inputs_away if self._space.may_move_inputs else ()
-        for each in (candidate, *moved):
+        ways, is_whole = [candidate], candidate.activation_checkpointing == "full"
+        if self._space.may_move_inputs and is_whole and candidate.offload.activations == "device":
+            ways.append(replace(candidate, offload=replace(candidate.offload, activations="cpu")))
+        for each in ways:
             memory = plan_memory(self._model, self._cluster, each, tape)
             self.num_played += 1
             self.num_met += 1

@@ -43,8 +43,7 @@ from pydantic import Field
 
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.hardware import Link, Node
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+from shardwise.plan.step.program import CollectiveKind
 
 Unit = Literal["flops", "bytes"]
 _Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -86,32 +86,6 @@ class Pricer(Protocol):
 
 
 @dataclass(frozen=True)
-class Slowed:
-    """Prices of a cluster whose slowest device and slowest link take so many times as long.
-
-    All ranks wait for that device and that link, see Note [One rank stands for all].
-    """
-
-    prices: Pricer
-    device: float = 1.0
-    link: float = 1.0
-
-    @property
-    def overlap(self) -> float:
-        """Share of the shorter that is hidden when a collective and a computation both run."""
-        return self.prices.overlap
-
-    def seconds(self, op: Op) -> float:
-        """Return the seconds of an operation; copies and disks are as fast as usual."""
-        factor = {Compute: self.device, Collective: self.link}.get(type(op.work), 1.0)
-        return self.prices.seconds(op) * factor
-
-    def assumptions(self) -> tuple[str, ...]:
-        """Return every figure that the prices stand on."""
-        return self.prices.assumptions()
-
-
-@dataclass(frozen=True)
 class Prices:
     """Prices of one candidate's operations on a cluster.
 

@@ -1,7 +1,7 @@
 """Tapes of decoders from the formulas of their shapes: nothing is built and nothing is traced.
 
-`activations` has the bytes that a layer makes and keeps, `live` those alive meanwhile, `costs` its
-operations. This file puts them in program order.
+`layers` has the bytes that a layer makes and keeps, and its operations, `live` the bytes alive
+meanwhile. This file puts them in program order.
 """
 
 from collections import Counter
@@ -12,8 +12,14 @@ from typing import NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
-from shardwise.plan.model.activations import Execution, Implementation, stream_bytes
-from shardwise.plan.model.costs import eager_cost, layer_costs, recomputed_costs
+from shardwise.plan.model.layers import (
+    Execution,
+    Implementation,
+    eager_cost,
+    layer_costs,
+    recomputed_costs,
+    stream_bytes,
+)
 from shardwise.plan.model.live import DecoderLive
 from shardwise.plan.model.shapes import DecoderShape, Matrix
 from shardwise.plan.model.tape import (
@@ -205,7 +211,7 @@ def _tape(shape: DecoderShape, run: Execution) -> Tape:
 
     **Cost** linear in the number of layers, no tensors.
 
-    **Source** ``data/layers.toml``, and the Notes of `activations`, `live` and `costs`.
+    **Source** ``data/layers.toml``, and the Notes of `layers` and `live`.
     """
     live, kinds = DecoderLive(shape, run), run.layers_of(shape)
     made = {kind: _layer(kind, live) for kind in set(kinds.values())}

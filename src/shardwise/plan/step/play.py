@@ -22,10 +22,9 @@ from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, weigh
-from shardwise.plan.step.ledger import Ledger, Played, Rest
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Inputs, Offloading
-from shardwise.plan.step.program import AxisName
+from shardwise.plan.step.program import AxisName, Ledger, Played, Rest
 from shardwise.plan.step.recorder import Recorder
 from shardwise.stages import STAGES, Stage, UnitSettings
 

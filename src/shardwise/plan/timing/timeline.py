@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream
-from shardwise.plan.timing.breakdown import COMMUNICATING, Simulated, category, unit_name
+from shardwise.plan.timing.simulate import COMMUNICATING, Simulated, category
 from shardwise.trace_events import ChromeTrace
 
 _LABELLED = ("unshard", "reduce")
@@ -57,7 +57,7 @@ def _add_ops(trace: ChromeTrace, simulated: Simulated) -> None:
 
     for op, (start_s, end_s) in zip(ops, spans, strict=True):
         args: dict[str, object] = {
-            "unit": unit_name(program, op),
+            "unit": program.unit_names[op.unit],
             "phase": op.phase,
             "micro_batch": op.micro_batch,
             **_work_args(op),
@@ -69,7 +69,7 @@ def _add_ops(trace: ChromeTrace, simulated: Simulated) -> None:
         if start_s > free and op.after:
             cause = ops[max(op.after, key=lambda j: spans[j].end_s)]
             if cause.phase in _LABELLED and isinstance(cause.work, Collective):
-                name = f"shardwise.wait_{cause.phase}({unit_name(program, cause)})"
+                name = f"shardwise.wait_{cause.phase}({program.unit_names[cause.unit]})"
                 args = {"phase": op.phase, "micro_batch": op.micro_batch}
                 trace.add_span(name, "wait", place(op, free), begin[2], args)
         free = end_s
@@ -80,7 +80,7 @@ def _add_ops(trace: ChromeTrace, simulated: Simulated) -> None:
 
 
 def _name(program: Program, op: Op) -> str:
-    unit = unit_name(program, op)
+    unit = program.unit_names[op.unit]
     if op.phase in _LABELLED and isinstance(op.work, Collective):
         return f"shardwise.{op.phase}({unit})"
     what = f"{op.phase} {category(op)}" if isinstance(op.work, Collective) else op.phase

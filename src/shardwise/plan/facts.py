@@ -10,10 +10,10 @@ from dataclasses import asdict
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.planned import Plan
+from shardwise.plan.planning import Plan
 from shardwise.plan.searching import SearchResult
-from shardwise.plan.step.ledger import Moment
-from shardwise.plan.timing.breakdown import Simulated
+from shardwise.plan.step.program import Moment
+from shardwise.plan.timing.simulate import Simulated
 
 
 def plan_facts(plan: Plan) -> dict[str, object]:
