@@ -20,7 +20,7 @@ from shardwise.plan.machine.calibration import (
     read_calibration,
     write_calibration,
 )
-from shardwise.plan.machine.links import Curve
+from shardwise.plan.machine.pricing import Curve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer

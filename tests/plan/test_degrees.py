@@ -13,8 +13,7 @@ from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.facts import plan_facts
 from shardwise.plan.machine.hardware import make_cluster
-from shardwise.plan.machine.links import send_seconds
-from shardwise.plan.machine.pricing import Prices
+from shardwise.plan.machine.pricing import Prices, send_seconds
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts, gpt_shape
 from shardwise.plan.model.tape import Tape

@@ -28,8 +28,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.facts import plan_facts
 from shardwise.plan.machine.hardware import make_cluster
-from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
-from shardwise.plan.machine.pricing import Prices
+from shardwise.plan.machine.pricing import Group, Prices, all_to_all_seconds, send_seconds
 from shardwise.plan.model.layers import Execution, layer_bytes
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, Experts

@@ -38,8 +38,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.machine.links import place, send_seconds
-from shardwise.plan.machine.pricing import Pricer, Prices
+from shardwise.plan.machine.pricing import Pricer, Prices, place, send_seconds
 from shardwise.plan.margins import (
     UNSEEN_MEMORY,
     UNSEEN_TIME,

@@ -23,8 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
-from shardwise.plan.machine.links import Curve, Unit
-from shardwise.plan.machine.pricing import describe_figure
+from shardwise.plan.machine.pricing import Curve, Unit, describe_figure
 from shardwise.plan.model.tape import DEGREE_KINDS, Cost
 from shardwise.plan.step.program import Collective, Op, OpPhase, Transfer
 from shardwise.spelling import did_you_mean

@@ -60,8 +60,7 @@ from typing import Literal
 from shardwise.plan.candidate import Checkpointing, ContextMethod, LossKind
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import Cost, CostKind
-from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
-from shardwise.plan.tables import read_table
+from shardwise.plan.sizes import DTYPE_BYTES, DtypeName, read_table
 
 Implementation = Literal["decoder", "transformers", "compiled"]
 _KIND_BYTES = {"float32": 4, "int64": 8}

@@ -41,7 +41,8 @@ def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
     **Cost** about 20 microseconds per event of the tape and micro-batch; no tensors.
     """
     player = _Player(tape, candidate)
-    player.run()
+    for number in range(candidate.accumulation):
+        player.run(number)
     player.step(clips)
     return player.result()
 
@@ -125,12 +126,8 @@ class _Player:
         self._adds = False
 
     # -- micro-batches
-    def run(self) -> None:
-        """Walk the tape for each micro-batch."""
-        for number in range(self._candidate.accumulation):
-            self._run_micro_batch(number)
-
-    def _run_micro_batch(self, number: int) -> None:
+    def run(self, number: int) -> None:
+        """Walk the tape for one micro-batch."""
         tape, recorder = self._tape, self._recorder
         ends = number == self._candidate.accumulation - 1
         self._is_last = ends and not self._is_stage
