@@ -439,14 +439,13 @@ class _Search:
         model, prices = self._model, self._prices_of(candidate)
         if not isinstance(model, ShapedModel) or not isinstance(prices, Prices):
             return float("inf"), 0
-        least = model.least(candidate)
-        seconds = prices.device_seconds(Compute(least.costs))
+        costs, alive, inputs = model.least(candidate)
+        seconds = prices.device_seconds(Compute(costs))
         passes = candidate.accumulation + candidate.pp - 1
         windows = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
         moves_inputs = self._space.may_move_inputs or candidate.offload.activations != "device"
         whole = moves_inputs and candidate.activation_checkpointing == "full"
-        alive = least.alive_bytes - (least.input_bytes if whole else 0)
-        return windows * model.seq / (passes * seconds), alive
+        return windows * model.seq / (passes * seconds), alive - (inputs if whole else 0)
 
     def _try(self, entry: _Entry) -> None:
         """Reject a way, or go through its families."""

@@ -37,18 +37,6 @@ from shardwise.plan.model.tape import (
 _SAME = ("micro_batch", "activation_checkpointing", "accumulation", "cp_method", *ALL_DEGREES)
 
 
-class Least(NamedTuple):
-    """Lower bounds of a tape: its costs, and bytes.
-
-    ``alive_bytes`` are alive at once, without gradients; ``input_bytes`` of them are inputs of
-    checkpointed blocks.
-    """
-
-    costs: tuple[Cost, ...]
-    alive_bytes: int
-    input_bytes: int
-
-
 class ShapedModel:
     """The tapes of a decoder of a shape, for windows of ``seq`` tokens, on one of its ranks.
 
@@ -156,8 +144,12 @@ class ShapedModel:
             self._tapes[run] = _tape(padded, run)
         return self._tapes[run]
 
-    def least(self, candidate: Candidate) -> Least:
-        """Return lower bounds of the costs and bytes of a micro-batch on the first stage."""
+    def least(self, candidate: Candidate) -> tuple[tuple[Cost, ...], int, int]:
+        """Return lower bounds of a micro-batch on the first stage: its costs, and bytes.
+
+        The first are alive at once, without gradients; the second, a part of them, are inputs of
+        checkpointed blocks.
+        """
         tape = self.tape(candidate)
         works = [event for event in tape.events if isinstance(event, Work)]
         there = most = 0
@@ -170,7 +162,7 @@ class ShapedModel:
             Cost(c.kind, c.dtype, num * c.flops, num * c.moved_bytes, num * c.num_ops)
             for c, num in counts.items()
         )
-        return Least(tuple(costs), most, inputs)
+        return tuple(costs), most, inputs
 
     def stages(self, candidate: Candidate) -> dict[int, Tape]:
         """Return one micro-batch on a rank of each pipeline stage that differs from all others.

@@ -123,16 +123,6 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UnitTimes:
-    """One unit's seconds: computing, communicating, and how long compute stood still before it."""
-
-    name: str
-    compute_s: float
-    communication_s: float
-    waited_s: float
-
-
-@dataclass(frozen=True)
 class Simulated:
     """A simulated step of one rank, with a span for each operation of the program."""
 
@@ -208,22 +198,21 @@ class Simulated:
             phases[op.phase] += span.end_s - span.start_s
         return found
 
-    @cached_property
-    def unit_times(self) -> tuple[UnitTimes, ...]:
-        """One row for each unit, in the program's order of units."""
-        count = len(self.program.unit_names)
-        compute, communication, waited = ([0.0] * count for _ in range(3))
+    @property
+    def unit_seconds(self) -> tuple[dict[str, float], ...]:
+        """Seconds of each unit: computing, communicating, and compute's stand before it."""
+        names = "compute_s", "communication_s", "waited_s"
+        found = tuple(dict.fromkeys(names, 0.0) for _ in self.program.unit_names)
         free = 0.0
         for op, span in zip(self.program.ops, self.spans, strict=True):
-            seconds = span.end_s - span.start_s
+            unit, seconds = found[op.unit], span.end_s - span.start_s
             if op.stream == "compute":
-                compute[op.unit] += seconds
-                waited[op.unit] += span.start_s - free
+                unit["compute_s"] += seconds
+                unit["waited_s"] += span.start_s - free
                 free = span.end_s
             elif isinstance(op.work, Collective):
-                communication[op.unit] += seconds
-        rows = zip(self.program.unit_names, compute, communication, waited, strict=True)
-        return tuple(UnitTimes(*row) for row in rows)
+                unit["communication_s"] += seconds
+        return found
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
