@@ -43,7 +43,7 @@ def facts() -> dict[str, Any]:
     return {
         "params": made.num_params,
         "sent_bytes": [sent["shard.all_gather"], sent["shard.reduce_scatter"]],
-        "flops_per_s": nodes[LINKS[0]].accelerator.peak_flops("bf16"),
+        "flops_per_s": nodes[LINKS[0]].accelerator.peak_flops(made.matmul_dtype),
         "bytes_per_s": {link: node.intra.bandwidth_bytes_per_s for link, node in nodes.items()},
     }
 
