@@ -50,16 +50,16 @@ def both(params):
     return shardwise.optim.Mixed(muon, rest)
 
 
-def sharded(stage, layout="matrices"):
-    return shardwise.shard(Model(), stage=stage, layout=layout, units=[nn.Sequential])
+def sharded(stage, layout="matrices", mesh=None):
+    return shardwise.shard(Model(), stage=stage, layout=layout, units=[nn.Sequential], mesh=mesh)
 
 
 def values(model):
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def check_steps(rank, num_ranks, stage):
-    model = sharded(stage)
+def check_steps(rank, num_ranks, stage, mesh=None):
+    model = sharded(stage, mesh=mesh)
     optimizer = both(model.parameters())
     for step in range(STEPS):
         for micro in range(2):
@@ -71,7 +71,8 @@ def check_steps(rank, num_ranks, stage):
         assert dict(shardwise.debug.stats(model).num_collectives) == before
         optimizer.zero_grad()
     of_step = [[[batch(r, s, m) for r in range(num_ranks)] for m in range(2)] for s in range(STEPS)]
-    truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, stage >= 2)
+    replicas = 1 if mesh is None else mesh["replicate"].size()
+    truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, stage >= 2, replicas)
     assert_same_bits(values(model), truth.parameters)
 
 
@@ -86,19 +87,9 @@ def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks
 @on_ranks(2)
 def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
     """Groups of one rank neither average nor add twice (Megatron-LM#6660), nor send."""
-    of_step = [[[batch(r, s, m) for r in range(num_ranks)] for m in range(2)] for s in range(STEPS)]
     for sizes in ((1, num_ranks), (num_ranks, 1)):
-        truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, True, sizes[0])
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        model = shardwise.shard(Model(), layout="matrices", units=[nn.Sequential], mesh=mesh)
-        optimizer = both(model.parameters())
-        for step in range(STEPS):
-            for micro in range(2):
-                with shardwise.accumulate(model, last=micro == 1):
-                    (model(batch(rank, step, micro)) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_bits(values(model), truth.parameters)
+        check_steps(rank, num_ranks, 3, mesh)
 
 
 class Whitens(torch.optim.Optimizer):
