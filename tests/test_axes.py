@@ -82,8 +82,7 @@ def ranks_on(axes, name, rank, num_ranks):
     grid = torch.arange(num_ranks).view(sizes)
     place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if dim in chosen else at for dim, at in enumerate(place))
-    found = grid[index].flatten().tolist()
-    return found
+    return grid[index].flatten().tolist()
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,7 @@ def test_a_resume_on_as_many_ranks_goes_on_with_the_same_bits(tmp_path):
 
 
 def local_of(value):
-    found = value.to_local() if hasattr(value, "to_local") else value
-    return found
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def locals_of(state):

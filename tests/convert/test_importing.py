@@ -142,7 +142,6 @@ def test_tensors_of_groups_and_of_state_never_share_a_place(tmp_path):
     source = MemorySource({"0": torch.ones(3)}, optimizer=OptimizerInfo("Own", (group,), state))
     written = import_source(source, tmp_path / "ours", files=FILES)
     with closing(Checkpoint(FILES, written.path)) as ours:
-        assert ours.optimizer is not None
         assert (ours.optimizer.groups[0]["lr"], ours.optimizer.state["0"]["lr"]) == (0.5, 2.0)
 
 

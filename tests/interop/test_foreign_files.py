@@ -535,7 +535,6 @@ def test_a_yaml_fills_what_is_auto_and_a_flag_wins_over_numbers_too(tmp_path):
     file = write(tmp_path, content)
     flags = {"lr": "0.25", "warmup_steps": "5", "optimizer_options": "{eps: 1e-5}"}
     config, report = read(file, {**flags, "micro_batch": "6"})
-    assert config.curve is not None
     assert config.curve.given == {"warmup_num_steps": 5, "warmup_type": "linear"}
     assert config.optimizer_options == {"eps": 1e-5, "amsgrad": True}
     lines = {line.key: line for line in report.lines}

@@ -158,7 +158,6 @@ def by_hand(space, draw):
     tp, pp, cp = draw.choice(space.degrees)
     ranks = 64 // (tp * pp * cp)
     kernels = draw.choice(space.kernels)
-    assert kernels is not None
     num_shards = draw.choice([n for n in (8, ranks) if not ranks % n])
     return replace(
         space.base,
