@@ -172,12 +172,12 @@ def test_steps_that_are_others_are_refused_before_anything_is_read(tmp_path):
     model = shardwise.shard(made(Whole))
     theirs = torch.optim.AdamW(model.parameters(), amsgrad=True)
     train(model, theirs, range(1))
-    shardwise.save(tmp_path, model, theirs)
+    shardwise.save(tmp_path / "saved", model, theirs)
     before = {n: whole(p) for n, p in model.named_parameters()}
     train(model, theirs, range(1))
     changed = {n: whole(p) for n, p in model.named_parameters()}
     with pytest.raises(CheckpointError, match=r"amsgrad=True, which shardwise.optim.AdamW"):
-        shardwise.load(tmp_path, model, AdamW(model.parameters()))
+        shardwise.load(tmp_path / "saved", model, AdamW(model.parameters()))
     assert_bits({n: whole(p) for n, p in model.named_parameters()}, changed, "nothing is read")
-    shardwise.load(tmp_path, model)
+    shardwise.load(tmp_path / "saved", model)
     assert_bits({n: whole(p) for n, p in model.named_parameters()}, before, "the model alone")
