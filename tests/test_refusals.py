@@ -142,6 +142,10 @@ def test_models_that_do_not_fit_are_refused_and_nothing_is_changed(world_size):
     with refused(model, r"different devices \(embed.weight on cuda:0; blocks.0.* on cpu\)"):
         shard(model)
     model = Net()
+    model.extra = nn.Parameter(torch.empty(3, device="meta"))
+    with refused(model, r"'\(root\)' \(Net\) is on the meta device and has no reset_parameters"):
+        shard(model)
+    model = Net()
     model.blocks.to("meta")
     for block in model.blocks:  # a module of the user's that cannot initialise itself
         block.extra = nn.Parameter(torch.empty(3, device="meta"))
