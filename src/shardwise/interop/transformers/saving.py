@@ -234,9 +234,9 @@ def _files(folder: Path, plan: Plan) -> Iterator[Callable[[str, torch.Tensor], N
             try:
                 yield write
             except BaseException:  # on a full disk closing fails again
-                for file, _ in places.values():
+                for opened, _ in places.values():
                     with suppress(OSError):
-                        file.close()
+                        opened.close()
                 raise
         for name, path in temporary.items():
             os.replace(path, folder / name)
