@@ -350,7 +350,7 @@ def test_a_damaged_tensor_is_never_exported(run, tmp_path):
         (["--to", "dcp", "--dtype", "bf16"], "--to hf only"),
         (["--to", "onnx"], "onnx"),
         (["--step", "9"], "no checkpoint of step 9"),
-        (["--config-from", "nowhere"], "--config-from nowhere: there is no such folder"),
+        (["--config-from", "nowhere"], "'--config-from': dir 'nowhere' does not exist"),
     ],
 )
 def test_wrong_options_of_an_export_end_with_code_2(run, tmp_path, options, part):
