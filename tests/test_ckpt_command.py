@@ -191,7 +191,7 @@ def test_how_tensors_are_cut_is_shown(tmp_path):
 
 def test_a_checkpoint_is_shown_for_people(run):
     shown = command("inspect", run / NEWEST).stdout
-    for part in ("AdamW", "lr 0.25", "betas (0.9, 0.99)", "head = up", "16.4 KiB", "stage 0"):
+    for part in ("AdamW", "lr 0.25", "betas [0.9, 0.99]", "head = up", "16.4 KiB", "stage 0"):
         assert part in shown
     assert "foreach" not in shown  # what is not set is left out
 
