@@ -17,7 +17,7 @@ from ranks import HANG_S
 from shardwise.config import PRECISIONS, Precision, Schedule, Units, resolve_config
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
-from shardwise.plan.accounting import Setup
+from shardwise.plan.accounting import Accounting
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.request import PlanRequest
 from shardwise.train.config import TrainConfig, load_config
@@ -63,7 +63,7 @@ SAME = {
 @pytest.mark.parametrize(("name", "said"), [(n, s) for n, all_ in SAME.items() for s in all_])
 def test_a_precision_has_torchs_names_too(name, said, tmp_path):
     assert resolve_config(3, "rows", said).precision == PRECISIONS[name]
-    assert Candidate(precision=said).precision == Setup(2, precision=said).precision == name
+    assert Candidate(precision=said).precision == Accounting(1, 2, precision=said).precision == name
     text = str(said)
     path = tmp_path / "run.yaml"
     path.write_text(f"precision: {text}\n")
@@ -73,12 +73,6 @@ def test_a_precision_has_torchs_names_too(name, said, tmp_path):
     # beside a file that says the same in our words
     other = tmp_path / "ds.json"
     assert load_config(path, {}, (other, {"precision": name})).precision == name
-
-
-def test_a_model_computes_in_the_dtype_that_was_given():
-    model = shardwise.shard(Net(), precision=torch.bfloat16)
-    assert model(torch.randn(2, 4)).dtype is torch.bfloat16
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def names(model):
@@ -114,10 +108,6 @@ SLIPS = [
     (lambda: shardwise.shard(Net(), units="block"), "block matches no module; did you mean Block?"),
     (lambda: shardwise.shard(Net(), units=5), "units=5: expected module classes, their names, or"),
     (lambda: shardwise.shard(Net(), units=[5]), "units: expected module classes, their names, or"),
-    (
-        lambda: shardwise.shard(Net(), units=Block()),
-        "this Block is not in the model; the model has",
-    ),
     (lambda: shardwise.shard(Net(), precision="bf-16"), "did you mean 'bf16'?"),
     (lambda: shardwise.shard(Net(), precision=torch.int8), "precision=torch.int8: expected one of"),
     (
@@ -125,7 +115,6 @@ SLIPS = [
         "'bf16' stands for Precision(torch.bfloat16, torch.float32, torch.float32)",
     ),
     (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),
-    (lambda: Precision(block=100), "precision.block=100: expected a multiple of 16"),
     (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),
     (lambda: Schedule(prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
     (lambda: Schedule(bucket_bytes=None), "bucket_bytes=None: expected 0 (each"),
@@ -180,18 +169,6 @@ def test_no_precision_keeps_each_parameters_dtype():
     model = Net().bfloat16()
     shardwise.shard(model, precision=None)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_a_root_without_reset_parameters_is_called_the_root():
-    class Bare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
-
-    with torch.device("meta"):
-        model = Bare()
-    with pytest.raises(ConfigError, match=r"'\(root\)' \(Bare\) is on the meta device"):
-        shardwise.shard(model)
 
 
 def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path):

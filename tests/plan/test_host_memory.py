@@ -34,8 +34,7 @@ def make_model():
 
 
 def loss_of(model, batch):
-    found = model(batch).square().mean()
-    return found
+    return model(batch).square().mean()
 
 
 def make_batch():
@@ -50,7 +49,7 @@ def planned(place):
         offload=place,
         transport="point_to_point",
     )
-    sizes = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
+    sizes = {"compute_dtype": "float32", "units": ("Linear",)}
     return play(trace(make_model(), make_batch, loss_of, name="model", **sizes), candidate)
 
 
