@@ -288,6 +288,17 @@ def reading(path: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces that at ``path`` if the block succeeds."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def read_file(files: Files, path: Path, limit: int) -> bytes:
     """Return a whole file. **Raises** DamagedCheckpoint if it is longer than ``limit`` bytes."""
     with files.open(path) as reader:
