@@ -23,9 +23,9 @@ from shardwise.checkpoint.container import (
 )
 from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import TensorInfo
-from shardwise.checkpoint.values import loads
 from shardwise.convert.pieces import Piece, PieceSource, explained, flat_piece
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.strict_json import loads
 
 WEIGHTS_FILE = "model.safetensors"
 _WRITER = "safetensors"
