@@ -5,7 +5,6 @@ elsewhere. Pages of source files have one layout; a few stand for all.
 """
 
 import threading
-from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from browser import MEASURE, browser
-from devtools import Tab, open_browser
+from devtools import open_browser
 
 SITE = Path(__file__).parents[2] / "build" / "site"
 ALL = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
@@ -23,7 +22,7 @@ SOURCES = [page for page in ALL if page.startswith("source/")]
 PAGES = [page for page in ALL if page not in ("index.html", *SOURCES)] + SOURCES[::40]
 KINDS = (
     *("docs/index.html", "docs/how-to/checkpoints.html", "labs/shardwise_labs/lab03/page.html"),
-    *("docs/api.html", "docs/account.html", "docs/mesh.html"),
+    *("docs/api.html", "docs/account.html", "docs/bound.html", "docs/mesh.html"),
     *("docs/owner.html", "docs/step.html", "search.html"),
     "docs/decisions/0052-the-site.html",
 )
@@ -52,19 +51,19 @@ FOUND = "document.querySelectorAll('#search-results li a').length"
 class _Files(SimpleHTTPRequestHandler):
     """Serves the site, and tells the browser to load nothing else."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments, directory=str(SITE))  # type: ignore[arg-type]
+    def __init__(self, *arguments):
+        super().__init__(*arguments, directory=str(SITE))
 
-    def end_headers(self) -> None:
+    def end_headers(self):
         self.send_header("Content-Security-Policy", NOTHING_FROM_ELSEWHERE)
         super().end_headers()
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         pass
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address():
     with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -72,7 +71,7 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def tab(tmp_path_factory):
     with open_browser(browser(), tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 
@@ -80,11 +79,11 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 class _Page(HTMLParser):
     """The anchors of a page, and the addresses that it links to or loads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.anchors, self.targets, self.loaded = {""}, list[str](), list[str]()
+        self.anchors, self.targets, self.loaded = {""}, [], []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         of = {name: value or "" for name, value in attrs}
         self.anchors |= {of.get("id", ""), of.get("name", "")}
         if "href" in of:
@@ -94,7 +93,7 @@ class _Page(HTMLParser):
 
 
 @cache
-def page_at(path: Path) -> _Page:
+def page_at(path):
     page = _Page()
     page.feed(path.read_text(encoding="utf-8"))
     return page
@@ -162,6 +161,15 @@ def test_a_picture_changes_by_keyboard(tab, address):
     assert tab.run(shown) == "device: 14 GB = 13.04 GiB"
     tab.press("ArrowRight", "ArrowRight", 39)
     assert tab.run(shown) == "device: 20 GB = 18.63 GiB"
+    for name, link, wanted in (
+        ("bound", "ethernet-25", "3.125 GB/s: at least 357,149 tokens per rank."),
+        ("owner", "0", "Every rank"),
+        ("mesh", "4", "dp_shard is 1. "),
+    ):
+        tab.open(f"{address}docs/{name}.html")
+        tab.run(f"""(e => {{ e.value = "{link}"; e.dispatchEvent(new Event("input")) }})
+          (document.querySelector(".picture select"))""")
+        assert tab.run("document.querySelector('.picture strong').textContent") == wanted
     tab.open(address + "docs/step.html")
     while tab.run("document.activeElement.tagName") != "SELECT":
         tab.press_tab()
