@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 
 from shardwise import svg
+from shardwise.checkpoint.files import replacing
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 466, 74, 722
 _TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
@@ -27,9 +28,8 @@ def write_picture(metrics: Path, target: Path) -> bool:
     with metrics.open(encoding="utf-8", errors="replace") as lines:
         drawn = loss_svg(lines, f"Loss of {metrics.parent}")
     if drawn:
-        part = target.with_name(f"{target.name}.part")
-        part.write_text(drawn, encoding="utf-8")
-        part.replace(target)
+        with replacing(target) as part:
+            part.write_text(drawn, encoding="utf-8")
     return bool(drawn)
 
 
