@@ -150,21 +150,13 @@ _OWN_CURVES: dict[OpPhase, str] = {
 class CalibratedPrices:
     """Prices of one candidate's operations on the machine that was measured.
 
-    **Raises** ConfigError where the candidate has another number of ranks than were measured
-    together, or asks for something that was not.
+    As many ranks were measured together as the candidate has: those of `cluster_of`.
+
+    **Raises** ConfigError where the candidate asks for something that was not measured.
     """
 
     calibration: Calibration
     candidate: Candidate
-
-    def __post_init__(self) -> None:
-        measured, asked = self.calibration.num_ranks, self.candidate.world_size
-        if measured != asked:
-            raise ConfigError(
-                f"calibration {self.calibration.where}: it was measured with {measured} ranks at "
-                f"once, the candidate has {asked}; measure again with "
-                f"`shardwise bench --calibrate --ranks {asked}`"
-            )
 
     @property
     def overlap(self) -> float:

@@ -56,7 +56,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -124,6 +124,7 @@ class Prices:
     cluster: Cluster
     candidate: Candidate
     is_fitted: bool = True
+    overlap: ClassVar[float] = 1.0  # communication's use of the device is not modelled
     _known: dict[tuple[Compute | Collective | Transfer, bool, bool], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -152,11 +153,6 @@ class Prices:
         found["ep"] = place(ep, 1, per_node)
         found["efsdp"] = place(max(1, region // ep), ep, per_node)
         return found
-
-    @property
-    def overlap(self) -> float:
-        """All of communication can be hidden: its use of the device is not modelled."""
-        return 1.0
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""

@@ -13,8 +13,7 @@ from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.step.footprint import Footprint, Reduce, bucket_of
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
-from shardwise.plan.step.program import AxisName, CollectiveKind
-from shardwise.plan.step.recorder import Recorder
+from shardwise.plan.step.program import AxisName, CollectiveKind, Recorder
 from shardwise.stages import UnitSettings
 
 

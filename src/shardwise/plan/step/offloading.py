@@ -32,8 +32,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, Tape, Visit
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, DtypeName
 from shardwise.plan.step.footprint import Footprint
-from shardwise.plan.step.program import Away
-from shardwise.plan.step.recorder import Recorder
+from shardwise.plan.step.program import Away, Recorder
 
 
 class Offloading:

@@ -24,8 +24,7 @@ from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDoubl
 from shardwise.plan.step.footprint import Footprint, weigh
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Inputs, Offloading
-from shardwise.plan.step.program import AxisName, Ledger, Played, Rest
-from shardwise.plan.step.recorder import Recorder
+from shardwise.plan.step.program import AxisName, Ledger, Played, Recorder, Rest
 from shardwise.stages import STAGES, Stage, UnitSettings
 
 _NORM_BYTES = 8  # the partial norm that clipping sends, float64

@@ -52,7 +52,14 @@ def simulate(
     """
     if not -1 <= overlap <= 1:
         raise ConfigError(f"overlap={overlap!r}: expected -1 to 1 (0: nothing is hidden, 1: all)")
-    took = _contended_seconds(program.ops, _priced(program, seconds), overlap)
+    priced = [float(seconds(op)) for op in program.ops]
+    for index, (op, length_s) in enumerate(zip(program.ops, priced, strict=True)):
+        if not 0 <= length_s < math.inf:
+            raise ConfigError(
+                f"seconds of operation {index} ({op.phase}, {category(op)}): expected 0 or more, "
+                f"got {length_s!r}; check the hardware's figures"
+            )
+    took = _contended_seconds(program.ops, priced, overlap)
     spans: list[Span] = []
     free: dict[Stream, float] = {}
     for op, length_s in zip(program.ops, took, strict=True):
@@ -62,19 +69,6 @@ def simulate(
         free[op.stream] = start_s + length_s
         spans.append(Span(start_s, start_s + length_s))
     return Simulated(program, tuple(spans))
-
-
-def _priced(program: Program, seconds: Callable[[Op], float]) -> list[float]:
-    priced = []
-    for index, op in enumerate(program.ops):
-        took = seconds(op)
-        if not (took >= 0 and math.isfinite(took)):
-            raise ConfigError(
-                f"seconds of operation {index} ({op.phase}, {category(op)}): expected 0 or more, "
-                f"got {took!r}; check the hardware's figures"
-            )
-        priced.append(float(took))
-    return priced
 
 
 def _contended_seconds(
