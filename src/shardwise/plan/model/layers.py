@@ -286,7 +286,8 @@ def layer_costs(shape: DecoderShape, run: Execution, *, backward: bool = False) 
     else:
         # Routed experts are whole, and where they are spread, the tokens of one tp group are shared
         # out; routers score all tokens on all of its ranks.
-        routed, part = shape.routed_flops_per_token, tp if run.ep > 1 else 1
+        routed = 2 * shape.experts.top_k * shape.expert_params
+        part = tp if run.ep > 1 else 1
         router, num = 2 * shape.router_params, 7
         flops = (products - routed - router) * tokens // tp
         flops += router * tokens + routed * tokens // part

@@ -247,7 +247,7 @@ def huggingface_source(path: Path) -> ModelSource:
         name=name,
         seq=seq,
         build=lambda checkpointed: _build_huggingface(kind, config, checkpointed, path),
-        make_batch=_labelled,
+        make_batch=lambda *sizes: dict.fromkeys(("input_ids", "labels"), _ids(*sizes)),
         loss=_huggingface_loss,
         max_seq=longest if isinstance(longest, int) else None,
         shape=shape,
@@ -301,11 +301,6 @@ def _build_huggingface(
     if checkpointed:
         checkpoint_layers(model)
     return model
-
-
-def _labelled(micro_batch: int, seq: int) -> dict[str, Tensor]:
-    ids = _ids(micro_batch, seq)
-    return {"input_ids": ids, "labels": ids}
 
 
 def _huggingface_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -222,11 +222,6 @@ class DecoderShape:
         return products, 4 * seq * self.q_dim // (2 if causal else 1)
 
     @property
-    def routed_flops_per_token(self) -> int:
-        """Forward FLOPs per token of a layer's routed experts."""
-        return 2 * self.experts.top_k * self.expert_params if self.experts is not None else 0
-
-    @property
     def head_flops_per_token(self) -> int:
         """Forward FLOPs per token of the output projection."""
         return 2 * self.dim * self.vocab
