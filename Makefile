@@ -4,6 +4,7 @@
 #   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
 #   make soak    long campaigns, full matrices         make fuzz    hostile checkpoints, by the million
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
+#   make test-ray    the example for Ray, on a local Ray
 #   make pages   write docs/files.md, errors.md and findings.md from the source
 #   make bench-offload   time steps with state in host memory and in files
 #   make docs    build the site into build/site        make test-site   open it in Chromium
@@ -18,11 +19,11 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo test test-kernels check format pages docs test-site bench bench-ckpt bench-offload soak fuzz clean
+.PHONY: help venv demo test test-kernels test-ray check format pages docs test-site bench bench-ckpt bench-offload soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,9s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11+")'
@@ -53,6 +54,11 @@ test: $(DEV_STAMP)
 # Tolerances must hold on any processor: kernels other than this one's best are taken on purpose.
 test-kernels: $(DEV_STAMP)
 	@$(BIN)/python tests/kernels.py
+
+# Ray is large, and slow to start: it is installed for the test of its example alone.
+test-ray: $(DEV_STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
+	@$(BIN)/python -m pytest tests/test_ray.py
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -90,7 +96,8 @@ bench-offload: $(RUN_STAMP)
 	$(BIN)/python benchmarks/optimizer_step.py
 
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
-# `restart` kills training runs that restart by themselves; in `elastic` nodes join and leave one. `matrices` runs every cell of the largest
+# `restart` kills training runs that restart by themselves; in `elastic` nodes join and leave one; in `nodes` a
+# preflight looks at nodes with networks of their own (as root). `matrices` runs every cell of the largest
 # tables of which the suite has covering samples. `mutants` puts small defects into the source, which
 # the suite must find.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
@@ -101,9 +108,8 @@ soak: $(DEV_STAMP)
 	for campaign in $(CAMPAIGN); do \
 	  case $$campaign in \
 	    matrices) $(BIN)/python -m pytest tests/campaigns/matrices.py ;; \
-	    restart) $(BIN)/python tests/campaigns/restart.py --trials $(TRIALS) --seed $(SEED) ;; \
-	    elastic) $(BIN)/python tests/campaigns/elastic.py --trials $(TRIALS) --seed $(SEED) ;; \
-	    mutants) $(BIN)/python tests/campaigns/mutants.py --trials $(TRIALS) --seed $(SEED) ;; \
+	    restart|elastic|nodes|mutants) \
+	      $(BIN)/python tests/campaigns/$$campaign.py --trials $(TRIALS) --seed $(SEED) ;; \
 	    *) $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) ;; \
 	  esac || exit 1; \
 	done

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
 # A command, and its output below it.
 SHOWN = re.compile(
-    r"^```sh\n(?P<command>torchrun .*?(?P<name>\w+\.py).*?)\n```\n\n"
+    r"^```sh\n(?P<command>(?:torchrun|python) .*?(?P<name>\w+\.py).*?)\n```\n\n"
     r"```text\n(?P<printed>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -30,11 +30,13 @@ def run(shown: re.Match[str]) -> str:
     """Run the command of the page; return it with its output."""
     if sys.argv[1:] and shown["name"] not in sys.argv[1:]:
         return shown[0]
-    options = shown["command"].split(maxsplit=1)[1].replace(" \\\n", " ")
+    program, options = shown["command"].replace(" \\\n", " ").split(maxsplit=1)
     command = options.replace("examples/", f"{ROOT}/examples/").split()
+    if program == "torchrun":
+        command = ["-m", "torch.distributed.run", "--standalone", *command]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", *command],
+            [sys.executable, *command],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             check=True,

@@ -1,6 +1,7 @@
 """Memory and cores of the host, and the memory still available to this process."""
 
 import os
+import platform
 import resource
 import sys
 from contextlib import suppress
@@ -19,6 +20,14 @@ def resident_bytes() -> int | None:
 def total_host_bytes() -> int:
     """Return the memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+
+
+def processor_name() -> str:
+    """Return the name of the processor's model."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(n for n in lines if n.startswith("model name")).partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def available_host_bytes() -> int:

@@ -1,7 +1,7 @@
 """Let nodes join and leave a run, again and again; it must take the steps of clean starts.
 
     make soak CAMPAIGN=elastic TRIALS=50
-    python tests/campaigns/elastic.py [--trials 10] [--seed S]
+    python tests/campaigns/elastic.py [--trials 10] [--seed S] [--networks]
 
 A node is an agent of torchrun with one rank. A trial changes their number once, one to three: a
 node joins, is killed with its rank, or gets SIGTERM and leaves. All trials are of one run. At the
@@ -25,11 +25,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from networks import Networks
 
 HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "train")]
@@ -44,13 +47,15 @@ MICRO_BATCHES = 5
 LONGEST_S = 120
 FLAGS = {"dropout": 0.1, "global_batch": 2 * MICRO_BATCHES, "stage": 3, "schedule": "constant"}
 KEPT = {"save_every": 100_000, "memory_every": 3, "resume": "auto", "steps": 1_000_000}
+HANG_S = 5  # a node that is cut off closes no connection
 SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
 
 
 class Nodes:
     """The nodes of one run; the first keeps the store in which they meet, and stays."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, networks: Networks | None) -> None:
+        self._networks = networks
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -58,25 +63,51 @@ class Nodes:
         self.flags = {**TINY, **FLAGS, "eval_windows": 0, "data": folder / "text.txt"}
         self.log = folder / "log"
         self.running: list[psutil.Process] = []
+        self._numbers: dict[int, int] = {}  # of a running node, by its process
         self.pids: set[int] = set()
+
+    @property
+    def has_networks(self) -> bool:
+        """Tell whether nodes can be cut off."""
+        return self._networks is not None
 
     def join(self) -> None:
         """Start a node."""
+        taken = [self._numbers[node.pid] for node in self.running]
+        number = next(n for n in range(MOST_NODES) if n not in taken)
+        store = local = "127.0.0.1"
+        within: list[str] = []
+        if self._networks is not None:
+            store, local = self._networks.addresses[0], f"node{number}"
+            within = self._networks.within(number)
         nodes = [f"--nnodes=1:{MOST_NODES}", "--nproc-per-node=1", "--max-restarts=999"]
-        meeting = [f"--rdzv-endpoint=127.0.0.1:{self._port}", "--local-addr=127.0.0.1"]
+        meeting = [f"--rdzv-endpoint={store}:{self._port}", f"--local-addr={local}"]
         meeting += ["--rdzv-backend=c10d", "--rdzv-id=elastic"]
         meeting += [f"--rdzv-conf=is_host={int(not self.running)},{SOON}"]
-        flags = {**self.flags, **KEPT, "output": self.output}
+        flags = {**self.flags, **KEPT, "output": self.output, "hang_timeout": HANG_S}
         keys = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting]
         with self.log.open("a") as file:
             node = psutil.Popen(
-                [*command, "-m", "shardwise", "train", *keys],
+                [*within, *command, "-m", "shardwise", "train", *keys],
                 env={**os.environ, OWN_STORE: "1"},
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
         self.running.append(node)
+        self._numbers[node.pid] = number
+
+    def cut(self, node: psutil.Process) -> None:
+        """Cut a node off until the others have gone on without it, then end it."""
+        before, number = self.num_loads, self._numbers[node.pid]
+        self.running.remove(node)
+        self._networks.cut(number)
+        try:
+            until(lambda: self.has_stepped(before), "steps without the node that is cut off")
+        finally:
+            self.running.append(node)
+            self.kill(node)
+            self._networks.cut(number, False)
 
     def kill(self, node: psutil.Process) -> None:
         """Kill an agent and its rank, as the loss of a node does."""
@@ -125,14 +156,19 @@ def change(nodes: Nodes, draw: random.Random) -> str:
     if how == "joined":
         nodes.join()
         return how
-    how = draw.choice(["killed", "left"])
-    (nodes.kill if how == "killed" else nodes.end)(draw.choice(nodes.running[1:]))
+    ways = {"killed": nodes.kill, "left": nodes.end}
+    if nodes.has_networks:
+        ways["cut off"] = nodes.cut
+    how = draw.choice(list(ways))
+    ways[how](draw.choice(nodes.running[1:]))
     return how
 
 
-def run_changes(num: int, seed: int, folder: Path, counted: Counter[str]) -> str:
+def run_changes(
+    num: int, seed: int, folder: Path, networks: Networks | None, counted: Counter[str]
+) -> str:
     """Return what is wrong, or nothing."""
-    nodes, draw, counts = Nodes(folder), random.Random(seed), [1]
+    nodes, draw, counts = Nodes(folder, networks), random.Random(seed), [1]
     nodes.join()
     try:
         until(lambda: nodes.has_stepped(-1), "the first steps")
@@ -140,7 +176,8 @@ def run_changes(num: int, seed: int, folder: Path, counted: Counter[str]) -> str
             before = nodes.num_loads
             how = change(nodes, draw)
             counts.append(len(nodes.running))
-            until(partial(nodes.has_stepped, before), f"steps on {counts[-1]} nodes")
+            if how != "cut off":
+                until(partial(nodes.has_stepped, before), f"steps on {counts[-1]} nodes")
             counted[how] += 1
             print(f"change {number + 1}: {how}, {counts[-1]} nodes", file=sys.stderr, flush=True)
         first, *others = nodes.running
@@ -196,11 +233,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=10, help="changes of the number of nodes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--networks", action="store_true", help="one for each node, as root")
     asked = parser.parse_args()
     counted: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
+    with (
+        Networks(MOST_NODES) if asked.networks else nullcontext() as networks,
+        tempfile.TemporaryDirectory() as name,
+    ):
         write_text(Path(name))
-        wrong = run_changes(asked.trials, asked.seed, Path(name), counted)
+        wrong = run_changes(asked.trials, asked.seed, Path(name), networks, counted)
     ranks.close_all()
     if wrong:
         print(f"FAILED: --seed {asked.seed} --trials {asked.trials}\n{wrong}")
