@@ -71,8 +71,9 @@ reductions beside backward.](step.svg)
   pass after the optimizer's step.
 - `reduce_scatter` begins when backward has passed a unit. Its full gradients (`grad_full`) go, and
   slices (`grad_shards`) come.
-- `unshard` and `reduce` start a collective. `wait_unshard` and `wait_reduce` wait for one; on two
-  cores computing and copying share the time.
+- The engine starts and ends collectives. "Waiting for others" is the time in which a rank waits
+  for one; on two cores computing and copying share the time. Words and colours are those of a
+  run's own page.
 - With one micro-batch per step, stages 1 and 2 do the same.
 - Time 0 is where a rank's own step begins; the other rank may begin earlier or later.
 - Only the engine's memory is shown. Activations are not, since a CPU has no allocator that counts

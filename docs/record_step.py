@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.monitor.record import Memory, Timeline, read_run
-from shardwise.svg import colour_of, order_of_kinds
+from shardwise.svg import colour_of, name_of_kind, order_of_kinds
 
 RECORDED = Path(__file__).parent / "site" / "data" / "step.json"
 STEPS, VOCAB, WIDTH, SHORTEST_MS = 24, 1000, 512, 0.05
@@ -88,8 +88,9 @@ def record(stage: int) -> dict[str, Any]:
 def write(stages: dict[str, dict[str, Any]]) -> None:
     ranks = [rank for stage in stages.values() for rank in stage["ranks"]]
     kinds = {kind for rank in ranks for _, held in rank["memory"] for kind in held}
+    phases = dict.fromkeys(span[1] for rank in ranks for span in rank["spans"])
     found = {
-        "phases": {span[1]: colour_of(span[1]) for rank in ranks for span in rank["spans"]},
+        "phases": {phase: (name_of_kind(phase), colour_of(phase)) for phase in phases},
         "kinds": {kind: colour_of(kind) for kind in sorted(kinds, key=order_of_kinds)},
         "stages": stages,
     }

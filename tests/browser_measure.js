@@ -67,9 +67,13 @@ function look(frame) {
       }
     });
   }
+  // Pictures that are cut and do not say that they scroll.
+  const unsaid = [...page.querySelectorAll("figure")]
+    .filter((f) => f.scrollWidth > f.clientWidth + 1 && !f.querySelector("figcaption")?.checkVisibility())
+    .map((f) => f.textContent.slice(0, 40));
   return {
     scroll: root.scrollWidth - frame.contentWindow.innerWidth,
-    isDark, faint, crossing, cut,
+    isDark, faint, crossing, cut, unsaid,
     numTexts: page.body.innerText.length,
     requests: frame.contentWindow.performance.getEntriesByType("resource").map((e) => e.name),
   };

@@ -18,6 +18,7 @@ from shardwise.config import Precision, Schedule
 from shardwise.debug import stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
+from trainer import SPREAD
 
 
 class Block(nn.Module):
@@ -271,38 +272,45 @@ def test_a_step_between_forward_and_backward_is_refused():
 # gathered().
 
 
-def check_gathered(rank: int, world_size: int, stage: int) -> None:
-    torch.manual_seed(3)
-    plain = Net()
-    model = shard(copy.deepcopy(plain), stage=stage)
-    params = dict(model.named_parameters())
-    with gathered(model) as inside:
-        assert inside is model
-        assert not any(p is params[n] for n, p in model.named_parameters())
-        for name, value in model.state_dict().items():
-            assert type(value) is Tensor and torch.equal(value, plain.state_dict()[name])
-        assert torch.equal(loss_of(model), loss_of(plain))
-    assert all(p is params[n] for n, p in model.named_parameters())
-    weight, bias = params["embed.weight"], params["blocks.1.linear.bias"]
-    with gathered(weight, bias) as (full_weight, full_bias):
-        assert torch.equal(full_weight, plain.embed.weight)
-        assert torch.equal(full_bias, plain.blocks[1].linear.bias)  # type: ignore[union-attr, index]
-    with torch.no_grad():
-        with gathered(weight, writeback=True) as (full,):
-            full.mul_(2)
-        assert torch.equal(weight.full_tensor(), plain.embed.weight * 2)  # type: ignore[attr-defined]
-        with gathered(model, writeback=True, source=1):
-            if rank == 1:
-                model.embed.weight.fill_(7)  # type: ignore[union-attr, operator]
-        assert torch.equal(weight.full_tensor(), torch.full((7, 4), 7.0))  # type: ignore[attr-defined]
-    with (
-        pytest.raises(StateError, match=r"blocks.1.linear.bias changed .*pass writeback=True"),
-        torch.no_grad(),
-        gathered(model),
-    ):
-        if rank == world_size - 1:
-            model.blocks[1].linear.bias.add_(1)  # type: ignore[union-attr, index, operator]
-    assert torch.equal(bias.full_tensor(), plain.blocks[1].linear.bias)  # type: ignore[attr-defined, union-attr, index]
+def check_gathered(rank: int, world_size: int) -> None:
+    for options in (*SPREAD, {"stage": 1, "layout": "rows"}):
+        torch.manual_seed(3)
+        plain = Net()
+        model = shard(copy.deepcopy(plain), **options)
+        params = dict(model.named_parameters())
+        with gathered(model) as inside:
+            assert inside is model
+            assert not any(p is params[n] for n, p in model.named_parameters())
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+            for name, value in model.state_dict().items():
+                assert type(value) is Tensor and torch.equal(value, plain.state_dict()[name])
+            assert torch.equal(loss_of(model), loss_of(plain))
+        assert all(p is params[n] for n, p in model.named_parameters())
+        weight, bias = params["embed.weight"], params["blocks.1.linear.bias"]
+        with gathered(weight, bias) as (full_weight, full_bias):
+            assert torch.equal(full_weight, plain.embed.weight)
+            assert torch.equal(full_bias, plain.blocks[1].linear.bias)  # type: ignore[union-attr, index]
+        with torch.no_grad():
+            with gathered(weight, writeback=True) as (full,):
+                full.mul_(2)
+            assert torch.equal(whole(weight), plain.embed.weight * 2)
+            with gathered(weight, writeback=True, source=1) as (full,):
+                full.fill_(float(rank))
+            assert torch.equal(whole(weight), torch.ones(7, 4))
+            with gathered(model, writeback=True, source=1):
+                if rank == 1:
+                    model.embed.weight.fill_(7)  # type: ignore[union-attr, operator]
+            assert torch.equal(whole(weight), torch.full((7, 4), 7.0))
+        for what in (model, bias):
+            with (
+                pytest.raises(StateError, match=r"blocks.1.linear.bias changed .*writeback=True"),
+                torch.no_grad(),
+                gathered(what) as found,
+            ):
+                if rank == world_size - 1:
+                    (found[0] if what is bias else model.blocks[1].linear.bias).add_(1)  # type: ignore[union-attr, index, operator]
+            assert torch.equal(whole(bias), plain.blocks[1].linear.bias)  # type: ignore[union-attr, index]
+        loss_of(model).backward()
 
 
 def check_gathered_errors(rank: int, world_size: int) -> None:
@@ -330,8 +338,7 @@ def check_gathered_errors(rank: int, world_size: int) -> None:
 
 
 def test_gathered_parameters_are_read_and_written_and_no_change_is_lost():
-    for stage in (0, 1, 3):
-        run_ranks(check_gathered, 3, stage)
+    run_ranks(check_gathered, 3)
     run_ranks(check_gathered_errors, 2)
 
 

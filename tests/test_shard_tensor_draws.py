@@ -1,4 +1,7 @@
-"""What is drawn for a parameter is what rank 0 draws, on all ranks, however they are seeded."""
+"""What is drawn for a parameter is what rank 0 draws, on all ranks, however they are seeded.
+
+Ranks that are seeded alike stay so: each one's generator goes on as in one process.
+"""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +24,11 @@ DRAWS: dict[str, Draw] = {
     "init.uniform_": lambda p: nn.init.uniform_(p),
     "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
     "init.kaiming_uniform_": lambda p: nn.init.kaiming_uniform_(p) if p.ndim > 1 else None,
+    "init.kaiming_normal_": lambda p: nn.init.kaiming_normal_(p) if p.ndim > 1 else None,
+    "init.xavier_uniform_": lambda p: nn.init.xavier_uniform_(p) if p.ndim > 1 else None,
     "init.xavier_normal_": lambda p: nn.init.xavier_normal_(p) if p.ndim > 1 else None,
+    "init.orthogonal_": lambda p: draw_orthogonal(p) if p.ndim > 1 else None,
+    "init.constant_": lambda p: nn.init.constant_(p, 0.25),
     "normal_": lambda p: p.normal_(0.5, 2),
     "data.uniform_": lambda p: p.data.uniform_(-1, 1),
     "bernoulli_": lambda p: p.bernoulli_(0.5),
@@ -39,6 +46,7 @@ DRAWS: dict[str, Draw] = {
     "randn_like in grad mode": lambda p: add_noise_in_grad_mode(p),
     "dropout": lambda p: p.copy_(functional.dropout(p, 0.4)),
 }
+ALIKE = {"init.orthogonal_"}  # drawn on plain tensors, so by each rank for itself
 AT_STAGE_0: dict[str, Draw] = {  # elsewhere these are refused
     "bernoulli": lambda p: p.copy_(torch.bernoulli(torch.sigmoid(p))),
     "dropout of the gradient": lambda p: p.grad.copy_(functional.dropout(p.grad, 0.4)),
@@ -51,6 +59,11 @@ def own_generator() -> torch.Generator:
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
     return generator
+
+
+@torch.enable_grad()
+def draw_orthogonal(param: Any) -> None:
+    nn.init.orthogonal_(param)
 
 
 def add_noise_in_grad_mode(param: Any) -> None:
@@ -81,28 +94,33 @@ def check_draws(rank: int, world_size: int, every: bool = False) -> None:
         before = copy.deepcopy(plain.state_dict())
         torch.manual_seed(7)
         expected = draw_all(plain, draw)
+        stream = torch.randn(3)
+        # Each is drawn on ranks that are seeded alike, and apart, at three ranks or at four.
+        seed = 7 + rank * ((number + world_size) % 2) * (label not in ALIKE)
         # One stage of the four at three ranks, and another at four.
         first = number + 2 * (world_size == 4)
         drawn = [STAGES[(first + k) % 4] for k in range(4 if every else 1)]
         drawn = drawn if label in DRAWS else [0]
         for stage in drawn:
-            layout = LAYOUTS[(number // 2 + stage + world_size) % 2]
+            layout = LAYOUTS[(number // 2 + stage + world_size) % 3]
             if (stage, layout) not in models:
                 models[stage, layout] = shard(Net(), stage=stage, layout=layout, mesh=meshes[0])
             model = models[stage, layout]
             with torch.no_grad():
                 for name, param in model.named_parameters():
                     param.copy_(before[name])
-            torch.manual_seed(7 + rank)
+            torch.manual_seed(seed)
             found = draw_all(model, draw)
+            after = torch.randn(3)
             check_replicas(model)
             for name, value in expected.items():
                 what = f"{label}, stage {stage}, {layout}: {name}"
                 assert_bits(found[name], value.detach(), what)
-            if rank and "generator" not in label:  # a rank's own stream is as it was
-                after = torch.randn(3)
-                torch.manual_seed(7 + rank)
-                assert torch.equal(after, torch.randn(3)), f"{label}, stage {stage}"
+            if seed != 7:  # a rank's own stream is as it was
+                torch.manual_seed(seed)
+                stream = torch.randn(3)
+            if "generator" not in label:
+                assert torch.equal(after, stream), f"{label}, stage {stage}"
 
 
 def test_what_is_drawn_for_a_parameter_is_the_same_on_ranks_that_are_seeded_apart():

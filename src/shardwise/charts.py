@@ -1,13 +1,12 @@
 """The charts of reports, as SVG text: lines, bars, stacked areas and timelines."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
-from math import log2
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from shardwise import svg
 from shardwise.names import name_of_unit
-from shardwise.quantities import format_bytes, format_count
+from shardwise.quantities import ByteUnit, format_bytes, format_count
 from shardwise.svg import Axis, Curve, colour_of, document, draw_bar, element, heading, text
 
 _LARGE = 1e5  # numbers above it are abbreviated beside the axis
@@ -27,19 +26,16 @@ def lines_chart(title: str, curves: Sequence[Curve], from_zero: bool = False) ->
     ticks = svg.padded_ticks([*[0.0] * from_zero, *(min(p.low, high) for p in points), high], 6)
     up = Axis(ticks[0], ticks[-1], 168, 34)
     is_large = max(abs(tick) for tick in ticks) >= _LARGE
+    held = [(curve.look, curve.name) for curve in curves if curve.look == "held"]
     parts = [
         heading(8, 18, title, 13),
+        *svg.legend(held, across.end, 18),
         *svg.draw_levels(up, ticks, across, [format_count(t) for t in ticks] if is_large else None),
         *svg.draw_steps(across, up.begin, 5),
-        *svg.draw_curves(curves, across, up),
+        *chain.from_iterable(svg.draw_curve(curve, across, up) for curve in curves),
     ]
-    ends = ((curve.name, curve.points[0], curve.points[-1]) for curve in curves if curve.points)
-    described = "; ".join(
-        f"{name}: from {first.middle:.4g} at step {first.step:,.0f} to {last.middle:.4g} at step "
-        f"{last.step:,.0f}"
-        for name, first, last in ends
-    )
-    return document((380, 196), title, f"{title}. {described}.", parts, has_style=False)
+    described = "; ".join(svg.describe(each.name, each.points) for each in curves if each.points)
+    return document((380, 196), title, f"{title}. {described}.", parts)
 
 
 # -- rows of coloured bars
@@ -54,7 +50,7 @@ def bars_chart(title: str, rows: Sequence[Bar], write: Callable[[float], str]) -
     """Draw rows of stacked bars to one scale; ``write`` writes a value."""
     most = max(sum(row.parts.values()) for row in rows)
     across = Axis(0.0, most or 1.0, _EDGE, svg.WIDTH - _EDGE)
-    kinds = dict.fromkeys(kind for row in rows for kind, value in row.parts.items() if value)
+    kinds = (kind for row in rows for kind, value in row.parts.items() if value)
     parts, top = [heading(_EDGE, 20, title, 13)], 58.0
     for row in rows:
         whole, at = sum(row.parts.values()), 0.0
@@ -66,10 +62,7 @@ def bars_chart(title: str, rows: Sequence[Bar], write: Callable[[float], str]) -
             if value:
                 parts.append(draw_bar(x, top, width, _BAR, colour_of(kind), said))
             if width > 40:
-                red, green, blue = (int(colour_of(kind)[i : i + 2], 16) for i in (1, 3, 5))
-                is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 140
-                look = "on-light" if is_light else "on-dark"
-                look = f'text-anchor="middle" class="{look}"'
+                look = 'text-anchor="middle" class="on-bar"'
                 parts.append(text(x + width / 2, top + 15, f"{share:.0%}", look))
         top += _BAR + 30
     legend, bottom = svg.squares(kinds, _EDGE, top)
@@ -77,7 +70,7 @@ def bars_chart(title: str, rows: Sequence[Bar], write: Callable[[float], str]) -
         f"{name}: {', '.join(f'{svg.name_of_kind(k)} {write(v)}' for k, v in held.items())}"
         for name, held in rows
     )
-    return document((svg.WIDTH, bottom), title, f"{described}.", [*parts, *legend], has_style=False)
+    return document((svg.WIDTH, bottom), title, f"{described}.", [*parts, *legend])
 
 
 # -- stacked areas
@@ -95,28 +88,24 @@ def areas_chart(
     below. ``beside`` is drawn at the right, to the same scale.
     """
     width = max(1, -(-len(moments) // most))
-    firsts = range(0, len(moments), width)
-    totals = [sum(moment.parts.values()) for moment in moments]
-    largest = (
-        max(range(at, min(at + width, len(totals))), key=totals.__getitem__) for at in firsts
-    )
-    columns = [moments[at].parts for at in largest]
+    held = [moment.parts for moment in moments]
+    totals = [sum(parts.values()) for parts in held]
+    groups = (held[at : at + width] for at in range(0, len(held), width))
+    columns = [max(group, key=lambda parts: sum(parts.values())) for group in groups]
     others = {} if beside is None else beside.parts
     most_bytes = max(*totals, sum(others.values()))
-    power = 1024 ** min(int(log2(max(most_bytes, 1.0))) // 10, 4)
-    ticks = svg.round_ticks(0.0, most_bytes / power or 1.0, 6)
+    unit = ByteUnit(most_bytes)
+    ticks = svg.round_ticks(0.0, most_bytes / unit.size or 1.0, 6)
     across = Axis(0, len(moments), 64, svg.WIDTH - (16 if beside is None else 100))
-    up = Axis(0.0, ticks[-1] * power, 250, 48)
-    unit = format_bytes(power).split()[1]
+    up = Axis(0.0, ticks[-1] * unit.size, 250, 48)
     kinds = sorted({k for parts in (*columns, others) for k in parts}, key=svg.order_of_kinds)
     peak = across.at(totals.index(max(totals)) + 0.5)
-    ends = {"x1": peak, "x2": peak, "y1": up.end, "y2": up.begin, "stroke_dasharray": "3 3"}
     parts = [
-        heading(_EDGE, 20, f"{title}, {unit}", 13),
-        *svg.draw_levels(up, [tick * power for tick in ticks], across, svg.labels(ticks)),
+        heading(_EDGE, 20, f"{title}, {unit.name}", 13),
+        *svg.draw_levels(up, [tick * unit.size for tick in ticks], across, svg.labels(ticks)),
         *_draw_areas(kinds, columns, across, up),
         *_draw_phases(moments, across, up.begin + 4),
-        element("line", "limit", "", stroke_width=1.2, **ends),
+        element("line", "limit", x1=peak, x2=peak, y1=up.end, y2=up.begin),
         text(peak, up.end - 6, "peak", 'text-anchor="middle"'),
     ]
     if beside is not None:
@@ -129,7 +118,7 @@ def areas_chart(
             x, top = across.end + 30, up.at(at)
             parts.append(draw_bar(x, top, 36, low - top, colour_of(kind), said))
     legend, bottom = svg.squares(kinds, across.begin, up.begin + 48)
-    return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=False)
+    return document((svg.WIDTH, bottom), title, described, parts + legend)
 
 
 def _draw_areas(
@@ -160,19 +149,15 @@ def _draw_areas(
 
 
 def _draw_phases(moments: Sequence[Bar], across: Axis, top: float) -> list[str]:
-    """Draw a strip of the phases of moments, one shape for each phase; name those with room."""
-    shapes: dict[str, list[str]] = {}
-    names, at = [], 0
+    """Draw a strip of the phases of moments; name those with room."""
+    parts, at = [], 0
     for phase, group in groupby(moment.name for moment in moments):
         x, at = across.at(at), at + len(list(group))
         width = across.at(at) - x
-        shapes.setdefault(phase, []).append(f"M{x:.1f},{top:.0f}h{width:.1f}v8H{x:.1f}z")
-        if width > 8 * len(phase):
-            names.append(text(x + width / 2, top + 24, phase, 'text-anchor="middle"'))
-    return names + [
-        element("path", "", phase, d="".join(d), fill=colour_of(phase))
-        for phase, d in shapes.items()
-    ]
+        parts.append(draw_bar(x, top, width, 8, colour_of(phase), phase))
+        if width > 7 * len(phase):
+            parts.append(text(x + width / 2, top + 24, phase, 'text-anchor="middle"'))
+    return parts
 
 
 # -- a timeline
@@ -203,16 +188,16 @@ def timeline_chart(
     for group, rows in groups:
         top += 6
         parts.append(text(_EDGE, top + 12, group, 'class="strong"'))
-        for name, spans in rows.items():
+        for name, row in rows.items():
             parts.append(text(_NAMES - 8, top + 12, name, 'text-anchor="end"'))
-            parts += _draw_row(spans, across, top, length_ms * num_rows / most)
+            parts += _draw_row(row, across, top, length_ms * num_rows / most)
             top += _ROW + 4
     parts.append(element("line", "axis", x1=across.begin, x2=across.end, y1=top, y2=top))
     ticks = [at for at in svg.round_ticks(0.0, across.high, 7) if at <= across.high]
     parts += svg.draw_ticks(across, top, ticks)
-    kinds = dict.fromkeys(s.kind for _, rows in groups for spans in rows.values() for s in spans)
-    legend, bottom = svg.squares(kinds, _EDGE, top + 42)
-    return document((svg.WIDTH, bottom), title, described, parts + legend, has_style=False)
+    spans = [span for _, rows in groups for row in rows.values() for span in row]
+    legend, bottom = svg.squares((svg.name_of_kind(s.kind) for s in spans), _EDGE, top + 42)
+    return document((svg.WIDTH, bottom), title, described, parts + legend)
 
 
 def _draw_row(spans: Sequence[Span], across: Axis, top: float, shortest: float) -> list[str]:

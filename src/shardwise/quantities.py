@@ -1,6 +1,7 @@
 """Formatting and parsing of bytes, counts and durations."""
 
 import re
+from math import log2
 
 from shardwise.errors import ConfigError
 
@@ -19,6 +20,19 @@ def format_bytes(num_bytes: float) -> str:
         size /= 1024
     digits = ".0f" if unit == "B" or abs(size) >= 999.5 else ".3g"
     return f"{size:{digits}} {unit}"
+
+
+class ByteUnit:
+    """The largest binary unit of which a byte count has one; others are written in it too."""
+
+    def __init__(self, num_bytes: float) -> None:
+        power = min(int(log2(max(num_bytes, 1.0))) // 10, 4)
+        self.size, self.name = 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+
+    def write(self, num_bytes: float) -> str:
+        """Write a count with two decimals and without the unit, e.g. ``1.50``."""
+        size = num_bytes / self.size
+        return "<0.01" if 0 < size < 0.005 else f"{size:,.{2 if self.size > 1 else 0}f}"
 
 
 def format_gb(num_bytes: float) -> str:

@@ -35,10 +35,11 @@ def _colours() -> Mapping[str, Mapping[str, str]]:
 
 
 def colour_of(name: str) -> str:
-    """Return the colour of a phase or a kind of memory; an unknown one has the same everywhere."""
+    """Return the colour of work or of a kind of memory; an unknown one has the same everywhere."""
     tables = _colours()
-    known, rest = {**tables["kinds"], **tables["phases"]}, [*tables["rest"].values()]
-    return known.get(name) or rest[sum(map(ord, name)) % len(rest)]
+    known, rest = {**tables["kinds"], **tables["work"]}, [*tables["rest"].values()]
+    word = known.get(name) or known.get(name_of_kind(name))
+    return word or rest[sum(map(ord, name)) % len(rest)]
 
 
 def order_of_kinds(kind: str) -> tuple[bool, int]:
@@ -48,8 +49,8 @@ def order_of_kinds(kind: str) -> tuple[bool, int]:
 
 
 def name_of_kind(kind: str) -> str:
-    """Return the shown name of a phase or a kind of memory."""
-    return "activations, temporaries, others" if kind == OTHER else kind.replace("_", " ")
+    """Return the word for a phase or a kind of memory; phases of one kind of work share one."""
+    return _colours()["words"].get(kind) or kind.replace("_", " ")
 
 
 # -- axes
@@ -186,15 +187,20 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     ]
 
 
-def draw_curves(curves: Sequence[Curve], across: Axis, up: Axis) -> list[str]:
-    """Draw lines over steps, with bands from lowest to highest.
+def describe(name: str, points: Sequence[Point]) -> str:
+    """Describe a curve in words."""
+    first, last, lowest = points[0], points[-1], min(points, key=lambda point: point.low)
+    return (
+        f"{name} from {first.middle:.4g} at step {first.step:,} to {last.middle:.4g} at step "
+        f"{last.step:,}, lowest {lowest.low:.4g} at step {lowest.step:,}"
+    )
+
+
+def draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
+    """Draw a line over steps, with a band from lowest to highest.
 
     Points have dots if they are few. Values above the axis and steps without a number have marks.
     """
-    return [part for curve in curves for part in _draw_curve(curve, across, up)]
-
-
-def _draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
     fill, parts = f"{curve.look}-fill", []
     shown = [p for p in curve.points if p.middle <= up.high]
     if any(p.high > p.low for p in shown):
@@ -204,7 +210,7 @@ def _draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
     gaps = sorted(curve.gaps)
     for _, piece in groupby(shown, key=lambda p: bisect_left(gaps, p.step)):
         line = [(across.at(p.step), up.at(p.middle)) for p in piece]
-        parts.append(draw_line(curve.look, line, stroke_width=1.6, stroke_linejoin="round"))
+        parts.append(element("polyline", curve.look, points=places(line)))
     if len(shown) * _DOT_GAP <= across.end - across.begin:
         for p in shown:
             said = f"step {p.step:,.0f}: {p.middle:.4g}"
@@ -227,23 +233,13 @@ def _draw_curve(curve: Curve, across: Axis, up: Axis) -> list[str]:
 
 
 # -- the document and its elements
-def document(
-    size: tuple[float, float],
-    title: str,
-    description: str,
-    parts: Iterable[str],
-    has_style: bool = True,
-) -> str:
-    """Return a whole SVG document, which may be put into an HTML page.
-
-    On a page that contains `style` pictures need no style.
-    """
+def document(size: tuple[float, float], title: str, description: str, parts: Iterable[str]) -> str:
+    """Return a whole SVG document, for a page that contains `style` or with it in its parts."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}" '
         f'role="img" class="shardwise-picture" aria-label="{escape(title, quote=True)}">',
         f"<title>{escape(title)}</title>",
         f"<desc>{escape(description)}</desc>",
-        *([f"<style>{style()}</style>"] if has_style else []),
         *parts,
         "</svg>",
     ]
@@ -279,25 +275,19 @@ def heading(x: float, y: float, words: str, size: int = 15) -> str:
     return text(x, y, words, f'class="strong" font-size="{size}" font-weight="600"')
 
 
-def draw_line(name: str, points: Sequence[tuple[float, float]], **attributes: object) -> str:
-    """Draw a line through points, with the class ``name``."""
-    return element("polyline", name, "", fill="none", **attributes, points=places(points))
-
-
 def places(points: Iterable[tuple[float, float]]) -> str:
     """Write points as an attribute."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def legend(items: Sequence[tuple[str, str, str]], right: float, y: float) -> list[str]:
-    """Draw (class, text, dashes) side by side, up to ``right``; "above" is a mark."""
+def legend(items: Sequence[tuple[str, str]], right: float, y: float) -> list[str]:
+    """Draw (class, text) side by side, up to ``right``; "above" is a mark."""
     parts = []
-    x = right - sum(38 + 6.6 * len(words) for _, words, _ in items)
-    for name, words, dashes in items:
-        ends = {"x1": x + 12, "x2": x + 32, "y1": y - 4, "y2": y - 4}
-        look = {"stroke_width": 2, "stroke_dasharray": dashes or "none"}
+    x = right - sum(38 + 6.6 * len(words) for _, words in items)
+    for name, words in items:
+        ends = {"x1": x + 12, "x2": x + 32, "y1": y - 4, "y2": y - 4, "stroke_width": 2}
         mark = above("train-fill", x + 18, y) if name == "above" else ""
-        parts += [mark or element("line", name, "", **look, **ends), text(x + 37, y, words)]
+        parts += [mark or element("line", name, "", **ends), text(x + 37, y, words)]
         x += 38 + 6.6 * len(words)
     return parts
 
@@ -316,7 +306,7 @@ def squares(kinds: Iterable[str], left: float, top: float) -> tuple[list[str], f
     """Draw a legend of kinds with their names, in lines; return it and its lower end."""
     parts: list[str] = []
     x = left
-    for kind in kinds:
+    for kind in dict.fromkeys(kinds):
         name = name_of_kind(kind)
         width = 28 + 6.8 * len(name)
         if x + width > WIDTH - 8:

@@ -13,9 +13,9 @@ from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
 from roundings import assert_rounded_alike
 from scenarios import SCENARIOS, check
-from shardwise import accumulate, gathered, shard
+from shardwise import accumulate, shard
 from shardwise.engine.api import engine_of
-from shardwise.errors import ShardwiseError, StateError
+from shardwise.errors import ShardwiseError
 from trainer import (
     SPREAD,
     STAGES,
@@ -126,36 +126,6 @@ def test_attributes_of_the_user_may_have_any_name():
     mean_square(model, BATCH).backward()
     assert model.unit == model.stage == model.engine == "mine"
     assert_same_bits(full_grads(model), plain_grads(NamedLikeOurs))
-
-
-# Gather for reading and for modification.
-
-
-@torch.no_grad()
-def change_on_one_rank(weight: nn.Parameter, rank: int) -> None:
-    with gathered(weight) as (full,):
-        if rank == 1:
-            full.zero_()
-
-
-@on_ranks(3)
-def test_a_change_that_was_not_declared_is_an_error_on_all_ranks(rank):
-    expected = full_parameters(seeded())
-    for options in SPREAD:
-        model = seeded(**options)
-        with gathered(model):
-            assert_same_bits(dict(model.named_parameters()), expected)
-            assert all(type(p) is nn.Parameter for p in model.parameters())
-        weight = model.blocks[0].up.weight
-        with gathered(weight, writeback=True, source=1) as (full,), torch.no_grad():
-            full.fill_(float(rank))
-        assert torch.equal(full_parameters(model)["blocks.0.up.weight"], torch.ones(11, 8))
-        with pytest.raises(StateError, match=r"blocks\.0\.up\.weight"):
-            change_on_one_rank(weight, rank)
-        assert torch.equal(full_parameters(model)["blocks.0.up.weight"], torch.ones(11, 8))
-        with pytest.raises(ZeroDivisionError), gathered(model):
-            raise ZeroDivisionError
-        mean_square(model, BATCH).backward()
 
 
 # Gradients are means, and may be edited.

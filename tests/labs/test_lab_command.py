@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,6 +12,7 @@ from lab_answers_engine import ANSWERS as ENGINE
 from lab_answers_more import ANSWERS as MORE
 from typer.testing import CliRunner
 
+from programs import run_program
 from shardwise.cli.main import app
 from shardwise.plan import account
 from shardwise.plan.timing.scaling import young_interval_s
@@ -249,8 +248,7 @@ def test_the_doctor_finds_what_lab_10_provokes(tmp_path, monkeypatch):
     section = steps_of(labs()[10].page)["In the engine"]
     (script,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     train, doctor = script.replace("\\\n", "").strip().splitlines()
-    command = [sys.executable, "-m", *train.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_program(*train.split(), cwd=tmp_path, launches=True)
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.chdir(tmp_path)
     assert "SW010" in CliRunner().invoke(app, doctor.split()[1:]).output

@@ -15,7 +15,7 @@ from shardwise.monitor.record import read_run
 run_plan = partial(call_command, "plan")
 
 KEYS = {"dim": 32, "layers": 2, "heads": 2, "seq": 16, "stage": 3, "ranks": 2, "steps": 1}
-WIDTHS = (1280, 420)
+WIDTHS = (1280, 390)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_pages_are_readable_on_any_screen_and_load_nothing(scheme, pages, tmp_pa
         assert page["isDark"] is (scheme == "dark") and page["numTexts"] > 500, name
         assert page["requests"] == [], name
         assert page["scroll"] <= 0, name
-        for wrong in ("faint", "crossing", "cut"):
+        for wrong in ("faint", "crossing", "cut", "unsaid"):
             assert page[wrong] == [], (name, wrong)
 
 
@@ -62,10 +62,12 @@ def test_what_a_reader_would_not_like_is_seen(tmp_path):
         '<script>console.error("loud")</script>'
         '<svg viewBox="0 0 100 50" width="100"><text y="20">one</text><text y="22">two</text>'
         '<text x="80" y="45">beyond</text></svg>'
+        '<figure style="overflow:auto">cut<p style="width:900px"></p></figure>'
     )
     seen = look_at({"page": page}, (600,), False, tmp_path)
     found = seen["page at 600"]
     assert found["scroll"] > 0 and found["faint"][0][0] == "faint"
     assert found["crossing"] == [["one", "two"]] and found["cut"] == ["beyond"]
+    assert found["unsaid"] == ["cut"]
     assert any("loud" in line for line in seen["console"])
     assert any("example.com" in line for line in seen["console"])

@@ -3,21 +3,35 @@
 import json
 import math
 import re
+import tomllib
 from dataclasses import asdict, replace
 from functools import partial
 from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from records import facts, memory, step_line, write_record
+from shardwise import svg
 from shardwise.charts import Bar, areas_chart
 from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
 from shardwise.monitor.lines import read_lines, read_newest
-from shardwise.monitor.metrics import ENGINE, STEP_S, OverRanks, OverSteps, summarize_steps
+from shardwise.monitor.metrics import (
+    ENGINE,
+    PHASES,
+    STEP_S,
+    TRANSFERS,
+    WAITED_MS,
+    WAITS,
+    OverRanks,
+    OverSteps,
+    summarize_steps,
+)
 from shardwise.monitor.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
 from shardwise.monitor.record import DETAILS, FOLDER, Memory, StepLine, read_run, read_step
 from shardwise.monitor.summary import (
@@ -36,6 +50,7 @@ from shardwise.svg import OTHER, colour_of
 run_command = partial(call_command, "report")
 
 NEVER_CLOSED = {"meta", "br"}
+WAITED = {WAITED_MS: OverRanks(50.0, 50.0, 50.0, 0, 1)}
 
 
 class Outline(HTMLParser):
@@ -177,6 +192,57 @@ def test_a_page_is_well_formed_and_loads_nothing(tmp_path):
     assert "b: timeline of step 32, ms" in titles
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
+
+
+def test_a_kind_of_work_has_one_word_and_one_colour_in_bars_and_timelines(tmp_path):
+    tables = tomllib.loads((Path(svg.__file__).parent / "svg.toml").read_text())
+    assert len(set(tables["work"].values())) == len(tables["work"])
+    assert {name for name, *_ in PHASES} | {ENGINE} <= tables["work"].keys()
+    for phase in (*WAITS, *TRANSFERS, "unshard", "all_gather", "step"):
+        assert colour_of(phase) == tables["work"][svg.name_of_kind(phase)]
+    record = read_run(write_record(tmp_path))
+    lines = [replace(each, metrics=each.metrics | WAITED) for each in record.steps]
+    page = report_html([ShownRun("a", replace(record, steps=tuple(lines)))])
+    bars, timeline = (
+        {text.text: square.get("fill") for square, text in pairwise(drawn) if square.get("fill")}
+        for drawn in pictures(page)
+        if (drawn[0].text or "").startswith(("Where", "a: timeline"))
+    )
+    assert {"forward", "backward", "optimizer", "waiting for others"} <= timeline.keys()
+    for word in ("forward", "backward", "waiting for others"):
+        assert bars[word] == timeline[word] == tables["work"][word]
+
+
+def test_the_loss_of_one_run_is_drawn_with_its_held_out_values(tmp_path):
+    record = read_run(write_record(tmp_path))
+    steps = [replace(each, values={"loss": 2.0 + each.step}) for each in record.steps]
+    at = steps[3].step
+    held = OverSteps(2.5, 2.5, 2.5, at, at)
+    for number in range(3, len(steps)):  # a line has the last value, if it is an earlier one too
+        values = {**steps[number].values, "eval_loss": 2.5}
+        loss = OverSteps(2.0, 2.0, 2.0, number, number)
+        over = {"loss": loss, **({"eval_loss": held} if number == 3 else {})}
+        steps[number] = replace(steps[number], values=values, values_over_steps=over)
+    run = replace(record, steps=tuple(steps))
+    drawn = {each[0].text: each for each in pictures(report_html([ShownRun("a", run)]))}
+    assert "eval_loss" not in drawn and "held out" in [each.text for each in drawn["loss"]]
+    dots = [each for each in drawn["loss"] if each.get("class") == "held-fill"]
+    assert [dot[0].text for dot in dots] == [f"step {at}: 2.5"]
+    two = report_html([ShownRun("a", run), ShownRun("b", run)])
+    assert "eval_loss" in {each[0].text for each in pictures(two)}
+
+
+def test_a_page_begins_with_model_and_command_and_its_numbers_have_their_points_in_line(
+    tmp_path,
+):
+    record = read_run(write_record(tmp_path))
+    record = replace(record, facts=replace(record.facts, command="python train.py --lr 0.1"))
+    page = report_html([ShownRun("a", record)])
+    assert "<title>a: Block, 4 k parameters: shardwise report</title>" in page
+    assert page.index("python train.py --lr 0.1") < page.index("Findings")
+    assert '0<span class="part">.6</span>' in page and '15<span class="part">.3</span>' in page
+    cells = re.findall(r"<td>param (\w+)</td><td class=\"n\">(.*?)</td>", page)
+    assert cells == [("shards", "1.00"), ("full", "&lt;0.01")] and "measured, MiB" in page
 
 
 def test_names_of_a_run_are_never_markup(tmp_path):

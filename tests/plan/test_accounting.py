@@ -1,10 +1,12 @@
-"""The ZeRO formulas, held against published tables, a running engine, and each other."""
+"""The ZeRO formulas, held against published tables and each other.
+
+Runs are held against played steps (test_play_ranks.py), and those against these (test_play.py).
+"""
 
 import io
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from decimal import Decimal
@@ -14,16 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from torch import Tensor, nn
 
 import shardwise
-from ranks import run_ranks
 from shardwise.cli.plan import accounting_view
-from shardwise.config import Precision
 from shardwise.errors import ConfigError
 from shardwise.plan.accounting import (
     MAX_PARAMS,
@@ -157,83 +155,6 @@ def test_between_copies_a_rank_sends_what_the_fsdp_paper_says():
         traffic = account(model, group, 3, replicas=world // group).traffic
         assert traffic.replica_sent_elements == Fraction(2 * model * (world // group - 1), world)
         assert traffic.replica_sent_bytes == 4 * traffic.replica_sent_elements
-
-
-# -- the engine
-
-
-class Square(nn.Module):
-    """Two units and a root without parameters of its own; 12 x 12 divides by 1, 2 and 3."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 12, bias=False)
-        self.second = nn.Linear(12, 12, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(torch.tanh(self.first(x)))
-        return result
-
-
-PURE = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-ENGINE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "pure_bf16": PURE}
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def measured(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Train every way; return what was held and sent."""
-    return [one_training(stage, name) for stage in range(4) for name in ENGINE]
-
-
-def one_training(stage: int, precision: str) -> dict[str, Any]:
-    """Take two steps of two micro-batches; return what the second one held and sent."""
-    model = shardwise.shard(
-        Square(), stage=stage, layout="flat", precision=ENGINE[precision], units=[nn.Linear]
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        before = Counter(shardwise.debug.stats(model).sent_bytes)
-        for is_last in (False, True):
-            with shardwise.accumulate(model, last=is_last):
-                model(torch.ones(4, 12)).float().square().mean().backward()
-            if not is_last:
-                window = shardwise.debug.stats(model)
-        assert all(p.grad is not None for p in model.parameters())
-        after = shardwise.debug.stats(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = Counter(after.sent_bytes) - before
-    moments = [s[name].to_local() for s in optimizer.state.values() for name in MOMENTS]
-    return {
-        "stage": stage,
-        "precision": precision,
-        "values": after.param_shard_bytes + after.param_full_bytes,
-        "window": window.grad_partial_bytes + window.grad_shard_bytes,
-        "grads": after.grad_shard_bytes,
-        "state": sum(moment.nbytes for moment in moments),
-        "sent": sent["shard.all_gather"] + sent["shard.reduce_scatter"],
-    }
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_the_lines_are_what_the_engine_holds_and_sends(num_ranks):
-    num_params = 2 * 12 * 12
-    for held in (row for rows in run_ranks(measured, num_ranks) for row in rows):
-        stage, precision = held["stage"], held["precision"]
-        expected = account(num_params, num_ranks, stage, precision, accumulation=2)
-        values = expected.parameters + expected.master_weights
-        assert held["values"] == values > 0, held
-        assert held["window"] == expected.gradients > 0, held
-        assert held["state"] == expected.optimizer_state > 0, held
-        if stage != 1:  # it reduces at the end of the window, and then holds a shard
-            assert held["grads"] == expected.gradients, held
-        if precision == "fp32":  # over gloo other precisions may send in the computing dtype
-            sent = expected.traffic.shard_sent_bytes
-            if stage == 3:  # of two units the last is gathered once per micro-batch
-                sent -= 2 * 4 * (num_params // 2) * (num_ranks - 1) // num_ranks
-            # Each reduction counts the gradients of both parameters, which the lines leave out.
-            sent += (1 if stage < 2 else 2) * 2 * 4 * (num_ranks - 1)
-            assert held["sent"] == sent, held
 
 
 # -- properties

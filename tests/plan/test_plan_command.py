@@ -76,6 +76,20 @@ def test_a_plan_that_does_not_fit_has_code_1(tiny, capsys):
     assert "will not fit" in words(capsys)
 
 
+def test_bars_of_memory_follow_each_other_to_what_the_verdict_says(tiny, capsys):
+    for rows in (1_000_000, 500_000):
+        run_plan([str(tiny), "--micro-batch", str(rows)])
+        lines = capsys.readouterr().out.splitlines()
+        table = [line for line in lines if "│" in line]
+        edge = table[0].index("│")
+        bars = [[at for at, sign in enumerate(line) if sign in "█░"] for line in table]
+        drawn = [at for bar in bars[:-2] for at in bar]
+        low, high = bars[-2][0], bars[-2][-1]
+        assert drawn == sorted(drawn) and low - 1 <= drawn[-1] <= high + 1 and bars[-1] == []
+        (verdict,) = (line.split(":")[0] for line in lines if "a rank (" in line)
+        assert verdict == "will not fit" if low > edge else "fits" if high < edge else "tight"
+
+
 def test_json_has_the_plan_and_nothing_else(tiny, capsys):
     assert run_plan([str(tiny), "--json", "--precision", "pure_bf16"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -1,6 +1,6 @@
 """`shardwise train` as a process: help, errors, two ranks end to end, signals.
 
-Ranks are launched as a user would launch them in one test; else see `programs`.
+How processes are started is in `programs`; ../test_wheel.py launches ranks as a user does.
 """
 
 import argparse
@@ -31,23 +31,6 @@ from shardwise.train.setup import prepare_run
 
 SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\neval_windows: 3\n"
-
-
-def command(*arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=HANG_S)
-    return process.returncode, out, err
 
 
 @pytest.fixture
@@ -144,10 +127,10 @@ def test_what_a_search_varies_can_be_asked_of_a_run(tiny):
 
 @pytest.mark.slow
 def test_two_ranks_train_end_to_end(tiny):
-    code, out, err = finish(
-        command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
-    )
-    assert code == 0, err
+    flags = ("--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
+    done = run_program("shardwise", "train", tiny, *flags, launches=True)
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 0, err
     assert re.fullmatch(r"(step .* left\n)*step 6 of 6: loss .* tokens/s, took .*\n", err), err
     run = tiny.parent / "run"
     lines = metrics(run)

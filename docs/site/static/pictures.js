@@ -143,7 +143,7 @@ function drawStep(box, data) {
     tracks.replaceChildren();
     ranks.forEach((rank, number) => {
       const bars = rank.spans.map(([row, phase, , begin, long]) =>
-        [begin, rows.indexOf(row) * 10, Math.max(long, length / 1000), 8, data.phases[phase]]);
+        [begin, rows.indexOf(row) * 10, Math.max(long, length / 1000), 8, data.phases[phase][1]]);
       tracks.append(make("p", {}, `rank ${number}`),
         makePicture(`timeline of rank ${number}`, length, rows.length * 10, bars));
     });
@@ -173,8 +173,8 @@ function drawStep(box, data) {
         const span = rank.spans.find(([of, , , begin, long]) =>
           of === row && begin <= at && at <= begin + long);
         if (!span) return "–";
-        return make("span", {}, makeSwatch(data.phases[span[1]]),
-          `${name(span[1])} of ${span[2] || "the root"}`);
+        const [work, colour] = data.phases[span[1]];
+        return make("span", {}, makeSwatch(colour), `${work}, ${span[2] ? `unit ${span[2]}` : "the root"}`);
       })]);
     const held = ranks.map((rank) => heldAt(rank, at));
     const kinds = Object.entries(data.kinds).map(([kind, colour]) =>
@@ -183,8 +183,8 @@ function drawStep(box, data) {
       [...doing, ...kinds, ["together, MiB", ...held.map((each) => mib(sum(each)))]]));
   }
   redraw();
-  const legend = Object.entries(data.phases).map(([phase, colour]) =>
-    make("span", {}, makeSwatch(colour), name(phase)));
+  const legend = Object.entries(Object.fromEntries(Object.values(data.phases)))
+    .map(([work, colour]) => make("span", {}, makeSwatch(colour), work));
   box.append(make("form", {}, stage.element, time.element), tracks,
     make("p", { class: "note legend" }, ...legend), now);
 }

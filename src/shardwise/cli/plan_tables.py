@@ -23,7 +23,7 @@ from shardwise.plan.planned import Plan, time_rows
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import Rejected
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
-from shardwise.quantities import format_bytes, format_count, format_duration, format_gb
+from shardwise.quantities import ByteUnit, format_bytes, format_count, format_duration, format_gb
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +36,7 @@ _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit":
 _WOULD_FAIL = "a run would fail for want of memory; what follows is of devices that had enough"
 _MOST_PLANS = 5
 _MOST_REASONS = 5
+_CELLS = 30  # of bars
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -195,32 +196,41 @@ def _speed(plan: Plan) -> Text:
 
 
 def _memory_table(plan: Plan) -> RenderableType:
-    """Show the lines of the ledger at the peak, and what each phase reaches."""
-    peak, room = plan.played.peak, plan.room
-    total = max(peak.ledger.total, 1)
-    rows = [
-        (name.replace("_", " "), num, f"{num / total:5.1%} {'█' * round(30 * num / total)}")
-        for name, num in peak.ledger.lines().items()
-    ]
-    rows.append(("all tensors", peak.ledger.total, ""))
-    rows += [(name, num or 0, "beside the tensors") for name, num in plan.memory.margins.items()]
-    for place, away in (("on host", plan.played.host), ("in files", plan.played.files)):
-        for name, num in away.lines().items():
-            rows.append((f"{place}: {name.replace('_', ' ')}", num, "off the device"))
-    for where, num, capacity in (
-        ("host", room.host_bytes, room.host_capacity_bytes),
-        ("files", room.file_bytes, room.file_capacity_bytes),
+    """Show what the expected peak consists of, beside the device, and what each phase reaches.
+
+    Bars follow each other. The end of a device of more than twice the memory is not drawn.
+    """
+    peak, room, memory = plan.played.peak, plan.room, plan.memory
+    unit = ByteUnit(peak.ledger.total)
+    scale = _CELLS / max(memory.high_bytes, min(plan.capacity_bytes, 2 * memory.high_bytes))
+    edge = round(scale * plan.capacity_bytes)
+
+    def draw(sign: str, begin: float, end: float) -> str:
+        cells = " " * round(scale * begin) + sign * (round(scale * end) - round(scale * begin))
+        return f"{cells[:edge]:{edge}}│{cells[edge:]}" if edge <= _CELLS else cells
+
+    rows, at = [], 0
+    for name, num in (peak.ledger.lines() | memory.margins).items():
+        rows.append((name.replace("_", " "), num, draw("█", at, at + num)))
+        at += num
+    ends = memory.low_bytes, memory.high_bytes
+    rows.append(("all of it, low to high", memory.expected_bytes, draw("░", *ends)))
+    rows.append(("the device", plan.capacity_bytes, draw("", 0, 0)))
+    for where, away, num, capacity in (
+        ("host", plan.played.host, room.host_bytes, room.host_capacity_bytes),
+        ("files", plan.played.files, room.file_bytes, room.file_capacity_bytes),
     ):
+        rows += [(f"{where}: {k.replace('_', ' ')}", n, "") for k, n in away.lines().items()]
         of = "of a size not known" if capacity is None else f"of {format_bytes(capacity)}"
         rows.append((f"{where} of a node, {room.num_ranks} ranks", num, of))
-    shown = [(name, format_bytes(num), more) for name, num, more in rows if num]
-    title = f"memory at the peak, in {peak.phase} of {plan.unit_name(peak.unit)}"
+    shown = [(name, unit.write(num), more) for name, num, more in rows if num]
+    phase = f"in {peak.phase} of {plan.unit_name(peak.unit)}"
     others = ", ".join(
         f"{m.phase} {format_bytes(m.ledger.total)} ({plan.unit_name(m.unit)})"
         for m in plan.played.peaks
         if m.phase != peak.phase
     )
-    table = make_table((title, ">", ""), shown)
+    table = make_table(("memory at the peak", f">{unit.name}", phase), shown)
     return Group(table, Text(f"other phases: {others}", style="dim"))
 
 
@@ -242,8 +252,8 @@ def _times(plan: Plan, has_parts: bool) -> Table:
     rows = [row for row in time_rows(plan) if has_parts or not row.is_part]
     shown, whole = plan.num_simulated, plan.candidate.accumulation
     of = f", of {shown} of the {whole} micro-batches" if shown < whole else ""
-    texts = ((f"{'  ' * row.is_part}{row.name}", _seconds(row.seconds)) for row in rows)
-    return make_table((f"time of a rank{of}", ">"), texts)
+    texts = ((f"{'  ' * row.is_part}{row.name}", f"{1e3 * row.seconds:,.2f}") for row in rows)
+    return make_table((f"time of a rank, ms{of}", ">"), texts)
 
 
 def _seconds(seconds: float) -> str:

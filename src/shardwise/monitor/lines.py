@@ -28,7 +28,8 @@ Figure = Annotated[
     WrapValidator(lambda value, check: None if value is None else check(value)),  # not finite
 ]
 JsonLine = Mapping[str, Any]  # a line as JSON has it
-Name = Annotated[str, Field(max_length=1000)]
+MAX_NAME = 1000
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 # Of a timeline: line of work, phase, unit, begin and length in milliseconds, bytes.
 SpanRow = tuple[Name, Name, Name, Number, Amount, Count]
 # Values that a loop logs may be larger, but sums and squares of them are finite.

@@ -25,7 +25,7 @@ from shardwise.monitor.summary import (
 )
 from shardwise.names import name_of_unit
 from shardwise.plan.planned import Plan
-from shardwise.quantities import format_bytes, format_count, format_duration
+from shardwise.quantities import ByteUnit, format_bytes, format_count, format_duration
 
 MOST_RUNS, LIMIT_BYTES = 8, 300_000
 _MOST_VALUES, _MOST_UNITS, _MOST_SAVES, _MOST_FINDINGS = 9, 60, 12, 25
@@ -74,6 +74,9 @@ def report_html(runs: Sequence[ShownRun]) -> str:
 
 
 def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> str:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
     figures = [figures_of(run.record.steps) for run in runs]
     told = [s for s in FIGURES if any(s.is_shown(f.get(s.metric)) for f in figures)]
     times = [charts.Bar(run.name, phase_seconds(run.record.steps)) for run in runs]
@@ -83,14 +86,26 @@ def _page(runs: Sequence[ShownRun], curves: Sequence[_Curves], divisor: int) -> 
     for title, each, from_zero in curves:
         thin = [replace(c, points=svg.thin(c.points, _COLUMNS // divisor)) for c in each]
         pictures.append(charts.lines_chart(title, thin, from_zero))
-    return _render(
-        "page.html.j2",
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "bytes": format_bytes,
+        "count": format_count,
+        "duration": format_duration,
+        "figure": write_figure,
+        "by_rank": lambda hosts: Counter(hosts).most_common(),
+        "unit_name": name_of_unit,
+        "kind_name": svg.name_of_kind,
+        "drawn": Markup,  # pictures escape their own texts, the template all others
+    }
+    source = files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(source).render(
         title=", ".join(run.name for run in runs),
         runs=runs,
         parts=[_part(run, divisor) for run in runs],
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
         curves=pictures,
         time_svg=time_svg if any(row.parts for row in times) else "",
+        most_units=_MOST_UNITS,
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
         change=_change,
@@ -113,11 +128,16 @@ def _curves(runs: Sequence[ShownRun]) -> list[_Curves]:
     most, found = _COLUMNS // len(runs), list[_Curves]()
     names = dict.fromkeys(name for r in runs for s in r.record.steps for name in s.values)
     looks = [(f"run-{i}", run.name, run.record.steps) for i, run in enumerate(runs)]
+    held = list[svg.Curve]()  # of one run, these losses are in the picture of the others
+    if len(runs) == 1 and {"loss", "eval_loss"} <= names.keys():
+        del names["eval_loss"]
+        points = value_curve(runs[0].record.steps, "eval_loss", most)
+        held = [svg.Curve("held", "held out", points)]
     for name in list(names)[:_MOST_VALUES]:
         curves = [
             svg.Curve(look, of, value_curve(steps, name, most), not_numbers(steps, name))
             for look, of, steps in looks
-        ]
+        ] + held * (name == "loss")
         found.append((name, curves, False))
     for shown in FIGURES:
         curves = [
@@ -136,6 +156,7 @@ def _part(run: ShownRun, divisor: int) -> Mapping[str, object]:
         "run": run,
         "facts": record.facts,
         "units": unit_rows(record.facts),
+        "unit": ByteUnit(max(unit.full_bytes for unit in record.facts.units)),
         "saves": list(saves_of(record.steps))[-_MOST_SAVES:],
         "restarts": [line for _, line in record.lines(Restart)][-_MOST_SAVES:],
         "memory": _memory(run, divisor),
@@ -150,9 +171,16 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
         return None
     (rank, line), is_cpu = found, facts.device == "cpu"
     moments = [
-        charts.Bar(m.phase.removesuffix("_end"), kinds_shown(m, facts)) for m in line.moments
+        charts.Bar(svg.name_of_kind(m.phase.removesuffix("_end")), kinds_shown(m, facts))
+        for m in line.moments
     ]
-    planned = _planned_lines(run.plan, not is_cpu) if run.plan is not None else {}
+    planned = dict[str, int]()
+    if run.plan is not None:  # on the CPU, of the engine alone, as it was measured
+        played = run.plan.played
+        ledger = (played.engines_peak if is_cpu else played.peak).ledger
+        planned = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
+        if not is_cpu:
+            planned[svg.OTHER] = ledger.total - sum(planned.values())
     peak, measured = line.moments[line.peak], moments[line.peak].parts
     whole = format_bytes(sum(measured.values()))
     units = ((name, sum(kinds.values())) for name, kinds in line.units["device"].items())
@@ -162,6 +190,7 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
         "peak": peak,
         "measured": measured,
         "planned": planned,
+        "unit": ByteUnit(sum(measured.values())),
         "kinds": sorted({k for m in moments for k in m.parts} | {*planned}, key=svg.order_of_kinds),
         "process_bytes": max(sum(m.device.values()) + m.other for m in line.moments) * is_cpu,
         "units": sorted(units, key=lambda unit: -unit[1])[:_MOST_UNITS_IN_MEMORY],
@@ -175,18 +204,6 @@ def _memory(run: ShownRun, divisor: int) -> Mapping[str, object] | None:
     }
 
 
-def _planned_lines(plan: Plan, has_other: bool) -> dict[str, int]:
-    """Return the peak of a plan by the kinds that were measured.
-
-    Without ``has_other`` only the engine's memory was measured, whose peak is returned.
-    """
-    ledger = (plan.played.peak if has_other else plan.played.engines_peak).ledger
-    found = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
-    if has_other:
-        found[svg.OTHER] = ledger.total - sum(found.values())
-    return {kind: found[kind] for kind in sorted(found, key=svg.order_of_kinds)}
-
-
 def _timeline(run: ShownRun, divisor: int) -> str:
     """Draw the newest step of which all ranks have timelines, for a few of the ranks."""
     by_step: dict[int, dict[int, Timeline]] = {}
@@ -194,8 +211,7 @@ def _timeline(run: ShownRun, divisor: int) -> str:
         by_step.setdefault(line.step, {})[rank] = line
     if not by_step:
         return ""
-    most_ranks = max(len(ranks) for ranks in by_step.values())
-    step = max(step for step, ranks in by_step.items() if len(ranks) == most_ranks)
+    step = max(by_step, key=lambda step: (len(by_step[step]), step))
     found = by_step[step]
     # The first rank and those that wait least and most: a slow rank waits least.
     waits = {
@@ -216,23 +232,3 @@ def _timeline(run: ShownRun, divisor: int) -> str:
     return charts.timeline_chart(
         title, groups, 1e3 * seconds, described=said, most=_BARS // divisor
     )
-
-
-def _render(template: str, **values: object) -> str:
-    """Fill a template; texts that are not marked as markup are escaped."""
-    from jinja2 import Environment
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "bytes": format_bytes,
-        "count": format_count,
-        "duration": format_duration,
-        "figure": write_figure,
-        "by_rank": lambda hosts: Counter(hosts).most_common(),
-        "unit_name": name_of_unit,
-        "kind_name": svg.name_of_kind,
-        "drawn": Markup,  # pictures escape their own texts
-    }
-    source = files(__package__).joinpath(template).read_text(encoding="utf-8")
-    return environment.from_string(source).render(most_units=_MOST_UNITS, **values)

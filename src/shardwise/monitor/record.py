@@ -52,7 +52,8 @@ Kinds = Mapping[Name, Count]  # bytes by kind of memory
 class RunFacts:
     """The settings of a run, written once by rank 0.
 
-    ``degrees`` are the sizes of the mesh's axes by name, ``hosts`` are by rank. ``peak_flops`` is
+    ``degrees`` are the sizes of the mesh's axes by name, ``hosts`` are by rank. ``command`` is the
+    program of rank 0 with its arguments. ``peak_flops`` is
     the device's rate in the dtype of the computation, None if unknown. ``flops_per_token`` counts
     the products with this rank's weights in a forward and backward pass. ``unsharded_bytes`` counts
     trained parameters that belong to no unit. With ``reduces_units_alone`` each unit is reduced by
@@ -74,6 +75,7 @@ class RunFacts:
     started: Name = ""
     optimizer: Name = ""
     offload: Name = ""
+    command: Name = ""
     unsharded_bytes: Count = 0
     reduces_units_alone: bool = False
     format: int = FORMAT

@@ -1,6 +1,8 @@
 """The facts of a run, read once from a sharded model: units, mesh, device."""
 
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -15,6 +17,7 @@ from shardwise.device import memory_figures, name_of
 from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
 from shardwise.monitor.describe import describe
+from shardwise.monitor.lines import MAX_NAME
 from shardwise.monitor.record import RunFacts
 from shardwise.plan.machine.hardware import find_accelerator
 from shardwise.tensor.plain_state import owner_of
@@ -75,6 +78,7 @@ def facts_of(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         optimizer=", ".join(type(each).__name__ for each in optimizers),
         offload="" if config.offload is None else str(config.offload),
+        command=shlex.join(("python", *sys.orig_argv[1:]))[:MAX_NAME],
         unsharded_bytes=sum(p.nbytes for p in held if owner_of(p) is None),
         reduces_units_alone=any(unit.settings.stands_while_full for unit in parts.units),
     )

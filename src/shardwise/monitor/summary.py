@@ -41,7 +41,8 @@ def value_curve(lines: Iterable[StepLine], name: str, most: int) -> list[svg.Poi
     """
     found = []
     for line in lines:
-        over, value = line.values_over_steps.get(name), line.values.get(name)
+        over = line.values_over_steps.get(name)
+        value = None if line.values_over_steps else line.values.get(name)
         if over is not None or value is not None:
             three = (over.min, over.mean, over.max) if over is not None else (value or 0.0,) * 3
             found.append(svg.Point(line.step, *three, line.num_steps))
@@ -134,9 +135,7 @@ def kinds_shown(moment: Moment, facts: RunFacts) -> dict[str, int]:
     On the CPU the record knows of other memory only that the process has it. As that may contain
     freed memory, it is left out.
     """
-    kinds = (
-        {**moment.device} if facts.device == "cpu" else {**moment.device, svg.OTHER: moment.other}
-    )
+    kinds = {**moment.device, **({} if facts.device == "cpu" else {svg.OTHER: moment.other})}
     return {kind: kinds[kind] for kind in sorted(kinds, key=svg.order_of_kinds)}
 
 

@@ -274,6 +274,8 @@ def _take_step(
         with _paused(observation):
             result.eval_loss = evaluate(run)
         metrics.write(step=step, eval_loss=result.eval_loss)
+        if observation is not None:
+            observation.log(eval_loss=result.eval_loss)
     saves.after_step(step, is_last, metrics)  # last, as it may raise
 
 

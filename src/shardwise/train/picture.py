@@ -8,6 +8,7 @@ no torch.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 
@@ -64,14 +65,14 @@ def loss_svg(lines: Iterable[str], title: str) -> str:
         shown += [p for p in points[name] if p.high > high]
         curves.append(svg.Curve(look, words, sorted(shown), bad if name == "loss" else ()))
     legend = [
-        *((curve.look, curve.name, "") for curve in curves if curve.points),
-        *[("bad", "not a number", "")] * bool(bad),
-        *[("resumed", "resumed", "3 3")] * bool(resumed),
-        *[("above", "above the axis", "")] * any(p.high > up.high for p in every),
+        *((curve.look, curve.name) for curve in curves if curve.points),
+        *[("bad", "not a number")] * bool(bad),
+        *[("resumed", "resumed")] * bool(resumed),
+        *[("above", "above the axis")] * any(p.high > up.high for p in every),
     ]
     columns = {round(across.at(step) / _COLUMN): step for step in reversed(resumed)}
-    dashed = {"stroke_dasharray": "3 3", "y1": _TOP, "y2": _BOTTOM}
     parts = [
+        f"<style>{svg.style()}</style>",
         svg.element("rect", "paper", width=_WIDTH, height=_HEIGHT, rx=6),
         svg.heading(_LEFT, 28, title),
         svg.text(_LEFT, _TOP - 14, "loss, nats per token"),
@@ -81,13 +82,13 @@ def loss_svg(lines: Iterable[str], title: str) -> str:
         *svg.draw_steps(across, _RATE_BOTTOM, 9),
         svg.text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"'),
         *(
-            svg.element("line", "resumed", f"resumed after step {step:,}", **dashed, x1=x, x2=x)
+            svg.element("line", "resumed", said, x1=x, x2=x, y1=_TOP, y2=_BOTTOM)
             for step in columns.values()
-            for x in (across.at(step),)
+            for x, said in ((across.at(step), f"resumed after step {step:,}"),)
         ),
-        *svg.draw_curves(curves, across, up),
+        *chain.from_iterable(svg.draw_curve(curve, across, up) for curve in curves),
     ]
-    described = [_describe(_LOOKS[name][1], each) for name, each in points.items() if each]
+    described = [svg.describe(_LOOKS[name][1], each) for name, each in points.items() if each]
     if bad:
         described.append(f"no number at {len(bad):,} steps, first at step {bad[0]:,}")
     if rates:
@@ -105,7 +106,7 @@ def _draw_rates(rates: Sequence[svg.Point], across: svg.Axis) -> list[str]:
     return [
         svg.text(_LEFT, _RATE_TOP - 10, curve.name),
         *svg.draw_levels(up, ends, across, [f"{tick:g}" for tick in ends]),
-        *svg.draw_curves([curve], across, up),
+        *svg.draw_curve(curve, across, up),
     ]
 
 
@@ -115,11 +116,3 @@ def _parse(line: str) -> Mapping[str, object]:
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {}
-
-
-def _describe(name: str, points: list[svg.Point]) -> str:
-    first, last, lowest = points[0], points[-1], min(points, key=lambda point: point.low)
-    return (
-        f"{name} from {first.middle:.4g} at step {first.step:,} to {last.middle:.4g} at step "
-        f"{last.step:,}, lowest {lowest.low:.4g} at step {lowest.step:,}"
-    )
