@@ -52,11 +52,12 @@ def parse() -> argparse.Namespace:
 
 # -- one rank
 def work(config: Mapping[str, Any]) -> None:
-    from memory_cells import cells_of, measure
+    from memory_cells import cells_of, measure_cell
 
     with common.joined_ranks(config):
         cells = [c for m in config["models"] for c in cells_of(m, config["precision"])]
-        common.write_result(config, {"cells": [measure(cell) for cell in cells]})
+        measured = [measure_cell(cell, config["ranks"]) for cell in cells]
+        common.write_result(config, {"cells": measured})
 
 
 # -- the table

@@ -18,6 +18,7 @@ from pathlib import Path
 from generate_accounting import accounting_data, accounting_page
 from generate_api import api_page
 from generate_findings import findings_page
+from generate_owner import owner_page
 from generate_step import step_page, step_picture
 
 DOCS = Path(__file__).resolve().parent
@@ -56,6 +57,7 @@ def pages() -> dict[str, str]:
         "api.md": api_page(),
         "account.md": accounting_page(),
         "site/data/accounting.json": accounting_data(),
+        "owner.md": owner_page(),
         "step.md": step_page(),
         "step.svg": step_picture(),
     }

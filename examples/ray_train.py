@@ -45,7 +45,7 @@ def train(asked: dict[str, Any]) -> None:
             kept.copy_to_memory(step)  # every second step
             if dist.get_rank() == 0:
                 with (folder / "losses.txt").open("a") as file:
-                    file.write(f"step {step}: loss {loss.item():.4f} {loss.item().hex()}\n")
+                    file.write(f"step {step}: loss {loss.item():.4f} {float(loss).hex()}\n")
             if step == asked["die_after"] and loaded is None and dist.get_rank() == 0:
                 kept.finish()
                 os.kill(os.getpid(), signal.SIGKILL)

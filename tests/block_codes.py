@@ -6,13 +6,11 @@ Written from docs/numerics.md in plain Python and numpy; it shares no line with 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
 import torch
-from torch import Tensor
 
 ODD_SHAPES = {  # which no number of ranks divides
     "one_row": (1, 35),
@@ -25,7 +23,7 @@ LEVELS = {"int8": 127, "fp8": 448, "int4": 7}
 SMALLEST = np.float32(2.0**-126)
 
 
-def fp8_numbers() -> list[float]:
+def fp8_numbers():
     """All finite numbers of e4m3 that are not negative: 4 bits of exponent, 3 of fraction."""
     found = [fraction * 2.0**-9 for fraction in range(8)]  # below the smallest normal one
     for exponent in range(1, 16):
@@ -36,7 +34,7 @@ def fp8_numbers() -> list[float]:
 _FP8 = fp8_numbers()
 
 
-def nearest_fp8(value: float) -> float:
+def nearest_fp8(value):
     """Return the nearest number of e4m3; of two as near, that with an even fraction."""
     size = abs(value)
     above = next((i for i, number in enumerate(_FP8) if number >= size), len(_FP8) - 1)
@@ -47,12 +45,12 @@ def nearest_fp8(value: float) -> float:
     return math.copysign(_FP8[chosen], value)
 
 
-def nearest_whole(value: float) -> float:
+def nearest_whole(value):
     """Return the nearest whole number; of two as near, the even one."""
     return float(round(value))
 
 
-def decoded_block(values: Sequence[float], kind: str) -> np.ndarray:
+def decoded_block(values, kind):
     """Return what arrives of one block, in float32."""
     block = np.asarray(values, dtype=np.float32)
     if not np.isfinite(block).all():
@@ -64,23 +62,21 @@ def decoded_block(values: Sequence[float], kind: str) -> np.ndarray:
     return np.array([np.float32(np.float32(q) * scale) for q in quotients], dtype=np.float32)
 
 
-def decoded(values: np.ndarray, kind: str, block: int, cuts: Sequence[int] = ()) -> np.ndarray:
+def decoded(values, kind, block, cuts=()):
     """Return what arrives of one parameter, flat; ``cuts`` are where another rank's part begins."""
     ends = sorted({*range(0, len(values), block), *cuts, len(values)})
     parts = [decoded_block(values[lo:hi], kind) for lo, hi in pairwise(ends) if hi > lo]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
 
 
-def wire_bytes(numel: int, kind: str, block: int, cuts: Sequence[int] = ()) -> int:
+def wire_bytes(numel, kind, block, cuts=()):
     """Return the bytes of codes and scales of one parameter."""
     ends = sorted({*range(0, numel, block), *(c for c in cuts if 0 < c < numel), numel})
     sizes = [hi - lo for lo, hi in pairwise(ends) if hi > lo]
     return sum(4 + (-(-size // 2) if kind == "int4" else size) for size in sizes)
 
 
-def cuts_of(
-    layout: str, shapes: dict[str, tuple[int, ...]], num_ranks: int
-) -> dict[str, list[int]]:
+def cuts_of(layout, shapes, num_ranks):
     """Say where other ranks' parts begin in each parameter, from what the layouts promise."""
     if layout == "matrices":  # whole, and what is none, laid out flat
         others = {n: s for n, s in shapes.items() if len(s) != 2}
@@ -104,7 +100,7 @@ def cuts_of(
     }
 
 
-def of_rows(value: Tensor, kind: str, num_ranks: int, block: int = 16, dim: int = 0) -> Tensor:
+def of_rows(value, kind, num_ranks, block=16, dim=0):
     """Return what arrives of a parameter cut along a dim, evenly if that is not the first.
 
     One of fewer than two dims is what was sent.

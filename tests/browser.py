@@ -5,9 +5,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ MEASURE = (Path(__file__).parent / "browser_measure.js").read_text(encoding="utf
 NOTHING_BUT_ITSELF = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def browser() -> str:
+def browser():
     """Return the browser's path; skip the test that asks where there is none."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
@@ -24,9 +22,7 @@ def browser() -> str:
     return found
 
 
-def look_at(
-    pages: Mapping[str, str], widths: tuple[int, ...], is_dark: bool, folder: Path
-) -> dict[str, Any]:
+def look_at(pages, widths, is_dark, folder):
     """Open each page at each width in the light or the dark scheme; return what is to be seen.
 
     Keys are "name at width". The pages are frames of one page that allows nothing to be loaded; a
@@ -59,6 +55,6 @@ def look_at(
     )
     seen = re.search(r'<pre id="found">(.*?)</pre>', told.stdout, re.DOTALL)
     assert seen is not None and seen[1], told.stderr[-2000:]
-    found: dict[str, Any] = json.loads(html.unescape(seen[1]))
+    found = json.loads(html.unescape(seen[1]))
     found["console"] = [line for line in told.stderr.splitlines() if "CONSOLE" in line]
     return found

@@ -33,12 +33,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -80,10 +78,10 @@ class Access:
     count: int
     what: str  # the operation, and the line that called it
 
-    def is_before(self, clock: Clock) -> bool:
+    def is_before(self, clock):
         return clock.get(self.timeline, 0) >= self.count
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.what}, on {self.timeline}"
 
 
@@ -104,7 +102,7 @@ class Memory:
     num_storages: int = 1
 
     @property
-    def uses(self) -> list[Access]:
+    def uses(self):
         return [*self.read.values(), *([self.written] if self.written else [])]
 
 
@@ -113,7 +111,7 @@ class CheckingEvent:
     device: CheckingDevice
     clock: Clock
 
-    def wait(self) -> None:
+    def wait(self):
         if not self.device.is_blind:
             self.device.host.join(self.clock)
 
@@ -127,20 +125,20 @@ class CheckingStream:
     clock: Clock = field(default_factory=dict)
     freed: list[tuple[str, list[Access]]] = field(default_factory=list)
 
-    def join(self, clock: Clock) -> None:
+    def join(self, clock):
         for name, count in clock.items():
             self.clock[name] = max(self.clock.get(name, 0), count)
 
-    def record(self) -> CheckingEvent:
+    def record(self):
         self.join(self.device.host.clock)
         return CheckingEvent(self.device, dict(self.clock))
 
-    def wait(self, event: CheckingEvent) -> None:
+    def wait(self, event):
         if not self.device.is_blind:
             self.join(event.clock)
 
     @contextmanager
-    def use(self) -> Iterator[None]:
+    def use(self):
         before, self.device.current = self.device.current, self
         try:
             yield
@@ -154,49 +152,49 @@ class CheckingDevice:
     ``errors`` are the mistakes so far; they are raised when the context ends.
     """
 
-    def __init__(self) -> None:
-        self.errors: list[str] = []
+    def __init__(self):
+        self.errors = []
         self.is_blind = False
         self._is_aside = False
-        self._streams: dict[str, CheckingStream] = {}
+        self._streams = {}
         self.host = self._stream("the host")
         self.current = self._stream("the compute stream")
         self.fetch_stream = self._stream("the fetch stream")
         self.evict_stream = self._stream("the evict stream")
-        self._memory: dict[int, tuple[Memory, weakref.ref[Any]]] = {}
-        self._works: dict[int, tuple[Any, Clock, bool, object]] = {}
+        self._memory = {}
+        self._works = {}
         self._wait = Work.wait
-        self._steps: dict[int, tuple[BackgroundStep, Clock]] = {}
-        self.late_steps: dict[int, Callable[[], None]] = {}
+        self._steps = {}
+        self.late_steps = {}
         self._context = ExitStack()
         self.num_operations = self.num_collectives = 0
 
     # -- device.DeviceTime
-    def current_stream(self) -> CheckingStream:
+    def current_stream(self):
         return self.current
 
-    def new_stream(self) -> CheckingStream:
+    def new_stream(self):
         return self._stream(f"stream {len(self._streams)}")
 
-    def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> Tensor:
+    def host_memory(self, numel, dtype, pinned=True):
         with self.aside():
             made = torch.empty(numel, dtype=dtype)
         if numel:
             self._register(made, on_host=True, is_pinned=pinned).is_blank = True
         return made
 
-    def locked_memory(self, num_bytes: int) -> Tensor:
+    def locked_memory(self, num_bytes):
         with self.aside():
             return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def is_page_locked(self, tensor: Tensor) -> bool:
+    def is_page_locked(self, tensor):
         return self.memory_of(tensor).is_pinned
 
-    def clock(self) -> None:
+    def clock(self):
         """No time passes on it."""
 
     # -- the context
-    def __enter__(self) -> Self:
+    def __enter__(self):
         for target, name, make in (
             (Work, "wait", self._wait_of),
             (torch.UntypedStorage, "resize_", self._resize_of),
@@ -219,7 +217,7 @@ class CheckingDevice:
         self._context.enter_context(_Operations(self))
         return self
 
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+    def __exit__(self, kind, error, trace):
         self._context.close()
         for stream in self._streams.values():
             stream.join(self.host.clock)
@@ -229,7 +227,7 @@ class CheckingDevice:
             raise StreamError(f"{len(self.errors)} mistakes in the order of streams:\n{shown}")
 
     @contextmanager
-    def blind(self) -> Iterator[None]:
+    def blind(self):
         """Wait inside as ever, and take no note of it: what a forgotten wait looks like."""
         before, self.is_blind = self.is_blind, True
         try:
@@ -238,7 +236,7 @@ class CheckingDevice:
             self.is_blind = before
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self):
         """Look at nothing inside."""
         before, self._is_aside = self._is_aside, True
         try:
@@ -247,7 +245,7 @@ class CheckingDevice:
             self._is_aside = before
 
     # -- what happens, as the patches and the mode tell it
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func, args, kwargs):
         """Run one operation of torch."""
         if self._is_aside:
             return func(*args, **kwargs)
@@ -290,19 +288,19 @@ class CheckingDevice:
             self.host.join(where.clock)
         return out
 
-    def _where(self, reads: list[Memory], writes: list[Memory]) -> CheckingStream:
+    def _where(self, reads, writes):
         """Tell what an operation runs on: the host if all memory is the host's."""
         used = (*reads, *writes)
         return self.host if used and all(m.on_host for m in used) else self.current
 
-    def _run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_collective(self, func, args, kwargs):
         name = _arguments_of(func).operation
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
+        reads = []
+        writes = []
         group = None
         for argument, value in _named(func, args, kwargs).items():
             if argument == "process_group":
-                group = dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]
+                group = dist.ProcessGroup.unbox(value)
             elif argument.startswith("input") or name == "send":
                 reads += _tensors(value)
             elif argument.startswith("output") or argument == "tensors":
@@ -320,7 +318,7 @@ class CheckingDevice:
                 self._works[id(work)] = work, dict(stream.clock), on_host, (reads, writes)
         return out
 
-    def _run_functional(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_functional(self, func, args, kwargs):
         name = _arguments_of(func).operation
         given = _named(func, args, kwargs)
         group = given.get("group_name")
@@ -337,9 +335,7 @@ class CheckingDevice:
             self.memory_of(tensor).collective = dict(stream.clock)
         return out
 
-    def _start_collective(
-        self, group: str, reads: list[Tensor], writes: list[Tensor], name: str
-    ) -> tuple[CheckingStream, bool]:
+    def _start_collective(self, group, reads, writes, name):
         self.num_collectives += 1
         sent, received = self._memory_under(reads), self._memory_under(writes)
         stream = self._stream(f"the collectives of group {group}")
@@ -347,8 +343,8 @@ class CheckingDevice:
         self._use(stream, sent, received, name)
         return stream, self._where(sent, received) is self.host
 
-    def _wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(work: Any, *args: Any, **kwargs: Any) -> Any:
+    def _wait_of(self, wait):
+        def checked(work, *args, **kwargs):
             with self.aside():  # gloo may copy what has come
                 done = wait(work, *args, **kwargs)
             if not self.is_blind:
@@ -358,9 +354,9 @@ class CheckingDevice:
 
         return checked
 
-    def run_step(self, run: Callable[[], None]) -> None:
+    def run_step(self, run):
         """Run a step of the background on a timeline of its own."""
-        step: BackgroundStep = run.__self__  # type: ignore[attr-defined]
+        step = run.__self__
         thread = self._stream("the thread that steps")
         thread.join(self.host.clock)
         host, self.host = self.host, thread
@@ -370,8 +366,8 @@ class CheckingDevice:
             self.host = host
         self._steps[id(step)] = step, dict(thread.clock)
 
-    def _step_wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(step: BackgroundStep) -> None:
+    def _step_wait_of(self, wait):
+        def checked(step):
             if id(step) in self.late_steps:
                 self.run_step(self.late_steps.pop(id(step)))
             wait(step)
@@ -380,8 +376,8 @@ class CheckingDevice:
 
         return checked
 
-    def _resize_of(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(storage: Any, num_bytes: int) -> Any:
+    def _resize_of(self, resize):
+        def checked(storage, num_bytes):
             if self._is_aside or num_bytes == storage.nbytes():
                 return resize(storage, num_bytes)
             found = self._memory.get(storage._cdata)
@@ -396,8 +392,8 @@ class CheckingDevice:
 
         return checked
 
-    def _slice_of(self, get: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(storage: Any, where: Any) -> Any:
+    def _slice_of(self, get):
+        def checked(storage, where):
             part = get(storage, where)
             if isinstance(part, torch.UntypedStorage) and storage._cdata in self._memory:
                 memory = self._memory[storage._cdata][0]
@@ -407,22 +403,22 @@ class CheckingDevice:
 
         return checked
 
-    def _taker_of(self, take: Callable[..., Any]) -> Callable[..., Any]:
+    def _taker_of(self, take):
         """Know each piece of a slab apart; nobody uses the slab itself."""
 
-        def checked(slab: Slab, *args: Any) -> Tensor:
+        def checked(slab, *args):
             with self.aside():
-                made: Tensor = take(slab, *args)
+                made = take(slab, *args)
             if made.numel():
                 self._register(made, on_host=True, is_pinned=True)
             return made
 
         return checked
 
-    def _reader_of(self, read: Callable[..., Any]) -> Callable[..., Any]:
+    def _reader_of(self, read):
         """Let the host wait for the device before it reads a tensor's elements."""
 
-        def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def checked(tensor, *args, **kwargs):
             if not self._is_aside and type(tensor) is Tensor:
                 memory = self._memory_under([tensor])
                 where = self._where(memory, [])
@@ -432,17 +428,17 @@ class CheckingDevice:
 
         return checked
 
-    def _aside_of(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _aside_of(self, call):
         """Run small exchanges, which are the host's alone, unseen."""
 
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args, **kwargs):
             with self.aside():
                 return call(*args, **kwargs)
 
         return checked
 
     # -- memory
-    def memory_of(self, tensor: Tensor) -> Memory:
+    def memory_of(self, tensor):
         """Return what is known about a tensor's memory; what comes from outside is the device's."""
         storage = tensor.untyped_storage()
         found = self._memory.get(storage._cdata)
@@ -451,7 +447,7 @@ class CheckingDevice:
         is_scalar = tensor.dim() == 0 and storage.nbytes() == tensor.element_size()
         return self._register(tensor, on_host=is_scalar)
 
-    def _memory_under(self, tensors: list[Tensor]) -> list[Memory]:
+    def _memory_under(self, tensors):
         """Return the memory under tensors that have any. **Raises** where it was freed."""
         found = []
         for tensor in tensors:
@@ -463,17 +459,17 @@ class CheckingDevice:
             found.append(self.memory_of(tensor))
         return found
 
-    def _register(self, tensor: Tensor, on_host: bool, is_pinned: bool = False) -> Memory:
+    def _register(self, tensor, on_host, is_pinned=False):
         shape = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         memory = Memory(self.current, on_host, is_pinned, tensor.dim() == 0, shape)
         self._watch(tensor.untyped_storage(), memory)
         return memory
 
-    def _watch(self, storage: Any, memory: Memory) -> None:
+    def _watch(self, storage, memory):
         key = storage._cdata
         self._memory[key] = memory, weakref.ref(storage, partial(self._forget, key))
 
-    def _forget(self, key: int, reference: weakref.ref[Any]) -> None:
+    def _forget(self, key, reference):
         found = self._memory.get(key)
         if found is None or found[1] is not reference:
             return
@@ -482,14 +478,14 @@ class CheckingDevice:
         if found[0].num_storages == 0:
             self._free(found[0])
 
-    def _free(self, memory: Memory) -> None:
+    def _free(self, memory):
         owner = memory.owner
         left = [a for a in memory.uses if a.timeline != owner.name]
         if left and not memory.on_host:  # torch keeps page-locked memory until copies are done
             what = f"{_here('memory')} of {memory.shape} was freed"
             owner.freed.append((what, left))
 
-    def _adopt(self, out: Any, on_host: bool, is_made_of_nothing: bool) -> list[Memory]:
+    def _adopt(self, out, on_host, is_made_of_nothing):
         """Return the memory of an operation's outputs that is new."""
         made = []
         for tensor in _tensors(out):
@@ -501,14 +497,12 @@ class CheckingDevice:
                 made[-1].allocated = self._now("the allocation")
         return made
 
-    def _now(self, what: str) -> Access:
+    def _now(self, what):
         """Return what the current stream has come to."""
         name = self.current.name
         return Access(name, self.current.clock.get(name, 0), _here(what))
 
-    def _use(
-        self, stream: CheckingStream, reads: list[Memory], writes: list[Memory], name: str
-    ) -> None:
+    def _use(self, stream, reads, writes, name):
         """Note that a timeline uses memory, and check what must be ordered before."""
         if not reads and not writes:
             return
@@ -529,30 +523,22 @@ class CheckingDevice:
                 self._check(access, "writes", memory, before, "reads", stream.clock)
             memory.written, memory.read, memory.is_blank = access, {}, False
 
-    def _check(
-        self,
-        access: Access,
-        verb: str,
-        memory: Memory,
-        before: Access | None,
-        its_verb: str,
-        clock: Clock,
-    ) -> None:
+    def _check(self, access, verb, memory, before, its_verb, clock):
         if before is not None and not before.is_before(clock):
             self._fail(f"{access}, {verb} {memory.shape} while {before}, {its_verb} it")
 
-    def _check_freed(self, stream: CheckingStream) -> None:
+    def _check_freed(self, stream):
         freed, stream.freed = stream.freed, []
         for what, left in freed:
             for access in left:
                 if not access.is_before(stream.clock):
                     self._fail(f"{what} while {access}, uses it")
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text):
         if text not in self.errors:
             self.errors.append(text)
 
-    def _stream(self, name: str) -> CheckingStream:
+    def _stream(self, name):
         return self._streams.setdefault(name, CheckingStream(self, name))
 
 
@@ -563,8 +549,8 @@ class _InTurn:
     device: CheckingDevice
     is_late: bool
 
-    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
-        done: Future[None] = Future()
+    def submit(self, call, *args):
+        done = Future()
         step = getattr(call, "__self__", None)
         if isinstance(step, BackgroundStep) and self.is_late:
             self.device.late_steps[id(step)] = call
@@ -579,17 +565,15 @@ class _InTurn:
 class _Operations(TorchDispatchMode):
     """Shows the device every operation on plain tensors."""
 
-    def __init__(self, device: CheckingDevice) -> None:
+    def __init__(self, device):
         super().__init__()
         self._device = device
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
+    def _should_skip_dynamo(cls):
         return False  # nothing is compiled under it; else every operation would turn Dynamo off
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if FakeTensor in types:  # DTensor asks what shape an operation would give
             return func(*args, **(kwargs or {}))
         plain = torch._C._disabled_torch_dispatch_impl
@@ -611,7 +595,7 @@ class Arguments:
 
 
 @cache
-def _arguments_of(func: Any) -> Arguments:
+def _arguments_of(func):
     name = func._schema.name.partition("::")[2]
     arguments = func._schema.arguments
     tensors = tuple(a.name for a in arguments if "Tensor" in str(a.type))
@@ -623,11 +607,11 @@ def _arguments_of(func: Any) -> Arguments:
     return Arguments(name, tuple(a.name for a in arguments), read, written, like, is_view)
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(func, args, kwargs):
     return {**dict(zip(_arguments_of(func).names, args, strict=False)), **kwargs}
 
 
-def _read_and_written(func: Any, given: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+def _read_and_written(func, given):
     arguments = _arguments_of(func)
     return (
         [tensor for name in arguments.read for tensor in _tensors(given.get(name))],
@@ -635,7 +619,7 @@ def _read_and_written(func: Any, given: dict[str, Any]) -> tuple[list[Tensor], l
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value):
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -643,13 +627,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def _has_memory(tensor):
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return False
     return tensor.untyped_storage().nbytes() > 0
 
 
-def _here(name: str) -> str:
+def _here(name):
     """Return what is called, and from which line outside of torch."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_foreign(frame.f_code.co_filename):
@@ -658,5 +642,5 @@ def _here(name: str) -> str:
 
 
 @cache
-def _is_foreign(path: str) -> bool:
+def _is_foreign(path):
     return path == __file__ or "/site-packages/" in path or "/lib/python" in path

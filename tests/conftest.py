@@ -98,12 +98,12 @@ FIRST = (
 )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # it would sort files by their number of tests
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):  # xdist gives out files in the order of their first tests
         _sort_for_workers(items)
     if torch.cuda.is_available():
@@ -114,28 +114,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
 
 
-def _sort_for_workers(items: list[pytest.Item]) -> None:
+def _sort_for_workers(items):
     """Put the longest files first, then those of most tests."""
     folder = Path(__file__).parent
     num_tests = Counter(item.path for item in items)
     turns = {folder / name: number for number, name in enumerate(FIRST)}
 
-    def turn(item: pytest.Item) -> tuple[int, int]:
+    def turn(item):
         return turns.get(item.path, len(turns)), -num_tests[item.path]
 
     items.sort(key=turn)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()  # modules and tests stay: no collection need look at them
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     ranks.close_all()
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
+def _same_start():
     """Seed every test, so that none depends on which ran before it; idle ranks rest meanwhile."""
     ranks.seed_torch()
     ranks.rest_idle_pools()

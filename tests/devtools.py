@@ -4,22 +4,17 @@ import base64
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
-Message = dict[str, Any]
 
 
 class Tab:
     """One open page. ``console`` has errors and warnings, ``requests`` each address asked for."""
 
-    def __init__(self, to_browser: int, from_browser: int) -> None:
+    def __init__(self, to_browser, from_browser):
         self._to, self._from = to_browser, from_browser
         self._unread, self._number, self._session = b"", 0, ""
-        self.console: list[str] = []
-        self.requests: list[str] = []
+        self.console = []
+        self.requests = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
@@ -27,7 +22,7 @@ class Tab:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, **params: object) -> Message:
+    def call(self, method, **params):
         """Call a method of the protocol and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
@@ -37,17 +32,17 @@ class Tab:
         while (answer := self._next()).get("id") != self._number:
             pass
         assert "result" in answer, (method, answer)
-        result: Message = answer["result"]
+        result = answer["result"]
         return result
 
-    def _next(self) -> Message:
+    def _next(self):
         """Return the browser's next message; record errors and requests of the page."""
         while b"\0" not in self._unread:
             more = os.read(self._from, 1 << 16)
             assert more, "the browser has ended"
             self._unread += more
         line, _, self._unread = self._unread.partition(b"\0")
-        message: Message = json.loads(line)
+        message = json.loads(line)
         params = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":
@@ -60,23 +55,23 @@ class Tab:
                 self.console.append(json.dumps(params["args"]))
         return message
 
-    def resize(self, width: int, height: int) -> None:
+    def resize(self, width, height):
         """Give the page's window a size; one of less than 500 pixels is a phone's."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1}
         self.call("Emulation.setDeviceMetricsOverride", mobile=width < 500, **size)
 
-    def prefer(self, scheme: str) -> None:
+    def prefer(self, scheme):
         """Prefer the "light" or the "dark" scheme."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
-    def open(self, address: str) -> None:
+    def open(self, address):
         """Open a page and wait until all of it is loaded."""
         self.call("Page.navigate", url=address)
         while self._next().get("method") != "Page.loadEventFired":
             pass
 
-    def run(self, script: str) -> Any:
+    def run(self, script):
         """Run a script in the page and return its value; a promise is waited for."""
         told = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
@@ -84,24 +79,24 @@ class Tab:
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
-    def press(self, key: str, code: str, number: int) -> None:
+    def press(self, key, code, number):
         """Press a key, which the protocol knows by three names."""
         text = {"text": key} if len(key) == 1 else {}
         of = {"key": key, "code": code, "windowsVirtualKeyCode": number}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, **of, **text)
 
-    def press_tab(self) -> None:
+    def press_tab(self):
         """Press the tab key."""
         self.press("Tab", "Tab", 9)
 
-    def picture(self, path: Path) -> None:
+    def picture(self, path):
         """Write what the window shows as a PNG file."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 @contextmanager
-def open_browser(program: str, profile: Path) -> Iterator[Tab]:
+def open_browser(program, profile):
     """Start a browser with one open page; end it on leaving."""
     to_browser, write_end = os.pipe()
     read_end, from_browser = os.pipe()

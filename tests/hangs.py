@@ -15,16 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 _VERDICTS = " failed: ", "could not agree: "
 GRACE_S = 60.0  # after the longest that any case should take: a rank that still runs hangs
-AXES: dict[str, dict[str, int]] = {
+AXES = {
     "data": {},
     "fully_shard": {},
     "ddp": {},
@@ -52,7 +50,7 @@ class Case:
     agent: bool = True  # the store is its launcher's, as torchrun's, or else rank 0's
 
     @property
-    def num_ranks(self) -> int:
+    def num_ranks(self):
         return NUM_RANKS.get(self.axis, 4)
 
 
@@ -68,17 +66,17 @@ class End:
 
 
 # -- what a rank does instead of going on
-def stuck_in_a_loader() -> None:
+def stuck_in_a_loader():
     queue.Queue[int]().get()
 
 
-def compute_for_long(seconds: float) -> None:
+def compute_for_long(seconds):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
 
 
-def inject(case: Case, folder: Path) -> None:
+def inject(case, folder):
     """Do what the case says; some faults are a branch in the loop and do nothing here."""
     Path(folder, "began").write_text(str(time.time()))
     if case.fault == "kill":
@@ -94,7 +92,7 @@ def inject(case: Case, folder: Path) -> None:
 
 
 # -- one rank
-def train(case: Case, folder: Path) -> None:
+def train(case, folder):
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
@@ -110,7 +108,7 @@ def train(case: Case, folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     now = {"step": -1}
 
-    def due(*places: str) -> bool:
+    def due(*places):
         return rank == case.rank and now["step"] == case.step and case.place in places
 
     _hook(model, case, folder, due)
@@ -136,7 +134,7 @@ def train(case: Case, folder: Path) -> None:
                 shardwise.save(folder / "saved" / str(step), model, optimizer, step=step)
 
 
-def _average(case: Case, loss: Any, due: bool, torch: Any, dist: Any) -> None:
+def _average(case, loss, due, torch, dist):
     """Average the loss over all ranks, as loops do; what a case changes of that is changed."""
     shown = torch.zeros(4) if loss is None else loss.detach().expand(4).clone()
     if due and case.fault == "skip":
@@ -152,7 +150,7 @@ def _average(case: Case, loss: Any, due: bool, torch: Any, dist: Any) -> None:
         dist.all_reduce(shown)
 
 
-def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
+def _make(case, torch):
     """Return the model over its axes, and a function that runs forward and backward."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -165,7 +163,7 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
     axes = shardwise.Axes(**AXES[case.axis])
     experts = Experts(4, 2, 8) if case.axis == "expert" else None
     shape = DecoderShape(4, 16, 2, 2, 8, 32, 32, **({"experts": experts} if experts else {}))
-    model: Any = PlainDecoder(shape)
+    model = PlainDecoder(shape)
     ids, labels = torch.randint(32, (2, 4, 8))
     spread_decoder(shardwise.parallel.spread_experts(model, axes), axes)
     if axes.pp > 1:
@@ -190,13 +188,13 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
         given = (ids,) if index == 0 else ()
         kwargs = {"target": labels} if index else {}
 
-        def run(_: Any) -> None:
+        def run(_):
             schedule.step(*given, **kwargs)
 
         return model, run
     context = shardwise.parallel.ContextParallel(model, axes) if axes.cp > 1 else None
 
-    def step(cross_entropy: Any) -> Any:
+    def step(cross_entropy):
         cut = context.cut(ids, labels) if context is not None else nullcontext((ids, labels, None))
         with cut as (part, wanted, positions):
             logits = model(part, positions=positions)
@@ -207,16 +205,16 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
     return model, step
 
 
-def _hook(model: Any, case: Case, folder: Path, due: Callable[..., bool]) -> None:
+def _hook(model, case, folder, due):
     """Let the fault happen before a block's forward, or where backward comes to its output."""
     blocks = list(getattr(model, "module", model).blocks.children())
     block = blocks[case.unit % len(blocks)]
 
-    def before(module: Any, args: Any) -> None:
+    def before(module, args):
         if due("forward"):
             inject(case, folder)
 
-    def after(module: Any, args: Any, output: Any) -> None:
+    def after(module, args, output):
         if due("backward"):
             found = output[0] if isinstance(output, tuple) else output
             found.register_hook(lambda grad: inject(case, folder))
@@ -226,7 +224,7 @@ def _hook(model: Any, case: Case, folder: Path, due: Callable[..., bool]) -> Non
 
 
 # -- all ranks
-def run_case(case: Case, folder: Path) -> list[End]:
+def run_case(case, folder):
     """Run a case; return how each rank ended. The rank with the fault is ended if it lives."""
     folder.mkdir(parents=True, exist_ok=True)
     import torch.distributed as dist
@@ -240,8 +238,8 @@ def run_case(case: Case, folder: Path) -> list[End]:
         del store
     ranks = [_start(rank, num, port, told, folder, case.agent) for rank in range(num)]
     began = Path(folder, "began")
-    ended: dict[int, float] = {}
-    said: dict[int, float] = {}
+    ended = {}
+    said = {}
     until = time.time() + 120 + GRACE_S
     while time.time() < until:
         for rank, process in enumerate(ranks):
@@ -271,9 +269,7 @@ def run_case(case: Case, folder: Path) -> list[End]:
     ]
 
 
-def _start(
-    rank: int, num: int, port: int, told: str, folder: Path, agent: bool
-) -> subprocess.Popen[bytes]:
+def _start(rank, num, port, told, folder, agent):
     place = {"RANK": rank, "WORLD_SIZE": num, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = os.environ | {name: str(value) for name, value in place.items()}
     environment |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": str(agent)}
@@ -283,7 +279,7 @@ def _start(
         )
 
 
-def named(case: Case, end: End) -> bool:
+def named(case, end):
     """Tell whether a survivor has said who is at fault, and what of."""
     rank, text = case.rank, end.text
     said = {

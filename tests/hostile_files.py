@@ -19,10 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 sys.path.append(str(Path(__file__).parent / "monitor"))
 
@@ -33,7 +30,7 @@ LIMIT_S = 20.0  # of processor time; each is to take two, and machines are share
 OVER_BYTES = 200 << 20
 MOST_CHARS = 20_000  # of what is said; a report of a run has some thousand
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
-BAD: list[Any] = [
+BAD = [
     *(None, True, -1, 0, 1 << 62, 10**400, 0.5, -1e308, 1e999, float("nan"), "", "x" * 100_000),
     *(ESCAPES, "../../etc/passwd", [], {}, [[]], {"a": {}}, [1] * 2000, {"": ""}),
 ]
@@ -43,7 +40,7 @@ class Slow(BaseException):
     """A command took more than its time."""
 
 
-def spots_of(tree: Any) -> Iterator[tuple[Any, Any]]:
+def spots_of(tree):
     """Yield (container, key) of every place in a tree."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         yield tree, key
@@ -51,7 +48,7 @@ def spots_of(tree: Any) -> Iterator[tuple[Any, Any]]:
             yield from spots_of(tree[key])
 
 
-def spoil(tree: Any, draw: random.Random) -> None:
+def spoil(tree, draw):
     """Change one place of a tree: another value, another name, or nothing there."""
     container, key = draw.choice(list(spots_of(tree)))
     how = draw.randrange(8)
@@ -63,7 +60,7 @@ def spoil(tree: Any, draw: random.Random) -> None:
         container[key] = draw.choice(BAD)
 
 
-def spoil_run(run: Path, draw: random.Random) -> None:
+def spoil_run(run, draw):
     """Change one line of one file of a run, or its bytes."""
     folder = run / "observed"
     path = folder / draw.choice(("run.json", "steps.jsonl", "steps.jsonl", "rank-0.jsonl"))
@@ -88,7 +85,7 @@ def spoil_run(run: Path, draw: random.Random) -> None:
         path.write_text("\n".join(lines) + "\n")
 
 
-def anchors(levels: int, width: int) -> str:
+def anchors(levels, width):
     """Return YAML whose last key stands for ``width`` to the power of ``levels`` values."""
     rows = [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels + 1)]
     return "\n".join(["a0: &a0 [x]", *rows, f"optimizer_options: {{betas: *a{levels}}}"])
@@ -124,7 +121,7 @@ KEY_FILES = {
 }
 
 
-def say(arguments: list[str], environment: dict[str, str] | None = None) -> str:
+def say(arguments, environment=None):
     """Run a command; return what is wrong with how it went, "" for nothing."""
     out = io.StringIO()
     os.environ.update(environment or {})
@@ -153,7 +150,7 @@ def say(arguments: list[str], environment: dict[str, str] | None = None) -> str:
     return f"{len(said)} characters: {said[:300]}" if len(said) > MOST_CHARS else ""
 
 
-def surfaces_of_run(run: Path) -> Iterator[list[str]]:
+def surfaces_of_run(run):
     """Yield the commands that read a run."""
     yield ["doctor", str(run)]
     yield ["doctor", "--json", str(run)]
@@ -162,7 +159,7 @@ def surfaces_of_run(run: Path) -> Iterator[list[str]]:
     yield ["report", str(run), "--trace", str(run / "trace.json"), "--output", str(run / "r.html")]
 
 
-def surfaces_of_file(yaml: Path, as_json: Path, run: Path) -> Iterator[list[str]]:
+def surfaces_of_file(yaml, as_json, run):
     """Yield the commands that read a file of keys or of bytes, under two names."""
     yield ["train", str(yaml)]
     yield ["train", "--deepspeed", str(as_json)]
@@ -176,7 +173,7 @@ def surfaces_of_file(yaml: Path, as_json: Path, run: Path) -> Iterator[list[str]
     yield ["report", str(run), "--output", str(run / "r.html")]  # beside its config.yaml
 
 
-def trials(seed: int, count: int) -> Iterator[tuple[str, list[str], dict[str, str]]]:
+def trials(seed, count):
     """Write hostile files, and yield what was done, and each command that reads them."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -202,18 +199,18 @@ def trials(seed: int, count: int) -> Iterator[tuple[str, list[str], dict[str, st
                 yield f"run {seed}/{number}", command, {}
 
 
-def _alarm(signal_number: int, frame: FrameType | None) -> None:
+def _alarm(signal_number, frame):
     raise Slow
 
 
-def limit_memory() -> None:
+def limit_memory():
     """Let allocations beyond the allowed bytes fail."""
     status = Path("/proc/self/status").read_text()
     now = int(status.partition("VmSize:")[2].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (now + OVER_BYTES, now + OVER_BYTES))
 
 
-def main(seed: int, count: int) -> int:
+def main(seed, count):
     signal.signal(signal.SIGPROF, _alarm)
     with tempfile.TemporaryDirectory() as root:  # imports are no cost of a file
         run = write_record(Path(root, "run"), num_steps=12)

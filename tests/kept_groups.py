@@ -14,9 +14,8 @@ it wakes a hundred times a second, idle or not, and many idle ranks stay open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +35,7 @@ class KeptGroups:
     in_use: list[tuple[Hashable, Any]] = field(default_factory=list)
     free: list[tuple[Hashable, Any]] = field(default_factory=list)  # the oldest first
 
-    def take(self, key: Hashable, opened: Callable[[], Any]) -> Any:
+    def take(self, key, opened):
         """Return a group that an earlier call has left, or a new one."""
         for place, (known, _) in enumerate(self.free):
             if known == key:
@@ -46,7 +45,7 @@ class KeptGroups:
             self.in_use.append((key, opened()))
         return self.in_use[-1][1]
 
-    def give_back(self) -> bool:
+    def give_back(self):
         """End a call: keep its groups, close the oldest; tell whether any was closed."""
         axes._MESHES.clear()  # which hold groups that may be closed here
         for key, group in self.in_use:  # a call that closes a group by itself needs fresh ranks
@@ -63,7 +62,7 @@ class KeptGroups:
         return bool(surplus) or len(others) > 1
 
 
-def share_device() -> None:
+def share_device():
     """Open this process's groups of gloo on one device from now on; on theirs, where torch's API
     does not say how.
     """
@@ -72,31 +71,31 @@ def share_device() -> None:
         return
     device = gloo.create_device(interface="lo")
 
-    class OnOneDevice(gloo):  # type: ignore[valid-type, misc]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    class OnOneDevice(gloo):
+        def __init__(self, store, rank, size, timeout):
             options = gloo._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)
 
     for home in (dist, distributed_c10d):
-        home.ProcessGroupGloo = OnOneDevice  # type: ignore[attr-defined, misc]
+        home.ProcessGroupGloo = OnOneDevice
 
 
-def install() -> KeptGroups:
+def install():
     """Let this process take groups of earlier calls before it opens new ones."""
     groups = KeptGroups()
     new_group, open_group = distributed_c10d.new_group, control.open_group
 
     def kept_new_group(
-        ranks: Sequence[int] | None = None,
-        timeout: timedelta | None = None,
-        backend: Any = None,
-        pg_options: Any = None,
-        use_local_synchronization: bool = False,
-        group_desc: str | None = None,
-        **others: Any,
-    ) -> Any:
-        def opened() -> Any:
+        ranks=None,
+        timeout=None,
+        backend=None,
+        pg_options=None,
+        use_local_synchronization=False,
+        group_desc=None,
+        **others,
+    ):
+        def opened():
             return new_group(
                 ranks,
                 timeout,
@@ -112,17 +111,15 @@ def install() -> KeptGroups:
         members = None if ranks is None else tuple(ranks)
         return groups.take((members, timeout, backend, group_desc), opened)
 
-    def kept_open_group(
-        store: dist.Store, ranks: Sequence[int], timeout: timedelta
-    ) -> dist.ProcessGroup:
+    def kept_open_group(store, ranks, timeout):
         if len(ranks) < dist.get_world_size():
             return open_group(store, ranks, timeout)
-        kept: dist.ProcessGroup = groups.take(
+        kept = groups.take(
             ("control", tuple(ranks), timeout), lambda: open_group(store, ranks, timeout)
         )
         return kept
 
     for home in (dist, distributed_c10d, device_mesh):
-        home.new_group = kept_new_group  # type: ignore[attr-defined]
+        home.new_group = kept_new_group
     control.open_group = kept_open_group
     return groups

@@ -10,14 +10,13 @@ those marked `kernels`: runs compared over ranks, with the plain loop, and with 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).parents[1]
-SETTINGS: dict[str, dict[str, str]] = {
+SETTINGS = {
     "ATen without vector registers": {"ATEN_CPU_CAPABILITY": "default"},
     "ATen with AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "MKL's most compatible sums": {"MKL_CBWR": "COMPATIBLE"},
@@ -48,7 +47,7 @@ FILES = (
 )
 
 
-def settings_here() -> dict[str, dict[str, str]]:
+def settings_here():
     """Return the settings that change anything on this machine, by name."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     found = {name: env for name, env in SETTINGS.items() if env.get("ATEN_CPU_CAPABILITY") != best}
@@ -57,7 +56,7 @@ def settings_here() -> dict[str, dict[str, str]]:
     return found
 
 
-def run(name: str, environment: dict[str, str], arguments: Sequence[str]) -> bool:
+def run(name, environment, arguments):
     """Run the marked tests under one setting; print how it ended, all of it if it failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "kernels", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -75,7 +74,7 @@ def run(name: str, environment: dict[str, str], arguments: Sequence[str]) -> boo
     return done.returncode == 0
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     """Run every setting, two at a time; return 0 if all went well."""
     settings = settings_here()
     with ThreadPoolExecutor(2) as pool:

@@ -5,11 +5,10 @@ divides once by the number of ranks, and steps a plain optimizer on plain parame
 sharded and nothing is sent, so there is little to get wrong.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Grads = dict[str, Tensor | None]
 
@@ -24,14 +23,14 @@ class Truth(NamedTuple):
 
 
 def plain_loop(
-    model: nn.Module,
-    steps: Sequence[Sequence[Sequence[Any]]],  # steps[step][micro_batch][rank] is one batch
-    loss_fn: Callable[[nn.Module, Any], Tensor],  # loss_fn(model, batch)
-    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    clip: float | None = None,
-    reduce_each_micro_batch: bool = False,
-    num_replicas: int = 1,
-) -> Truth:
+    model,
+    steps,  # steps[step][micro_batch][rank] is one batch
+    loss_fn,  # loss_fn(model, batch)
+    optimizer_factory,
+    clip=None,
+    reduce_each_micro_batch=False,
+    num_replicas=1,
+):
     """Train `model` in place as `len(steps[s][m])` data-parallel ranks would.
 
     Each rank's loss is divided by the number of micro-batches of its step. Gradients of several
@@ -49,7 +48,7 @@ def plain_loop(
         num_ranks = len(micro_batches[0])
         step_losses = [0.0] * num_ranks
 
-        def local_grads(rank: int, batches: Sequence[Any], scale: int, sums: list[float]) -> Grads:
+        def local_grads(rank, batches, scale, sums):
             for parameter in model.parameters():
                 parameter.grad = None
             for batch in batches:
@@ -59,8 +58,8 @@ def plain_loop(
             return {name: p.grad for name, p in model.named_parameters()}
 
         windows = [[m] for m in micro_batches] if reduce_each_micro_batch else [micro_batches]
-        total: Grads = {}
-        kept: list[Grads] = [{}] * num_replicas
+        total = {}
+        kept = [{}] * num_replicas
         for window in windows:
             by_rank = [
                 local_grads(rank, [m[rank] for m in window], len(micro_batches), step_losses)
@@ -83,37 +82,37 @@ def plain_loop(
     return Truth(losses, parameters, optimizer, grads)
 
 
-def sums(by_rank: Sequence[Grads], num_groups: int = 1) -> list[Grads]:
+def sums(by_rank, num_groups=1):
     """Sum gradients in rank order, shard group by shard group."""
     size = len(by_rank) // num_groups
     assert size * num_groups == len(by_rank), "every replica has as many ranks"
-    found: list[Grads] = [{}] * num_groups
+    found = [{}] * num_groups
     for rank, grads in enumerate(by_rank):
         found[rank // size] = add(found[rank // size], grads)
     return found
 
 
-def average(addends: Sequence[Grads], num_ranks: int | None = None) -> Grads:
+def average(addends, num_ranks=None):
     """Sum in order, and divide once: by the number of ranks, that of the addends as a rule."""
     (total,) = sums(addends)
     divisor = num_ranks or len(addends)
     return {name: None if grad is None else grad / divisor for name, grad in total.items()}
 
 
-def add(total: Grads, grads: Grads) -> Grads:
+def add(total, grads):
     """Add what is there; no zeros come in, so that one gradient alone keeps its bits."""
-    result: Grads = {}
+    result = {}
     for name, grad in grads.items():
         before = total.get(name)
         result[name] = grad if before is None else before if grad is None else before + grad
     return result
 
 
-def copy(grad: Tensor | None) -> Tensor | None:
+def copy(grad):
     return None if grad is None else grad.detach().clone()
 
 
-def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_bits(actual, expected):
     """Compare two state dicts name by name, bit by bit, and say by how much they differ."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -1,16 +1,14 @@
 """Tensors of classes that define their own gather, as float8 and quantized weights do."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 
-def wrapper_of(cls: type, like: Tensor) -> Any:
+def wrapper_of(cls, like):
     """Return a tensor of a class, without memory, of the shape and dtype of another."""
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         cls,
         like.shape,
         strides=like.stride(),
@@ -24,34 +22,30 @@ class HalfSent(Tensor):
     """Values in fp32 that are gathered in bf16; it has no ``__tensor_flatten__``."""
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> "HalfSent":
+    def __new__(cls, values):
         return wrapper_of(cls, values)
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values):
         self._values = values
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self):
         return f"HalfSent({self._values})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
         args, kwargs = pytree.tree_map_only(cls, lambda t: t._values, (args, kwargs or {}))
         out = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, cls, out)
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         rows = -(-outer_size[0] // mesh.size())
         padded = torch.zeros((rows, *outer_size[1:]), dtype=torch.bfloat16)
         padded[: self.shape[0]].copy_(self._values)
         return (padded,), None
 
-    def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         (gathered,) = outputs
         if out is not None:
             with _unsafe_preserve_version_counter(out):
@@ -65,30 +59,30 @@ class Sum(Tensor):
     """The sum of two tensors of different widths: ``wide`` and, per row, ``shift``."""
 
     @staticmethod
-    def __new__(cls, wide: Tensor, shift: Tensor) -> "Sum":
+    def __new__(cls, wide, shift):
         return wrapper_of(cls, wide)
 
-    def __init__(self, wide: Tensor, shift: Tensor) -> None:
+    def __init__(self, wide, shift):
         self.wide, self.shift = wide, shift
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self):
         return f"Sum({self.wide}, {self.shift})"
 
-    def __tensor_flatten__(self) -> Any:
+    def __tensor_flatten__(self):
         return ["wide", "shift"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, metadata: Any, size: Any, stride: Any) -> "Sum":
+    def __tensor_unflatten__(inner, metadata, size, stride):
         return Sum(inner["wide"], inner["shift"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
         """Run on both: a plain gradient beside it has a column of sums for the shift."""
         kwargs = kwargs or {}
 
-        def narrow(value: Any) -> Any:
+        def narrow(value):
             if isinstance(value, cls):
                 return value.shift
             return value.sum(1, keepdim=True) if value.dim() == 2 else value
@@ -112,12 +106,10 @@ class Sum(Tensor):
             [cls(a, b) if isinstance(a, Tensor) else a for a, b in pairs], spec
         )
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+    def fsdp_pre_all_gather(self, mesh):
         return (self.wide, self.shift), None
 
-    def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         wide, shift = outputs
         if out is not None:
             with _unsafe_preserve_version_counter(out):
@@ -127,7 +119,7 @@ class Sum(Tensor):
         return made, (made,)
 
 
-KINDS: dict[str, Any] = {
+KINDS = {
     "half": HalfSent,
     "sum": lambda values: Sum(values, values.new_full((values.shape[0], 1), 0.5)),
 }
@@ -136,7 +128,7 @@ KINDS: dict[str, Any] = {
 class OwnNet(nn.Module):
     """Linear maps whose weights define their own gather, beside plain biases and a plain head."""
 
-    def __init__(self, kind: str, rows: int = 6) -> None:
+    def __init__(self, kind, rows=6):
         super().__init__()
         torch.manual_seed(3)
         self.blocks = nn.ModuleList(nn.Linear(rows, rows) for _ in range(2))
@@ -144,7 +136,7 @@ class OwnNet(nn.Module):
         for block in self.blocks:
             block.weight = nn.Parameter(KINDS[kind](block.weight.detach().clone()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return self.head(x)

@@ -1,12 +1,10 @@
 """Pipelines for tests: a small language model in stages, under any schedule of torch."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed.pipelining.schedules as schedules
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage
 
@@ -25,7 +23,7 @@ THERE = [n for n in (*SINGLE, *LOOPING, *IN_A_V) if hasattr(schedules, f"Schedul
 BY_AUTOGRAD_GRAD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def micro_batches_of(schedule: str, wanted: int) -> int:
+def micro_batches_of(schedule, wanted):
     """Return how many micro-batches to take: 1F1B and DualPipeV have no fewer than stages."""
     return max(wanted, {"1F1B": 2, "DualPipeV": 4}.get(schedule, 1))
 
@@ -33,9 +31,7 @@ def micro_batches_of(schedule: str, wanted: int) -> int:
 class Net(nn.Module):
     """A language model, or what one stage has of it, under the names of the whole."""
 
-    def __init__(
-        self, blocks: Sequence[int] = range(NUM_BLOCKS), *, ends: str = "both", tied: bool = False
-    ) -> None:
+    def __init__(self, blocks=range(NUM_BLOCKS), *, ends="both", tied=False):
         super().__init__()
         torch.manual_seed(0)
         made = [Block(WIDTH) for _ in range(NUM_BLOCKS)]
@@ -46,18 +42,18 @@ class Net(nn.Module):
         self.blocks = nn.ModuleDict({str(number): made[number] for number in blocks})
         self.head = head if ends in ("both", "last") else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x if self.embed is None else self.embed(x)
         for block in self.blocks.values():
             x = block(x)
         return x if self.head is None else self.head(x)
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+def loss_of(logits, labels):
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
-def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch_of(step, rank):
     """Return what one data-parallel rank sees in a step: words, and those that follow."""
     words = torch.randint(
         WORDS, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(100 * step + rank)
@@ -65,13 +61,13 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return words[:, :-1], words[:, 1:]
 
 
-def whole_batch(step: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+def whole_batch(step, num_ranks):
     batches = [batch_of(step, rank) for rank in range(num_ranks)]
     xs, ys = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     return xs, ys
 
 
-def stage_of(index: int, num: int) -> Net:
+def stage_of(index, num):
     """Return one of ``num`` stages, not sharded."""
     each = NUM_BLOCKS // num
     ends = "first" if index == 0 else "last" if index == num - 1 else "none"
@@ -79,7 +75,7 @@ def stage_of(index: int, num: int) -> Net:
     return Net(blocks, ends="both" if num == 1 else ends)
 
 
-def by_fully_shard(part: Any, *, mesh: Any, stage: int, precision: str) -> nn.Module:
+def by_fully_shard(part, *, mesh, stage, precision):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     dtype = None if precision == "fp32" else torch.bfloat16
@@ -90,11 +86,11 @@ def by_fully_shard(part: Any, *, mesh: Any, stage: int, precision: str) -> nn.Mo
     return fully_shard(part, **kwargs)
 
 
-def by_shard(part: nn.Module, **settings: Any) -> nn.Module:
+def by_shard(part, **settings):
     return shardwise.shard(part, units=Block, **settings)
 
 
-def by_torch(part: Any, mesh: Any) -> nn.Module:
+def by_torch(part, mesh):
     """Shard by torch's own, which loses gradients of zero-bubble schedules if it frees in forward.
 
     Its modules show DTensors then, and the schedule looks for gradients of what they show.
@@ -112,15 +108,15 @@ class Pipeline:
 
     def __init__(
         self,
-        schedule: str,
-        axes: shardwise.Axes,
-        num_micro_batches: int,
-        shards: Callable[[nn.Module], Any],
+        schedule,
+        axes,
+        num_micro_batches,
+        shards,
         *,
-        stages_per_rank: int = 2,
-        stage_class: Callable[..., PipelineStage] = PipelineStage,
-        **settings: Any,
-    ) -> None:
+        stages_per_rank=2,
+        stage_class=PipelineStage,
+        **settings,
+    ):
         place, size = axes["pp"].get_local_rank(), axes["pp"].size()
         num = size if schedule in SINGLE else stages_per_rank * size
         if schedule in IN_A_V:
@@ -128,48 +124,41 @@ class Pipeline:
         else:
             self.indices = list(range(place, num, size))
         self.num_stages = num
-        self.parts: list[Any] = [shards(stage_of(index, num)) for index in self.indices]
+        self.parts = [shards(stage_of(index, num)) for index in self.indices]
         stages = [
             stage_class(part, index, num, torch.device("cpu"), group=axes["pp"].get_group())
             for part, index in zip(self.parts, self.indices, strict=True)
         ]
         makes = getattr(schedules, f"Schedule{schedule}")
         settings.setdefault("loss_fn", loss_of)
-        takes: Any = stages[0] if schedule in SINGLE else stages
+        takes = stages[0] if schedule in SINGLE else stages
         self.schedule = makes(takes, num_micro_batches, **settings)
 
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, x, y):
         args = (x,) if 0 in self.indices else ()
         kwargs = {"target": y} if self.num_stages - 1 in self.indices else {}
         self.schedule.step(*args, **kwargs)
 
     @property
-    def params(self) -> list[nn.Parameter]:
+    def params(self):
         return [param for part in self.parts for param in part.parameters()]
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def named(self):
         return {n: param for part in self.parts for n, param in part.named_parameters()}
 
 
-def full(tensor: Any) -> Tensor:
-    made: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def full(tensor):
+    made = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return made.detach()
 
 
 def pipeline_of(
-    schedule: str,
-    axes: shardwise.Axes,
-    num_micro_batches: int,
-    *,
-    by: str = "shard",
-    stage: int = 3,
-    precision: str = "fp32",
-    **more: Any,
-) -> Pipeline:
+    schedule, axes, num_micro_batches, *, by="shard", stage=3, precision="fp32", **more
+):
     """Return a pipeline whose stages are sharded one way or the other."""
     shards = partial(BY[by], mesh=axes, stage=stage, precision=precision)
     return Pipeline(schedule, axes, num_micro_batches, shards, **more)
 
 
-def collectives_of(parts: Sequence[nn.Module], kind: str) -> int:
+def collectives_of(parts, kind):
     return sum(shardwise.debug.stats(part).num_collectives.get(kind, 0) for part in parts)

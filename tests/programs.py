@@ -30,13 +30,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,13 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NUMBER = re.compile(r"0x\S+|\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 
 
-def run_program(
-    program: Path | str,
-    *arguments: object,
-    num_ranks: int | None = None,
-    cwd: Path | None = None,
-    launches: bool = False,
-) -> subprocess.CompletedProcess[str]:
+def run_program(program, *arguments, num_ranks=None, cwd=None, launches=False):
     """Run a script (a path) or a module (a name) to its end; with ranks, as torchrun would.
 
     What ``launches`` ranks itself, by torch's agent or by `torch.multiprocessing.spawn`, gets them
@@ -73,7 +65,7 @@ def run_program(
             how = (environment, str(cwd or os.getcwd()), sys.path, folder, launches)
             is_script = isinstance(program, Path)
             processes.append(forked(_become, (is_script, argv, *how), f"{program}, rank {rank}"))
-        codes: list[int] = []
+        codes = []
         while running := [p for p in processes if p.exitcode is None]:
             failed = any(p.exitcode for p in processes)
             if not connection.wait([p.sentinel for p in running], GRACE_S if failed else HANG_S):
@@ -96,17 +88,17 @@ class Program:
     folder: Path
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         assert self.process.pid is not None
         return self.process.pid
 
     @property
-    def ranks(self) -> list[int]:
+    def ranks(self):
         """Return the process ids of the ranks that it has launched, which lead sessions too."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return [pid for pid in map(int, children.split()) if os.getsid(pid) == pid]
 
-    def finish(self) -> tuple[int, str, str]:
+    def finish(self):
         """Wait for its end; return the exit code (-N after signal N) and what it printed."""
         self.process.join(HANG_S)
         if (code := self.process.exitcode) is None:
@@ -115,13 +107,11 @@ class Program:
             raise TimeoutError(f"{self.process.name} hangs")
         return (code, *self.printed())
 
-    def printed(self) -> list[str]:
+    def printed(self):
         return [Path(self.folder, name).read_text() for name in ("out", "err")]
 
 
-def start_program(
-    folder: Path, program: Path | str, *arguments: object, launches: bool = False
-) -> Program:
+def start_program(folder, program, *arguments, launches=False):
     """Start a script or a module that prints into the folder; see `run_program`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     argv = [str(program), *map(str, arguments)]
@@ -130,7 +120,7 @@ def start_program(
     return Program(process, folder)
 
 
-def is_running(pid: int | str) -> bool:
+def is_running(pid):
     """Look at the process table; a zombie that nobody has waited for does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -138,7 +128,7 @@ def is_running(pid: int | str) -> bool:
         return False
 
 
-def run_example(name: str, *arguments: object, num_ranks: int | None = 2) -> str:
+def run_example(name, *arguments, num_ranks=2):
     """Run an example on ranks, in an empty folder; return what it prints."""
     with tempfile.TemporaryDirectory() as folder:
         example = ROOT / "examples" / name
@@ -147,7 +137,7 @@ def run_example(name: str, *arguments: object, num_ranks: int | None = 2) -> str
     return done.stdout
 
 
-def run_as_in_the_gallery(name: str, *arguments: object, num_ranks: int = 2) -> str:
+def run_as_in_the_gallery(name, *arguments, num_ranks=2):
     """Run an example; return what it prints, which is that of its page."""
     from gallery import printed_by  # in docs, where programs that use this file do not look
 
@@ -156,7 +146,7 @@ def run_as_in_the_gallery(name: str, *arguments: object, num_ranks: int = 2) -> 
     return out
 
 
-def assert_alike(out: str, shown: str) -> None:
+def assert_alike(out, shown):
     """Compare words to the letter, and numbers as far as processors agree."""
     assert NUMBER.split(out) == NUMBER.split(shown)
     for ours, theirs in zip(NUMBER.findall(out), NUMBER.findall(shown), strict=True):
@@ -165,7 +155,7 @@ def assert_alike(out: str, shown: str) -> None:
             assert abs(far - near) <= 0.1 * near + (0.02 if "." in theirs else 4), (ours, theirs)
 
 
-def torchrun(*arguments: object) -> str:
+def torchrun(*arguments):
     """Let torchrun itself launch two ranks from the root; return what they print."""
     options = ("--standalone", "--nproc-per-node", 2)
     done = run_program("torch.distributed.run", *options, *arguments, cwd=ROOT, launches=True)
@@ -173,7 +163,7 @@ def torchrun(*arguments: object) -> str:
     return done.stdout
 
 
-def as_of_torchrun(rank: int, num_ranks: int, port: int) -> Mapping[str, str]:
+def as_of_torchrun(rank, num_ranks, port):
     """Return the environment that torchrun gives a rank; the store on the port is there already."""
     numbers = {
         **{"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0},
@@ -189,15 +179,7 @@ def as_of_torchrun(rank: int, num_ranks: int, port: int) -> Mapping[str, str]:
     }
 
 
-def _become(
-    is_script: bool,
-    argv: list[str],
-    environment: dict[str, str],
-    cwd: str,
-    path: list[str],
-    folder: str,
-    may_launch: bool,
-) -> None:
+def _become(is_script, argv, environment, cwd, path, folder, may_launch):
     """Be an interpreter that was started with these arguments."""
     die_with_the_parent()
     for number, name in ((1, "out"), (2, "err")):
@@ -216,7 +198,7 @@ def _become(
     _run(is_script, argv)
 
 
-def _run(is_script: bool, argv: list[str]) -> None:
+def _run(is_script, argv):
     random.seed()  # the server's state would be that of every process
     sys.argv[:] = argv
     if is_script:
@@ -225,7 +207,7 @@ def _run(is_script: bool, argv: list[str]) -> None:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
-def _fork_what_is_launched() -> None:
+def _fork_what_is_launched():
     """Let torch's agent fork what it would start: see Note [Ranks of a launcher]."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -240,7 +222,7 @@ def _fork_what_is_launched() -> None:
     theirs.close()
 
     class Forked(subprocess.Popen[str]):
-        def _execute_child(self, args: Any, *others: Any) -> None:
+        def _execute_child(self, args, *others):
             python, *command = (arg for arg in args if arg != "-u")
             assert python == sys.executable, args
             is_script = command[0] != "-m"
@@ -248,12 +230,12 @@ def _fork_what_is_launched() -> None:
             self.pid = ours.recv()
             self._child_created = True
 
-    subprocess_handler.Popen = Forked  # type: ignore[misc]
+    subprocess_handler.Popen = Forked
     start = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = partial(start, start_method="fork")
 
 
-def _fork_on_demand(pipe: connection.Connection) -> None:
+def _fork_on_demand(pipe):
     """Fork a rank for each request, until the launcher is gone."""
     while True:
         try:
@@ -279,14 +261,14 @@ def _fork_on_demand(pipe: connection.Connection) -> None:
         os.close(told)
 
 
-def _end_as(is_script: bool, argv: list[str], environment: dict[str, str]) -> None:
+def _end_as(is_script, argv, environment):
     """Run a script or a module to the end of this process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    code: Any = 1
+    code = 1
     try:
         if is_script:
             sys.path.insert(0, str(Path(argv[0]).parent))

@@ -1,24 +1,19 @@
 """Tables of scenarios that run on ranks: one test for all functions of a file."""
 
-from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ranks import run_ranks, start_ranks
 
-Run = Callable[[Path], object]
 # By sentence: a function of (rank, world_size, ...), and numbers of ranks, each alone or with more
 # arguments. A parameter ``folder`` gets the test's.
-Scenarios = Mapping[str, tuple[Callable[..., object], Sequence[Any]]]
 
 
-def each_of(scenarios: Scenarios) -> pytest.MarkDecorator:
+def each_of(scenarios):
     """Parametrize a test by ``run``, one for each number of ranks, which takes a folder."""
 
-    def made(function: Callable[..., object], size: int, *args: Any) -> Run:
+    def made(function, size, *args):
         takes_folder = "folder" in signature(function).parameters
         return lambda folder: run_ranks(function, size, *[folder][:takes_folder], *args)
 
@@ -31,14 +26,14 @@ def each_of(scenarios: Scenarios) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("run", found)
 
 
-def begin_all(calls: Mapping[str, Sequence[Any]]) -> Callable[[str], list[Any]]:
+def begin_all(calls):
     """Start calls that mostly wait all at once; return what gives the results of one by its name.
 
     Each call is a function, its number of ranks, and its other arguments.
     """
     begun = {name: start_ranks(*call) for name, call in calls.items()}
 
-    def results(name: str) -> list[Any]:
+    def results(name):
         outcomes = begun[name].wait()
         assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
         return [outcome.result for outcome in outcomes]

@@ -24,7 +24,6 @@ which makes of its step a smooth function of them; and it is compared by gradien
 are wrong by as much as the gradient was. Losses are too flat for that.
 """
 
-from collections.abc import Mapping
 from math import sqrt
 
 import torch
@@ -35,12 +34,12 @@ SMOOTH_EPS = 1e-2  # Note [Losses after steps of Adam]
 _LAMBDA = 4
 
 
-def unit(dtype: torch.dtype = torch.float32) -> float:
+def unit(dtype=torch.float32):
     """Return the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 
-def apart(roundings: int, dtype: torch.dtype = torch.float32) -> float:
+def apart(roundings, dtype=torch.float32):
     """Return how far apart, relative to their scale, two results of so many roundings may lie.
 
     **Raises** ValueError if the check could not find an error of `SHARP`; for fp32 and fp64 only,
@@ -52,7 +51,7 @@ def apart(roundings: int, dtype: torch.dtype = torch.float32) -> float:
     return distance
 
 
-def of_gradient(*sums: int, over: int) -> int:
+def of_gradient(*sums, over):
     """Count the roundings of a gradient of layers that sum so many terms each, forward and back.
 
     ``over``: how many terms (rows of the batch, micro-batches, ranks) its own sum has. Beside its
@@ -61,13 +60,7 @@ def of_gradient(*sums: int, over: int) -> int:
     return 2 * sum(terms + 4 for terms in sums) + over
 
 
-def assert_rounded_alike(
-    actual: Tensor | float,
-    expected: Tensor | float,
-    roundings: int,
-    what: str = "",
-    scale: float | None = None,
-) -> None:
+def assert_rounded_alike(actual, expected, roundings, what="", scale=None):
     """Check that two results of so many roundings each differ by no more than these.
 
     ``scale``: what they are measured against, the largest element if None; numbers count as fp32.
@@ -88,9 +81,7 @@ def assert_rounded_alike(
     )
 
 
-def assert_all_rounded_alike(
-    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], roundings: int
-) -> None:
+def assert_all_rounded_alike(actual, expected, roundings):
     """Check tensors by name, each against its own largest element; None is like None only."""
     assert actual.keys() == expected.keys()
     for name, theirs in expected.items():

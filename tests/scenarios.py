@@ -7,7 +7,7 @@ sizes with the settings of its row; `make soak CAMPAIGN=matrices` runs those of 
 
 import importlib.util
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, cycle
@@ -45,7 +45,7 @@ from trainer import (
 Settings = list[dict[str, Any]]
 
 
-def spread(world_size: int) -> Settings:
+def spread(world_size):
     """Return every stage, and both layouts where full parameters are freed; fewer on one rank."""
     return SPREAD if world_size > 1 else ENDS
 
@@ -67,9 +67,7 @@ class Scenario:
     marks: tuple[Any, ...] = ()
 
 
-def check(
-    rank: int, world_size: int, name: str, settings: Settings | None = None, **changes: Any
-) -> None:
+def check(rank, world_size, name, settings=None, **changes):
     """Compare a row with the oracle, in its settings or in others."""
     row = replace(SCENARIOS[name], **changes)
     if settings is None:
@@ -95,27 +93,22 @@ def check(
 class Made(Stack):
     """A `Stack` whose blocks are of a class, changed by ``change`` and run by ``run``."""
 
-    def __init__(
-        self,
-        run: Callable[[nn.ModuleList, Tensor], Tensor] | None = None,
-        block: Callable[[], nn.Module] = Block,
-        change: Callable[[nn.Module], object] | None = None,
-    ) -> None:
+    def __init__(self, run=None, block=Block, change=None):
         self.block_class = block
         super().__init__()
         self.run = run or in_turn
         if change is not None:
             change(self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.run(self.blocks, x))
 
 
-def made(*args: Any, **kwargs: Any) -> Callable[[], Made]:
+def made(*args, **kwargs):
     return partial(Made, *args, **kwargs)
 
 
-def in_turn(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+def in_turn(blocks, x):
     for block in blocks:
         x = block(x)
     return x
@@ -124,20 +117,20 @@ def in_turn(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
 class Then(Block):
     """A block with something done to its output."""
 
-    def __init__(self, then: Callable[[Tensor], Any]) -> None:
+    def __init__(self, then):
         super().__init__()
         self.then = then
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.then(super().forward(x))
 
 
-def compile_in_place(model: Any) -> None:
+def compile_in_place(model):
     for block in model.blocks:
         block.compile(backend="aot_eager")
 
 
-def compile_wrapped(model: Any) -> None:
+def compile_wrapped(model):
     for number, block in enumerate(model.blocks):
         model.blocks[number] = torch.compile(block, backend="aot_eager")
 
@@ -145,11 +138,11 @@ def compile_wrapped(model: Any) -> None:
 # Ways to call a unit: twice, nested, evaluated, with inputs and outputs of every shape.
 
 
-def each_twice(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def each_twice(blocks, x):
     return in_turn([block for each in blocks for block in (each, each)] + [blocks[0]], x)
 
 
-def siamese(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def siamese(blocks, x):
     """Show a block two inputs that do not depend on each other, one without gradient."""
     first, second = blocks[0](x), blocks[0](x.flip(0))
     return blocks[1](first) * blocks[1](second.detach())
@@ -158,12 +151,12 @@ def siamese(blocks: nn.ModuleList, x: Tensor) -> Tensor:
 class Outer(nn.Module):
     """A unit with parameters of its own around a unit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
         self.inner = Block()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.after(self.inner(self.before(x)))
 
 
@@ -178,12 +171,12 @@ class Output:
 
 
 class Plain:
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden):
         self.hidden = hidden
         self.nothing = None
 
 
-WRAPS: dict[str, Any] = {
+WRAPS = {
     "dict": (lambda x: {"hidden": x, "none": None, "n": 3}, lambda o: o["hidden"]),
     "list": (lambda x: [None, x, 2.5], lambda o: o[1]),
     "tuple": (lambda x: (x, (x.detach(), None)), lambda o: o[0]),
@@ -196,48 +189,48 @@ WRAPS: dict[str, Any] = {
 class Wrapping(Stack):
     """Units and model return their outputs inside something else."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.wrap, self.unwrap = WRAPS[kind]
         self.block_class = partial(Then, self.wrap)
         super().__init__()
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         for block in self.blocks:
             x = self.unwrap(block(x))
         return self.wrap(self.head(x))
 
 
-def wrapped_loss(model: Any, batch: Tensor) -> Tensor:
+def wrapped_loss(model, batch):
     return model.unwrap(model(batch)).square().mean()
 
 
 class ModelOutputs(Stack):
     """Hugging Face's ModelOutput, which is a dict and a dataclass."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         hidden = super().forward(x)
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=None)
 
     @staticmethod
-    def unwrap(output: Any) -> Tensor:
+    def unwrap(output):
         return output.last_hidden_state
 
 
 class KeywordBlock(Block):
-    def forward(self, *, hidden: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    def forward(self, *, hidden, scale):
         return {"x": super().forward(hidden["x"]) * scale}
 
 
-def by_keyword(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def by_keyword(blocks, x):
     hidden = {"x": x}
     for block in blocks:
         hidden = block(hidden=hidden, scale=0.5)
     return hidden["x"]
 
 
-def in_place(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def in_place(blocks, x):
     """Change the units' outputs, and views of them, in place."""
     x = blocks[0](x)
     x += 1
@@ -248,7 +241,7 @@ def in_place(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
-def chunks_in_place(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def chunks_in_place(blocks, x):
     """Change outputs that are two views of one tensor."""
     for block in blocks:
         first, second = block(x)
@@ -256,12 +249,12 @@ def chunks_in_place(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
-def two_forwards_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def two_forwards_loss(model, batch):
     first, second = model(batch), model(batch * 0.5)
     return (first * second).mean()
 
 
-def dropped_forward_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def dropped_forward_loss(model, batch):
     """Run a forward whose graph is dropped, and one that is kept a while but not used."""
     model(batch * 2)
     kept = model(batch * 3)
@@ -270,7 +263,7 @@ def dropped_forward_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def evaluating_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def evaluating_loss(model, batch):
     """Evaluate before and after the training forward, whose backward is still to come."""
     model.eval()
     with torch.no_grad():
@@ -289,30 +282,30 @@ def evaluating_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 class TiedTwiceBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.again = nn.Linear(8, 11)
         self.again.weight = self.up.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down(torch.tanh(self.up(x)) * torch.sigmoid(self.again(x)))
 
 
 class TiedAcrossUnits(Stack):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[2].up.weight = self.blocks[0].up.weight
         self.embed, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
         self.out.weight = self.embed.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.out(super().forward(self.embed(x)) @ torch.ones(5, 8))
 
 
-def freeze(*names: str) -> Callable[[nn.Module], None]:
+def freeze(*names):
     """Return a function that freezes parts of a model."""
 
-    def change(model: nn.Module) -> None:
+    def change(model):
         for name in names:
             model.get_submodule(name).requires_grad_(False)
 
@@ -322,18 +315,18 @@ def freeze(*names: str) -> Callable[[nn.Module], None]:
 class AdapterBlock(Block):
     """As LoRA: the first layer is frozen, a small trainable one comes after it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up.requires_grad_(False)
         self.adapter = nn.Sequential(nn.Linear(11, 2, bias=False), nn.Linear(2, 8, bias=False))
         self.down.weight.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = torch.tanh(self.up(x))
         return x + self.down(h) + self.adapter(h)
 
 
-def toggling_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def toggling_loss(model, batch):
     """Freeze by the sign of the batch's first number."""
     trains = bool(batch[0, 0] > 0)
     model.blocks[0].requires_grad_(trains)
@@ -346,12 +339,12 @@ def toggling_loss(model: nn.Module, batch: Tensor) -> Tensor:
 class Branches(nn.Module):
     """Two branches in one unit and two that are units; the batch says which one runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inside = nn.ModuleDict({"a": nn.Linear(8, 8), "b": Block()})
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
-    def forward(self, x: Tensor, which: int) -> Tensor:
+    def forward(self, x, which):
         x = self.inside["ab"[which]](x)
         return self.blocks[2](self.blocks[which](x))
 
@@ -359,11 +352,11 @@ class Branches(nn.Module):
 ROUTES = [0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
 
 
-def routed_steps(world_size: int, num_micro_batches: int, per_rank: bool) -> list[Any]:
+def routed_steps(world_size, num_micro_batches, per_rank):
     """Give every batch a branch: one for all ranks of a micro-batch, or one per rank."""
     numbers = count()
 
-    def routed(batch: Tensor, of_all: int) -> tuple[Tensor, int]:
+    def routed(batch, of_all):
         number = next(numbers)
         return batch, ROUTES[(number if per_rank else of_all) % len(ROUTES)]
 
@@ -376,14 +369,14 @@ def routed_steps(world_size: int, num_micro_batches: int, per_rank: bool) -> lis
 class CocktailBlock(nn.Module):
     """One unit with parameters of four dtypes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fp32 = nn.Linear(8, 5)
         self.fp64 = nn.Linear(5, 7).double()
         self.bf16 = nn.Linear(7, 8).bfloat16()
         self.offsets = nn.Parameter(torch.arange(8), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.fp64(self.fp32(x).double())
         return self.bf16(x.bfloat16()).float() + self.offsets
 
@@ -391,7 +384,7 @@ class CocktailBlock(nn.Module):
 class OddShapesBlock(nn.Module):
     """Scalars, empty parameters, fewer elements than ranks, three dimensions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scalar = nn.Parameter(torch.tensor(0.5))
         self.single = nn.Parameter(torch.ones(1))
@@ -401,7 +394,7 @@ class OddShapesBlock(nn.Module):
         self.cube = nn.Parameter(torch.randn(2, 8, 3))
         self.unused_scalar = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x * self.scalar + self.single * self.pair.sum()
         x = x + self.empty.sum() + self.no_columns.sum()
         return x + (x @ self.cube).sum((0, 2))[:, None]
@@ -410,36 +403,36 @@ class OddShapesBlock(nn.Module):
 class OnlyEmptyOnSomeRanks(nn.Module):
     """Fewer elements than ranks in the whole model."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.scale
 
 
-def used_by_the_root(blocks: Any, x: Tensor, before: bool = True, after: bool = True) -> Tensor:
+def used_by_the_root(blocks, x, before=True, after=True):
     """Let the root read weights of blocks, before and after they run."""
     x = in_turn(blocks, F.linear(x, blocks[1].up.weight[:8]) if before else x)
     return x + F.linear(x, blocks[0].up.weight)[:, :8] * blocks[2].down.bias if after else x
 
 
-def decayed_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def decayed_loss(model, batch):
     decay = sum(p.square().sum() for p in model.parameters())
     return mean_square(model, batch) + 0.01 * decay
 
 
-def decayed_first_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def decayed_first_loss(model, batch):
     decay = sum((p**2).sum() for p in model.parameters() if p.ndim > 1)
     norm = model.blocks[1].up.weight.norm()
     return 0.01 * decay + 0.1 * norm + mean_square(model, batch)
 
 
-def decay_only_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def decay_only_loss(model, batch):
     return sum(p.square().sum() for p in model.blocks.parameters()) * batch.mean()
 
 
-def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def two_groups(parameters):
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
     groups = [{"params": matrices, "lr": 3e-3}, {"params": vectors, "weight_decay": 0.0}]
@@ -449,19 +442,19 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 # Activation checkpointing of both kinds, nested, around and inside units, with frozen layers.
 
 
-def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool = False) -> Tensor:
+def recomputed(run, x, reentrant=False):
     """Run under a checkpoint; a reentrant one needs an input with a gradient."""
     return checkpoint(run, x.requires_grad_() if reentrant else x, use_reentrant=reentrant)
 
 
-def each_recomputed(blocks: Iterable[nn.Module], x: Tensor, reentrant: bool = False) -> Tensor:
+def each_recomputed(blocks, x, reentrant=False):
     return in_turn([partial(recomputed, block, reentrant=reentrant) for block in blocks], x)
 
 
-def recomputed_twice(blocks: Any, x: Tensor, outer: bool = False, inner: bool = False) -> Tensor:
+def recomputed_twice(blocks, x, outer=False, inner=False):
     """Run under a checkpoint around all blocks, and one around each of them."""
 
-    def run(x: Tensor) -> Tensor:
+    def run(x):
         for block in blocks:
             x = checkpoint(block, x, use_reentrant=inner)
         return x
@@ -469,7 +462,7 @@ def recomputed_twice(blocks: Any, x: Tensor, outer: bool = False, inner: bool = 
     return checkpoint(run, x.detach().requires_grad_(), use_reentrant=outer)
 
 
-def recomputed_to_the_end(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def recomputed_to_the_end(blocks, x):
     """Recompute whole blocks, where early stop would have ended."""
     with set_checkpoint_early_stop(False):
         return each_recomputed(blocks, x)
@@ -479,7 +472,7 @@ class CheckpointedInside(Stack):
     """Checkpoints inside the unit rather than around it."""
 
     class Inner(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
 
     block_class = Inner
@@ -490,28 +483,28 @@ FROZEN_PARTS = freeze("blocks.0", "blocks.1.up", "blocks.2.down")
 
 
 class Product(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(x @ self.weight)
 
 
 class UsedBeforeItIsClosed(nn.Module):
     """A unit without an input hook, whose weight a region that is recomputed uses too."""
 
-    def __init__(self, reentrant: bool = False) -> None:
+    def __init__(self, reentrant=False):
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.products = nn.ModuleList([Product()])
         self.blocks = nn.ModuleList([Block()])
         self.reentrant = reentrant
 
-    def region(self, x: Tensor) -> Tensor:
+    def region(self, x):
         return self.blocks[0](x @ self.products[0].weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         recomputed = checkpoint(self.region, self.first(x), use_reentrant=self.reentrant)
         return recomputed + self.products[0](x)
 
@@ -520,24 +513,24 @@ class CallsAUnitElsewhere(nn.Module):
     """A unit with a checkpoint inside that calls another unit."""
 
     class Caller(nn.Module):
-        def __init__(self, other: nn.Module) -> None:
+        def __init__(self, other):
             super().__init__()
             self.up = nn.Linear(8, 8)
             self.other = [other]
 
-        def region(self, x: Tensor) -> Tensor:
+        def region(self, x):
             return torch.tanh(self.other[0](torch.tanh(self.up(x))))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return checkpoint(self.region, x, use_reentrant=True)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Block()])
         self.callers = nn.ModuleList([self.Caller(self.blocks[0])])
         self.head = nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.callers[0](x.detach().requires_grad_()))
 
 
@@ -547,14 +540,14 @@ class CallsAUnitElsewhere(nn.Module):
 class Skipped(Block):
     """A block that is left out in this step: it has parameters and hands its input on."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x
 
 
 class Skipping(Stack):
     """The second of three blocks is left out; the first one's input needs no gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Skipped(), Block()])
 
@@ -562,12 +555,12 @@ class Skipping(Stack):
 class Wrapped(nn.Module):
     """The usual wrapper: it returns what the model inside it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
         self.model = Skipping()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.model(x)
 
 
@@ -576,7 +569,7 @@ class Dropped(nn.Module):
 
     num_layers = 4
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(5, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(self.num_layers))
@@ -606,7 +599,7 @@ def dropped_batch(random):
 class Inner(nn.Module):
     """A block with two units inside it, which are skipped with it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(8, 12)
         self.down = nn.Linear(12, 8)
@@ -619,7 +612,7 @@ class Inner(nn.Module):
 class NestedDropped(Dropped):
     """Blocks with units inside, of which some run under a checkpoint."""
 
-    def __init__(self, checkpoints: bool = False) -> None:
+    def __init__(self, checkpoints=False):
         super().__init__()
         self.layers = nn.ModuleList(Inner() for _ in range(self.num_layers))
         self.checkpoints = checkpoints
@@ -637,7 +630,7 @@ class NestedDropped(Dropped):
 class TwoScales(Inner):
     """A block with parameters of its own on two meshes, around units on two meshes each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bias = nn.Parameter(torch.full((8,), 0.5))
 
@@ -652,7 +645,7 @@ class Head(nn.Linear):
 class OnMeshes(NestedDropped):
     """Nested, with blocks that end in a unit of theirs, whose output is theirs."""
 
-    def __init__(self, checkpoints: bool = False) -> None:
+    def __init__(self, checkpoints=False):
         super().__init__(checkpoints)
         self.heads = nn.ModuleList(Head(8, 3) for _ in range(2))
         self.layers = nn.ModuleList(
@@ -681,11 +674,11 @@ class Explode(torch.autograd.Function):
     """The identity, whose backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         raise Boom
 
 
@@ -695,13 +688,13 @@ class Fragile(Stack):
     fails = ""
     checkpoints = False
 
-    def run(self, number: int, x: Tensor) -> Tensor:
+    def run(self, number, x):
         if self.fails == f"forward {number}":
             raise Boom
         x = self.blocks[number](x)
         return Explode.apply(x) if self.fails == f"backward {number}" else x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for number in range(3):
             if self.checkpoints:
                 x = checkpoint(self.run, number, x, use_reentrant=False)
@@ -716,7 +709,7 @@ class FragileInside(Fragile):
     class Inner(Block):
         fails = False
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = super().forward(x)
             if self.fails:
                 raise Boom
@@ -724,7 +717,7 @@ class FragileInside(Fragile):
 
     block_class = Inner
 
-    def run(self, number: int, x: Tensor) -> Tensor:
+    def run(self, number, x):
         self.blocks[number].fails = self.fails == f"forward {number}"
         return super().run(number, x) if not self.blocks[number].fails else self.blocks[number](x)
 
@@ -736,7 +729,7 @@ class FragileCheckpointed(Fragile):
 WHERE = ["forward 0", "forward 1", "forward 2", "backward 0", "backward 1", "backward 2"]
 
 
-def shaken_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def shaken_loss(model, batch):
     """Fail once at every place before the good forward."""
     for where in WHERE:
         model.fails = where
@@ -754,20 +747,20 @@ class FailsInRecompute(Stack):
     fails = False
     num_runs = 0
 
-    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+    def run(self, block, x):
         self.num_runs += 1
         if self.fails and self.num_runs == 5:
             raise Boom
         return block(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.num_runs = 0
         for block in self.blocks:
             x = checkpoint(self.run, block, x, use_reentrant=False)
         return self.head(x)
 
 
-def failing_recompute_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def failing_recompute_loss(model, batch):
     model.fails = True
     with pytest.raises(Boom):
         mean_square(model, batch).backward()
@@ -783,7 +776,7 @@ class Detours(Stack):
     ORDERS = ((0, 1, 2), (2, 0, 1), (1,), (0, 2), (0, 1, 2), (0, 1, 2))
     num_calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for number in self.ORDERS[self.num_calls % len(self.ORDERS)]:
             x = self.blocks[number](x)
         return self.head(x)
@@ -792,7 +785,7 @@ class Detours(Stack):
 class DetoursByStep(Detours):
     """Goes on to the next order with each batch of the rank's own, also in the oracle."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.num_calls = int(x[0, 0])
         return super().forward(x)
 
@@ -800,11 +793,11 @@ class DetoursByStep(Detours):
 class EvenModel(zero.TinyModel):
     """Every slice of it is a multiple of 64 elements, at any of the tested world sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(width=128, num_blocks=2)
 
 
-def make_bf16_model() -> nn.Module:
+def make_bf16_model():
     return OddModel().to(torch.bfloat16)
 
 
@@ -815,7 +808,7 @@ NEEDS_TRANSFORMERS = pytest.mark.skipif(
 # Batches and settings that several rows have.
 
 
-def first_number(steps: Steps, numbers: Sequence[float]) -> Steps:
+def first_number(steps, numbers):
     """Give every batch of a step the step's number as its first element."""
     for number, micro_batches in zip(numbers, steps, strict=True):
         for by_rank in micro_batches:
@@ -824,32 +817,32 @@ def first_number(steps: Steps, numbers: Sequence[float]) -> Steps:
     return steps
 
 
-def toggled_steps(world_size: int, micro_batches: int) -> Steps:
+def toggled_steps(world_size, micro_batches):
     return first_number(make_steps(world_size, 5), (1.0, -1.0, 1.0, 1.0, -1.0))
 
 
-def detour_steps(world_size: int, micro_batches: int) -> Steps:
+def detour_steps(world_size, micro_batches):
     return first_number(make_steps(world_size, 6), range(6))
 
 
-def mesh_of(*shape: int) -> Any:
+def mesh_of(*shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def over_a_mesh(settings: Settings, *shape: int) -> Callable[[int], Settings]:
+def over_a_mesh(settings, *shape):
     return lambda world_size: [{**options, "mesh": mesh_of(*shape)} for options in settings]
 
 
-def turns(number: int) -> Callable[[int], Settings]:
+def turns(number):
     """Return settings of a family's member, which together take every one."""
     return lambda world_size: sample(2 * number + world_size // 2)
 
 
-def with_units(units: Any, settings: Settings | None = None) -> Settings:
+def with_units(units, settings=None):
     return [{**options, "units": units} for options in settings or SPREAD]
 
 
-ACCUMULATION: Settings = [  # every stage as it does by default, and in the other way
+ACCUMULATION = [  # every stage as it does by default, and in the other way
     {"stage": stage, "layout": ("rows", "flat")[(stage + number) % 2], **override}
     for stage in range(4)
     for number, override in enumerate(
@@ -857,26 +850,26 @@ ACCUMULATION: Settings = [  # every stage as it does by default, and in the othe
     )
 ]
 BUDGETS = cycle((None, 0, 0, None))  # both with each layout
-STAYS_FULL: Settings = [
+STAYS_FULL = [
     {**options, "units": [nn.Linear], "schedule": Schedule(prefetch_bytes=next(BUDGETS))}
     for options in LAYOUTS
     if options["stage"] < 3
 ]
 
 
-def skipping_settings(world_size: int) -> Settings:
+def skipping_settings(world_size):
     """One rank skips layers too, but never other ones than its peers."""
     return STAYS_FULL if world_size > 1 else [STAYS_FULL[n] for n in (0, 3, 4)]
 
 
-def optional_settings(optional: Any) -> Settings:
+def optional_settings(optional):
     return [
         {"stage": 3, "layout": layout, "units": Units(optional=optional), "schedule": Schedule(n)}
         for layout, n in (("rows", None), ("rows", 0), ("flat", 0), ("flat", 1 << 20))
     ]
 
 
-def settings_on_meshes(units: Any, world_size: int) -> Settings:
+def settings_on_meshes(units, world_size):
     placed = Units(units, placements=on_meshes(world_size))
     return [{"stage": 3, "units": replace(placed, optional=units)}, {"stage": 1, "units": placed}]
 
@@ -893,7 +886,7 @@ OF_THE_COMPILER = [
 ]
 
 # Models that are trained in some settings each, and in all of them by the campaign.
-FAMILIES: dict[str, Scenario] = {
+FAMILIES = {
     "blocks run twice": Scenario(made(each_twice), (1, 3), turns(0)),
     "blocks run in turn, and again": Scenario(
         made(lambda blocks, x: in_turn(blocks, in_turn(blocks, x))), (1, 3), turns(1)
@@ -941,7 +934,7 @@ FAMILIES: dict[str, Scenario] = {
     },
 }
 
-SCENARIOS: dict[str, Scenario] = {
+SCENARIOS = {
     **FAMILIES,
     # Sizes, optimizers, windows, meshes.
     "every stage and layout": odd((1, 2, 3), LAYOUTS, steps=4, marks=KERNELS),

@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ ROOT = Path(shardwise.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-LONGER_FILES: dict[str, str] = {}  # path: the reason
+LONGER_FILES = {}  # path: the reason
 MAX_LINES = 64_240  # of the whole package; only ever lowered
 COLLECTIVES = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
@@ -29,17 +28,17 @@ reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
 HOOKS = re.compile(r"register_(module_)?(full_)?(forward|backward)(_pre)?_hook")
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     """Return the path inside the package, e.g. ``shard/tensor.py``."""
     return path.relative_to(ROOT).as_posix()
 
 
-def dotted(node: ast.AST) -> str:
+def dotted(node):
     """Return ``a.b.c`` for an attribute chain, else nothing."""
     return ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
 
 
-def uses_of(path: Path) -> Iterator[tuple[int, str]]:
+def uses_of(path):
     """Yield (line, dotted name) of every attribute chain and imported name in a file."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
@@ -50,7 +49,7 @@ def uses_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
 
 
-def places(paths: list[Path], pattern: str) -> list[str]:
+def places(paths, pattern):
     wanted = re.compile(pattern)
     return [
         f"{name_of(path)}:{line} {name}"
@@ -60,11 +59,11 @@ def places(paths: list[Path], pattern: str) -> list[str]:
     ]
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+def functions():
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield path, node  # type: ignore[misc]
+                yield path, node
 
 
 def test_the_reading_order_names_every_room_and_no_other():
@@ -100,9 +99,9 @@ def test_no_room_below_the_recipe_imports_the_public_names():
 def test_inside_a_room_the_reading_order_is_the_import_order():
     """No two files import each other, directly or in a circle."""
     edges = import_graph()
-    done: set[str] = set()
+    done = set()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def visit(name, path):
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name not in done:
             for target in edges[name]:
@@ -173,7 +172,7 @@ def test_every_module_says_what_it_is_for():
 def test_every_public_function_and_class_has_a_docstring():
     missing = []
     for path in FILES:
-        public: list[ast.stmt] = list(tree_of(path).body)
+        public = list(tree_of(path).body)
         for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 public += node.body
@@ -205,7 +204,7 @@ def test_public_names_are_sorted_and_there():
         assert getattr(importlib.import_module(home), name) is thing
     assert set(shardwise.__all__) <= set(dir(shardwise))
     with pytest.raises(AttributeError, match="no attribute 'shards'"):
-        _ = shardwise.shards  # type: ignore[attr-defined]
+        _ = shardwise.shards
 
 
 def test_every_cited_note_exists():
@@ -221,7 +220,7 @@ def test_every_cited_note_exists():
             assert any(title.startswith(wanted) for title in titles), f"{name}: Note [{cited}]"
 
 
-def run_python(code: str) -> str:
+def run_python(code):
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT.parent)!r}); {code}"],
         capture_output=True,

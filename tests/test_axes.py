@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -69,11 +68,11 @@ def test_what_does_not_fit_is_one_sentence(asked, num_ranks, said):
         Axes(**asked).over(num_ranks)
 
 
-def ranks_on(axes: Axes, name: str, rank: int, num_ranks: int) -> list[int]:
+def ranks_on(axes, name, rank, num_ranks):
     """Say which ranks share an axis with a rank, from the algebra alone."""
     axes = axes.over(num_ranks)
     sizes = [getattr(axes, each) for each in DENSE]
-    names: tuple[str, ...] = DENSE
+    names = DENSE
     if name in ("ep", "efsdp"):
         region = axes.dp_shard * axes.cp * axes.tp
         names = ("pp", "dp_replicate", "efsdp", "ep")
@@ -83,11 +82,11 @@ def ranks_on(axes: Axes, name: str, rank: int, num_ranks: int) -> list[int]:
     grid = torch.arange(num_ranks).view(sizes)
     place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if dim in chosen else at for dim, at in enumerate(place))
-    found: list[int] = grid[index].flatten().tolist()
+    found = grid[index].flatten().tolist()
     return found
 
 
-def each_view_has_the_ranks_of_the_algebra(rank: int, num_ranks: int, asked: Any) -> None:
+def each_view_has_the_ranks_of_the_algebra(rank, num_ranks, asked):
     axes = Axes(**asked)
     for name in (*DENSE, "fsdp", "loss", "ep", "efsdp"):
         mesh = axes[name]
@@ -116,15 +115,15 @@ def test_each_axis_has_the_ranks_of_the_algebra(num_ranks, asked):
     run_ranks(each_view_has_the_ranks_of_the_algebra, num_ranks, asked)
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 4))
 
 
-def gradients(sharded: nn.Module, rank: int) -> list[torch.Tensor]:
+def gradients(sharded, rank):
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank))
     sharded(x).square().mean().backward()
-    return [p.grad.full_tensor() for p in sharded.parameters()]  # type: ignore[union-attr]
+    return [p.grad.full_tensor() for p in sharded.parameters()]
 
 
 @on_ranks(1, 3, 4)
@@ -159,19 +158,19 @@ def test_shard_takes_what_carries_data_parallelism(rank, num_ranks):
         shardwise.shard(model(), mesh=Axes(dp_shard=5))
 
 
-def count_what_models_open(rank: int, num_ranks: int) -> None:
+def count_what_models_open(rank, num_ranks):
     """Make models on equal meshes, and drop them."""
 
-    def on_axes() -> nn.Module:
+    def on_axes():
         return shardwise.shard(nn.Linear(4, 4), mesh=Axes(ep=num_ranks))
 
-    def fully() -> nn.Module:
+    def fully():
         return shardwise.fully_shard(nn.Linear(4, 4), mesh=Axes(ep=num_ranks))
 
-    def in_groups() -> nn.Module:
+    def in_groups():
         return shardwise.fully_shard(nn.Linear(4, 4), reshard_after_forward=num_ranks // 2 or True)
 
-    def opened(store: Any, ranks: Any, timeout: Any) -> Any:
+    def opened(store, ranks, timeout):
         return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout)
 
     found = []

@@ -4,8 +4,6 @@ Every program comes right and wrong; what the wrong one leaves out, or adds, is 
 kinds are put into the engine in tests/engine/test_stream_order.py.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,30 +13,29 @@ from checking_device import CheckingDevice, StreamError
 from ranks import on_ranks, run_ranks
 from shardwise.device import follow_current
 
-Program = Callable[[CheckingDevice, bool], None]
-PROGRAMS: dict[str, tuple[Program, str]] = {}  # with what the mistake is called
+PROGRAMS = {}  # with what the mistake is called
 
 
-def finds(text: str) -> Callable[[Program], Program]:
-    def add(program: Program) -> Program:
+def finds(text):
+    def add(program):
         PROGRAMS[program.__name__] = program, text
         return program
 
     return add
 
 
-def reduce_all(tensor: Tensor) -> dist.Work:
+def reduce_all(tensor):
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     return work
 
 
-def host_ones(device: CheckingDevice, numel: int = 4, pinned: bool = True) -> Tensor:
+def host_ones(device, numel=4, pinned=True):
     return device.host_memory(numel, torch.float32, pinned).fill_(1)
 
 
 @finds("writes (4,) float32 while _allgather_base_")
-def change_what_a_collective_sends(device: CheckingDevice, wrong: bool) -> None:
+def change_what_a_collective_sends(device, wrong):
     source, full = torch.ones(4), torch.empty(4)
     work = dist.all_gather_into_tensor(full, source, async_op=True)
     assert work is not None
@@ -49,7 +46,7 @@ def change_what_a_collective_sends(device: CheckingDevice, wrong: bool) -> None:
 
 
 @finds("reads (4,) float32 while allreduce_")
-def look_at_flags(device: CheckingDevice, wrong: bool) -> None:
+def look_at_flags(device, wrong):
     flags = torch.ones(4)
     work = reduce_all(flags)
     if not wrong:
@@ -59,7 +56,7 @@ def look_at_flags(device: CheckingDevice, wrong: bool) -> None:
 
 
 @finds("whose memory was freed")
-def use_a_parameter_that_was_freed(device: CheckingDevice, wrong: bool) -> None:
+def use_a_parameter_that_was_freed(device, wrong):
     full = torch.ones(4)
     view = full[1:]
     full.untyped_storage().resize_(0)
@@ -71,7 +68,7 @@ def use_a_parameter_that_was_freed(device: CheckingDevice, wrong: bool) -> None:
 
 
 @finds("in which nothing was written")
-def use_a_parameter_that_was_not_gathered(device: CheckingDevice, wrong: bool) -> None:
+def use_a_parameter_that_was_not_gathered(device, wrong):
     full = torch.ones(4)
     full.untyped_storage().resize_(0)
     full.untyped_storage().resize_(16)
@@ -81,23 +78,23 @@ def use_a_parameter_that_was_not_gathered(device: CheckingDevice, wrong: bool) -
 
 
 @finds("memory of the host and of the device")
-def mix_host_and_device(device: CheckingDevice, wrong: bool) -> None:
+def mix_host_and_device(device, wrong):
     slices, values = host_ones(device), torch.ones(4)
     slices.add_(values if wrong else host_ones(device))
     values.mul_(torch.tensor(2.0))  # a scalar of the host may go anywhere
 
 
 @finds("reads (4,) float32 while add_")
-def gather_what_was_changed_through_a_slice(device: CheckingDevice, wrong: bool) -> None:
+def gather_what_was_changed_through_a_slice(device, wrong):
     stream, master = device.new_stream(), torch.zeros(4)
-    own = torch.empty(0).set_(master.untyped_storage()[4:12])  # type: ignore[arg-type]
+    own = torch.empty(0).set_(master.untyped_storage()[4:12])
     own.add_(1)
     with stream.use() if wrong else follow_current(device, stream):
         master.clone()
     device.current_stream().wait(stream.record())
 
 
-def run_program(rank: int, world_size: int, name: str, wrong: bool) -> list[str]:
+def run_program(rank, world_size, name, wrong):
     device = CheckingDevice()
     try:
         with device:

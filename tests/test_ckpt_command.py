@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from checkpoint.saving import Setting, build, take_step
 from convert import fake_deepspeed
 from convert.sources import MemorySource, all_bits, whole_tensors
 from ranks import run_ranks
-from shardwise.checkpoint.files import Entry, Files, Lock
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import take_lock
 from shardwise.checkpoint.manifest import seal, unseal
 from shardwise.checkpoint.read import Checkpoint
@@ -40,17 +38,17 @@ NEWEST = "step-00000003"
 TENSORS = "rank00000-0.safetensors"
 
 
-def command(*arguments: object) -> Any:
+def command(*arguments):
     return CliRunner().invoke(app, ["ckpt", *map(str, arguments)])
 
 
-def facts_of(*arguments: object, code: int = 0) -> Any:
+def facts_of(*arguments, code=0):
     result = command(*arguments, "--json")
     assert result.exit_code == code, result.stderr
     return json.loads(result.stdout)
 
 
-def source_of(step: int) -> MemorySource:
+def source_of(step):
     torch.manual_seed(step)
     groups = ({"lr": 0.25, "betas": (0.9, 0.99), "foreach": None, "params": ["up", "down"]},)
     source = MemorySource(
@@ -67,44 +65,44 @@ def source_of(step: int) -> MemorySource:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run's folder with the checkpoints of three steps."""
     for step in (1, 2, 3):
         import_source(source_of(step), tmp_path / "run", files=FILES, step=step)
     return tmp_path / "run"
 
 
-def train_and_save(rank: int, _: int, path: Path) -> None:
+def train_and_save(rank, _, path):
     run = build(Setting(3, 3, "flat"))
     take_step(run, 0)
     shardwise.save(path, run.model, run.optimizer, extra={"mine": torch.ones(5)})
 
 
 @pytest.fixture
-def locked(run: Path) -> Iterator[Lock]:
+def locked(run):
     lock = take_lock(FILES, run, "abc")
     yield lock
     lock.release()
 
 
-def flip(path: Path, at: int = -1) -> None:
+def flip(path, at=-1):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
+def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def disk_bytes(folder: Path) -> int:
+def disk_bytes(folder):
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 # -- inspect --------------------------------------------------------------------------------------
 
 
-def test_a_run_is_shown_newest_first_with_the_newest_that_passes_marked(run: Path) -> None:
+def test_a_run_is_shown_newest_first_with_the_newest_that_passes_marked(run):
     cut(run / NEWEST / TENSORS)
     (run / ".tmp-step-00000004-0a1b2c3d").mkdir()
     facts = facts_of("inspect", run)
@@ -126,7 +124,7 @@ def test_a_run_is_shown_newest_first_with_the_newest_that_passes_marked(run: Pat
     assert ".tmp-step-00000004-0a1b2c3d" in shown
 
 
-def test_a_run_whose_manifest_is_gone_is_shown_all_the_same(run: Path) -> None:
+def test_a_run_whose_manifest_is_gone_is_shown_all_the_same(run):
     (run / NEWEST / "manifest.json").unlink()
     first, second, _ = facts_of("inspect", run)["checkpoints"]
     assert (first["step"], first["num_ranks"], second["is_newest"]) == (3, None, True)
@@ -134,9 +132,7 @@ def test_a_run_whose_manifest_is_gone_is_shown_all_the_same(run: Path) -> None:
     assert command("inspect", run / NEWEST).exit_code == 1
 
 
-def test_a_running_run_is_named_and_what_it_may_be_writing_is_no_leftover(
-    run: Path, locked: Lock
-) -> None:
+def test_a_running_run_is_named_and_what_it_may_be_writing_is_no_leftover(run, locked):
     (run / ".tmp-step-00000004-0a1b2c3d").mkdir()
     assert f"process {os.getpid()}" in facts_of("inspect", run)["lock_holder"]
     shown = command("inspect", run).stdout
@@ -147,7 +143,7 @@ def test_a_running_run_is_named_and_what_it_may_be_writing_is_no_leftover(
 
 
 @pytest.mark.parametrize("width", [24, 50, 80])
-def test_a_narrow_terminal_cuts_no_value(run: Path, width: int) -> None:
+def test_a_narrow_terminal_cuts_no_value(run, width):
     files, text = Files(), io.StringIO()
     console = Console(file=text, width=width)
     show_run(console, run_facts(files, run))
@@ -158,7 +154,7 @@ def test_a_narrow_terminal_cuts_no_value(run: Path, width: int) -> None:
     assert width < 80 or all(word in shown for word in words)
 
 
-def test_the_sizes_of_a_checkpoint_are_those_of_its_tensors(run: Path) -> None:
+def test_the_sizes_of_a_checkpoint_are_those_of_its_tensors(run):
     facts, source = facts_of("inspect", run / NEWEST, "--tensors"), source_of(3)
     for kind in ("param", "buffer", "optimizer"):
         tensors = [t for t in source.tensors if t.kind == kind]
@@ -181,7 +177,7 @@ def test_the_sizes_of_a_checkpoint_are_those_of_its_tensors(run: Path) -> None:
     assert "tensors" not in facts_of("inspect", run / NEWEST)
 
 
-def test_how_tensors_are_cut_is_shown(tmp_path: Path) -> None:
+def test_how_tensors_are_cut_is_shown(tmp_path):
     run_ranks(train_and_save, 3, tmp_path / "ours")
     facts = facts_of("inspect", tmp_path / "ours", "--tensors")
     cuts = {(t["name"], t["layout"], t["num_parts"]) for t in facts["tensors"]}
@@ -193,14 +189,14 @@ def test_how_tensors_are_cut_is_shown(tmp_path: Path) -> None:
     assert command("verify", tmp_path / "ours").exit_code == 0
 
 
-def test_a_checkpoint_is_shown_for_people(run: Path) -> None:
+def test_a_checkpoint_is_shown_for_people(run):
     shown = command("inspect", run / NEWEST).stdout
     for part in ("AdamW", "lr 0.25", "betas (0.9, 0.99)", "head = up", "16.4 KiB", "stage 0"):
         assert part in shown
     assert "foreach" not in shown  # what is not set is left out
 
 
-def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None:
+def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path):
     source = MemorySource({"w\x1b[2Jx[bold]": torch.ones(2)}, tied={"a\nb": "w\x1b[2Jx[bold]"})
     import_source(source, tmp_path / "ours", files=FILES)
     shown = command("inspect", tmp_path / "ours", "--tensors").stdout
@@ -213,7 +209,7 @@ def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "export"])
-def test_what_is_no_checkpoint_ends_with_code_2(tmp_path: Path, name: str) -> None:
+def test_what_is_no_checkpoint_ends_with_code_2(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for path in ("nowhere", "empty", "file"):
@@ -227,7 +223,7 @@ def test_what_is_no_checkpoint_ends_with_code_2(tmp_path: Path, name: str) -> No
 # -- verify ---------------------------------------------------------------------------------------
 
 
-def test_all_checkpoints_of_a_run_are_verified(run: Path) -> None:
+def test_all_checkpoints_of_a_run_are_verified(run):
     facts = facts_of("verify", run)
     assert [c["step"] for c in facts["checkpoints"]] == [3, 2, 1]
     assert facts["num_bytes"] == sum(disk_bytes(folder) for folder in run.glob("step-*"))
@@ -237,7 +233,7 @@ def test_all_checkpoints_of_a_run_are_verified(run: Path) -> None:
     assert "3 checkpoints" in result.stdout
 
 
-def test_damage_is_printed_and_ends_with_code_1(run: Path) -> None:
+def test_damage_is_printed_and_ends_with_code_1(run):
     flip(run / NEWEST / TENSORS)
     (run / "step-00000001" / "note.txt").write_text("x")
     facts = facts_of("verify", run, code=1)
@@ -256,10 +252,10 @@ def test_damage_is_printed_and_ends_with_code_1(run: Path) -> None:
 class Rotating(Files):
     """A disk from which a run removes its checkpoint of step 2 once it was listed so often."""
 
-    def __init__(self, num_lists: int) -> None:
+    def __init__(self, num_lists):
         self.num_lists = num_lists
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path):
         if path.name == "step-00000002":
             self.num_lists -= 1
             if self.num_lists < 0 and path.exists():
@@ -272,8 +268,8 @@ class Rotating(Files):
     [("inspect", 0), ("inspect", 1), *(("verify", n) for n in range(4)), ("verify", 99)],
 )
 def test_a_checkpoint_that_is_rotated_away_meanwhile_is_no_damage(
-    run: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_lists: int
-) -> None:
+    run, monkeypatch, name, num_lists
+):
     files = Rotating(num_lists)
     monkeypatch.setattr("shardwise.checkpoint.files.Files", lambda: files)
     if (name, num_lists) == ("verify", 1):  # all others are whole
@@ -290,17 +286,17 @@ def test_a_checkpoint_that_is_rotated_away_meanwhile_is_no_damage(
     assert len(facts["removed_meanwhile"]) == gone
 
 
-def test_a_checkpoint_that_cannot_be_judged_does_not_hide_the_others(run: Path) -> None:
+def test_a_checkpoint_that_cannot_be_judged_does_not_hide_the_others(run):
     path = run / NEWEST / "manifest.json"
     value = unseal(path.read_bytes(), "") | {"format": 9}
-    path.write_bytes(seal(SimpleNamespace(model_dump=lambda **_: value)))  # type: ignore[arg-type]
+    path.write_bytes(seal(SimpleNamespace(model_dump=lambda **_: value)))
     flip(run / "step-00000001" / TENSORS)
     result = command("verify", run)
     assert (result.exit_code, "1 damaged" in result.stdout) == (1, True)
     assert "format 9" in result.stderr
 
 
-def test_a_run_without_a_checkpoint_is_not_verified(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_not_verified(tmp_path):
     take_lock(FILES, tmp_path, "abc").release()
     result = command("verify", tmp_path)
     assert (result.exit_code, "no checkpoint to verify" in result.stdout) == (1, True)
@@ -309,7 +305,7 @@ def test_a_run_without_a_checkpoint_is_not_verified(tmp_path: Path) -> None:
 # -- export ---------------------------------------------------------------------------------------
 
 
-def test_the_weights_of_the_newest_that_passes_are_exported(run: Path, tmp_path: Path) -> None:
+def test_the_weights_of_the_newest_that_passes_are_exported(run, tmp_path):
     cut(run / NEWEST / TENSORS)
     result = command("export", run, tmp_path / "out")
     assert result.exit_code == 0, result.stderr
@@ -320,13 +316,13 @@ def test_the_weights_of_the_newest_that_passes_are_exported(run: Path, tmp_path:
     assert all_bits(load_file(tmp_path / "out" / "model.safetensors")) == all_bits(wanted)
 
 
-def test_a_step_a_dtype_and_a_size_can_be_chosen(run: Path, tmp_path: Path) -> None:
+def test_a_step_a_dtype_and_a_size_can_be_chosen(run, tmp_path):
     options = ["--step", 1, "--dtype", "bf16", "--max-shard-size", "4.2KB"]
     result = command("export", run, tmp_path / "out", *options)
     assert result.exit_code == 0, result.stderr
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == 3
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for file in files:
         found |= load_file(file)
     wanted = whole_tensors(source_of(1))
@@ -334,7 +330,7 @@ def test_a_step_a_dtype_and_a_size_can_be_chosen(run: Path, tmp_path: Path) -> N
     assert torch.equal(found["mean"], wanted["mean"])
 
 
-def test_a_damaged_tensor_is_never_exported(run: Path, tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_never_exported(run, tmp_path):
     data = (run / NEWEST / TENSORS).read_bytes()
     flip(run / NEWEST / TENSORS, at=8 + int.from_bytes(data[:8], "little") + 30)
     result = command("export", run / NEWEST, tmp_path / "out", "--to", "dcp")
@@ -357,15 +353,13 @@ def test_a_damaged_tensor_is_never_exported(run: Path, tmp_path: Path) -> None:
         (["--config-from", "nowhere"], "--config-from nowhere: there is no such folder"),
     ],
 )
-def test_wrong_options_of_an_export_end_with_code_2(
-    run: Path, tmp_path: Path, options: list[str], part: str
-) -> None:
+def test_wrong_options_of_an_export_end_with_code_2(run, tmp_path, options, part):
     result = command("export", run, tmp_path / "out", *options)
     assert (result.exit_code, (tmp_path / "out").exists()) == (2, False)
     assert part in result.stderr
 
 
-def test_a_target_that_is_there_stays_as_it_is(run: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_there_stays_as_it_is(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     for arguments in (["export", run], ["import", "--from", "hf", tmp_path / "weights"]):
@@ -380,9 +374,7 @@ def test_a_target_that_is_there_stays_as_it_is(run: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp"])
-def test_what_was_exported_is_found_and_imported_to_the_bit(
-    run: Path, tmp_path: Path, to: str
-) -> None:
+def test_what_was_exported_is_found_and_imported_to_the_bit(run, tmp_path, to):
     assert command("export", run, tmp_path / "out", "--to", to).exit_code == 0
     result = command("import", tmp_path / "out", tmp_path / "back", "--step", 7)
     assert result.exit_code == 0, result.stderr
@@ -402,7 +394,7 @@ def test_what_was_exported_is_found_and_imported_to_the_bit(
 
 
 @pytest.mark.parametrize("way", ["latest", "tag", "folder"])
-def test_a_deepspeed_folder_is_found_and_imported_to_the_bit(tmp_path: Path, way: str) -> None:
+def test_a_deepspeed_folder_is_found_and_imported_to_the_bit(tmp_path, way):
     wanted = fake_deepspeed.make_run()
     home = fake_deepspeed.write(tmp_path / "ds", wanted, stage=3, world=2, tag="step7")
     fake_deepspeed.write(tmp_path / "ds", fake_deepspeed.make_run(), 3, 2, tag="later")
@@ -420,9 +412,7 @@ def test_a_deepspeed_folder_is_found_and_imported_to_the_bit(tmp_path: Path, way
 
 
 @pytest.mark.parametrize("prefix", [(), ("--strip-prefix", "a")], ids=["as it is", "renamed"])
-def test_an_import_prints_which_entries_of_the_users_state_it_left_out(
-    tmp_path: Path, prefix: tuple[str, ...]
-) -> None:
+def test_an_import_prints_which_entries_of_the_users_state_it_left_out(tmp_path, prefix):
     run = fake_deepspeed.make_run()
     run.client = {"n": 1, "in": {"when": datetime.datetime(2026, 1, 1), "ok": 2}, "cls": Path}
     home = fake_deepspeed.write(tmp_path / "ds", run, 1, 1)
@@ -452,9 +442,7 @@ def test_an_import_prints_which_entries_of_the_users_state_it_left_out(
         (["mp_rank_00_model_states.pt"], [], 1, "mp_rank_00"),
     ],
 )
-def test_what_cannot_be_imported_says_why(
-    tmp_path: Path, names: list[str], options: list[str], code: int, part: str
-) -> None:
+def test_what_cannot_be_imported_says_why(tmp_path, names, options, code, part):
     (tmp_path / "in").mkdir()
     for name in names:
         (tmp_path / "in" / name).touch()
@@ -463,7 +451,7 @@ def test_what_cannot_be_imported_says_why(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_prefix_is_stripped_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_prefix_is_stripped_and_one_that_is_not_there_is_refused(tmp_path):
     (tmp_path / "in").mkdir()
     save_file({"module.w": torch.ones(3)}, tmp_path / "in" / "model.safetensors")
     result = command("import", tmp_path / "in", tmp_path / "out", "--strip-prefix", "model.")
@@ -474,7 +462,7 @@ def test_a_prefix_is_stripped_and_one_that_is_not_there_is_refused(tmp_path: Pat
         assert [info.name for info in ours.tensors] == ["w"]
 
 
-def test_nothing_is_imported_beside_a_running_run(run: Path, locked: Lock, tmp_path: Path) -> None:
+def test_nothing_is_imported_beside_a_running_run(run, locked, tmp_path):
     assert command("export", run, tmp_path / "out").exit_code == 0
     result = command("import", tmp_path / "out", run, "--step", 9)
     assert (result.exit_code, "(run abc) saves checkpoints there" in result.stderr) == (1, True)
@@ -485,10 +473,8 @@ def test_nothing_is_imported_beside_a_running_run(run: Path, locked: Lock, tmp_p
     ("error", "part"),
     [(MemoryError(), "memory of this machine is not enough\n"), (RuntimeError("odd"), "odd\n")],
 )
-def test_errors_of_the_machine_are_messages_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, part: str
-) -> None:
-    def fail(*_: object) -> None:
+def test_errors_of_the_machine_are_messages_too(tmp_path, monkeypatch, error, part):
+    def fail(*_):
         raise error
 
     monkeypatch.setattr("shardwise.convert.detect.open_any", fail)
@@ -499,7 +485,7 @@ def test_errors_of_the_machine_are_messages_too(
 # -- the process ----------------------------------------------------------------------------------
 
 
-def test_inspect_and_verify_import_no_torch_and_show_no_bar_in_a_pipe(run: Path) -> None:
+def test_inspect_and_verify_import_no_torch_and_show_no_bar_in_a_pipe(run):
     code = "import sys; from shardwise.cli.main import app\n"
     lines = [["--help"], ["inspect", str(run)], ["inspect", str(run / NEWEST), "--all"]]
     for arguments in [*lines, ["verify", str(run)], ["verify", str(run), "--json"]]:

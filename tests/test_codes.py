@@ -23,9 +23,7 @@ NUMBERS = st.one_of(
 BLOCKS = st.lists(NUMBERS, min_size=1, max_size=33)
 
 
-def there_and_back(
-    values: list[float], kind: str, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def there_and_back(values, kind, dtype=torch.float32):
     block = torch.tensor([values], dtype=torch.float32)
     codes = torch.empty(1, Coding(kind, 16).code_bytes(len(values)), dtype=torch.uint8)
     scales, out = torch.empty(1, 1), torch.empty(1, len(values), dtype=dtype)
@@ -38,7 +36,7 @@ def there_and_back(
     return out[0]
 
 
-def bits(values: torch.Tensor) -> list[int]:
+def bits(values):
     return values.view(torch.int32).tolist()
 
 
@@ -132,7 +130,7 @@ def test_every_code_of_fp8_is_its_own_image():
 def test_shares_cover_every_element_once_and_nothing_overlaps(
     kind, shapes, num_ranks, layout, block
 ):
-    wire = Wire(build_layout(layout, shapes, num_ranks), Coding(kind, block), 2)  # type: ignore[arg-type]
+    wire = Wire(build_layout(layout, shapes, num_ranks), Coding(kind, block), 2)
     seen = np.zeros(wire.layout.full_numel, dtype=int)
     for number, segment in enumerate(wire.segments):
         longest = 0

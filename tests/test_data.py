@@ -4,9 +4,6 @@ import multiprocessing
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,14 +70,14 @@ def test_the_ranks_take_each_sample_of_a_step_once_in_as_many_passes(
 class Items:
     """A dataset that notes what is read; item i is i."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 60
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.tensor([float(index)])
 
 
-def loader_of(kind: str, samples: Samples) -> Any:
+def loader_of(kind, samples):
     if kind == "stateful":
         stateful = pytest.importorskip("torchdata.stateful_dataloader")
         with warnings.catch_warnings():
@@ -88,28 +85,26 @@ def loader_of(kind: str, samples: Samples) -> Any:
             return stateful.StatefulDataLoader(
                 Items(), batch_sampler=samples, num_workers=1, multiprocessing_context="fork"
             )
-    return DataLoader(Items(), batch_sampler=samples)  # type: ignore[arg-type]
+    return DataLoader(Items(), batch_sampler=samples)
 
 
-def take(
-    rank: int, world_size: int, state: dict[str, object] | None, num: int, kind: str
-) -> tuple[list[tuple[int, int]], dict[str, object]]:
+def take(rank, world_size, state, num, kind):
     """Take steps; return (step, sample) of all that counts, and the position."""
     # Ranks of tests are daemons, which may not start a loader's workers.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False
     samples = Samples(60, global_batch=6, micro_batch=2, seed=5)
     if state is not None:
         samples.load_state_dict(state)
-    taken: list[tuple[int, int]] = []
+    taken = []
     for step in samples.steps(loader_of(kind, samples)):
         for micro in step:
             taken += [(step.number, int(item)) for item in micro.batch if micro.weight]
-        if step.number == (state or {"step": 0})["step"] + num:  # type: ignore[operator]
+        if step.number == (state or {"step": 0})["step"] + num:
             break
     return taken, samples.state_dict()
 
 
-def all_taken(results: list[Any]) -> Counter[tuple[int, int]]:
+def all_taken(results):
     return Counter(pair for taken, _ in results for pair in taken)
 
 
@@ -155,7 +150,7 @@ def test_sizes_that_do_not_fit_and_a_step_that_is_left_early_are_refused():
     assert [(step.number, len(list(step))) for step in steps] == [(2, 3), (3, 3)]
 
 
-def steps_of(rank: int, world_size: int, samples: Samples) -> None:
+def steps_of(rank, world_size, samples):
     next(samples.steps(iter(samples)))
 
 
@@ -167,7 +162,7 @@ def test_samples_made_before_the_process_group_are_refused():
         run_ranks(steps_of, 2, samples)
 
 
-def infinite_neighbour(rank: int, world_size: int) -> list[float]:
+def infinite_neighbour(rank, world_size):
     """Take a step whose next one has a sample that is not finite."""
     samples = Samples(40, global_batch=8, micro_batch=2, shuffle=False)
     data = torch.arange(40.0).index_fill(0, torch.arange(8, 40), torch.inf)
@@ -180,7 +175,7 @@ def test_a_pass_without_weight_takes_no_sample_of_another_step():
     assert sum(sums) / 3 == pytest.approx(sum(range(8)) / 4)
 
 
-def weights_after(rank: int, world_size: int, seeds_draws: bool) -> dict[str, torch.Tensor]:
+def weights_after(rank, world_size, seeds_draws):
     """Train with dropout, over four micro-batches a step."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
@@ -206,7 +201,7 @@ def test_a_loop_takes_the_same_steps_on_any_number_of_ranks_also_with_empty_pass
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[list[Path]]:
+def files(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(21, dtype=np.uint16))
     (tmp_path / "b.bin").write_bytes(np.arange(100, 112, dtype=np.uint16).tobytes())
     yield [tmp_path / "a.npy", tmp_path / "b.bin"]

@@ -7,8 +7,10 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from math import prod
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -20,6 +22,7 @@ from generate_accounting import held_bytes
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
 from shardwise.cli.main import call_command
+from shardwise.layout.segments import rows_layout
 from shardwise.plan import account
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
@@ -208,6 +211,36 @@ def test_the_recorded_step_is_small_and_holds_what_the_planner_says():
             params = held["param_shards"] + held.get("param_full", 0)
             assert params == pytest.approx(planned.parameters, rel=1e-3)
             assert held["optimizer_state"] == pytest.approx(planned.optimizer_state, rel=1e-3)
+
+
+def test_the_recorded_owners_are_those_of_the_layout_and_hold_what_the_stages_say():
+    data = json.loads((ROOT / "docs" / "site" / "data" / "owner.json").read_text())
+    layout, numel = rows_layout([data["shape"]], 4), prod(data["shape"])
+    updated = set()
+    for stage in STAGES:
+        moments = {each["moment"]: each["ranks"] for each in data["stages"][str(stage.number)]}
+        for ranks in moments.values():
+            for number, rank in enumerate(ranks):
+                piece = layout.piece(0, number)
+                owns = [piece.lo, piece.hi] if stage.shards_state else [0, numel]
+                assert rank["owns"] == owns and rank["adam"] == owns[1] - owns[0]
+                assert (rank["full"] == "no") is (None in rank["values"])
+            if any(rank["full"] == "fresh" for rank in ranks):
+                assert all(rank["values"] == ranks[0]["values"] for rank in ranks)
+        rests = "no" if stage.frees_after_backward else "stale" if stage.shards_state else "fresh"
+        assert {rank["full"] for rank in moments["at rest, without gradients"]} == {rests}
+        between = moments["between two micro-batches"]
+        reduces = stage.reduce_every == "micro_batch"
+        assert {rank["grad"] for rank in between} == {"mean" if reduces else "own"}
+        if reduces:
+            own = [rank["grads"] for rank in moments["its layer's backward"]]
+            means = [value for rank in between for value in rank["grads"]]
+            assert means == pytest.approx(
+                [fmean(each) for each in zip(*own, strict=True)], abs=2e-3
+            )
+        step = moments["after the optimizer's step"]
+        updated.add(tuple(step[0]["values"][:6] + step[3]["values"][18:]))
+    assert len(updated) == 1
 
 
 def test_every_error_is_explained_with_a_remedy():

@@ -4,14 +4,12 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from models import Stack
-from ranks import HANG_S, Outcome, start_ranks
+from ranks import HANG_S, start_ranks
 from shardwise import observe, shard
 
 WORLD_SIZE = 3
@@ -20,18 +18,18 @@ VICTIM = 1
 pytestmark = pytest.mark.slow
 
 
-def fail(how: str) -> None:
+def fail(how):
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("this rank had enough")
 
 
-def train_until_one_fails(rank: int, world_size: int, stage: int, where: str, how: str) -> None:
+def train_until_one_fails(rank, world_size, stage, where, how):
     torch.manual_seed(0)
-    model: Any = shard(Stack(), stage=stage)
+    model = shard(Stack(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def fail_in_a_pass(module: Any, args: Any, output: Tensor) -> None:
+    def fail_in_a_pass(module, args, output):
         if where == "forward":
             fail(how)
         output.register_hook(lambda grad: fail(how))
@@ -48,7 +46,7 @@ def train_until_one_fails(rank: int, world_size: int, stage: int, where: str, ho
     time.sleep(2 * HANG_S)  # nobody notices anything: the test will say so
 
 
-def assert_blamed(outcome: Outcome, stage: int) -> None:
+def assert_blamed(outcome, stage):
     assert outcome.error_type == "CollectiveError", outcome.describe()
     message = (outcome.error or "").strip().splitlines()[-1]
     assert f"rank {outcome.rank}: " in message

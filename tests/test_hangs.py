@@ -12,7 +12,6 @@ import time
 import traceback
 import weakref
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,7 +21,7 @@ from torch import nn
 
 import shardwise
 from hangs import Case, End, named, train
-from ranks import HANG_S, Ranks, run_ranks, start_ranks
+from ranks import HANG_S, run_ranks, start_ranks
 from shardwise.comm.collective_key import CollectiveKey
 from shardwise.comm.listener import WAITS, Listener, checked_timeout
 from shardwise.comm.process_groups import FAILED_GROUPS
@@ -53,7 +52,7 @@ SAMPLE = [
 ]
 
 
-def train_into_a_log(rank: int, world_size: int, case: Case, folder: str, port: int) -> None:
+def train_into_a_log(rank, world_size, case, folder, port):
     log = os.open(Path(folder, f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -71,7 +70,7 @@ def train_into_a_log(rank: int, world_size: int, case: Case, folder: str, port: 
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Ranks, Path]]:
+def running(tmp_path_factory):
     """Let all cases wait at once; each begins once the one before it has come to its fault."""
     found = {}
     for case in SAMPLE:
@@ -104,7 +103,7 @@ def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(running, case):
 
 
 # -- whether a process lives
-def process_of(pid: int, mine: Process) -> Process:
+def process_of(pid, mine):
     """Describe a process of this machine, as it would itself."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return Process(pid, mine.host, mine.machine, stat[19])
@@ -136,24 +135,24 @@ def test_a_heartbeat_is_read_as_it_was_published():
 
 
 # -- the table
-def beats(**other: Any) -> Heartbeat:
+def beats(**other):
     return Heartbeat(**{"beat": 1, "process": own_process(), **other})
 
 
-def waits(**other: Any) -> Heartbeat:
+def waits(**other):
     return beats(wait=record(**other))
 
 
-def record(**other: Any) -> WaitRecord:
+def record(**other):
     return WaitRecord(**{"key": "k", "number": 2, "ranks": (0, 1, 2), "text": "here", **other})
 
 
-def table(**by_rank: Heartbeat) -> Table:
+def table(**by_rank):
     """Return the table of rank 0, which waits in ``record()``."""
     return table_of(record(), **by_rank)
 
 
-def table_of(wait: WaitRecord, **by_rank: Heartbeat) -> Table:
+def table_of(wait, **by_rank):
     heard = Heartbeats()
     for name, heartbeat in by_rank.items():
         heard.add(int(name[1:]), heartbeat)
@@ -242,10 +241,10 @@ def test_a_rank_that_raises_is_gone_from_training_and_not_from_small_exchanges()
 class OnDevice:
     """A collective on a device, which ends when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.over = False
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self.over
 
 
@@ -270,7 +269,7 @@ def test_of_collectives_that_fly_the_oldest_counts_from_when_the_one_before_ende
     assert launched.oldest() is None
 
 
-def a_device_hangs(rank: int, world_size: int) -> list[str]:
+def a_device_hangs(rank, world_size):
     """Let a collective of a device that aborts never end, as rank 1 does not begin it."""
     WATCH.look_every_s = 0.2
     shardwise.debug.watch(4)
@@ -300,7 +299,7 @@ def test_what_hangs_on_a_device_is_aborted_and_the_next_call_names_who_is_missin
 
 
 # -- the switch
-def one_rank(rank: int, world_size: int) -> None:
+def one_rank(rank, world_size):
     shardwise.debug.watch(4)
     model = shardwise.shard(nn.Linear(4, 4))
     assert WAITS.limit_s == 4
@@ -316,7 +315,7 @@ def test_one_rank_may_be_watched_too():
     run_ranks(one_rank, 1, fresh=True)
 
 
-def train_without_a_listener(rank: int, world_size: int) -> None:
+def train_without_a_listener(rank, world_size):
     WAITS.attach(Listener)
     WAITS.set_limit(4)
     model = shardwise.shard(nn.Linear(4, 4), stage=3)
@@ -344,11 +343,11 @@ def test_a_main_thread_that_computes_is_in_no_wait_of_torchs():
     assert "test_hangs.py" in lines_of_main()
 
 
-def wait_in_barrier(rank: int, world_size: int, folder: str) -> str:
+def wait_in_barrier(rank, world_size, folder):
     """Return what a thread of rank 0 sees of its main thread, which waits in a barrier."""
-    seen: list[str] = []
+    seen = []
 
-    def look() -> None:
+    def look():
         while (call := torch_call()) is None:
             time.sleep(0.05)
         seen.append(call.text)

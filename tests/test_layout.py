@@ -10,31 +10,29 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.layout.segments import Layout, balanced, build_layout, flat_layout, rows_layout
-from shardwise.layout.units import UnitSpec, find_device, partition_into_units
-
-Shapes = list[tuple[int, ...]]
+from shardwise.layout.segments import balanced, build_layout, flat_layout, rows_layout
+from shardwise.layout.units import find_device, partition_into_units
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
 num_ranks = st.integers(1, 17)
 kinds = st.sampled_from(["rows", "flat", "matrices"])
 
 
-def laid_out(kind: str, shapes: Shapes, num_ranks: int) -> Layout:
+def laid_out(kind, shapes, num_ranks):
     """Build a layout; of ``matrices``, every parameter of two dims has an owner."""
     matrices = [index for index, shape in enumerate(shapes) if len(shape) == 2]
-    owners: list[int | None] = [None] * len(shapes)
+    owners = [None] * len(shapes)
     chosen = balanced([prod(shapes[index]) for index in matrices], num_ranks)
     for index, owner in zip(matrices, chosen, strict=True):
         owners[index] = owner
-    return build_layout(kind, shapes, num_ranks, owners)  # type: ignore[arg-type]
+    return build_layout(kind, shapes, num_ranks, owners)
 
 
 @given(kinds, shapes, num_ranks)
 def test_the_pieces_of_the_ranks_hold_every_element_exactly_once(kind, shapes, num_ranks):
     layout = laid_out(kind, shapes, num_ranks)
     for index, shape in enumerate(shapes):
-        owned: list[int] = []
+        owned = []
         for rank in range(num_ranks):
             piece = layout.piece(index, rank)
             assert piece.numel == piece.hi - piece.lo >= 0
@@ -137,7 +135,7 @@ def test_the_longest_go_first_so_that_no_rank_has_a_whole_one_more_than_another(
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)
 
@@ -147,14 +145,14 @@ class OtherBlock(Block):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(2, 2)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(2, 1, bias=False)
 
 
-def owned(units: tuple[UnitSpec, ...]) -> dict[str, list[str]]:
+def owned(units):
     return {unit.name: [spec.name for spec in unit.params] for unit in units}
 
 
@@ -177,7 +175,7 @@ def test_a_layer_outside_the_blocks_that_is_as_large_as_one_is_a_unit_too():
     net.embed = nn.Embedding(3, 2)
     units = owned(partition_into_units(net, None))
     assert units == {"": ["head.weight"], "embed": ["embed.weight"]} | BLOCKS
-    net._no_split_modules = ["Block"]  # type: ignore[assignment]
+    net._no_split_modules = ["Block"]
     assert owned(partition_into_units(net, None)) == units
     assert owned(partition_into_units(net, [Block])) == ROOT | BLOCKS  # whoever chooses has chosen
 
@@ -214,14 +212,14 @@ def test_an_empty_choice_leaves_everything_to_the_root():
 
 def test_the_hints_of_hugging_face_models_are_followed():
     net = Net()
-    net._no_split_modules = ["Embedding", "Block"]  # type: ignore[assignment]
+    net._no_split_modules = ["Embedding", "Block"]
     units = owned(partition_into_units(net, None))
     assert units == {"": ["head.weight"], "embed": ["embed.weight"]} | BLOCKS
 
 
 def test_hints_that_match_nothing_do_not_hide_the_module_list():
     net = Net()
-    net._no_split_modules = ["Absent"]  # type: ignore[assignment]
+    net._no_split_modules = ["Absent"]
     assert owned(partition_into_units(net, None)) == ROOT | BLOCKS
 
 
@@ -235,9 +233,9 @@ def test_a_class_that_matches_nothing_is_refused_with_the_classes_there_are():
 
 def test_a_weight_tied_across_units_belongs_to_the_root_and_inside_one_to_that_unit():
     net = Net()
-    net.blocks[0].extra = net.embed.weight  # type: ignore[union-attr]
-    net.blocks[1].linear.tied = net.blocks[1].linear.weight  # type: ignore[union-attr]
-    net.blocks[2].linear.weight = net.blocks[1].linear.weight  # type: ignore[union-attr]
+    net.blocks[0].extra = net.embed.weight
+    net.blocks[1].linear.tied = net.blocks[1].linear.weight
+    net.blocks[2].linear.weight = net.blocks[1].linear.weight
     units = partition_into_units(net, None)
     by_name = {
         spec.name: (u.name, [use.name for use in spec.uses]) for u in units for spec in u.params
@@ -251,10 +249,10 @@ def test_a_weight_tied_across_units_belongs_to_the_root_and_inside_one_to_that_u
 
 def test_a_weight_tied_between_nested_units_belongs_to_the_lowest_unit_over_both():
     class Nest(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.middle = nn.Sequential(Block(), Block())
-            self.middle[1].linear.weight = self.middle[0].linear.weight  # type: ignore[union-attr]
+            self.middle[1].linear.weight = self.middle[0].linear.weight
 
     units = owned(partition_into_units(Nest(), [nn.Sequential, Block]))
     assert units["middle"] == ["middle.0.linear.weight"]
@@ -272,7 +270,7 @@ def test_a_module_used_twice_is_one_unit_with_two_names():
 
 def test_every_parameter_has_exactly_one_unit():
     net = Net()
-    net.blocks[0].extra = net.embed.weight  # type: ignore[union-attr]
+    net.blocks[0].extra = net.embed.weight
     for choice in (None, [Block], [Block, nn.Linear], [Net]):
         units = partition_into_units(net, choice)
         ids = [id(spec.param) for unit in units for spec in unit.params]

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,28 +26,28 @@ SOURCES = Path(__file__).parents[1] / "src"
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.inner(x)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
+def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -83,7 +81,7 @@ def test_a_model_computes_in_the_dtype_that_was_given():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def names(model: nn.Module) -> list[str]:
+def names(model):
     return [unit.name for unit in engine_of(model).units]
 
 
@@ -91,7 +89,7 @@ def test_one_unit_may_stand_alone_and_a_list_of_modules_for_its_own():
     blocks = ["", "layers.0", "layers.1"]
     for units in ("Block", Block, ["Block"], {Block}, (kind for kind in [Block])):
         assert names(shardwise.shard(Net(), units=units)) == blocks
-    cases: list[tuple[Callable[[Net], Any], list[str]]] = [
+    cases = [
         (lambda model: model.layers, blocks),
         (lambda model: model.layers[1], ["", "layers.1"]),
         (lambda model: model.head, ["", "head"]),
@@ -103,11 +101,11 @@ def test_one_unit_may_stand_alone_and_a_list_of_modules_for_its_own():
         assert names(shardwise.shard(model, units=choose(model))) == expected
 
 
-def sharded() -> nn.Module:
+def sharded():
     return shardwise.shard(Net())
 
 
-SLIPS: list[tuple[Callable[[], Any], str]] = [
+SLIPS = [
     (lambda: shardwise.shard("x"), "model: expected a torch.nn.Module, got 'x', which is of type"),
     (lambda: shardwise.shard(None), "model: expected a torch.nn.Module, got None"),
     (lambda: shardwise.shard(Net), "got the class Net; make one of it: Net(...)"),
@@ -123,10 +121,10 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: shardwise.shard(Net(), precision="bf-16"), "did you mean 'bf16'?"),
     (lambda: shardwise.shard(Net(), precision=torch.int8), "precision=torch.int8: expected one of"),
     (
-        lambda: Precision("bf16", gather="int8"),  # type: ignore[arg-type]
+        lambda: Precision("bf16", gather="int8"),
         "'bf16' stands for Precision(torch.bfloat16, torch.float32, torch.float32)",
     ),
-    (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),  # type: ignore[arg-type]
+    (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),
     (lambda: Precision(block=100), "precision.block=100: expected a multiple of 16"),
     (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),
     (lambda: Schedule(prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
@@ -186,7 +184,7 @@ def test_no_precision_keeps_each_parameters_dtype():
 
 def test_a_root_without_reset_parameters_is_called_the_root():
     class Bare(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.empty(3))
 

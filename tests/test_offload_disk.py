@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -33,10 +32,9 @@ from shardwise.offload.pool import Pool
 from shardwise.offload.stripes import ALIGNMENT, STRIPE_BYTES, Stripes, regions_of
 
 MIB = 1 << 20
-Hook = Callable[[], None]
 
 
-def host_memory(num_bytes: int) -> torch.Tensor:
+def host_memory(num_bytes):
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -51,42 +49,42 @@ class FaultySystem(System):
     counts: dict[str, int] = field(default_factory=dict)
     folders: dict[int, str] = field(default_factory=dict)  # by descriptor
 
-    def open(self, folder: Path) -> int:
+    def open(self, folder):
         self._do("open", folder.name, 0)
         fd = super().open(folder)
         self.folders[fd] = folder.name
         return fd
 
-    def reserve(self, fd: int, num_bytes: int) -> None:
+    def reserve(self, fd, num_bytes):
         self._do("reserve", self.folders[fd], num_bytes)
         super().reserve(fd, num_bytes)
 
-    def go_direct(self, fd: int) -> None:
+    def go_direct(self, fd):
         self._do("go_direct", self.folders[fd], 0)
         super().go_direct(fd)
 
-    def read(self, fd: int, at: int, into: Sequence[Any]) -> int:
+    def read(self, fd, at, into):
         limit = self._do("read", self.folders[fd], at)
         return _some(super().read, fd, at, into, limit)
 
-    def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
+    def write(self, fd, at, data):
         limit = self._do("write", self.folders[fd], at)
         return _some(super().write, fd, at, data, limit)
 
-    def drop_cache(self, fd: int, at: int, num_bytes: int) -> None:
+    def drop_cache(self, fd, at, num_bytes):
         self._do("drop_cache", self.folders[fd], at)
         super().drop_cache(fd, at, num_bytes)
 
-    def close(self, fd: int) -> None:
+    def close(self, fd):
         self._do("close", self.folders[fd], 0)
         super().close(fd)
 
-    def _do(self, op: str, folder: str, at: int) -> int | None:
+    def _do(self, op, folder, at):
         self.counts[op] = self.counts.get(op, 0) + 1
         return self.fault(op, folder, at)
 
 
-def _some(call: Any, fd: int, at: int, parts: Sequence[Any], limit: int | None) -> int:
+def _some(call, fd, at, parts, limit):
     """Do ``limit`` bytes at most. Of the last block, if that is not whole, nothing is done."""
     if limit is None:
         return call(fd, at, parts)
@@ -98,8 +96,8 @@ def _some(call: Any, fd: int, at: int, parts: Sequence[Any], limit: int | None) 
     return min(sum(len(part) for part in parts), done + limit % ALIGNMENT)
 
 
-def fails(op: str, number: int, folder: str | None = None) -> Callable[[str, str, int], None]:
-    def fault(done: str, where: str, at: int) -> None:
+def fails(op, number, folder=None):
+    def fault(done, where, at):
         if done == op and folder in (None, where):
             raise OSError(number, os.strerror(number))
 
@@ -107,9 +105,7 @@ def fails(op: str, number: int, folder: str | None = None) -> Callable[[str, str
 
 
 @contextmanager
-def opened(
-    *folders: Path, buffers: int = 2, buffer_bytes: int = MIB, system: System | None = None
-) -> Iterator[Disk]:
+def opened(*folders, buffers=2, buffer_bytes=MIB, system=None):
     disk = Disk(folders, buffer_bytes, buffers, host_memory, rank=3, system=system)
     try:
         yield disk
@@ -118,13 +114,13 @@ def opened(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path):
     yield tmp_path
     assert not list(tmp_path.iterdir()), "something is left"
 
 
 @pytest.fixture
-def two(folder: Path) -> Iterator[tuple[Path, Path]]:
+def two(folder):
     both = folder / "a", folder / "b"
     for path in both:
         path.mkdir()
@@ -133,11 +129,11 @@ def two(folder: Path) -> Iterator[tuple[Path, Path]]:
         path.rmdir()  # which it could not be with a file in it
 
 
-def some_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
+def some_bytes(num_bytes, seed=0):
     return torch.randint(256, (num_bytes,), generator=torch.manual_seed(seed)).to(torch.uint8)
 
 
-def assert_kept(disk: Disk, file: Any, begin: int, data: torch.Tensor) -> None:
+def assert_kept(disk, file, begin, data):
     """Check that a read gives the data, after the writes that were started before."""
     found = torch.empty_like(data)
     disk.start_read(file, begin, found).wait()
@@ -177,7 +173,7 @@ def test_every_byte_of_a_range_is_in_one_piece_and_every_place_of_a_folder_has_o
     sizes = stripes.part_bytes(num_bytes)
     assert sum(sizes) == num_bytes
     covered = []
-    places: dict[int, list[tuple[int, int]]] = {}
+    places = {}
     for piece in stripes.pieces(begin, end, 4 * ALIGNMENT):
         assert 0 < piece.num_bytes <= 4 * ALIGNMENT
         assert piece.at + piece.num_bytes <= sizes[piece.folder]
@@ -236,13 +232,13 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
 
         @given(operations)
         @settings(max_examples=60)
-        def run(operations: list[tuple[str, int, int, bool]]) -> None:
+        def run(operations):
             file, oracle = disk.file("u", size), bytearray(size)
-            reads: list[tuple[Any, torch.Tensor, bytes, Hook]] = []
+            reads = []
             for number, (kind, begin, num_bytes, at_blocks) in enumerate(operations):
                 if at_blocks:
                     begin, num_bytes = begin & -ALIGNMENT, num_bytes & -ALIGNMENT
-                release: Hook = lambda: None  # noqa: E731
+                release = lambda: None  # noqa: E731
                 if "ring" in kind:
                     while disk.pool.num_free < 2 and reads:
                         check(*reads.pop(0))
@@ -269,7 +265,7 @@ def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
         assert disk.pool.num_free == 3
 
 
-def check(transfer: Any, memory: torch.Tensor, expected: bytes, release: Hook) -> None:
+def check(transfer, memory, expected, release):
     transfer.wait()
     assert bytes(memory.tolist()) == expected
     release()
@@ -303,7 +299,7 @@ def test_aligned_memory_goes_to_the_disk_in_requests_of_eight_mib_and_nothing_el
 def test_a_transfer_waits_for_those_of_its_bytes_and_for_no_other(folder, first, then):
     go_on = threading.Event()
 
-    def fault(op: str, where: str, at: int) -> None:
+    def fault(op, where, at):
         if op == first and at == ALIGNMENT and not go_on.is_set():
             assert go_on.wait(HANG_S)
 
@@ -327,7 +323,7 @@ def test_a_transfer_waits_for_those_of_its_bytes_and_for_no_other(folder, first,
 
 
 def test_neighbours_in_one_block_that_are_written_at_once_keep_their_bytes(folder):
-    def fault(op: str, where: str, at: int) -> None:
+    def fault(op, where, at):
         if op == "read":
             time.sleep(0.02)  # between the read of a block and its write is time for another
 
@@ -352,7 +348,7 @@ def test_calls_that_do_a_part_are_repeated_for_the_rest(two, most):
 def test_two_folders_share_the_bytes_by_measured_speed(two, monkeypatch, slow):
     now_s, lock = [0.0], threading.Lock()
 
-    def fault(op: str, where: str, at: int) -> None:
+    def fault(op, where, at):
         with lock:  # a request takes 2 s in one direction of b, else 1 s
             now_s[0] += 2 if op == slow and where == "b" else 1 if op in ("read", "write") else 0
 
@@ -386,9 +382,9 @@ def test_a_file_system_that_refuses_direct_io_goes_through_the_cache_and_that_is
 
 
 def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_the_start(folder):
-    refused: list[str] = []
+    refused = []
 
-    def fault(op: str, where: str, at: int) -> None:
+    def fault(op, where, at):
         if op == "write" and not refused:
             refused.append(op)
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -403,9 +399,9 @@ def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_th
 
 
 def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(folder):
-    made: list[int] = []
+    made = []
 
-    def counted(num_bytes: int) -> torch.Tensor:
+    def counted(num_bytes):
         made.append(num_bytes)
         return host_memory(num_bytes)
 
@@ -413,7 +409,7 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
     assert made == [5000] * 3 and pool.num_bytes == 15000
     out, most, lock = [0], [0], threading.Lock()
 
-    def work() -> None:
+    def work():
         for _ in range(50):
             buffer = pool.take()
             with lock:
@@ -434,9 +430,9 @@ def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(fold
 
 
 def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte(tmp_path):
-    made: list[int] = []
+    made = []
 
-    def page_locked(num_bytes: int) -> torch.Tensor:
+    def page_locked(num_bytes):
         made.append(num_bytes)
         memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
         begin = -memory.data_ptr() % ALIGNMENT
@@ -491,7 +487,7 @@ def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(two, op)
 
 
 def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder):
-    calls: list[Callable[[Disk, Any], Any]] = [
+    calls = [
         lambda disk, file: disk.take(),
         lambda disk, file: disk.file("other", 10),
         lambda disk, file: disk.start_read(file, 0, torch.empty(3)),
@@ -558,9 +554,9 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path, case):
         path.write_text("")
     elif case == "refused":
         system.fault = fails("open", errno.EACCES)
-    made: list[int] = []
+    made = []
     with pytest.raises(ConfigError, match=f"rank 0: {path} for offload: .* may be written to"):
-        Disk([path], 1, 1, lambda n: made.append(n) or host_memory(n), 0, system)  # type: ignore[func-returns-value]
+        Disk([path], 1, 1, lambda n: made.append(n) or host_memory(n), 0, system)
     assert not made, "memory was taken before"
     with pytest.raises(ConfigError, match="at least one folder"):
         Disk([], 1, 1, host_memory, 0)
@@ -578,7 +574,7 @@ def test_bytes_outside_of_a_file_are_refused_and_the_buffer_is_free_again(folder
 # ----------------------------------------------------------------------------------------- the end
 
 
-def threads_of_disks() -> list[str]:
+def threads_of_disks():
     return [t.name for t in threading.enumerate() if t.name.startswith("shardwise-disk")]
 
 
@@ -643,7 +639,7 @@ if len(sys.argv) > 2:
 """
 
 
-def start_program(*args: str) -> subprocess.Popen[str]:
+def start_program(*args):
     command = [sys.executable, "-c", PROGRAM, *args]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
@@ -673,7 +669,7 @@ def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_sa
 ):
     plain = os.open
 
-    def without(path: Any, flags: int, *more: Any, **options: Any) -> int:
+    def without(path, flags, *more, **options):
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         return plain(path, flags, *more, **options)

@@ -4,12 +4,10 @@ Gradients are given, not computed, so parameters of every rank must have the bit
 """
 
 import io
-from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,48 +35,48 @@ STEPS = 3
 class Whole(nn.Module):
     """Matrices whose rows are whole blocks of 16."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
         self.head = nn.Linear(32, 7, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(x)
+        found = self.head(x)
         return found
 
 
-def made(cls: type[nn.Module]) -> nn.Module:
+def made(cls):
     torch.manual_seed(3)
     return cls()
 
 
-def give(params: Iterable[nn.Parameter], step: int) -> None:
+def give(params, step):
     """Give parameters, whatever they are, the same gradients."""
     generator = torch.Generator().manual_seed(step)
     for param in params:
         grad = torch.randn(param.shape, generator=generator)
         if isinstance(param, DTensor) and not isinstance(param, shardwise.ShardTensor):
             cut = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-            param.grad = cut  # type: ignore[assignment]
+            param.grad = cut
         else:
             param.grad = grad
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+def train(model, optimizer, steps):
     for step in steps:
         give(model.parameters(), step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def whole(value: Tensor) -> Tensor:
+def whole(value):
     found = value.full_tensor() if isinstance(value, DTensor) else value
     return found.detach().clone()
 
 
-def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+def everything(model, optimizer):
     """Return parameters and their state, whole, moments decoded."""
     found = {}
     for name, param in model.named_parameters():
@@ -88,7 +86,7 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
+def assert_bits(found, expected, where):
     assert found.keys() == expected.keys(), where
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{where}: {name}")
@@ -104,11 +102,11 @@ def test_moments_in_fp32_make_the_steps_of_torchs_fused_adamw(lr):
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
 
-    def groups(params: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    def groups(params):
         return [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "eps": 1e-6}]
 
-    one: Any = AdamW(groups(ours), lr=lr, betas=(0.8, 0.95))
-    two: Any = torch.optim.AdamW(groups(theirs), lr=lr, betas=(0.8, 0.95), fused=True)
+    one = AdamW(groups(ours), lr=lr, betas=(0.8, 0.95))
+    two = torch.optim.AdamW(groups(theirs), lr=lr, betas=(0.8, 0.95), fused=True)
     curves = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (one, two)]
     for step in range(12):
         for params in (ours, theirs):
@@ -138,7 +136,7 @@ def test_state_takes_the_bytes_of_the_formula(kind):
         assert all(t.untyped_storage().nbytes() == t.nbytes for t in state)
 
 
-def drop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def drop(model, optimizer):
     """Return the losses of a small regression."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(64, 32, generator=generator)
@@ -221,7 +219,7 @@ def test_bf16_gradients_and_parameters_are_computed_with_in_fp32(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchs_adamw_takes_our_state_dict_and_we_take_its(kind):
     model = made(Whole)
-    optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+    optimizer = AdamW(model.parameters(), moments=kind, **HOW)
     train(model, optimizer, range(2))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -244,8 +242,8 @@ def test_torchs_adamw_takes_our_state_dict_and_we_take_its(kind):
 
 def test_a_group_may_be_given_other_moments_between_steps():
     model = made(Whole)
-    blocks = {"params": model.blocks.parameters(), "moments": "8bit"}  # type: ignore[union-attr]
-    optimizer = AdamW([blocks, {"params": [model.head.weight]}])  # type: ignore[union-attr]
+    blocks = {"params": model.blocks.parameters(), "moments": "8bit"}
+    optimizer = AdamW([blocks, {"params": [model.head.weight]}])
     train(model, optimizer, range(1))
     states = [optimizer.state[p] for p in model.parameters()]
     assert ["exp_avg" in s for s in states] == [False, False, True]
@@ -296,23 +294,23 @@ def test_what_the_step_cannot_update_is_refused():
 # Ranks.
 
 
-def plain(cls: type[nn.Module], kind: str) -> dict[str, Tensor]:
+def plain(cls, kind):
     model = made(cls)
-    optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+    optimizer = AdamW(model.parameters(), moments=kind, **HOW)
     train(model, optimizer, range(STEPS))
     return everything(model, optimizer)
 
 
-def check_cuts(rank: int, world_size: int, truth: dict[tuple[str, str], dict[str, Tensor]]) -> None:
+def check_cuts(rank, world_size, truth):
     for stage in STAGES if world_size > 1 else (3,):
         for layout in LAYOUTS:
             for (name, kind), expected in truth.items():
                 if stage < 3 and (name, kind) not in (("WithEmpty", "bf16"), ("Whole", "8bit")):
                     continue
                 model = made(Whole if name == "Whole" else WithEmpty)
-                home: Any = "cpu" if (stage, layout) == (3, "flat") else None
+                home = "cpu" if (stage, layout) == (3, "flat") else None
                 shardwise.shard(model, stage=stage, layout=layout, offload=home)
-                optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+                optimizer = AdamW(model.parameters(), moments=kind, **HOW)
                 train(model, optimizer, range(STEPS))
                 found = everything(model, optimizer)
                 cuts_blocks = kind == "8bit" and stage > 0 and world_size > 1
@@ -320,7 +318,7 @@ def check_cuts(rank: int, world_size: int, truth: dict[tuple[str, str], dict[str
                     assert found.keys() == expected.keys()
                     continue
                 assert_bits(found, expected, f"stage {stage}, {layout}, {name}, {kind}")
-                numel = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[operator]
+                numel = sum(p.to_local().numel() for p in model.parameters())
                 state = [t for s in optimizer.state.values() for t in s.values()]
                 local = [t.to_local() if isinstance(t, DTensor) else t for t in state]
                 per_element = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 16}[kind]
@@ -335,25 +333,23 @@ def test_steps_have_the_bits_of_one_process_at_every_stage_and_cut():
     run_sizes(check_cuts, dict.fromkeys((1, 3), (truth,)))
 
 
-def check_fully_shard(
-    rank: int, world_size: int, truth: dict[str, dict[str, Tensor]], offloads: bool
-) -> None:
+def check_fully_shard(rank, world_size, truth, offloads):
     how = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
     for kind, expected in truth.items():
         model = made(Whole)
-        for block in model.blocks:  # type: ignore[union-attr]
+        for block in model.blocks:
             shardwise.fully_shard(block, **how)
         shardwise.fully_shard(model, **how)
-        optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+        optimizer = AdamW(model.parameters(), moments=kind, **HOW)
         train(model, optimizer, range(STEPS))
         assert_bits(everything(model, optimizer), expected, kind)
         x = torch.randn(2, 32, generator=torch.Generator().manual_seed(rank))
         one, two = (model(x).sum() for _ in range(2))
         assert torch.equal(one, two)
-        before = whole(model.head.weight)  # type: ignore[arg-type]
+        before = whole(model.head.weight)
         (one + two).backward()
         optimizer.step()
-        assert not torch.equal(whole(model.head.weight), before)  # type: ignore[arg-type]
+        assert not torch.equal(whole(model.head.weight), before)
         assert not torch.equal(model(x).sum(), one)  # what was gathered is stale
 
 
@@ -367,10 +363,10 @@ def test_torchs_own_calls_for_whole_state_dicts_give_and_take_values(rank):
     options = StateDictOptions(full_state_dict=True)
     for kind in KINDS:
         models = [made(Whole), made(Whole)]
-        runs: list[Any] = []
+        runs = []
         for model in models:
             shardwise.fully_shard(model)
-            runs.append(AdamW(model.parameters(), moments=kind, **HOW))  # type: ignore[arg-type]
+            runs.append(AdamW(model.parameters(), moments=kind, **HOW))
         train(models[0], runs[0], range(2))
         saved = [
             get_model_state_dict(models[0], options=options),
@@ -393,11 +389,11 @@ def test_an_optimizer_with_state_is_adopted_and_frozen_parameters_stay():
         right, model = made(Whole), made(Whole)
         runs = []
         for each in (right, model):
-            each.head.weight.requires_grad_(False)  # type: ignore[union-attr]
+            each.head.weight.requires_grad_(False)
             optimizer = AdamW(
-                [{"params": each.blocks.parameters()}, {"params": [each.head.weight], "lr": 9.0}],  # type: ignore[union-attr]
+                [{"params": each.blocks.parameters()}, {"params": [each.head.weight], "lr": 9.0}],
                 moments=kind,
-                **HOW,  # type: ignore[arg-type]
+                **HOW,
             )
             runs.append(optimizer)
             for param in optimizer.param_groups[0]["params"]:
@@ -410,7 +406,7 @@ def test_an_optimizer_with_state_is_adopted_and_frozen_parameters_stay():
                 give(optimizer.param_groups[0]["params"], step)
                 optimizer.step()
         assert_bits(everything(model, runs[1]), everything(right, runs[0]), kind)
-        assert right.head.weight not in runs[0].state  # type: ignore[union-attr]
+        assert right.head.weight not in runs[0].state
     late = AdamW((model := made(Whole)).parameters())
     shardwise.shard(model)
     model(torch.ones(1, 32)).sum().backward()

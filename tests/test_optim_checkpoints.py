@@ -1,8 +1,5 @@
 """Checkpoints of shardwise.optim.AdamW: any cut and kind of moments to any other, and torch's."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,18 +15,18 @@ MODELS = {"Whole": Whole, "WithEmpty": WithEmpty}
 BEFORE, AFTER = range(2), range(2, 4)
 
 
-def optimizer_of(model: torch.nn.Module, kind: str) -> Any:
+def optimizer_of(model, kind):
     if kind == "torch":
         return torch.optim.AdamW(model.parameters(), lr=7.0, fused=True)
-    return AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+    return AdamW(model.parameters(), moments=kind, **HOW)
 
 
-def saved_state(optimizer: Any, param: torch.Tensor) -> dict[str, Any]:
+def saved_state(optimizer, param):
     found = optimizer.saved_state(param) if isinstance(optimizer, AdamW) else optimizer.state[param]
     return dict(found)
 
 
-def save_all(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> dict[str, Any]:
+def save_all(rank, world_size, folder, how):
     """Save every model with every kind; return where each run is then, and where it goes to."""
     found = {}
     for name, cls in MODELS.items():
@@ -51,9 +48,7 @@ def save_all(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> d
     return found
 
 
-def load_all(
-    rank: int, world_size: int, folder: Path, how: dict[str, Any] | None, saved: dict[str, Any]
-) -> None:
+def load_all(rank, world_size, folder, how, saved):
     """Load every checkpoint into every kind; without ``how`` into a plain model."""
     for case, (states, ends) in saved.items():
         name, _, there = case.partition("-")
@@ -82,9 +77,7 @@ def load_all(
                 torch.testing.assert_close(value, ends[n], rtol=0, atol=0.02, msg=f"{where}: {n}")
 
 
-def check(
-    value: torch.Tensor, expected: torch.Tensor, here: str, there: str, key: str, where: str
-) -> None:
+def check(value, expected, here, there, key, where):
     """Check what a load gave: the same values, or as near as the form allows."""
     if key == "step" or here in ("fp32", "torch") or here == there == "bf16":
         assert torch.equal(value.float(), expected.float()), (where, key)
@@ -113,7 +106,7 @@ def test_any_kind_of_moments_loads_into_any_other_on_any_ranks(
     run_ranks(load_all, ranks_here, tmp_path, here, saved)
 
 
-def check_resume(rank: int, world_size: int, folder: Path) -> None:
+def check_resume(rank, world_size, folder):
     for layout in ("rows", "flat"):
         for kind in KINDS:
             model = shardwise.shard(made(WithEmpty), stage=3, layout=layout)
@@ -140,12 +133,12 @@ def check_resume(rank: int, world_size: int, folder: Path) -> None:
             assert_bits(everything(again, resumed), everything(model, optimizer), kind)
 
 
-def local_of(value: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+def local_of(value):
+    found = value.to_local() if hasattr(value, "to_local") else value
     return found
 
 
-def locals_of(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def locals_of(state):
     return [local_of(value) for key, value in state.items() if key != "step"]
 
 
@@ -154,7 +147,7 @@ def test_a_resume_on_as_many_ranks_goes_on_with_the_same_bits(tmp_path):
         run_ranks(check_resume, world_size, tmp_path / str(world_size))
 
 
-def check_codes(rank: int, world_size: int, folder: Path, saves: bool) -> dict[str, Any]:
+def check_codes(rank, world_size, folder, saves):
     model = shardwise.shard(made(Whole), stage=3)
     optimizer = optimizer_of(model, "8bit")
     if saves:
@@ -179,7 +172,7 @@ def test_codes_come_back_on_other_ranks_where_no_block_is_cut(tmp_path):
     assert_bits(run_ranks(check_codes, 2, tmp_path / "a", False)[0], saved, "3 to 2 ranks")
 
 
-def check_refused(rank: int, world_size: int, folder: Path) -> None:
+def check_refused(rank, world_size, folder):
     model = shardwise.shard(made(Whole))
     theirs = torch.optim.AdamW(model.parameters(), amsgrad=True)
     train(model, theirs, range(1))

@@ -19,19 +19,19 @@ CPU = torch.device("cpu")
 SIGNS = (True, False)
 
 
-def decoded(codes: torch.Tensor, scales: torch.Tensor, is_signed: bool) -> torch.Tensor:
+def decoded(codes, scales, is_signed):
     out = torch.empty(codes.numel())
     of_codes.decode(codes.view(-1), scales, is_signed, out, Scratch())
     return out.view(codes.shape)
 
 
-def encode(values: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(values, is_signed):
     codes, scales = torch.empty(values.shape, dtype=torch.uint8), torch.empty(len(values))
     of_codes.encode(values.view(-1), is_signed, codes.view(-1), scales, Scratch())
     return codes, scales
 
 
-def random_bits(begin: int, end: int, step: int, which: int) -> torch.Tensor:
+def random_bits(begin, end, step, which):
     return of_codes.random_bits(begin, end, step, which, torch.empty(6 * ROW, dtype=torch.int32))
 
 
@@ -173,7 +173,7 @@ def test_the_random_bits_of_an_element_are_uniform_over_steps_and_independent():
         assert torch.corrcoef(torch.stack(pair))[0, 1].abs() < 4 / num_steps**0.5
 
 
-def second_moments(moments: str, steps: int) -> torch.Tensor:
+def second_moments(moments, steps):
     param = torch.nn.Parameter(torch.zeros(4096))
     optimizer = AdamW([param], lr=0.0, weight_decay=0.0, moments=moments)
     for step in range(steps):

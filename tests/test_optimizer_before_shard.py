@@ -2,12 +2,10 @@
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import OddModel
 from ranks import on_ranks
@@ -21,32 +19,32 @@ ROUNDINGS = 10 * 2 * STEPS * of_gradient(*(7, 28) * 3, 7, over=2 * 5 * 7)
 smooth = {"eps": SMOOTH_EPS}  # Note [Losses after steps of Adam] in roundings.py
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(3)
     model = OddModel().double()
-    model.blocks[1].requires_grad_(False)  # type: ignore[index, union-attr]
+    model.blocks[1].requires_grad_(False)
     return model
 
 
-def tokens(step: int) -> Tensor:
+def tokens(step):
     return torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(step))
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+def groups_of(model):
     named = list(model.named_parameters())
     matrices = [(n, p) for n, p in named if p.ndim >= 2]
     others = [(n, p) for n, p in named if p.ndim < 2]
     return [{"params": others, "lr": 0.003}, {"params": matrices, "weight_decay": 0.1}]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
+def train(model, optimizer, first):
     for step in range(first, first + STEPS):
         optimizer.zero_grad()
         model(tokens(step)).square().mean().backward()
         optimizer.step()
 
 
-MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+MAKE = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, **smooth),
     "adamw one by one": lambda p: torch.optim.AdamW(
         p, lr=0.01, foreach=False, amsgrad=True, **smooth
@@ -83,7 +81,7 @@ def test_an_optimizer_that_is_passed_to_shard_goes_on_as_if_it_had_been_built_af
             assert all(isinstance(p, ShardTensor) for p in ours.state), what
             for one, optimizer in zip((plain, model), optimizers, strict=True):
                 train(one, optimizer, STEPS)
-            found = {n: p.full_tensor() for n, p in by_name.items()}  # type: ignore[attr-defined]
+            found = {n: p.full_tensor() for n, p in by_name.items()}
             for name, value in plain.named_parameters():
                 if world_size < 3:
                     assert torch.equal(found[name], value), f"{what}: {name}"
@@ -126,7 +124,7 @@ def test_what_cannot_be_adopted_is_refused_before_anything_is_changed(rank, worl
     model = nn.Linear(3, 4)
     before = list(model.parameters())
 
-    def refused(match: str, optimizer: Any) -> None:
+    def refused(match, optimizer):
         with pytest.raises(ConfigError, match=match):
             shard(model, optimizer=optimizer)
         assert list(map(id, model.parameters())) == list(map(id, before))

@@ -28,7 +28,7 @@ def test_the_nearest_units_that_are_not_there_are_chosen_as_far_as_the_budget_go
     assert (list(upcoming), set(ahead)) == before
 
 
-def run_step(order: Order, units: list[int]) -> tuple[list[list[int] | None], ...]:
+def run_step(order, units):
     """Visit the units forward and backward; return what was expected after each."""
     forward = [order.visit_forward(u) for u in units]
     order.begin_backward(units)
@@ -37,7 +37,7 @@ def run_step(order: Order, units: list[int]) -> tuple[list[list[int] | None], ..
     return forward, backward
 
 
-def tails(units: list[int]) -> list[list[int]]:
+def tails(units):
     return [units[i + 1 :] for i in range(len(units))]
 
 

@@ -2,8 +2,6 @@
 
 import io
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +16,8 @@ from shardwise.errors import ConfigError, ShardError
 from shardwise.tensor.plain_state import cut_plain_state
 
 BEFORE, AFTER = 2, 2
-Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, Factory] = {
+OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, amsgrad=True),
     "adam, one by one": lambda p: torch.optim.Adam(p, foreach=False),
     "adam, fused": lambda p: torch.optim.Adam(p, fused=True),
@@ -43,7 +40,7 @@ NAMES = {
     2: {*FEW},
     3: {*OPTIMIZERS} - {"adam, fused"},
 }
-WAYS: dict[str, tuple[str, ...]] = {
+WAYS = {
     "stage 3": tuple(OPTIMIZERS),
     "stage 3, flat": FEW,
     "stage 2": FEW,
@@ -56,19 +53,19 @@ WAYS: dict[str, tuple[str, ...]] = {
 class Odd(Stack):
     """A stack that has a parameter without dims too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x * self.scale)
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+def loss_of(model, batch):
     return model(batch).square().mean()
 
 
-def batches(num_ranks: int) -> list[list[list[Tensor]]]:
+def batches(num_ranks):
     generator = torch.Generator().manual_seed(1)
     return [
         [[torch.randn(3, 8, generator=generator) for _ in range(num_ranks)]]
@@ -76,7 +73,7 @@ def batches(num_ranks: int) -> list[list[list[Tensor]]]:
     ]
 
 
-def plain_run(num_ranks: int, factory: Factory) -> tuple[bytes, dict[str, Tensor]]:
+def plain_run(num_ranks, factory):
     """Return what a plain run saves half way, and where it ends, state included."""
     torch.manual_seed(0)
     model = Odd()
@@ -88,12 +85,12 @@ def plain_run(num_ranks: int, factory: Factory) -> tuple[bytes, dict[str, Tensor
     return file.getvalue(), everything(model, truth.optimizer)
 
 
-def whole(value: Any) -> Any:
+def whole(value):
     found = value.full_tensor() if hasattr(value, "full_tensor") else value
     return found.detach().clone() if isinstance(found, Tensor) else found
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def everything(model, optimizer):
     found = {}
     for name, param in model.named_parameters():
         found[name] = whole(param)
@@ -103,7 +100,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-def sharded(how: str) -> nn.Module:
+def sharded(how):
     torch.manual_seed(9)
     model = Odd()
     if how == "fully_shard":
@@ -115,7 +112,7 @@ def sharded(how: str) -> nn.Module:
     return shardwise.shard(model, stage=int(how.split()[1][0]), layout=layout)
 
 
-def load(how: str, model: nn.Module, optimizer: torch.optim.Optimizer, saved: bytes) -> None:
+def load(how, model, optimizer, saved):
     state = torch.load(io.BytesIO(saved))
     if how == "fully_shard":
         from torch.distributed.checkpoint.state_dict import (
@@ -134,7 +131,7 @@ def load(how: str, model: nn.Module, optimizer: torch.optim.Optimizer, saved: by
     optimizer.load_state_dict(state["optimizer"])
 
 
-def check_cut_values(optimizer: torch.optim.Optimizer, saved: bytes) -> None:
+def check_cut_values(optimizer, saved):
     cut_plain_state(optimizer)
     state = torch.load(io.BytesIO(saved))["optimizer"]["state"]
     params = optimizer.param_groups[0]["params"]
@@ -145,7 +142,7 @@ def check_cut_values(optimizer: torch.optim.Optimizer, saved: bytes) -> None:
             assert torch.equal(whole(value), expected.view(value.shape)), (number, key)
 
 
-def go_on(rank: int, world_size: int, runs: dict[str, tuple[bytes, dict[str, Tensor]]]) -> None:
+def go_on(rank, world_size, runs):
     for how, names in WAYS.items():
         for name in names:
             if how not in ("stage 3", "stage 0", "fully_shard") and world_size != 2:
@@ -202,7 +199,7 @@ def test_state_of_another_shape_is_refused_with_the_parameters_name():
     assert all(torch.equal(a, whole(p)) for a, p in zip(before, model.parameters(), strict=True))
 
 
-def save_before_a_step(rank: int, world_size: int, saved: bytes, folder: str) -> None:
+def save_before_a_step(rank, world_size, saved, folder):
     model = sharded("stage 3")
     optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
     load("stage 3", model, optimizer, saved)
@@ -272,9 +269,9 @@ def test_what_cannot_be_saved_from_slices_says_what_to_call(rank, tmp_path):
 @on_ranks(1, 3)
 def test_parameters_in_16_bits_that_are_stepped_without_masters_are_named(rank):
     """Step parameters in bfloat16, alone and under fp32 masters, and look at rank 0's log."""
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("shardwise").addHandler(handler)
     keeps = shardwise.Precision(torch.bfloat16)
     for make, is_warned in (

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,14 +17,14 @@ from shardwise.quantities import format_duration
 class Clock:
     """A clock that the test turns."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def lines_of(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""  # what programs read stays as it is
     return captured.err.splitlines()
@@ -112,7 +111,7 @@ def test_what_is_done_sooner_is_not_worth_a_line(capsys):
 @pytest.mark.parametrize("end", [OSError("broken pipe"), ValueError("closed"), None])
 def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(monkeypatch, end):
     class Closed:
-        def write(self, text: str) -> None:
+        def write(self, text):
             assert end is not None
             raise end
 
@@ -143,7 +142,7 @@ def test_the_commands_tell_their_lines_on_stderr_and_their_json_on_stdout(
     finally:
         torch.distributed.destroy_process_group()
 
-    def run(*arguments: object) -> tuple[str, str]:
+    def run(*arguments):
         with pytest.raises(SystemExit) as ended:
             app([str(a) for a in arguments])
         assert ended.value.code == 0
@@ -169,12 +168,12 @@ def test_the_commands_tell_their_lines_on_stderr_and_their_json_on_stdout(
 def test_where_a_terminal_shows_a_bar_there_are_no_lines(monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes what it writes to for a terminal
     clock = Clock()
-    makers: list[Callable[[], object]] = [
+    makers = [
         lambda: byte_bar("verify", 4, clock),
         lambda: byte_bar("load", None, clock),
     ]
     for make in makers:
-        with make() as progress:  # type: ignore[attr-defined]
+        with make() as progress:
             clock.now_s += 60
             progress(4)
     assert "took" not in capsys.readouterr().err

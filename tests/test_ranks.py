@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,38 +19,38 @@ from programs import is_running, run_program
 from ranks import RankError, on_ranks, run_ranks, run_sizes, start_ranks
 
 
-def rank_times_ten(rank: int, world_size: int, offset: int = 0) -> tuple[int, torch.Tensor]:
+def rank_times_ten(rank, world_size, offset=0):
     total = torch.tensor(float(rank))
     dist.all_reduce(total)
     return rank * 10 + offset, total
 
 
-def raise_on(rank: int, world_size: int, bad_rank: int) -> None:
+def raise_on(rank, world_size, bad_rank):
     if rank == bad_rank:
         raise ValueError(f"boom on {rank}")
     dist.barrier()
 
 
-def kill_yourself_on(rank: int, world_size: int, bad_rank: int, how: int = signal.SIGKILL) -> int:
+def kill_yourself_on(rank, world_size, bad_rank, how=signal.SIGKILL):
     if rank == bad_rank:
         os.kill(os.getpid(), how)
     return rank
 
 
-def sleep_on(rank: int, world_size: int, slow_rank: int, seconds: float) -> int:
+def sleep_on(rank, world_size, slow_rank, seconds):
     if rank == slow_rank:
         time.sleep(seconds)
     return rank
 
 
-def wait_for_the_others(rank: int, world_size: int, pid_dir: str) -> None:
+def wait_for_the_others(rank, world_size, pid_dir):
     Path(pid_dir, str(rank)).write_text(str(os.getpid()))
     if rank == 0:
         time.sleep(600)
     dist.barrier()
 
 
-def warn_on_one(rank: int, world_size: int) -> None:
+def warn_on_one(rank, world_size):
     if rank == 1:
         warnings.warn("look here", UserWarning, stacklevel=1)
 
@@ -74,34 +73,34 @@ def test_a_test_on_ranks_fails_if_one_rank_does():
     assert caught.value.rank == 1
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = module.HANG_S) -> None:
+def wait_until(condition, timeout_s=module.HANG_S):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not become true"
         time.sleep(0.01)
 
 
-def pids_in(folder: Path) -> list[str]:
+def pids_in(folder):
     """Return what `wait_for_the_others` has written there so far."""
     return [pid for path in sorted(folder.iterdir()) if (pid := path.read_text())]
 
 
-def pid_of(rank: int, world_size: int) -> int:
+def pid_of(rank, world_size):
     return os.getpid()
 
 
-def leave_a_mess(rank: int, world_size: int) -> None:
+def leave_a_mess(rank, world_size):
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
     torch.rand(3)
 
 
-def random_number(rank: int, world_size: int) -> tuple[float, bool]:
+def random_number(rank, world_size):
     return torch.rand(()).item(), torch.is_grad_enabled()
 
 
 @pytest.fixture(autouse=True)
-def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_grace(monkeypatch):
     """Here ranks are left hanging on purpose, so each wait lasts as long as it may."""
     monkeypatch.setattr(module, "GRACE_S", 0.4)
 
@@ -141,7 +140,7 @@ def test_a_killed_rank_is_reported_with_its_signal():
         run_ranks(kill_yourself_on, 3, 2)
 
 
-def default_signals(rank: int, world_size: int) -> None:
+def default_signals(rank, world_size):
     """Put back what Python knows of signals, as a fit of Lightning does at its end."""
     signal.signal(signal.SIGSEGV, signal.getsignal(signal.SIGSEGV))
 
@@ -162,7 +161,7 @@ def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood():
     assert [outcome.ok for outcome in caught.value.outcomes] == [True, False]
 
 
-def meet(rank: int, world_size: int, folder: str, expected: int) -> int:
+def meet(rank, world_size, folder, expected):
     Path(folder, f"{rank} of {world_size}").touch()
     wait_until(lambda: len(list(Path(folder).iterdir())) == expected)
     return 10 * world_size + rank
@@ -219,7 +218,7 @@ def test_every_call_starts_from_the_same_state():
     assert all(grad_enabled for _, grad_enabled in first)
 
 
-def groups_of_a_mesh(rank: int, world_size: int, name: str) -> tuple[float, list[str], int]:
+def groups_of_a_mesh(rank, world_size, name):
     before = len(dist.distributed_c10d._world.pg_map)
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", name))
     total = torch.tensor(float(rank))

@@ -1,9 +1,7 @@
 """What is refused, with which words, and that a refusal leaves everything as it was."""
 
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -22,21 +20,21 @@ from trainer import SPREAD
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(self.linear(x))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 4)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -46,13 +44,13 @@ class Net(nn.Module):
 TOKENS = torch.tensor([[0, 3, 6], [1, 2, 5]])
 
 
-def loss_of(model: nn.Module) -> Tensor:
+def loss_of(model):
     return model(TOKENS).square().sum()
 
 
-def state_of(model: nn.Module) -> list[Any]:
+def state_of(model):
     """Return what a refusal must not change: which objects, their values, their hooks."""
-    found: list[Any] = []
+    found = []
     for module in model.modules():
         found += [id(p) for p in module._parameters.values()]
         found += [len(module._forward_hooks), len(module._forward_pre_hooks), sorted(vars(module))]
@@ -60,19 +58,19 @@ def state_of(model: nn.Module) -> list[Any]:
     return found
 
 
-def assert_unchanged(before: list[Any], after: list[Any]) -> None:
+def assert_unchanged(before, after):
     assert len(before) == len(after)
     for old, new in zip(before, after, strict=True):
         same = torch.equal(whole(old), whole(new)) if isinstance(old, Tensor) else old == new
         assert same, "the refusal changed the model"
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
 
 
 @contextmanager
-def refused(model: nn.Module, match: str, error: type[Exception] = ConfigError) -> Iterator[None]:
+def refused(model, match, error=ConfigError):
     before = state_of(model)
     with pytest.raises(error, match=match):
         yield
@@ -82,7 +80,7 @@ def refused(model: nn.Module, match: str, error: type[Exception] = ConfigError) 
 class OnAnotherDevice(torch.Tensor):
     """A tensor that says it is on a GPU, where there is none."""
 
-    device = torch.device("cuda", 0)  # type: ignore[assignment]
+    device = torch.device("cuda", 0)
 
 
 @on_ranks(2)
@@ -90,7 +88,7 @@ def test_settings_out_of_range_are_refused_and_nothing_is_changed():
     model = Net()
     for stage in (5, 4, -1, "3", True, False, None, 2.5):
         with refused(model, r"stage=.*expected 0, 1, 2 or 3"):
-            shard(model, stage=stage)  # type: ignore[arg-type]
+            shard(model, stage=stage)
     with refused(model, r"layout='columns': expected 'rows' .* or 'matrices'"):
         shard(model, layout="columns")
     with refused(model, r"precision='fp8': expected one of 'fp32', 'bf16', 'fp16'"):
@@ -99,7 +97,7 @@ def test_settings_out_of_range_are_refused_and_nothing_is_changed():
         with refused(model, rf"precision.{field}=torch.int64: expected a floating-point dtype"):
             shard(model, precision=Precision(**{field: torch.int64}))
     with refused(model, r"reduce_every='never': expected 'step' .* 'micro_batch'"):
-        shard(model, schedule=Schedule(reduce_every="never"))  # type: ignore[arg-type]
+        shard(model, schedule=Schedule(reduce_every="never"))
     with refused(model, r"prefetch_bytes=-1: expected 0 \(blocking\) or more"):
         shard(model, schedule=Schedule(-1))
     with refused(model, r"units: Layer matches no module; the model has Block, Embedding, Linear,"):
@@ -126,8 +124,8 @@ def test_models_that_do_not_fit_are_refused_and_nothing_is_changed(world_size):
     with refused(inner, r"the model is sharded already; call shard\(\) once"):
         shard(inner)
     whole = shard(Net())
-    with refused(whole.blocks[0], "sharded already"):  # type: ignore[arg-type, index]
-        shard(whole.blocks[0])  # type: ignore[arg-type, index]
+    with refused(whole.blocks[0], "sharded already"):
+        shard(whole.blocks[0])
     with pytest.raises(ConfigError, match="sharded already, by shard"):
         fully_shard(whole)
     with pytest.raises(ConfigError, match=r"fully_shard\(\) was called on modules of it"):
@@ -146,14 +144,14 @@ def test_models_that_do_not_fit_are_refused_and_nothing_is_changed(world_size):
     model = Net()
     model.blocks.to("meta")
     for block in model.blocks:  # a module of the user's that cannot initialise itself
-        block.extra = nn.Parameter(torch.empty(3, device="meta"))  # type: ignore[union-attr]
+        block.extra = nn.Parameter(torch.empty(3, device="meta"))
     with refused(model, r"'blocks.0' \(Block\) is on the meta device and has no reset_parameters"):
         shard(model)
     with pytest.raises(ConfigError, match=r"this Net is not sharded; pass the module"):
         engine_of(Net())
     for call in (stats, describe):
         with pytest.raises(ConfigError, match="is not sharded"):
-            call(whole.blocks[0])  # type: ignore[index, arg-type]
+            call(whole.blocks[0])
     with pytest.raises(ConfigError, match="is not sharded"), accumulate(Net(), last=True):
         pass
 
@@ -167,7 +165,7 @@ def test_meshes_that_say_too_little_or_too_much_are_refused():
     with refused(model, r"mesh: 3 axes \(\)|mesh: 3 axes"):
         shard(model, mesh=init_device_mesh("cpu", (2, 2, 1)))
     with refused(model, "unexpected keyword argument 'shard_axis'", TypeError):
-        shard(model, mesh=three, shard_axis="dp")  # type: ignore[call-arg]
+        shard(model, mesh=three, shard_axis="dp")
     shard(model, mesh=three["dp"])
     assert describe(model).num_shards == 2 and describe(model).num_replicas == 1
 
@@ -194,44 +192,44 @@ def test_without_a_process_group_sharding_is_refused_with_what_to_do():
 # The window and the step.
 
 
-def check_window(rank: int, world_size: int, stage: int) -> None:
+def check_window(rank, world_size, stage):
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
-    uses: list[Callable[[], object]] = [
+    uses = [
         optimizer.step,
         lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
         lambda: nn.utils.clip_grad_value_(parameters, 1.0),
-        lambda: parameters[0].grad.sum(),  # type: ignore[union-attr]
-        lambda: parameters[0].grad.full_tensor(),  # type: ignore[union-attr]
-        lambda: parameters[0].grad.clone(),  # type: ignore[union-attr]
-        lambda: parameters[0].grad * 2,  # type: ignore[union-attr]
+        lambda: parameters[0].grad.sum(),
+        lambda: parameters[0].grad.full_tensor(),
+        lambda: parameters[0].grad.clone(),
+        lambda: parameters[0].grad * 2,
     ]
-    values = [p.full_tensor() for p in parameters]  # type: ignore[attr-defined]
+    values = [p.full_tensor() for p in parameters]
     with accumulate(model, last=False):
         loss_of(model).backward()
     for use in uses:
         with pytest.raises(StateError, match=r"not reduced yet.*accumulate\(model, last=True\)"):
             use()
     for param, value in zip(parameters, values, strict=True):
-        assert torch.equal(param.full_tensor(), value)  # type: ignore[attr-defined]
+        assert torch.equal(param.full_tensor(), value)
     held = stats(model)
     assert held.grad_partial_bytes > 0 and held.grad_shard_bytes == 0
     with accumulate(model, last=True):
         loss_of(model).backward()
-    twice = [p.grad.full_tensor() for p in parameters]  # type: ignore[union-attr]
+    twice = [p.grad.full_tensor() for p in parameters]
     optimizer.zero_grad()
     loss_of(model).backward()
     for param, grad in zip(parameters, twice, strict=True):
-        assert torch.equal(grad, param.grad.full_tensor() * 2)  # type: ignore[union-attr]
+        assert torch.equal(grad, param.grad.full_tensor() * 2)
 
 
-def check_dropped_window(rank: int, world_size: int, stage: int) -> None:
+def check_dropped_window(rank, world_size, stage):
     """zero_grad inside a window forgets what was accumulated, both ways."""
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
-    expected = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+    expected = [p.grad.full_tensor() for p in model.parameters()]
     for set_to_none in (True, False):
         for zero in (optimizer.zero_grad, model.zero_grad):
             zero(set_to_none=True)
@@ -242,7 +240,7 @@ def check_dropped_window(rank: int, world_size: int, stage: int) -> None:
             with accumulate(model, last=True):
                 loss_of(model).backward()
             for param, grad in zip(model.parameters(), expected, strict=True):
-                assert torch.equal(param.grad.full_tensor(), grad)  # type: ignore[union-attr]
+                assert torch.equal(param.grad.full_tensor(), grad)
 
 
 def test_a_gradient_in_an_open_window_is_refused_with_the_remedy_and_may_be_dropped():
@@ -251,7 +249,7 @@ def test_a_gradient_in_an_open_window_is_refused_with_the_remedy_and_may_be_drop
         run_ranks(check_dropped_window, 2, stage)
 
 
-def check_step_in_between(rank: int, world_size: int, stage: int) -> None:
+def check_step_in_between(rank, world_size, stage):
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
@@ -272,7 +270,7 @@ def test_a_step_between_forward_and_backward_is_refused():
 # gathered().
 
 
-def check_gathered(rank: int, world_size: int) -> None:
+def check_gathered(rank, world_size):
     for options in (*SPREAD, {"stage": 1, "layout": "rows"}):
         torch.manual_seed(3)
         plain = Net()
@@ -289,7 +287,7 @@ def check_gathered(rank: int, world_size: int) -> None:
         weight, bias = params["embed.weight"], params["blocks.1.linear.bias"]
         with gathered(weight, bias) as (full_weight, full_bias):
             assert torch.equal(full_weight, plain.embed.weight)
-            assert torch.equal(full_bias, plain.blocks[1].linear.bias)  # type: ignore[union-attr, index]
+            assert torch.equal(full_bias, plain.blocks[1].linear.bias)
         with torch.no_grad():
             with gathered(weight, writeback=True) as (full,):
                 full.mul_(2)
@@ -299,7 +297,7 @@ def check_gathered(rank: int, world_size: int) -> None:
             assert torch.equal(whole(weight), torch.ones(7, 4))
             with gathered(model, writeback=True, source=1):
                 if rank == 1:
-                    model.embed.weight.fill_(7)  # type: ignore[union-attr, operator]
+                    model.embed.weight.fill_(7)
             assert torch.equal(whole(weight), torch.full((7, 4), 7.0))
         for what in (model, bias):
             with (
@@ -308,20 +306,20 @@ def check_gathered(rank: int, world_size: int) -> None:
                 gathered(what) as found,
             ):
                 if rank == world_size - 1:
-                    (found[0] if what is bias else model.blocks[1].linear.bias).add_(1)  # type: ignore[union-attr, index, operator]
-            assert torch.equal(whole(bias), plain.blocks[1].linear.bias)  # type: ignore[union-attr, index]
+                    (found[0] if what is bias else model.blocks[1].linear.bias).add_(1)
+            assert torch.equal(whole(bias), plain.blocks[1].linear.bias)
         loss_of(model).backward()
 
 
-def check_gathered_errors(rank: int, world_size: int) -> None:
+def check_gathered_errors(rank, world_size):
     model = shard(Net())
     params = list(model.parameters())
-    values = [p.full_tensor() for p in params]  # type: ignore[attr-defined]
+    values = [p.full_tensor() for p in params]
     with pytest.raises(KeyError, match="mine"), torch.no_grad(), gathered(model, writeback=True):
-        model.embed.weight.zero_()  # type: ignore[union-attr, operator]
+        model.embed.weight.zero_()
         raise KeyError("mine")
     assert list(map(id, model.parameters())) == list(map(id, params))
-    assert all(torch.equal(p.full_tensor(), v) for p, v in zip(params, values, strict=True))  # type: ignore[attr-defined]
+    assert all(torch.equal(p.full_tensor(), v) for p, v in zip(params, values, strict=True))
     loss_of(model).backward()  # the model works again
     with pytest.raises(ConfigError, match="name a sharded model, or some of its parameters"):
         gathered().__enter__()
@@ -330,7 +328,7 @@ def check_gathered_errors(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=r"argument 1 is a Tensor, not a parameter"):
         gathered(params[0], torch.ones(3)).__enter__()
     with pytest.raises(ConfigError, match=r"not a parameter.*full_tensor"):
-        gathered(params[0].grad).__enter__()  # type: ignore[arg-type]
+        gathered(params[0].grad).__enter__()
     with pytest.raises(ConfigError, match=r"source=9\): expected a rank of the shard axis, 0 to 1"):
         gathered(params[0], writeback=True, source=9).__enter__()  # not at the end, changes made
     with pytest.raises((ConfigError, StateError)), gathered(model), gathered(model):
@@ -345,7 +343,7 @@ def test_gathered_parameters_are_read_and_written_and_no_change_is_lost():
 @on_ranks(2)
 def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost():
     """What replaces the parameters is refused at the latest in the next forward."""
-    changes: dict[str, Callable[[nn.Module], object]] = {
+    changes = {
         "half": lambda m: m.half(),
         "double": lambda m: m.to(torch.float64),
         "bfloat16": lambda m: m.bfloat16(),
@@ -358,7 +356,7 @@ def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost()
     }
     for label, change in changes.items():
         model = shard(Net())
-        values = {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+        values = {n: p.full_tensor() for n, p in model.named_parameters()}
         engine = engine_of(model)
         try:
             change(model)
@@ -371,7 +369,7 @@ def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost()
         params = [s for u in engine.units for s in u.params]
         if label not in ("to_empty", "meta"):
             for param in params:
-                held = param.sharded.full_tensor()  # type: ignore[attr-defined]
+                held = param.sharded.full_tensor()
                 assert torch.equal(held, values[param.name]), (
                     f"{label}: {param.name} lost its values"
                 )
@@ -389,13 +387,13 @@ def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost()
 class Wide(nn.Module):
     """5 rows on 4 ranks: 3 rows of padding out of 5 in a rows layout."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 5, bias=False) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(8))
 
 
-def check_description(rank: int, world_size: int, layout: str) -> str:
+def check_description(rank, world_size, layout):
     model = shard(Wide(), layout=layout, stage=2)
     seen = describe(model)
     assert (seen.stage, seen.num_shards, seen.num_replicas) == (2, 4, 1)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ranks
 from roundings import (
@@ -83,7 +83,7 @@ def test_what_is_no_number_or_is_missing_or_has_another_form_is_not_alike():
     assert_rounded_alike(0.1 + 0.2, 0.3, 1)
 
 
-def gradients(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+def gradients(model, batch):
     model.zero_grad()
     model(batch).square().mean().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -109,7 +109,7 @@ def test_adam_makes_a_rounding_visible_and_hides_a_wrong_gradient_unless_its_eps
     """What Note [Losses after steps of Adam] says."""
     tiny = torch.tensor([unit(), -unit(), 1e-3])
 
-    def step(grad: Tensor, eps: float) -> Tensor:
+    def step(grad, eps):
         param = nn.Parameter(torch.zeros(3))
         param.grad = grad
         torch.optim.Adam([param], lr=1.0, eps=eps).step()

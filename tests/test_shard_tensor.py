@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -23,25 +21,25 @@ STAGES = (0, 1, 2, 3)
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width, inner):
         super().__init__()
         self.up = nn.Linear(width, inner)
         self.down = nn.Linear(inner, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
     """Shapes that divide by nothing: 7 x 3, 5 x 3, 3 x 5, a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 3)
         self.blocks = nn.ModuleList(Block(3, 5) for _ in range(2))
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -51,28 +49,28 @@ class Net(nn.Module):
 class WithEmpty(Net):
     """The same and a parameter without elements."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.nothing = nn.Parameter(torch.zeros(0, 2))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return super().forward(tokens) + self.nothing.sum()
 
 
-def pair(layout: str, stage: int = 3, make: Callable[[], nn.Module] = Net) -> list[nn.Module]:
+def pair(layout, stage=3, make=Net):
     """Return the same model twice, plain and sharded."""
     torch.manual_seed(1)
     plain = make()
     return [plain, shard(copy.deepcopy(plain), stage=stage, layout=layout)]
 
 
-def named(models: Iterable[nn.Module]) -> list[tuple[str, Any, Any]]:
+def named(models):
     plain, sharded = (dict(m.named_parameters()) for m in models)
     assert plain.keys() == sharded.keys()
     return [(name, plain[name], sharded[name]) for name in plain]
 
 
-def give_grads(models: Iterable[nn.Module], seed: int) -> None:
+def give_grads(models, seed):
     """Give both models the same gradients, as full tensors."""
     generator = torch.Generator().manual_seed(seed)
     for _, plain, sharded in named(models):
@@ -80,13 +78,13 @@ def give_grads(models: Iterable[nn.Module], seed: int) -> None:
         plain.grad, sharded.grad = grad, grad
 
 
-def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
+def assert_bits(actual, expected, what):
     assert type(actual) in (Tensor, nn.Parameter), f"{what}: a {type(actual).__name__}"
     assert actual.dtype == expected.dtype, what
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=what)
 
 
-def in_layouts(*sizes: int) -> Callable[[Callable[[str], None]], Any]:
+def in_layouts(*sizes):
     """Make a test of a check that ranks do for every layout, at every world size."""
     return lambda check: pytest.mark.parametrize("layout", LAYOUTS)(on_ranks(*sizes)(check))
 
@@ -115,7 +113,7 @@ def test_a_parameter_is_a_dtensor_with_its_global_shape_and_its_values(layout):
                 assert_bits(param.to_local(), theirs.to_local(), name)
             else:
                 assert repr(param.placements[0]).startswith("Ragged(")
-                lo, hi = param.placements[0].lo, param.placements[0].hi  # type: ignore[attr-defined]
+                lo, hi = param.placements[0].lo, param.placements[0].hi
                 own = expected.data.reshape(-1)[lo:hi]
                 is_whole = layout == "matrices" and param.ndim == 2
                 own = own.view(-1, param.shape[1]) if is_whole and param.numel() else own
@@ -192,13 +190,13 @@ def test_a_gradient_that_is_kept_over_the_next_step_keeps_its_values(layout):
         tokens = torch.tensor([[0, 2, 6], [1, 3, 5]])
         sharded(tokens).square().sum().backward()
         kept = [p.grad for p in sharded.parameters()]
-        values = [g.full_tensor() for g in kept]  # type: ignore[union-attr]
+        values = [g.full_tensor() for g in kept]
         for _ in range(2):
             sharded.zero_grad()
             (sharded(tokens) * 3).square().sum().backward()
             for param, grad, value in zip(sharded.parameters(), kept, values, strict=True):
-                assert_bits(grad.full_tensor(), value, f"stage {stage}, {layout}")  # type: ignore[union-attr]
-                assert not torch.equal(param.grad.full_tensor(), value)  # type: ignore[union-attr]
+                assert_bits(grad.full_tensor(), value, f"stage {stage}, {layout}")
+                assert not torch.equal(param.grad.full_tensor(), value)
 
 
 @in_layouts(1, 3)
@@ -211,7 +209,7 @@ def test_a_state_dict_has_the_same_keys_and_full_tensors_may_be_loaded(layout):
         for name, _, param in named([plain, sharded]):
             assert_bits(param.full_tensor(), full[name], name)
         shards = {name: t.clone() for name, t in sharded.state_dict().items()}
-        nn.init.zeros_(sharded.embed.weight)  # type: ignore[union-attr]
+        nn.init.zeros_(sharded.embed.weight)
         sharded.load_state_dict(shards)
         for name, value in sharded.state_dict().items():
             assert isinstance(value, ShardTensor)
@@ -254,7 +252,7 @@ def test_printing_a_parameter_sends_nothing(layout):
     assert (after.sent_bytes, after.num_collectives) == (before.sent_bytes, before.num_collectives)
 
 
-REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+REDUCTIONS = {
     "sum": lambda t: t.sum(),
     "mean": lambda t: t.mean(),
     "max": lambda t: t.max(),
@@ -305,14 +303,14 @@ def test_what_is_refused_is_refused_on_every_rank():
     for param in params:
         param.grad = torch.ones(param.shape)
     with pytest.raises(ShardError, match="not cut alike"):
-        params[0].grad + params[1].grad  # type: ignore[operator]
+        params[0].grad + params[1].grad
 
 
-def _foreach_unheard_of_(tensors: list[torch.Tensor]) -> Any:
+def _foreach_unheard_of_(tensors):
     return handle_torch_function(_foreach_unheard_of_, tensors, tensors)
 
 
-def _fused_unheard_of_(tensors: list[torch.Tensor]) -> Any:
+def _fused_unheard_of_(tensors):
     return handle_torch_function(_fused_unheard_of_, tensors, tensors)
 
 

@@ -4,8 +4,6 @@ Slices are multiples of the 256 elements of a block here, so that every block is
 """
 
 import warnings
-from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,29 +14,27 @@ from shardwise import load, save, shard
 from shardwise.errors import CheckpointError, ShardError
 from test_shard_tensor import LAYOUTS, STAGES
 
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-
-def bitsandbytes_adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def bitsandbytes_adam(params):
     import bitsandbytes
 
-    found: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(list(params), lr=0.01)
+    found = bitsandbytes.optim.AdamW8bit(list(params), lr=0.01)
     return found
 
 
-def torchao_adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def torchao_adam(params):
     from torchao.optim import AdamW8bit
 
-    found: torch.optim.Optimizer = AdamW8bit(params, lr=0.01)
+    found = AdamW8bit(params, lr=0.01)
     return found
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 192), nn.Tanh(), nn.Linear(192, 64))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train(model, optimizer):
     for step in range(3):
         batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -47,7 +43,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             optimizer.step()
 
 
-def check_steps(rank: int, world_size: int, make: Make) -> None:
+def check_steps(rank, world_size, make):
     plain = make_model()
     train(plain, make(plain.parameters()))
     for stage in STAGES:
@@ -62,7 +58,7 @@ def check_steps(rank: int, world_size: int, make: Make) -> None:
                 if isinstance(value, torch.Tensor)
             )
             for name, value in plain.named_parameters():
-                found = model.get_parameter(name).full_tensor()  # type: ignore[operator]
+                found = model.get_parameter(name).full_tensor()
                 assert torch.equal(found, value), f"stage {stage}, {layout}: {name}"
 
 
@@ -73,7 +69,7 @@ def test_8_bit_adams_make_the_plain_steps_where_slices_are_whole_blocks(make):
         run_ranks(check_steps, world_size, make)
 
 
-def check_saved(rank: int, world_size: int, folder: Path, saves: bool) -> str:
+def check_saved(rank, world_size, folder, saves):
     model = shard(make_model(), stage=3)
     optimizer = bitsandbytes_adam(model.parameters())
     train(model, optimizer)
@@ -104,12 +100,12 @@ def test_a_compiled_step_over_shards_says_how_to_run_it_uncompiled():
     model = shard(nn.Linear(4, 4), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 4)).sum().backward()
-    before = model.weight.full_tensor()  # type: ignore[operator, union-attr]
+    before = model.weight.full_tensor()
     warnings.simplefilter("ignore")  # what torch.compile imports is deprecated here and there
     with pytest.raises(Exception, match=r"torch.compile of SGD.step\(\) .*force_eager") as refused:
         torch.compile(optimizer.step)()
     assert ShardError.__name__ in str(refused.value)
-    assert torch.equal(model.weight.full_tensor(), before)  # type: ignore[operator, union-attr]
+    assert torch.equal(model.weight.full_tensor(), before)
     with torch.compiler.set_stance("force_eager"):
         torch.compile(optimizer.step)()
-    assert not torch.equal(model.weight.full_tensor(), before)  # type: ignore[operator, union-attr]
+    assert not torch.equal(model.weight.full_tensor(), before)

@@ -4,11 +4,9 @@ Ranks that are seeded alike stay so: each one's generator goes on as in one proc
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
@@ -17,9 +15,7 @@ from shardwise import shard
 from shardwise.check import replicas as check_replicas
 from test_shard_tensor import LAYOUTS, STAGES, Net, assert_bits, give_grads
 
-Draw = Callable[[Any], object]
-
-DRAWS: dict[str, Draw] = {
+DRAWS = {
     "init.normal_": lambda p: nn.init.normal_(p, std=0.02),
     "init.uniform_": lambda p: nn.init.uniform_(p),
     "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
@@ -47,14 +43,14 @@ DRAWS: dict[str, Draw] = {
     "dropout": lambda p: p.copy_(functional.dropout(p, 0.4)),
 }
 ALIKE = {"init.orthogonal_"}  # drawn on plain tensors, so by each rank for itself
-AT_STAGE_0: dict[str, Draw] = {  # elsewhere these are refused
+AT_STAGE_0 = {  # elsewhere these are refused
     "bernoulli": lambda p: p.copy_(torch.bernoulli(torch.sigmoid(p))),
     "dropout of the gradient": lambda p: p.grad.copy_(functional.dropout(p.grad, 0.4)),
     "dropout of the gradient, in place": lambda p: functional.dropout(p.grad, 0.4, inplace=True),
 }
 
 
-def own_generator() -> torch.Generator:
+def own_generator():
     """Return a generator in the state in which this rank's default one is."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
@@ -62,11 +58,11 @@ def own_generator() -> torch.Generator:
 
 
 @torch.enable_grad()
-def draw_orthogonal(param: Any) -> None:
+def draw_orthogonal(param):
     nn.init.orthogonal_(param)
 
 
-def add_noise_in_grad_mode(param: Any) -> None:
+def add_noise_in_grad_mode(param):
     with torch.enable_grad():
         noise = torch.randn_like(param)
     assert not noise.requires_grad
@@ -74,20 +70,20 @@ def add_noise_in_grad_mode(param: Any) -> None:
 
 
 @torch.no_grad()
-def draw_all(model: nn.Module, draw: Draw) -> dict[str, Tensor]:
+def draw_all(model, draw):
     give_grads([model, model], 5)
     for param in model.parameters():
         draw(param)
-    found: dict[str, Any] = dict(model.named_parameters())
+    found = dict(model.named_parameters())
     found |= {f"{n}.grad": p.grad for n, p in model.named_parameters()}
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
 
-def check_draws(rank: int, world_size: int, every: bool = False) -> None:
-    meshes: list[Any] = [None]
+def check_draws(rank, world_size, every=False):
+    meshes = [None]
     if world_size == 4:
         meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
-    models: dict[tuple[int, str], nn.Module] = {}
+    models = {}
     for number, (label, draw) in enumerate([*DRAWS.items(), *AT_STAGE_0.items()]):
         torch.manual_seed(0)
         plain = Net()
@@ -131,17 +127,17 @@ def test_what_is_drawn_for_a_parameter_is_the_same_on_ranks_that_are_seeded_apar
 class Noisy(nn.Module):
     """Two units; the second's weight is used by the root, with noise, and its inputs dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight: Any = self.blocks[1].weight
+    def forward(self, x):
+        weight = self.blocks[1].weight
         noise = torch.randn_like(weight)
         return functional.linear(self.blocks[0](x), weight + noise), noise
 
 
-def noise_in_forward(rank: int, world_size: int) -> list[bool]:
+def noise_in_forward(rank, world_size):
     own = []
     for stage in (0, 3):
         torch.manual_seed(0)

@@ -5,13 +5,11 @@ or products over whole tensors adds up in another order: there the model is in f
 roundings are counted.
 """
 
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 from oracle import plain_loop
@@ -20,7 +18,6 @@ from roundings import assert_rounded_alike, of_gradient
 from shardwise import shard
 from shardwise.errors import ShardError
 
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LAYOUTS = ("rows", "flat", "matrices")
 # Each optimizer has two of these at each number of ranks, which lie four apart: at two ranks and
 # three it meets all four stages and both layouts. Those that can do without `foreach` do so at two
@@ -37,7 +34,7 @@ OF_WHOLE = STEPS * (GRADIENT + 4 * NUMEL) * DIVIDED
 class Shapes(nn.Module):
     """Matrices, a vector, a scalar, one column, one row, and a convolution's four dims."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 5)])
         self.column = nn.Parameter(torch.randn(5, 1))
@@ -45,13 +42,13 @@ class Shapes(nn.Module):
         self.kernel = nn.Parameter(torch.randn(3, 2, 2, 1))
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return (x * self.row) @ self.column * self.scale + self.kernel.square().sum()
 
 
-ELEMENTWISE: dict[str, Make] = {
+ELEMENTWISE = {
     f"{name}, foreach {foreach}": lambda p, make=make, foreach=foreach: make(p, foreach=foreach)
     for name, make in {
         "adadelta": lambda p, **k: torch.optim.Adadelta(p, lr=0.1, weight_decay=0.1, **k),
@@ -68,7 +65,7 @@ ELEMENTWISE: dict[str, Make] = {
     }.items()
     for foreach in (False, True)
 }
-WHOLE: dict[str, Make] = {
+WHOLE = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1),
     "adafactor, foreach": lambda p: torch.optim.Adafactor(p, lr=0.1, foreach=True),
     "transformers' adafactor": lambda p: HuggingFaceAdafactor(list(p)),
@@ -78,36 +75,36 @@ WHOLE: dict[str, Make] = {
 }
 
 
-def make_model(dtype: torch.dtype) -> nn.Module:
+def make_model(dtype):
     torch.manual_seed(3)
     return Shapes().to(dtype)
 
 
-def batch_of(rank: int, step: int, dtype: torch.dtype) -> Tensor:
+def batch_of(rank, step, dtype):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(4, 5, generator=generator).to(dtype)
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+def loss_of(model, batch):
     return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
 
 
-def expected_after(make: Make, num_ranks: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def expected_after(make, num_ranks, dtype):
     steps = [[[batch_of(r, s, dtype) for r in range(num_ranks)]] for s in range(STEPS)]
     return plain_loop(make_model(dtype), steps, loss_of, make).parameters
 
 
-def train(rank: int, make: Make, dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
+def train(rank, make, dtype, **how):
     model = shard(make_model(dtype), **how)
     optimizer = make(model.parameters())
     for step in range(STEPS):
         loss_of(model, batch_of(rank, step, dtype)).backward()
-        optimizer.step()  # type: ignore[call-arg]
+        optimizer.step()
         optimizer.zero_grad()
-    return {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return {n: p.full_tensor() for n, p in model.named_parameters()}
 
 
-def check_optimizers(rank: int, world_size: int, every: bool = False) -> None:
+def check_optimizers(rank, world_size, every=False):
     for table, dtype, roundings in (
         (ELEMENTWISE, torch.float32, 0),
         (WHOLE, torch.float64, OF_WHOLE),
@@ -130,26 +127,26 @@ def test_every_optimizer_of_torch_makes_the_steps_of_a_plain_loop_at_every_stage
 
 
 class Matrices(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, 7, bias=False), nn.Linear(7, 5, bias=False)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
 
 
-def check_whole(rank: int, world_size: int, make: Make) -> str:
+def check_whole(rank, world_size, make):
     """Compare with a plain loop at stage 0; return the refusal of the other stages."""
     torch.manual_seed(3)
     plain = Matrices()
     steps = [[[batch_of(r, s, torch.float32) for r in range(world_size)]] for s in range(STEPS)]
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    def loss(model, batch):
         return model(batch).square().mean()
 
-    def step(optimizer: Any, model: nn.Module, number: int) -> None:
+    def step(optimizer, model, number):
         loss(model, batch_of(rank, number, torch.float32)).backward()
         optimizer.step(lambda: 1.0)  # alike on all ranks
         optimizer.zero_grad()
@@ -160,33 +157,33 @@ def check_whole(rank: int, world_size: int, make: Make) -> str:
     for number in range(STEPS):
         step(optimizer, model, number)
 
-    def with_closure(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        made: Any = make(params)
+    def with_closure(params):
+        made = make(params)
         made.step = partial(made.step, lambda: 1.0)
         return made
 
     for name, value in plain_loop(plain, steps, loss, with_closure).parameters.items():
-        assert torch.equal(model.get_parameter(name).full_tensor(), value), name  # type: ignore[operator]
+        assert torch.equal(model.get_parameter(name).full_tensor(), value), name
     messages = set()
     for stage in (1, 2, 3):
         torch.manual_seed(3)
         model = shard(Matrices(), stage=stage)
         optimizer = make(model.parameters())
-        before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+        before = [p.full_tensor() for p in model.parameters()]
         with pytest.raises(ShardError) as refused:
             step(optimizer, model, 0)
         messages.add(str(refused.value))
-        after = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+        after = [p.full_tensor() for p in model.parameters()]
         assert all(map(torch.equal, before, after))
     (message,) = messages
     return message
 
 
-def check_muon(rank: int, world_size: int) -> str:
+def check_muon(rank, world_size):
     return check_whole(rank, world_size, lambda p: torch.optim.Muon(p, lr=0.1))
 
 
-def check_l_bfgs(rank: int, world_size: int) -> str:
+def check_l_bfgs(rank, world_size):
     return check_whole(rank, world_size, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=1))
 
 

@@ -1,8 +1,5 @@
 """Optimizers and clipping on ShardTensors do what they do on full tensors."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +26,7 @@ from test_shard_tensor import (
 class Even(nn.Module):
     """Every slice of every parameter on 1, 2 or 3 ranks is a multiple of 64 elements."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 64))
         self.bias = nn.Parameter(torch.randn(384))
@@ -38,11 +35,11 @@ class Even(nn.Module):
 class Lion(torch.optim.Optimizer):
     """Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2."""
 
-    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
+    def __init__(self, params, lr=1e-2, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -57,14 +54,14 @@ class Lion(torch.optim.Optimizer):
 
 
 # Kinds of arguments; every optimizer of torch is in test_shard_tensor_optimizers.py.
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adamw one by one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, maximize=True),
     "adam, tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "lion": Lion,
 }
-FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+FUSED = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True, amsgrad=True),
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -72,7 +69,7 @@ FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+def groups_of(model):
     """Return the usual two groups: matrices decay, the rest does not and has another rate."""
     params = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in params if p.ndim >= 2]
@@ -80,11 +77,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
 
 
-def train_both(
-    models: list[nn.Module],
-    make: Callable[[Any], torch.optim.Optimizer],
-    by_operations: bool = False,
-) -> None:
+def train_both(models, make, by_operations=False):
     """Train a model and its plain twin. A hook of a user's makes steps of operations on shards."""
     optimizers = [make(groups_of(m)) for m in models]
     if by_operations:
@@ -104,7 +97,7 @@ def train_both(
         for m, o in zip(models, optimizers, strict=True)
     ]
     for name in states[0]:
-        param: Any = models[1].get_parameter(name)
+        param = models[1].get_parameter(name)
         if param._cut.owner not in (None, dist.get_rank()) and isinstance(optimizers[1], Lion):
             assert not states[1][name]  # of a class that nobody knows, matrices are their owner's
             continue
@@ -147,12 +140,12 @@ def test_fused_optimizers_make_the_same_steps(layout):
 @in_layouts(2)
 def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
     """Gradients that a closure or a hook gives are those of the step, whatever takes it."""
-    plain, taken = Apart.__call__, list[Apart]()
+    plain, taken = Apart.__call__, []
     models = pair(layout)
     alone = [nn.Parameter(torch.ones(3)) for _ in models]  # a parameter that is not sharded
     made = [torch.optim.AdamW([*m.parameters(), p]) for m, p in zip(models, alone, strict=True)]
 
-    def give(step: int) -> None:
+    def give(step):
         give_grads(models, step)
         for param in alone:
             param.grad = torch.full((3,), 1.0 + step)
@@ -165,7 +158,7 @@ def test_a_step_takes_the_gradients_that_a_closure_or_a_hook_gives(layout):
             hooks = []
             for optimizer in made:
                 if by == "a closure":
-                    optimizer.step(lambda: give(7) or 0.0)  # type: ignore[func-returns-value]
+                    optimizer.step(lambda: give(7) or 0.0)
                     continue
                 if by == "a hook":
                     hooks.append(optimizer.register_step_pre_hook(lambda *_: give(8)))
@@ -209,7 +202,7 @@ WAYS_TO_CLIP = [
 ]
 
 
-def clip_reports(rank: int, world_size: int) -> list[Any]:
+def clip_reports(rank, world_size):
     """Clip in every way; return (label, norm) of each."""
     found = []
     for layout in LAYOUTS:

@@ -4,7 +4,6 @@ Each call is made on plain tensors first. On ShardTensors it must then raise (an
 or give the same answer and make the same changes; nothing in between.
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -39,20 +38,18 @@ FULL = torch.linspace(0.1, 0.9, 16).reshape(4, 4).sin()
 OTHER = torch.linspace(0.9, 0.2, 16).reshape(4, 4)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Trial = tuple[int, str, int]  # which function, its name, which call
-Known = Mapping[int, Tensor]  # the full tensors of some ShardTensors, by their id
 
 
-def index() -> Tensor:
+def index():
     return torch.tensor([1, 0, 2, 3])
 
 
-def indices() -> Tensor:
+def indices():
     return (OTHER * 4).long()
 
 
 # What is tried for every function; t and u are ShardTensors (or plain), f is always plain.
-CALLS: list[Callable[[Any, Any, Tensor], Call]] = [
+CALLS = [
     lambda t, u, f: ((t,), {}),
     lambda t, u, f: ((t, 2), {}),
     lambda t, u, f: ((t, 0), {}),
@@ -110,7 +107,7 @@ CALLS: list[Callable[[Any, Any, Tensor], Call]] = [
 ]
 
 
-def overridable() -> Iterator[tuple[str, Callable[..., Any]]]:
+def overridable():
     """Yield (name, function) of all that torch lets a subclass override."""
     seen = set()
     for functions in get_overridable_functions().values():
@@ -129,13 +126,13 @@ def overridable() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield label, function
 
 
-def attempt(function: Callable[..., Any], call: Call) -> Any:
+def attempt(function, call):
     torch.default_generator.manual_seed(1)  # torch.manual_seed walks the stack for each device
     args, kwargs = call
     return function(*args, **kwargs)
 
 
-def calls_that_work_on_plain_tensors() -> list[Trial]:
+def calls_that_work_on_plain_tensors():
     found = []
     for index, (label, function) in enumerate(overridable()):
         for number, make in enumerate(CALLS):
@@ -147,7 +144,7 @@ def calls_that_work_on_plain_tensors() -> list[Trial]:
     return found
 
 
-def leaves(value: Any, known: Known = MappingProxyType({})) -> Iterator[Any]:
+def leaves(value, known=MappingProxyType({})):
     """Yield what is in nested lists and tuples, tensors whole and plain; some are known by id."""
     if isinstance(value, list | tuple):
         for item in value:
@@ -163,17 +160,17 @@ def leaves(value: Any, known: Known = MappingProxyType({})) -> Iterator[Any]:
         yield value
 
 
-def agree(one: Any, other: Any, known: Known = MappingProxyType({})) -> bool:
+def agree(one, other, known=MappingProxyType({})):
     ours, theirs = list(leaves(one, known)), list(leaves(other))
     return len(ours) == len(theirs) and all(map(_same, ours, theirs))
 
 
-def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+def same_bits(ours, theirs):
     alike = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     return alike and torch.equal(ours, theirs)
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _same(ours, theirs):
     if not isinstance(theirs, Tensor):
         plain = isinstance(theirs, int | float | complex | bool | str | torch.dtype | torch.device)
         return ours == theirs or ours != ours if plain else type(ours) is type(theirs)
@@ -190,7 +187,7 @@ def _same(ours: Any, theirs: Any) -> bool:
 class Sweep:
     """The tensors that calls are tried on, and what was found."""
 
-    def __init__(self, layout: str, what: str) -> None:
+    def __init__(self, layout, what):
         self.what = what
         self.model = nn.Module()
         self.model.odd = nn.Parameter(torch.ones(3))  # flat slices begin inside a row, then
@@ -199,7 +196,7 @@ class Sweep:
         shard(self.model, layout=layout)
         self.stained = True  # by a call that wrote or raised
         self.num_raised = 0
-        self.offenders: list[str] = []
+        self.offenders = []
         self.model.t.grad, self.model.u.grad = FULL, OTHER
         self.grads = [self.model.t.grad, self.model.u.grad]
         # What this rank has of FULL and OTHER: to compare it with these bits, nothing is sent.
@@ -207,7 +204,7 @@ class Sweep:
         assert agree([self.model.t, self.model.u, *self.grads], [FULL, OTHER, FULL, OTHER])
 
     @torch.no_grad()
-    def fresh(self) -> tuple[Any, Any]:
+    def fresh(self):
         if self.what == "gradient":
             return self.grads[0].clone(), self.grads[1].clone()
         if self.stained:
@@ -216,12 +213,12 @@ class Sweep:
             self.stained = False
         return self.model.t, self.model.u
 
-    def untouched(self, t: Any, u: Any) -> bool:
+    def untouched(self, t, u):
         """Tell whether every bit that this rank has of t and u is what it was."""
         whole = all((x.shape, x.dtype) == (FULL.shape, FULL.dtype) for x in (t, u))
         return whole and all(map(same_bits, (t.to_local(), u.to_local()), self.locals))
 
-    def run(self, label: str, function: Callable[..., Any], number: int) -> None:
+    def run(self, label, function, number):
         where = f"{label}, call {number}"
         make = CALLS[number]
         plain_t, plain_u = FULL.clone(), OTHER.clone()
@@ -266,9 +263,7 @@ WAYS = (
 )
 
 
-def sweep(
-    rank: int, world_size: int, layout: str, what: str, grads: bool, trials: list[Trial]
-) -> tuple[list[str], int]:
+def sweep(rank, world_size, layout, what, grads, trials):
     functions = list(overridable())
     tried = Sweep(layout, what)
     with torch.set_grad_enabled(grads):
@@ -287,7 +282,7 @@ def test_no_function_of_torch_gives_a_local_answer():
     check_sweep([trials[number :: len(WAYS)] for number in range(len(WAYS))])
 
 
-def check_sweep(shares: list[list[Trial]]) -> None:
+def check_sweep(shares):
     """Sweep over calls: a share for each pair of a layout and a kind of tensor."""
     for trials, (layout, what, grads) in zip(shares, WAYS, strict=True):
         first, second = run_ranks(sweep, 2, layout, what, grads, trials)
@@ -296,7 +291,7 @@ def check_sweep(shares: list[list[Trial]]) -> None:
         assert len(trials) // 20 < first[1] < len(trials)
 
 
-LOCAL: dict[str, Callable[[Any], Any]] = {
+LOCAL = {
     "matmul": lambda t: t @ t.T,
     "mm": lambda t: torch.mm(t, t),
     "view": lambda t: t.view(8, 2),

@@ -4,10 +4,8 @@ import copy
 import gc
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -31,36 +29,36 @@ NUM_BLOCKS = 3
 class Block(nn.Module):
     """5 x 6, 5, 6 x 5: no dim divides by 2, 3 and 4 alike."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(6, 5)
         self.down = nn.Linear(5, 6, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.scale = nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return x * self.scale
 
 
-BLOCK: Shapes = [(5, 6), (5,), (6, 5)]
-ROOT: Shapes = [(), (7, 6)]  # a module's own parameters come before its children's
+BLOCK = [(5, 6), (5,), (6, 5)]
+ROOT = [(), (7, 6)]  # a module's own parameters come before its children's
 UNITS = [ROOT, *[BLOCK] * NUM_BLOCKS]
 TOKENS = torch.tensor([[0, 3, 6, 2], [1, 4, 5, 0]])
 
 
-def owned(shapes: Shapes, layout: str, num_ranks: int, rank: int) -> int:
+def owned(shapes, layout, num_ranks, rank):
     """Return how many elements of a unit a rank owns, padding left out."""
     if layout == "flat":
         total = sum(map(prod, shapes))
@@ -74,31 +72,31 @@ def owned(shapes: Shapes, layout: str, num_ranks: int, rank: int) -> int:
     return found
 
 
-def padded(shapes: Shapes, layout: str, num_ranks: int) -> int:
+def padded(shapes, layout, num_ranks):
     """Return how many elements a rank's shard buffer of a unit has."""
     if layout == "flat":
         return -(-sum(map(prod, shapes)) // num_ranks)
     return sum(-(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for s in shapes)
 
 
-def gather_bytes(units: Sequence[Shapes], layout: str, num_ranks: int, rank: int) -> int:
+def gather_bytes(units, layout, num_ranks, rank):
     """Every rank sends what it owns to each of the others."""
     return sum(owned(u, layout, num_ranks, rank) for u in units) * (num_ranks - 1) * 4
 
 
-def reduce_bytes(units: Sequence[Shapes], layout: str, num_ranks: int, rank: int) -> int:
+def reduce_bytes(units, layout, num_ranks, rank):
     """Every rank sends each of the others what that one owns."""
     peers = [r for r in range(num_ranks) if r != rank]
     return sum(owned(u, layout, num_ranks, peer) for u in units for peer in peers) * 4
 
 
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def one_step(model, optimizer):
     model(TOKENS).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def sent_in(model: nn.Module, run: Any) -> tuple[Counter[str], Counter[str]]:
+def sent_in(model, run):
     """Return (bytes, collectives) by kind that ``run`` made this rank send."""
     before = stats(model)
     run()
@@ -107,9 +105,7 @@ def sent_in(model: nn.Module, run: Any) -> tuple[Counter[str], Counter[str]]:
     return sent, Counter(after.num_collectives) - Counter(before.num_collectives)
 
 
-def expected_traffic(
-    stage: int, layout: str, num_ranks: int, rank: int, num_params: int
-) -> tuple[dict[str, int], dict[str, int]]:
+def expected_traffic(stage, layout, num_ranks, rank, num_params):
     """Write the formula down: 2 x model for stages 0 to 2, 3 x model for stage 3 less what is kept.
 
     At stage 0 the mean gradient is gathered, at the others the parameters. At stage 3 the root and
@@ -156,7 +152,7 @@ def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collect
                     assert counted == num, label
 
 
-def check_hybrid(rank: int, world_size: int) -> None:
+def check_hybrid(rank, world_size):
     """Two replicas of two shards: the shard axis as ever, and an all-reduce of the slices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for stages, layout in (((1, 3), "rows"), ((0, 2, 3), "flat")):
@@ -184,7 +180,7 @@ def check_hybrid(rank: int, world_size: int) -> None:
             assert window["replicate.all_reduce"] == sent["replicate.all_reduce"]
 
 
-def one_window(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def one_window(model, optimizer):
     for number in range(3):
         with accumulate(model, last=number == 2):
             model(TOKENS).square().mean().backward()
@@ -197,35 +193,35 @@ class Skipping(Net):
 
     skips = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks[: 2 if self.skips else None]:
             x = block(x)
         return x * self.scale
 
 
-def check_hybrid_windows(rank: int, world_size: int, stage: int) -> None:
+def check_hybrid_windows(rank, world_size, stage):
     """What a window keeps until its last micro-batch can be dropped, and is all in its mean."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     plain = Skipping()
-    model: Any = shard(
+    model = shard(
         copy.deepcopy(plain), stage=stage, mesh=mesh, schedule=Schedule(reduce_every="micro_batch")
     )
 
-    def micro_batch(number: int, last: bool, skips: bool = False) -> None:
+    def micro_batch(number, last, skips=False):
         model.skips = skips
         with accumulate(model, last=last):
             model(TOKENS.roll(number)).square().mean().backward()
 
-    def wanted(numbers: Sequence[int], skipped: int = -1) -> dict[str, Tensor | None]:
+    def wanted(numbers, skipped=-1):
         plain.zero_grad()
         for number in numbers:
             plain.skips = number == skipped
             plain(TOKENS.roll(number)).square().mean().backward()
         return {name: param.grad for name, param in plain.named_parameters()}
 
-    def has(grads: dict[str, Tensor | None]) -> None:
+    def has(grads):
         for name, param in model.named_parameters():
             roundings = of_gradient(6, 5, 6, 5, 6, 5, over=8 * 4)
             assert_rounded_alike(param.grad.full_tensor(), grads[name], roundings, name)
@@ -275,7 +271,7 @@ def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis_once_per_window(
 # Persistent bytes.
 
 
-def storage_bytes(tensors: Sequence[Tensor]) -> int:
+def storage_bytes(tensors):
     """Return the bytes of the tensors' memory, each storage counted once."""
     storages = {}
     for tensor in tensors:
@@ -299,7 +295,7 @@ def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding(rank, world_size)
                 one_step(model, optimizer)
                 model(TOKENS).square().sum().backward()
                 params = list(model.parameters())
-                grads = [p.grad._local_tensor for p in params]  # type: ignore[union-attr]
+                grads = [p.grad._local_tensor for p in params]
                 label = f"stage {stage}, {layout}, {precision}, rank {rank} of {world_size}"
                 shards = sum(padded(u, layout, world_size) for u in UNITS)
                 mine = sum(owned(u, layout, world_size, rank) for u in UNITS)
@@ -316,7 +312,7 @@ def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding(rank, world_size)
                 assert held.param_full_bytes == extra, label
                 engine = engine_of(model)
                 leaves = [s.full for u in engine.units for s in u.params]
-                locals_ = [p._local_tensor for p in params]  # type: ignore[attr-defined]
+                locals_ = [p._local_tensor for p in params]
                 measured = storage_bytes([*locals_, *leaves])
                 assert measured == held.param_shard_bytes + held.param_full_bytes, label
                 slices = numel if replicated else mine
@@ -339,7 +335,7 @@ def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding(rank, world_size)
                 assert storage_bytes(state) == 2 * slices * 4, label
 
 
-def padding_of(rank: int, world_size: int, width: int) -> list[tuple[str, float, int]]:
+def padding_of(rank, world_size, width):
     found = []
     for layout in ("rows", "flat"):
         model = shard(Decoder(width), layout=layout, stage=3)
@@ -351,7 +347,7 @@ def padding_of(rank: int, world_size: int, width: int) -> list[tuple[str, float,
 class Decoder(nn.Module):
     """Shapes as in a decoder: matrices, biases, norms, and a vocabulary that divides by nothing."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.embed = nn.Embedding(1009, width)
         self.blocks = nn.ModuleList(
@@ -378,7 +374,7 @@ def test_padding_is_below_one_element_per_rank_in_flat_and_below_3_percent_in_ro
 # The peak, and what is left behind.
 
 
-def full_bytes(shapes: Shapes, layout: str, num_ranks: int) -> int:
+def full_bytes(shapes, layout, num_ranks):
     return padded(shapes, layout, num_ranks) * num_ranks * 4
 
 
@@ -400,7 +396,7 @@ def test_the_peak_of_full_parameters_is_the_root_a_unit_and_the_prefetch_budget(
             assert stats(model).param_full_bytes == 0, label
 
 
-def live_bytes(at_most: float = 0) -> int:
+def live_bytes(at_most=0):
     """Return the bytes of tensors; look again for a while as long as they are more than so many.
 
     The transport's threads let go of what they sent a moment after it arrived.
@@ -413,7 +409,7 @@ def live_bytes(at_most: float = 0) -> int:
     return found
 
 
-def _live_bytes() -> int:
+def _live_bytes():
     gc.collect()
     tensors = []
     for thing in gc.get_objects():
@@ -425,16 +421,16 @@ def _live_bytes() -> int:
     return storage_bytes(tensors)
 
 
-def num_calls_alive(model: nn.Module) -> int:
+def num_calls_alive(model):
     """Count the forward calls whose graphs are alive."""
     return sum(len(progress.calls) for progress in engine_of(model).passes._progress)
 
 
-def check_growth(rank: int, world_size: int, stage: int) -> None:
+def check_growth(rank, world_size, stage):
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    seen: list[tuple[int, int]] = []
+    seen = []
     for step in range(1, 21):
         with accumulate(model, last=False):
             model(TOKENS).square().sum().backward()
@@ -451,7 +447,7 @@ def test_nothing_grows_from_step_to_step():
         run_ranks(check_growth, 2, stage)
 
 
-def check_dropped_graph(rank: int, world_size: int, stage: int) -> None:
+def check_dropped_graph(rank, world_size, stage):
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters())

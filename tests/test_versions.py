@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.versions import TESTED, load_neighbour, minor_of, warn_if_untested
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def installed(monkeypatch, version):
     monkeypatch.setattr(versions, "installed_version", lambda package: version)
 
 

@@ -28,7 +28,7 @@ LIMIT_S = 300.0  # against hangs only
 class Chosen(nn.Module):
     """Runs one of its layers, which the caller chooses."""
 
-    def __init__(self, widths: tuple[int, ...]) -> None:
+    def __init__(self, widths):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, w), nn.Linear(w, 4)) for w in widths)
@@ -101,11 +101,11 @@ def test_a_save_on_one_rank_while_the_others_train_is_named_with_its_line(ended)
 class Heard(io.StringIO):
     """What was written to standard error, and a moment when it is known that something was."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.event = threading.Event()
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         count = super().write(text)
         self.event.set()
         return count

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 class Installed:
     """A new environment that has the wheel, and sees the packages of this one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.bin = folder, folder / "venv" / "bin"
         venv.create(folder / "venv", symlinks=True)
         (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
@@ -29,7 +29,7 @@ class Installed:
         (self.information,) = site.glob("shardwise-*.dist-info")
         self.metadata = Parser().parsestr((self.information / "METADATA").read_text())
 
-    def run(self, *command: object) -> str:
+    def run(self, *command):
         """Run a command in the folder, without this process's paths; return what it prints."""
         kept = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
@@ -40,7 +40,7 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory):
     return Installed(tmp_path_factory.mktemp("wheel"))
 
 

@@ -2,15 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import zero_from_scratch as zero
 from models import OddModel
-from oracle import Truth, assert_same_bits, plain_loop
+from oracle import assert_same_bits, plain_loop
 from programs import run_program
 from ranks import run_ranks
 from roundings import SHARP, assert_all_rounded_alike, assert_rounded_alike, of_gradient
@@ -20,23 +18,23 @@ STAGES = [0, 1, 2, 3]
 EXAMPLE = Path(zero.__file__)
 
 
-def make_model() -> OddModel:
+def make_model():
     torch.manual_seed(0)
     return OddModel()
 
 
-def own_part(steps: list[list[list[Tensor]]], rank: int) -> list[list[Tensor]]:
+def own_part(steps, rank):
     return [[by_rank[rank] for by_rank in micro_batches] for micro_batches in steps]
 
 
 def train_twin(
-    rank: int,
-    world_size: int,
-    num_micro_batches: int = 1,
-    optimizer_factory: partial[torch.optim.Optimizer] = adamw,
-    max_norm: float | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> dict[int, zero.Trained]:
+    rank,
+    world_size,
+    num_micro_batches=1,
+    optimizer_factory=adamw,
+    max_norm=None,
+    dtype=torch.float32,
+):
     steps = own_part(make_steps(world_size, 4, num_micro_batches, token_batch), rank)
     results = {}
     for stage in STAGES:
@@ -55,7 +53,7 @@ def train_twin(
     return results
 
 
-def train_plain(world_size: int, num_micro_batches: int = 1, **options: object) -> Truth:
+def train_plain(world_size, num_micro_batches=1, **options):
     steps = make_steps(world_size, 4, num_micro_batches, token_batch)
     factory = options.pop("optimizer_factory", adamw)
     model = make_model().to(options.pop("dtype", torch.float32))
@@ -90,7 +88,7 @@ def test_clipping_differs_by_the_rounding_of_one_norm(world_size):
             assert_rounded_alike(other.parameters[name], truth.parameters[name], roundings)
 
 
-def measure(rank: int, world_size: int, num_micro_batches: int) -> list[tuple[int, int]]:
+def measure(rank, world_size, num_micro_batches):
     """Return the bytes held and sent at each stage."""
     held_and_sent = []
     for stage in STAGES:
@@ -139,7 +137,7 @@ def test_no_thread_of_the_process_group_outlives_it(tmp_path):
 @pytest.mark.parametrize("launch", ["alone", "torchrun"])
 def test_the_example_prints_the_same_losses_at_every_stage(launch):
     alone = launch == "alone"
-    how: dict[str, Any] = {"launches": True} if alone else {"num_ranks": 2}
+    how = {"launches": True} if alone else {"num_ranks": 2}
     done = run_program(EXAMPLE, *(["--ranks", 2] if alone else []), **how)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()][1:]

@@ -6,7 +6,7 @@ optimizer state, bit by bit.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from oracle import Grads, assert_same_bits, plain_loop
 from shardwise import accumulate, fully_shard, shard
@@ -23,7 +23,6 @@ from shardwise.config import Schedule
 from shardwise.engine.api import engine_of
 
 Steps = Sequence[Sequence[Sequence[Any]]]  # steps[step][micro_batch][rank] is one batch
-Loss = Callable[[nn.Module, Any], Tensor]
 State = dict[str, dict[str, Any]]
 
 # Over lists of parameters: the same bits as torch's loop over parameters, in fewer calls.
@@ -43,7 +42,7 @@ HALVES = [LAYOUTS[n] for n in (0, 3, 4, 7)], [LAYOUTS[n] for n in (1, 2, 5, 6)]
 ENDS = [{"stage": 1}, {"stage": 3}, {"stage": 3, "layout": "flat"}]
 
 
-def sample(turn: int) -> list[dict[str, Any]]:
+def sample(turn):
     """Return both layouts where full parameters are freed, and one of the other settings in turn.
 
     For families of models, which together take every setting.
@@ -61,7 +60,7 @@ class Trained:
     state: State
 
 
-def full(tensor: Tensor | None) -> Tensor | None:
+def full(tensor):
     """Return a copy of the whole tensor, whatever it is cut into."""
     if tensor is None:
         return None
@@ -69,11 +68,11 @@ def full(tensor: Tensor | None) -> Tensor | None:
     return whole.detach().clone()
 
 
-def full_all(tensors: Sequence[Any]) -> list[Any]:
+def full_all(tensors):
     """Return what `full` would of each tensor: one collective for all of a dtype, not one each."""
     cut_up = [getattr(getattr(tensor, "_cut", None), "layout", None) for tensor in tensors]
     found = [full(t) if layout is None else None for t, layout in zip(tensors, cut_up, strict=True)]
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    by_dtype = {}
     for number, layout in enumerate(cut_up):
         if layout is not None:
             by_dtype.setdefault(tensors[number].dtype, []).append(number)
@@ -84,7 +83,7 @@ def full_all(tensors: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _full_of_dtype(tensors: Sequence[Any]) -> list[Tensor]:
+def _full_of_dtype(tensors):
     cuts = [tensor._cut for tensor in tensors]
     axis = cuts[0].comm.axes.shard
     if axis.size == 1:
@@ -103,19 +102,19 @@ def _full_of_dtype(tensors: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+def full_parameters(model):
     names, params = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, full_all(params), strict=True))
 
 
-def full_grads(model: nn.Module) -> Grads:
+def full_grads(model):
     names, params = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, full_all([p.grad for p in params]), strict=True))
 
 
-def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def full_state(model, optimizer):
     """Return the optimizer's state in full, by the parameters' names."""
-    state: State = {
+    state = {
         name: dict(optimizer.state[p])
         for name, p in model.named_parameters()
         if p in optimizer.state
@@ -126,9 +125,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return state
 
 
-def backward_all(
-    model: nn.Module, micro_batches: Sequence[Sequence[Any]], loss_fn: Loss, rank: int
-) -> float:
+def backward_all(model, micro_batches, loss_fn, rank):
     """Run one step's micro-batches forward and backward; return this rank's mean loss."""
     total = 0.0
     for number, by_rank in enumerate(micro_batches):
@@ -139,23 +136,12 @@ def backward_all(
     return total
 
 
-def train(
-    model: nn.Module,
-    steps: Steps,
-    loss_fn: Loss,
-    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
-    **options: Any,
-) -> Trained:
+def train(model, steps, loss_fn, optimizer_factory=adamw, **options):
     """Shard the model and train it, with torch's own optimizer."""
     return train_sharded(shard(model, **options), steps, loss_fn, optimizer_factory)
 
 
-def train_sharded(
-    model: nn.Module,
-    steps: Steps,
-    loss_fn: Loss,
-    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
-) -> Trained:
+def train_sharded(model, steps, loss_fn, optimizer_factory=adamw):
     """Train a model that is sharded already."""
     optimizer = optimizer_factory(list(model.parameters()))
     losses, grads = [], []
@@ -167,20 +153,14 @@ def train_sharded(
     return Trained(losses, full_parameters(model), grads, full_state(model, optimizer))
 
 
-def train_plain(
-    model: nn.Module,
-    steps: Steps,
-    loss_fn: Loss,
-    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
-    **options: Any,
-) -> Trained:
+def train_plain(model, steps, loss_fn, optimizer_factory=adamw, **options):
     """Train the model by the oracle; the losses are those of this rank."""
     truth = plain_loop(model, steps, loss_fn, optimizer_factory, **options)
     losses = [by_rank[dist.get_rank()] for by_rank in truth.losses]
     return Trained(losses, truth.parameters, truth.grads, full_state(model, truth.optimizer))
 
 
-def assert_same_grads(actual: Grads, expected: Grads) -> None:
+def assert_same_grads(actual, expected):
     missing = {name for name, grad in actual.items() if grad is None}
     assert missing == {name for name, grad in expected.items() if grad is None}
     assert_same_bits(
@@ -189,7 +169,7 @@ def assert_same_grads(actual: Grads, expected: Grads) -> None:
     )
 
 
-def assert_same_state(actual: State, expected: State) -> None:
+def assert_same_state(actual, expected):
     assert actual.keys() == expected.keys()
     for name, entries in expected.items():
         tensors = {k: v for k, v in entries.items() if isinstance(v, Tensor)}
@@ -199,7 +179,7 @@ def assert_same_state(actual: State, expected: State) -> None:
         )
 
 
-def assert_same_run(actual: Trained, expected: Trained) -> None:
+def assert_same_run(actual, expected):
     for number, (ours, theirs) in enumerate(zip(actual.grads, expected.grads, strict=True)):
         try:
             assert_same_grads(ours, theirs)
@@ -210,20 +190,15 @@ def assert_same_run(actual: Trained, expected: Trained) -> None:
     assert_same_state(actual.state, expected.state)
 
 
-def float_batch(random: torch.Generator) -> Tensor:
+def float_batch(random):
     return torch.randn(3, 8, generator=random)
 
 
-def token_batch(random: torch.Generator) -> Tensor:
+def token_batch(random):
     return torch.randint(256, (2, 9), generator=random)
 
 
-def make_steps(
-    num_ranks: int,
-    num_steps: int = 3,
-    num_micro_batches: int = 1,
-    make_batch: Callable[[torch.Generator], Any] = float_batch,
-) -> Steps:
+def make_steps(num_ranks, num_steps=3, num_micro_batches=1, make_batch=float_batch):
     """Draw batches, the same on every rank."""
     random = torch.Generator().manual_seed(1)
     return [
@@ -232,36 +207,36 @@ def make_steps(
     ]
 
 
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+def mean_square(model, batch):
     return model(batch).square().mean()
 
 
-def sharded_by_block(model: Any, **options: Any) -> Any:
+def sharded_by_block(model, **options):
     """Shard a model by calls of fully_shard: its blocks, and last itself."""
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
-def reduces_each_micro_batch(options: dict[str, Any]) -> bool:
+def reduces_each_micro_batch(options):
     default = "micro_batch" if options.get("stage", 3) >= 2 else "step"
     schedule = options.get("schedule") or Schedule()
     return (schedule.reduce_every or default) == "micro_batch"
 
 
 def compare(
-    rank: int,
-    world_size: int,
-    make_model: Callable[[], nn.Module],
-    settings: Iterable[dict[str, Any]] = STAGES,
-    loss_fn: Loss = mean_square,
-    optimizer_factory: Callable[..., torch.optim.Optimizer] = adamw,
-    make_batch: Callable[[torch.Generator], Any] = float_batch,
-    num_steps: int = 2,
-    num_micro_batches: int = 1,
-    num_replicas: int = 1,
-    drawn: Callable[[int, int], Steps] | None = None,
-) -> None:
+    rank,
+    world_size,
+    make_model,
+    settings=STAGES,
+    loss_fn=mean_square,
+    optimizer_factory=adamw,
+    make_batch=float_batch,
+    num_steps=2,
+    num_micro_batches=1,
+    num_replicas=1,
+    drawn=None,
+):
     """Check that every setting takes the oracle's steps; raise one error with all that do not.
 
     In the second step units are gathered in the order that the first one showed.
@@ -270,7 +245,7 @@ def compare(
         steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
     else:
         steps = drawn(world_size, num_micro_batches)
-    truths: dict[bool, Trained] = {}
+    truths = {}
     failures = []
     for options in settings:
         each = reduces_each_micro_batch(options) and num_micro_batches > 1
@@ -293,19 +268,19 @@ def compare(
     assert not failures, "\n".join(failures)
 
 
-def events_of(model: nn.Module) -> list[tuple[str, str, int]]:
+def events_of(model):
     """Start recording the model's collectives; the list that comes back grows as they are sent."""
-    events: list[tuple[str, str, int]] = []
+    events = []
     engine_of(model).comm.traffic.events = events
     return events
 
 
 @contextmanager
-def logged(name: str = "shardwise", level: int | None = None) -> Iterator[list[str]]:
+def logged(name="shardwise", level=None):
     """Collect what a logger is told, at a level of its own or at the one that it has."""
-    texts: list[str] = []
+    texts = []
     log, handler = logging.getLogger(name), logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())
     before = log.level
     log.addHandler(handler)
     log.setLevel(before if level is None else level)

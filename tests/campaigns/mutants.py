@@ -25,7 +25,7 @@ TESTS = {  # the tests that should find a defect of a room, the quickest first
     "comm": [
         "engine/test_scenarios.py",
         "test_traffic_memory.py",
-        "engine/test_encoded_gathers.py",
+        "engine/test_encodings.py",
     ],
     "tensor": ["test_shard_tensor.py", "test_shard_tensor_sweep.py", "engine/test_scenarios.py"],
     "unit": ["engine/test_scenarios.py", "test_traffic_memory.py", "engine/test_stream_order.py"],

@@ -6,11 +6,9 @@ compares with those where DeepSpeed is installed.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,14 +29,14 @@ class ZeroStageEnum(IntEnum):
 class LossScaler:
     """The name under which the loss scale is pickled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.cur_scale, self.dynamic = 1.0, False
 
 
 class fragment_address:  # noqa: N801 - DeepSpeed's own name
     """The name under which DeepSpeed pickles a range."""
 
-    def __init__(self, numel: int, start: int) -> None:
+    def __init__(self, numel, start):
         self.numel, self.start = numel, start
 
 
@@ -50,7 +48,7 @@ _HOMES = {
 
 
 @contextmanager
-def deepspeed_names() -> Iterator[None]:
+def deepspeed_names():
     """Let the classes above be pickled as if they were DeepSpeed's."""
     parts = [home.split(".") for home in _HOMES.values()]
     modules = {".".join(p[:n]) for p in parts for n in range(1, len(p) + 1)}
@@ -81,10 +79,10 @@ class Run:
     client: dict[str, Any] = field(default_factory=lambda: {"note": "hello", "n": [1, 2.5]})
 
 
-def make_run(dtype: torch.dtype = torch.bfloat16) -> Run:
+def make_run(dtype=torch.bfloat16):
     """Return a run with uneven sizes, a frozen and a tied parameter, buffers and two groups."""
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(shape)
 
     groups = [
@@ -106,7 +104,7 @@ def make_run(dtype: torch.dtype = torch.bfloat16) -> Run:
     )
 
 
-def write(folder: Path, run: Run, stage: int, world: int, tag: str = "step7") -> Path:
+def write(folder, run, stage, world, tag="step7"):
     """Write all files of a tag, and ``latest``; return the tag's folder."""
     home = folder / tag
     home.mkdir(parents=True)
@@ -124,9 +122,9 @@ def write(folder: Path, run: Run, stage: int, world: int, tag: str = "step7") ->
     return home
 
 
-def _model(run: Run, stage: int, world: int, rank: int) -> dict[str, Any]:
+def _model(run, stage, world, rank):
     trained = {name: tensor for group in run.groups for name, tensor in group.items()}
-    module: Any = OrderedDict(run.buffers)
+    module = OrderedDict(run.buffers)
     for name, tensor in {**trained, **run.frozen}.items():
         half = tensor.to(torch.bfloat16)
         module[name] = half.flatten()[:0] if stage == 3 else half
@@ -161,7 +159,7 @@ def _model(run: Run, stage: int, world: int, rank: int) -> dict[str, Any]:
     }
 
 
-def _stage12(run: Run, stage: int, world: int, rank: int) -> dict[str, Any]:
+def _stage12(run, stage, world, rank):
     masters, states, slices, paddings = [], {}, [], []
     for number, group in enumerate(run.groups):
         numel = sum(tensor.numel() for tensor in group.values())
@@ -188,7 +186,7 @@ def _stage12(run: Run, stage: int, world: int, rank: int) -> dict[str, Any]:
     }
 
 
-def _stage3(run: Run, stage: int, world: int, rank: int) -> dict[str, Any]:
+def _stage3(run, stage, world, rank):
     units = _sub_groups(run)
     masters = [torch.cat([_share(t, world, rank) for t in unit.values()]) for unit in units]
     states = {}
@@ -209,21 +207,21 @@ def _stage3(run: Run, stage: int, world: int, rank: int) -> dict[str, Any]:
     }
 
 
-def _state(run: Run, parts: Named) -> dict[str, Any]:
+def _state(run, parts):
     if run.step is None:  # before the optimizer's first step
         return {}
     step = torch.tensor(run.step) if isinstance(run.step, float) else run.step
     return {"step": step, **parts}
 
 
-def _options(numbers: list[list[int]]) -> list[dict[str, Any]]:
+def _options(numbers):
     return [
         {"lr": 0.5, "betas": (0.9, 0.999), "weight_decay": 0.1 * i, "params": params}
         for i, params in enumerate(numbers)
     ]
 
 
-def _numbers(run: Run) -> list[list[int]]:
+def _numbers(run):
     """Return the numbers of each group's sub-groups."""
     numbers, at = [], 0
     for group in run.groups:
@@ -232,7 +230,7 @@ def _numbers(run: Run) -> list[list[int]]:
     return numbers
 
 
-def _sub_groups(run: Run) -> list[Named]:
+def _sub_groups(run):
     """Two parameters to a sub-group."""
     units = []
     for group in run.groups:
@@ -241,17 +239,17 @@ def _sub_groups(run: Run) -> list[Named]:
     return units
 
 
-def _share(tensor: torch.Tensor, world: int, rank: int) -> torch.Tensor:
+def _share(tensor, world, rank):
     share = -(-tensor.numel() // world)
     return _padded([tensor], share * world)[rank * share : (rank + 1) * share].clone()
 
 
-def _padded(tensors: Any, numel: int) -> torch.Tensor:
+def _padded(tensors, numel):
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     return torch.cat([flat, torch.zeros(numel - flat.numel(), dtype=flat.dtype)])
 
 
-def _addresses(group: Named, lo: int, hi: int) -> Iterator[tuple[str, fragment_address]]:
+def _addresses(group, lo, hi):
     at = 0
     for name, tensor in group.items():
         begin, end = max(at, lo), min(at + tensor.numel(), hi)

@@ -1,63 +1,55 @@
 """A checkpoint in memory for tests, which counts what is read of it."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from shardwise.checkpoint.container import dtype_name
-from shardwise.checkpoint.source import Kind, OptimizerInfo, Source, TensorInfo
+from shardwise.checkpoint.source import TensorInfo
 
 
 class MemorySource:
     """A `Source` of given tensors; they are read in the order in which they were added."""
 
-    def __init__(
-        self,
-        params: Mapping[str, torch.Tensor] | None = None,
-        *,
-        tied: Mapping[str, str] | None = None,
-        optimizer: OptimizerInfo | None = None,
-    ) -> None:
+    def __init__(self, params=None, *, tied=None, optimizer=None):
         self.where = "memory"
-        self.tensors: list[TensorInfo] = []
-        self.step: int | None = None
+        self.tensors = []
+        self.step = None
         self.optimizer = optimizer
-        self.extra: Mapping[str, Any] = {}
-        self.left_out: list[str] = []
+        self.extra = {}
+        self.left_out = []
         self.tied = dict(tied or {})
         self.largest_read_bytes = 0
         self.total_read_bytes = 0
-        self._data: dict[str, torch.Tensor] = {}
+        self._data = {}
         for name, tensor in (params or {}).items():
             self.add("param", name, tensor)
 
-    def add(self, kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> None:
+    def add(self, kind, name, tensor, state=""):
         dtype = dtype_name(tensor.dtype, name)
         info = TensorInfo(kind, name, dtype, tuple(tensor.shape), state)
         self.tensors.append(info)
         self._data[info.key] = tensor.detach().flatten()
 
-    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+    def read(self, tensor, lo, hi):
         piece = self._data[tensor.key][lo:hi].clone()
         self.largest_read_bytes = max(self.largest_read_bytes, piece.nbytes)
         self.total_read_bytes += piece.nbytes
         return piece
 
 
-def whole_tensors(source: Source) -> dict[str, torch.Tensor]:
+def whole_tensors(source):
     return {t.key: source.read(t, 0, t.numel).view(t.shape) for t in source.tensors}
 
 
-def infos_of(source: Source) -> dict[tuple[str, str], TensorInfo]:
+def infos_of(source):
     """Return the tensors by (name, state); each is there once."""
     infos = {(info.name, info.state): info for info in source.tensors}
     assert len(infos) == len(source.tensors)
     return infos
 
 
-def check_slices(source: Source, info: TensorInfo, expected: torch.Tensor) -> None:
+def check_slices(source, info, expected):
     flat = expected.reshape(-1)
     assert info.shape == tuple(expected.shape)
     for lo in range(0, flat.numel() + 1, 3):
@@ -70,23 +62,23 @@ def check_slices(source: Source, info: TensorInfo, expected: torch.Tensor) -> No
 class Command:
     """Runs a shell command when it is unpickled."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command):
         self.command = command
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, (self.command,)
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+def bits(tensor):
     flat = tensor.detach().flatten()
     return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()
 
 
-def all_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def all_bits(tensors):
     return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
-def odd_tensors() -> dict[str, torch.Tensor]:
+def odd_tensors():
     """Many dtypes and shapes; small elements first, so that offsets would not be aligned."""
     nan = torch.tensor([float("nan"), -0.0, float("inf")])
     return {

@@ -1,8 +1,5 @@
 """Folders that dcp.save wrote: every element comes back, under its right name."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,24 +18,23 @@ from shardwise.convert.dcp import open_dcp
 from shardwise.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-Full = dict[str, torch.Tensor]
 
 
 class Net(torch.nn.Module):
     """Uneven on 2 and 3 ranks, with a buffer of each kind and a frozen parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(5, 7)
         self.norm = torch.nn.BatchNorm1d(7)
         self.last = torch.nn.Linear(7, 1, bias=False)
         self.frozen = torch.nn.Parameter(torch.randn(4, 2), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.last(self.norm(self.first(x))) + self.frozen.sum()
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train(model, optimizer):
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         model(torch.randn(6, 5, generator=generator)).pow(2).mean().backward()
@@ -46,7 +42,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model):
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.5},
@@ -55,12 +51,12 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.125)
 
 
-def full(value: Any) -> torch.Tensor:
+def full(value):
     tensor = value.full_tensor() if isinstance(value, DTensor) else value
     return tensor.detach().clone()
 
 
-def save_fsdp(rank: int, world: int, folder: str, layout: str) -> tuple[Full, dict[str, Full]]:
+def save_fsdp(rank, world, folder, layout):
     """Save an FSDP2 model and its AdamW; return all of its tensors, gathered."""
     model = Net()
     for module in (model.first, model.last, model):
@@ -78,7 +74,7 @@ def save_fsdp(rank: int, world: int, folder: str, layout: str) -> tuple[Full, di
     return {name: full(value) for name, value in weights.items()}, moments
 
 
-def layouts(weights: Any, states: Any) -> dict[str, Any]:
+def layouts(weights, states):
     extra = {"sampler": {"epoch": 3, "seeds": [1, 2], "rng": torch.arange(3)}, "tag": ("a", None)}
     return {
         "nested": {"model": weights, "optim": states, "user": extra},
@@ -122,7 +118,7 @@ def test_fsdp_checkpoints_come_back_element_by_element(world, layout, tmp_path):
     assert set(source.extra) == {"user"}
 
 
-def save_cut(rank: int, world: int, folder: str) -> None:
+def save_cut(rank, world, folder):
     mesh = init_device_mesh("cpu", (world,))
     columns = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, [Shard(1)])
     same = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Replicate()])
@@ -138,7 +134,7 @@ def test_tensors_cut_by_columns_or_replicated_are_put_together(world, tmp_path):
     check_slices(source, infos["same", ""], torch.arange(6).view(2, 3))
 
 
-def save(folder: Path, state: Any) -> Path:
+def save(folder, state):
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
 

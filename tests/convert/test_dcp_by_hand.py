@@ -2,11 +2,8 @@
 
 import datetime
 import pickle
-from collections.abc import Callable
 from itertools import pairwise
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +17,8 @@ from convert.sources import Command
 from shardwise.convert.dcp import open_dcp
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-
-def write(folder: Path, tensor: torch.Tensor, boxes: list[Box]) -> names.Metadata:
+def write(folder, tensor, boxes):
     """Write one tensor cut into boxes (offsets, lengths); return the table, not yet saved."""
     folder.mkdir(parents=True, exist_ok=True)
     storage, at = {}, 0
@@ -40,13 +35,13 @@ def write(folder: Path, tensor: torch.Tensor, boxes: list[Box]) -> names.Metadat
     return names.Metadata({"w": entry}, {"w": ("w",)}, storage, names.StorageMeta())
 
 
-def put(folder: Path, table: Any) -> Path:
+def put(folder, table):
     (folder / ".metadata").write_bytes(pickle.dumps(table))
     return folder
 
 
-def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
-    def pairs(inner: set[int]) -> list[tuple[int, int]]:
+def cuts(size):
+    def pairs(inner):
         borders = [0, *sorted(inner), size]
         return [(a, b - a) for a, b in pairwise(borders)]
 
@@ -57,7 +52,7 @@ def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 
 @given(st.data(), st.lists(st.integers(1, 5), max_size=3))
 def test_any_grid_of_boxes_gives_every_slice(tmp_path_factory, data, shape):
-    boxes: list[Box] = [((), ())]
+    boxes = [((), ())]
     for size in shape:
         sides = data.draw(cuts(size))
         boxes = [((*o, a), (*n, b)) for o, n in boxes for a, b in sides]
@@ -69,21 +64,21 @@ def test_any_grid_of_boxes_gives_every_slice(tmp_path_factory, data, shape):
     assert source.read(source.tensors[0], lo, hi).tolist() == list(range(lo, hi))
 
 
-HALVES: list[Box] = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+HALVES = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
 W = torch.arange(12.0).view(4, 3)
 
 
-def set_info(folder: Path, table: names.Metadata, **fields: Any) -> None:
+def set_info(folder, table, **fields):
     key = names.MetadataIndex("w", torch.Size((2, 0)))
     table.storage_data[key] = _StorageInfo(**{**vars(table.storage_data[key]), **fields})
 
 
-def set_chunk(table: names.Metadata, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+def set_chunk(table, offsets, lengths):
     chunk = names.ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
     table.state_dict_metadata["w"].chunks[1] = chunk
 
 
-def link(folder: Path, table: names.Metadata) -> None:
+def link(folder, table):
     (folder / "__0_0.distcp").rename(folder / "real")
     (folder / "__0_0.distcp").symlink_to("real")
 
@@ -91,7 +86,7 @@ def link(folder: Path, table: names.Metadata) -> None:
 PATHS = ("../x", "/etc/passwd", "..", "a/b", "", "a\0b", "\ud800", "a" * 256)
 LONG = torch.Size([1] * 99)
 # What is wrong: how to make it so, the error, its message.
-LIES: dict[str, tuple[Callable[[Path, names.Metadata], object], type[Exception], str]] = {
+LIES = {
     **{
         f"path {path!r}": (
             lambda f, t, path=path: set_info(f, t, relative_path=path),
@@ -194,7 +189,7 @@ def test_code_in_a_folder_is_refused_and_never_runs(where, tmp_path):
     assert not marker.exists()
 
 
-def add_value(folder: Path, made: names.Metadata, path: tuple[str | int, ...], value: Any) -> None:
+def add_value(folder, made, path, value):
     key = ".".join(map(str, path))
     with open(folder / f"of {key}", "wb") as file:
         torch.save(value, file)

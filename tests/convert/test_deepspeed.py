@@ -2,14 +2,13 @@
 
 import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from convert import fake_deepspeed
-from convert.fake_deepspeed import STATES, Run, make_run, write
+from convert.fake_deepspeed import STATES, make_run, write
 from convert.sources import Command, check_slices, infos_of
 from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -17,7 +16,7 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 ALL = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)]
 
 
-def expected_tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
+def expected_tensors(run):
     trained = {name: tensor for group in run.groups for name, tensor in group.items()}
     expected = {(n, ""): t for n, t in {**trained, **run.frozen, **run.buffers}.items()}
     if run.step is not None:
@@ -196,18 +195,18 @@ def test_what_is_not_read_is_refused_in_words(name, message, tmp_path):
         open_deepspeed(home)
 
 
-def edit(path: Path, change: Any) -> None:
+def edit(path, change):
     with fake_deepspeed.deepspeed_names():
         saved = torch.load(path, weights_only=False)
         change(saved)
         torch.save(saved, path)
 
 
-def optim(saved: Any) -> Any:
+def optim(saved):
     return saved["optimizer_state_dict"]
 
 
-LIES: list[tuple[str, Any, str]] = [
+LIES = [
     ("optim", lambda s: optim(s).update(zero_stage=9), "ZeRO stage 9"),
     ("optim", lambda s: optim(s).update(partition_count=[5, 5]), r"cut into \[5\] parts"),
     ("optim", lambda s: optim(s).update(base_optimizer_state=[]), "elastic_checkpoint"),
@@ -253,7 +252,7 @@ def test_code_in_a_file_is_refused_and_never_runs(place, tmp_path):
     home = write(tmp_path, make_run(), 3, 2)
     path = sorted(home.glob("*optim_states.pt" if place == "optim" else "*model_states.pt"))[0]
 
-    def change(saved: Any) -> None:
+    def change(saved):
         (saved if place == "optim" else saved["module"])["evil"] = Command(f"touch {marker}")
 
     edit(path, change)

@@ -5,9 +5,6 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize("max_shard_bytes", [1, 60, 10**9])
 def test_what_is_exported_comes_back_to_the_bit(tmp_path, max_shard_bytes):
     tensors = odd_tensors()
-    told: list[int] = []
+    told = []
     done = export_huggingface(
         MemorySource(tensors),
         tmp_path / "out",
@@ -88,7 +85,7 @@ def test_one_piece_of_a_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_PIECE_BYTES", 4096)
     tensors = {"big": torch.randn(100, 1001), "small": torch.randn(7).double()}
     source = MemorySource(tensors)
-    told: list[int] = []
+    told = []
     export_huggingface(source, tmp_path / "out", files=FILES, progress=told.append)
     assert source.largest_read_bytes == 4096
     assert source.total_read_bytes == sum(t.nbytes for t in tensors.values())
@@ -181,7 +178,7 @@ def test_a_source_without_parameters_is_refused(tmp_path):
 
 def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path):
     class Full(Files):
-        def free_bytes(self, path: Path) -> int:
+        def free_bytes(self, path):
             return 7
 
     source = MemorySource({"w": torch.ones(2)})
@@ -197,7 +194,7 @@ def test_an_export_that_fails_anywhere_leaves_nothing_or_all(tmp_path, error):
     for n in range(100):
         target, count, failed = tmp_path / str(n) / "out", itertools.count(), True
 
-        def fail(n: int = n, count: Iterator[int] = count) -> None:
+        def fail(n=n, count=count):
             if next(count) == n:
                 raise error(errno.EIO, "I/O error")
 
@@ -223,7 +220,7 @@ def test_an_export_that_fails_anywhere_leaves_nothing_or_all(tmp_path, error):
 
 def test_a_damaged_source_leaves_no_export(tmp_path):
     class Damaged(MemorySource):
-        def read(self, tensor: Any, lo: int, hi: int) -> torch.Tensor:
+        def read(self, tensor, lo, hi):
             if tensor.name == "b":
                 raise DamagedCheckpoint("b")
             return super().read(tensor, lo, hi)
@@ -241,7 +238,7 @@ def test_a_damaged_source_leaves_no_export(tmp_path):
 # -- transformers ---------------------------------------------------------------------------------
 
 
-def llama(*, tied: bool = False) -> Any:
+def llama(*, tied=False):
     transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
     config = transformers.LlamaConfig(
         vocab_size=61,
@@ -256,7 +253,7 @@ def llama(*, tied: bool = False) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def source_of(model: nn.Module) -> MemorySource:
+def source_of(model):
     """Take parameters once and the further names of shared ones as tied, as a checkpoint does."""
     params = dict(model.named_parameters())
     first = {id(p): name for name, p in params.items()}
@@ -266,7 +263,7 @@ def source_of(model: nn.Module) -> MemorySource:
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     return model(IDS).logits
 
 
@@ -401,18 +398,18 @@ def test_a_config_from_elsewhere_or_beyond_all_sizes_is_not_copied(tmp_path):
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 11)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.head(self.norm(self.embed(ids)))
 
 
-def trained(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(seed, num_steps):
     torch.manual_seed(seed)
     model = Tied()
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
@@ -423,14 +420,14 @@ def trained(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+def take_steps(model, optimizer, num_steps):
     for step in range(num_steps):
         model((torch.arange(7) + step) % 11).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def source_with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemorySource:
+def source_with_optimizer(model, optimizer):
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [
         {**group, "params": [names[id(p)] for p in group["params"]]}
@@ -447,7 +444,7 @@ def source_with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return source
 
 
-def load_dcp(nested: dict[str, Any], folder: Path) -> None:
+def load_dcp(nested, folder):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(nested, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
@@ -480,13 +477,13 @@ def test_a_plain_script_resumes_from_the_dcp_export_to_the_bit(tmp_path):
 def test_weights_alone_and_values_of_the_state_that_are_no_tensors(tmp_path):
     source = MemorySource({"w": torch.arange(6.0).view(2, 3)})
     export_dcp(source, tmp_path / "weights")
-    nested: dict[str, Any] = {"model": {"w": torch.zeros(2, 3)}}
+    nested = {"model": {"w": torch.zeros(2, 3)}}
     load_dcp(nested, tmp_path / "weights")
     assert torch.equal(nested["model"]["w"], torch.arange(6.0).view(2, 3))
     group = {"params": ["w"], "lr": 0.25}
     source.optimizer = OptimizerInfo("Own", (group,), {"w": {"step": 12, "name": "x"}})
     export_dcp(source, tmp_path / "both")
-    wanted: dict[str, Any] = {
+    wanted = {
         "optim": {
             "state": {"w": {"step": 0, "name": ""}},
             "param_groups": [{"params": ["?"], "lr": 0.0}],
@@ -497,7 +494,7 @@ def test_weights_alone_and_values_of_the_state_that_are_no_tensors(tmp_path):
 
 
 def test_a_failure_inside_torch_is_an_error_of_ours_and_leaves_nothing(tmp_path, monkeypatch):
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ pytestmark = [
 class Net(torch.nn.Module):
     """Uneven sizes; a frozen, a tied, and a parameter of one element; two kinds of buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.emb = torch.nn.Embedding(11, 6)
         self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
@@ -36,13 +35,13 @@ class Net(torch.nn.Module):
         self.register_buffer("running", torch.zeros(6))
         self.register_buffer("table", torch.arange(7))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.body(self.frozen(self.emb(x))) * self.scale
         self.running += hidden.detach().mean(0) * 0.1
         return self.head(hidden)
 
 
-def save(rank: int, world: int, folder: str, stage: int, bf16: bool) -> dict[tuple[str, str], Any]:
+def save(rank, world, folder, stage, bf16):
     """Train three steps, save, and return all tensors as DeepSpeed itself gathers them."""
     warnings.simplefilter("ignore")  # not ours
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank))
@@ -51,7 +50,7 @@ def save(rank: int, world: int, folder: str, stage: int, bf16: bool) -> dict[tup
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     backend = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]  # it would be compiled first
+    backend.build_shm_op = lambda: None  # it would be compiled first
     deepspeed.init_distributed("gloo", verbose=False)
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -76,7 +75,7 @@ def save(rank: int, world: int, folder: str, stage: int, bf16: bool) -> dict[tup
     if stage < 3:  # torch's AdamW makes its states later than DeepSpeed looks for them
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found: dict[tuple[str, str], Any] = {}
+    found = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             found[name, ""] = safe_get_full_fp32_param(parameter).clone()

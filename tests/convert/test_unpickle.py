@@ -7,7 +7,6 @@ import struct
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ SCALARS = (
 KEYS = SCALARS | st.tuples(SCALARS, SCALARS)
 
 
-def values(sets: bool) -> st.SearchStrategy[Any]:
+def values(sets):
     return st.recursive(
         SCALARS,
         lambda inner: (
@@ -56,14 +55,14 @@ def test_plain_values_come_back_as_they_were(case):
 class Runs:
     """Pickles as a call of any function."""
 
-    def __init__(self, *call: Any) -> None:
+    def __init__(self, *call):
         self.call = call
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call[0], self.call[1:]
 
 
-def hostile_pickles(marker: Path) -> dict[str, bytes]:
+def hostile_pickles(marker):
     command = f"touch {marker}"
     text = command.encode()
     short = b"\x8c" + bytes([len(text)]) + text
@@ -101,8 +100,8 @@ def test_allowed_names_are_described_and_not_made():
     assert info.name == "zipfile.ZipInfo"
 
 
-def nested(depth: int) -> tuple[Any, ...]:
-    value: tuple[Any, ...] = ()
+def nested(depth):
+    value = ()
     for _ in range(depth):
         value = (value, value)
     return value
@@ -167,12 +166,12 @@ def test_counters_and_numbers_of_numpy_come_back(tmp_path):
 
 
 def test_many_large_keys_of_different_hashes_are_read():
-    value: dict[Any, int] = {(n, "a"): n for n in range(5000)} | {n << 61: n for n in range(5000)}
+    value = {(n, "a"): n for n in range(5000)} | {n << 61: n for n in range(5000)}
     assert read_pickle(pickle.dumps(value), "f", PLAIN) == value
 
 
 def test_a_tree_that_holds_one_branch_a_million_times_is_not_walked(tmp_path):
-    value: list[Any] = []
+    value = []
     for _ in range(40):
         value = [value, value]
     torch.save(value, tmp_path / "f.pt")
@@ -204,7 +203,7 @@ def test_a_pickle_that_was_cut_short_is_refused(length):
         read_pickle(SAMPLE[:length], "f", PLAIN)
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     base = torch.arange(60, dtype=torch.float32)
     floats = (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
     ints = (

@@ -2,12 +2,11 @@
 
 import gc
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from test_overlap import assert_same
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -39,19 +38,19 @@ class Around(nn.Module):
 
     reentrant = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(self.make_block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, 5)
 
-    def make_block(self) -> nn.Module:
+    def make_block(self):
         return Block()
 
-    def run(self, number: int, x: Tensor) -> Any:
+    def run(self, number, x):
         return checkpoint(self.blocks[number], x, use_reentrant=self.reentrant)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         for number in range(NUM_BLOCKS):
             x = self.run(number, x)
@@ -66,13 +65,13 @@ class Inside(Around):
     """A checkpoint inside each block's forward, as in transformers."""
 
     class Inner(Block):
-        def forward(self, x: Tensor) -> Any:
+        def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    def make_block(self) -> nn.Module:
+    def make_block(self):
         return self.Inner()
 
-    def run(self, number: int, x: Tensor) -> Any:
+    def run(self, number, x):
         return self.blocks[number](x)
 
 
@@ -81,10 +80,10 @@ class Wrapped(Inside):
 
     impl = CheckpointImpl.NO_REENTRANT
 
-    def make_block(self) -> nn.Module:
+    def make_block(self):
         return Block()
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         apply_activation_checkpointing(
             self,
@@ -100,8 +99,8 @@ class WrappedReentrant(Wrapped):
 class Nested(Around):
     """A checkpoint around two blocks, each in one of its own."""
 
-    def run(self, number: int, x: Tensor) -> Any:
-        def two(x: Tensor) -> Any:
+    def run(self, number, x):
+        def two(x):
             for each in (number, number - 1):
                 x = checkpoint(self.blocks[each], x, use_reentrant=False)
             return x
@@ -110,7 +109,7 @@ class Nested(Around):
 
 
 KINDS = [Around, AroundReentrant, Inside, Wrapped, WrappedReentrant, Nested]
-HOW: list[dict[str, Any]] = [
+HOW = [
     {"stage": 3},
     {"stage": 1, "precision": "bf16"},
     {"stage": 2, "layout": "flat"},
@@ -118,21 +117,21 @@ HOW: list[dict[str, Any]] = [
 ]
 
 
-def made(kind: Any, offload: Any, **options: Any) -> Any:
+def made(kind, offload, **options):
     torch.manual_seed(0)
     return shard(kind(), offload=offload, **options)
 
 
-def batch(number: int, rows: int = ROWS) -> Tensor:
+def batch(number, rows=ROWS):
     return torch.linspace(-1, number + 1, rows * WIDTH).view(rows, WIDTH)
 
 
-def loss_of(model: Any, number: int = 0, rows: int = ROWS) -> Tensor:
-    loss: Tensor = model(batch(number, rows)).float().square().mean()
+def loss_of(model, number=0, rows=ROWS):
+    loss = model(batch(number, rows)).float().square().mean()
     return loss
 
 
-def train(model: Any, steps: int = 3, micro_batches: int = 2) -> list[Tensor]:
+def train(model, steps=3, micro_batches=2):
     """Return losses, gradients and parameters; every other step is a sum of losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     found = []
@@ -153,7 +152,7 @@ def train(model: Any, steps: int = 3, micro_batches: int = 2) -> list[Tensor]:
     return found + [p.full_tensor().detach().clone() for p in model.parameters()]
 
 
-def slots_of(model: Any) -> tuple[int, int, int]:
+def slots_of(model):
     """Return how many slots were ever made, how many are free now, and the bytes of all."""
     pool = engine_of(model).activations.pool
     return pool.num_made, pool.num_free, pool.num_bytes
@@ -175,11 +174,11 @@ def test_training_has_the_bits_of_training_with_inputs_on_the_device():
 @on_ranks(1)
 def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
     """All inputs but the last block's go; no step after the first takes more memory."""
-    model: Any = made(Around, AWAY)
+    model = made(Around, AWAY)
     assert "host memory so far" in str(describe(model)) and describe(model).activation_bytes == 0
-    inputs: list[StorageWeakRef] = []
+    inputs = []
 
-    def note(block: Any, args: Any) -> None:
+    def note(block, args):
         if not torch._C._current_graph_task_id() + 1:
             inputs.append(StorageWeakRef(args[0].untyped_storage()))
 
@@ -203,18 +202,18 @@ def test_all_inputs_but_the_last_are_in_host_memory_that_is_taken_once():
 @on_ranks(1)
 def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
     """While a block is computed again, its input and that of the block before it are there."""
-    model: Any = made(Around, AWAY)
-    fetched: list[StorageWeakRef] = []
-    alive: list[int] = []
+    model = made(Around, AWAY)
+    fetched = []
+    alive = []
     start = _Input.start_fetch
 
-    def noting(self: _Input) -> None:
+    def noting(self):
         before = self._fetched
         start(self)
         if self._fetched is not before and self._fetched is not None:
             fetched.append(StorageWeakRef(self._fetched[0].untyped_storage()))
 
-    def note(*_: Any) -> None:
+    def note(*_):
         if torch._C._current_graph_task_id() != -1:
             alive.append(sum(not each.expired() for each in fetched))
 
@@ -230,7 +229,7 @@ def test_two_inputs_are_on_the_device_while_a_block_is_computed_again():
 @on_ranks(1)
 def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else():
     """Shorter inputs use the slots that there are; longer ones take their place."""
-    model: Any = made(Around, AWAY)
+    model = made(Around, AWAY)
     for rows, num_made, most in ((3, 1, 3), (2, 1, 3), (4, 2, 4), (1, 2, 4), (4, 2, 4)):
         loss_of(model, rows=rows).backward()
         num = NUM_BLOCKS - 1
@@ -240,16 +239,16 @@ def test_slots_grow_with_the_longest_inputs_and_hold_nothing_else():
 class Staying(Around):
     """What more than one takes, what has no graph, and views of parameters; all by position."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.queries = nn.Parameter(torch.ones(2 * ROWS, WIDTH))
         self.mask = nn.Buffer(torch.ones(ROWS, WIDTH))
 
-    def run(self, number: int, *args: Tensor) -> Any:
+    def run(self, number, *args):
         block = self.blocks[number]
         return checkpoint(lambda *args: block(sum(args)), *args, use_reentrant=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         saved = torch.tanh(x)  # by its own operation too
         held, held_bits = self.queries[:ROWS], x.expand(2, ROWS, WIDTH)[0]
@@ -276,7 +275,7 @@ class Changing(Around):
 
     which, after = 1, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         inputs = []
         for number in range(NUM_BLOCKS):
@@ -308,7 +307,7 @@ def test_other_saved_tensors_that_are_changed_in_place_are_noticed():
     """What is no checkpoint's is checked as torch checks it."""
 
     class Changed(Around):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = torch.tanh(super().forward(x))
             x.detach().add_(1)
             return x
@@ -318,7 +317,7 @@ def test_other_saved_tensors_that_are_changed_in_place_are_noticed():
             loss_of(made(Changed, offload)).backward()
 
 
-def interrupt(*_: Any) -> None:
+def interrupt(*_):
     raise KeyboardInterrupt
 
 
@@ -326,7 +325,7 @@ def interrupt(*_: Any) -> None:
 def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
     """Nothing is moved or hooked without gradients, after errors, or where others' hooks are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    seen: list[Any] = []
+    seen = []
     model = made(Around, AWAY)
     handle = model.head.register_forward_pre_hook(lambda *_: seen.append(hooks(True)))
     with torch.no_grad():
@@ -360,7 +359,7 @@ def test_passes_that_do_not_train_or_fail_leave_nothing_behind():
 @on_ranks(1)
 def test_a_model_without_checkpoints_is_told_so_once():
     class Plain(Inside):
-        def make_block(self) -> nn.Module:
+        def make_block(self):
             return Block()
 
     with logged() as texts:
@@ -401,7 +400,7 @@ def test_fully_shard_takes_them_as_an_offload_policy():
         runs = []
         for policy in (None, AWAY, CPUOffloadPolicy(), whole):
             torch.manual_seed(0)
-            model: Any = kind()
+            model = kind()
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model, **({} if policy is None else {"offload_policy": policy}))
@@ -431,7 +430,7 @@ def test_micro_batches_in_flight_have_a_place_each():
     """GPipe runs all forward passes first; each has its own place on the host."""
     runs = []
     for offload in (None, AWAY):
-        model: Any = made(Around, offload)
+        model = made(Around, offload)
         schedule = ScheduleGPipe(
             PipelineStage(model, 0, 1, torch.device("cpu")),
             3,
@@ -445,7 +444,7 @@ def test_micro_batches_in_flight_have_a_place_each():
     assert slots_of(model) == (*[3 * (NUM_BLOCKS - 1)] * 2, 3 * ALL_BUT_THE_LAST)
 
 
-def of_transformers(rank: int, world_size: int) -> None:
+def of_transformers(rank, world_size):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32}
@@ -455,7 +454,7 @@ def of_transformers(rank: int, world_size: int) -> None:
         runs = []
         for offload in (None, AWAY):
             torch.manual_seed(0)
-            model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
             name = "activation_checkpointing_enable"  # and of transformers 4 the other
             enable = getattr(model, name, model.gradient_checkpointing_enable)
             enable({"use_reentrant": reentrant})

@@ -1,15 +1,13 @@
 """Ranks that were not started alike are all told so, with the first difference, at the start."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Stack
@@ -26,17 +24,17 @@ from shardwise.errors import ConfigError
 class Meeting:
     """Rows of ranks that are threads of this process."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.rows: list[bytes] = [b""] * num_ranks
+    def __init__(self, num_ranks):
+        self.rows = [b""] * num_ranks
         self.barrier = threading.Barrier(num_ranks, timeout=HANG_S)
         self.num_sent = 0
 
 
 class ThreadControl:
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting, rank):
         self.meeting, self.rank, self.num_ranks = meeting, rank, len(meeting.rows)
 
-    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
+    def exchange(self, row, about=""):
         self.meeting.rows[self.rank] = row
         self.meeting.barrier.wait()
         rows = list(self.meeting.rows)
@@ -46,10 +44,10 @@ class ThreadControl:
         assert len({len(r) for r in rows}) == 1
         return rows
 
-    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+    def exchange_after(self, work, row_bytes):
         return self.exchange(work())
 
-    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+    def broadcast(self, data, source=0):
         self.meeting.rows[self.rank] = data
         self.meeting.barrier.wait()
         found = self.meeting.rows[0]
@@ -57,12 +55,12 @@ class ThreadControl:
         return found
 
 
-def differences(facts: list[list[str]]) -> tuple[list[str | None], int]:
+def differences(facts):
     """Return what each rank is told, and the number of exchanges."""
     meeting = Meeting(len(facts))
-    found: list[Any] = ["not told"] * len(facts)
+    found = ["not told"] * len(facts)
 
-    def run(rank: int) -> None:
+    def run(rank):
         found[rank] = find_difference(ThreadControl(meeting, rank), facts[rank], "facts")
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(facts))]
@@ -94,7 +92,7 @@ def test_all_ranks_are_told_the_same_and_only_where_they_differ(facts):
     assert told.encode(errors="strict")  # no half character
 
 
-def _first(lines: list[str], of_rank_0: list[str]) -> int:
+def _first(lines, of_rank_0):
     for index, (line, expected) in enumerate(zip(lines, of_rank_0, strict=False)):
         if line != expected:
             return index
@@ -123,38 +121,38 @@ def test_one_rank_agrees_with_itself():
 class Bag(nn.Module):
     """Parameters and a buffer of given shapes, in a given order."""
 
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
+    def __init__(self, **shapes):
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         self.register_buffer("seen", torch.zeros(2))
 
 
-def _other_buffer() -> nn.Module:
+def _other_buffer():
     model = Bag(a=(3, 2), b=(4,))
     model.seen = torch.zeros(3)
     return model
 
 
-def _frozen() -> nn.Module:
+def _frozen():
     model = Bag(a=(3, 2), b=(4,))
     model.b.requires_grad_(False)
     return model
 
 
-def _tied(tied: bool) -> nn.Module:
+def _tied(tied):
     model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
     if tied:
         model["two"].weight = model["one"].weight
     return nn.Sequential(model)
 
 
-def _bag(**shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
+def _bag(**shapes):
     return lambda: Bag(**shapes)
 
 
-def _meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
+def _meta(make):
+    def made():
         with torch.device("meta"):
             return make()
 
@@ -164,7 +162,7 @@ def _meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 PLAIN = _bag(a=(3, 2), b=(4,))
 # What differs: model and settings of every rank but the last, those of the last rank, and what the
 # message must say of them.
-CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str, str]] = {
+CASES = {
     "stage": (PLAIN, {"stage": 3}, PLAIN, {"stage": 2}, "[stage=3]", "[stage=2]"),
     "layout": (PLAIN, {}, PLAIN, {"layout": "flat"}, "[layout=rows]", "[layout=flat]"),
     "precision": (PLAIN, {}, PLAIN, {"precision": "bf16"}, "param=None", "param=torch.bfloat16"),
@@ -222,7 +220,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str, str]] = {
 }
 
 
-def messages(rank: int, world_size: int, odd: int) -> dict[str, str]:
+def messages(rank, world_size, odd):
     """Return what this rank is told where one rank is odd, and check that nothing has changed."""
     found = {}
     for case, (make, settings, make_odd, odd_settings, _, _) in CASES.items():
@@ -257,7 +255,7 @@ def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(wo
         assert here in right and "Start every rank with the same" in right, told
 
 
-def different_versions(rank: int, world_size: int) -> str:
+def different_versions(rank, world_size):
     from shardwise.engine import agreement
 
     kept = torch.__version__, agreement.__version__
@@ -283,7 +281,7 @@ def test_other_versions_of_torch_and_of_shardwise_are_named():
     assert "rank 1 has [shardwise 9.9] where rank 0 has [shardwise " in told[0]
 
 
-def mesh_of_other_shape(rank: int, world_size: int) -> str:
+def mesh_of_other_shape(rank, world_size):
     one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ConfigError) as error:
@@ -306,7 +304,7 @@ def test_ranks_that_all_refuse_alike_say_only_why():
     assert told.startswith("stage=7: expected 0, 1, 2 or 3")
 
 
-def control_of(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
+def control_of(rank, world_size):
     """Exchange over two models' groups; also count the groups that torch knows of."""
     before = len(dist.distributed_c10d._world.pg_map)
     first, second = (engine_of(shard(PLAIN())).comm.control for _ in range(2))
@@ -324,7 +322,7 @@ def test_every_sharded_model_has_a_control_group_of_its_own(world_size, again):
         assert rows == expected and sent == b"\0" and num_groups == 0
 
 
-def control_beside_other_groups(rank: int, world_size: int) -> list[bytes]:
+def control_beside_other_groups(rank, world_size):
     """The user has a group without this rank, and data parallelism is one axis of the mesh."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -337,7 +335,7 @@ def test_a_control_group_meets_beside_groups_that_not_all_ranks_have():
     assert rows == [[b"\0", b"\2"], [b"\1", b"\3"]] * 2
 
 
-def replica_ranks(rank: int, world_size: int) -> tuple[int, list[bytes]]:
+def replica_ranks(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     control = engine_of(shard(PLAIN(), mesh=mesh)).comm.control
     return control.rank, control.exchange(bytes([rank]))
@@ -348,7 +346,7 @@ def test_ranks_of_a_control_group_count_replica_by_replica():
     assert run_ranks(replica_ranks, 4) == [(r, rows) for r in range(4)]
 
 
-def train_one_step(rank: int, world_size: int) -> Tensor:
+def train_one_step(rank, world_size):
     model = shard(Stack(), stage=2)
     model(torch.ones(2, 8)).sum().backward()
     return torch.stack([p.grad.full_tensor().sum() for p in model.parameters()])
@@ -359,7 +357,7 @@ def test_processes_end_cleanly_with_a_control_group():
     assert all(torch.equal(s, sums[0]) for s in sums)
 
 
-def fail_before_shard(rank: int, world_size: int) -> None:
+def fail_before_shard(rank, world_size):
     if rank == 1:
         raise OSError("no such file")
     shard(PLAIN(), stage=3)

@@ -5,11 +5,8 @@ import signal
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,41 +25,41 @@ from shardwise.parallel import clip_grad_norm_
 from shardwise.unit.states import ParamState
 from trainer import sharded_by_block
 
-layer_by_layer: Any = partial(accumulate, order="breadth_first")
+layer_by_layer = partial(accumulate, order="breadth_first")
 
 NUM = 3  # micro-batches
 
 
 class Dropping(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(nn.functional.dropout(self.up(x), 0.5, self.training))
 
 
 class Twice(Stack):
     """One block runs twice, around another one."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         first, second, _ = self.blocks
         return self.head(first(second(first(x))))
 
 
-def batches_of(rank: int, step: int) -> list[Tensor]:
+def batches_of(rank, step):
     generator = torch.Generator().manual_seed(100 * rank + step)
     return [torch.randn(4, 8, generator=generator) for _ in range(NUM)]
 
 
-def loss_of(model: Any, x: Tensor) -> Any:
+def loss_of(model, x):
     out = model(x)
     return (out.float() if out.dtype == torch.bfloat16 else out).square().mean() / NUM
 
 
-def vertically(model: Any, batches: list[Any]) -> Any:
+def vertically(model, batches):
     loss = layer_by_layer(model, partial(loss_of, model), batches)
     loss.backward()
     return loss.detach()
 
 
-def one_by_one(model: Any, batches: list[Any]) -> Any:
+def one_by_one(model, batches):
     losses = []
     for number, x in enumerate(batches):
         with accumulate(model, last=number == len(batches) - 1):
@@ -71,7 +68,7 @@ def one_by_one(model: Any, batches: list[Any]) -> Any:
     return sum(losses[1:], losses[0]).detach()
 
 
-def train(make: Callable[[], Any], passes: Callable[..., Any], rank: int) -> list[Tensor]:
+def train(make, passes, rank):
     """Take three clipped steps; return losses, and parameters at the end."""
     torch.manual_seed(0)
     model = make()
@@ -85,7 +82,7 @@ def train(make: Callable[[], Any], passes: Callable[..., Any], rank: int) -> lis
     return [*losses, *(p.detach().full_tensor() for p in model.parameters())]
 
 
-def kept(model: Any, batches: list[Tensor]) -> Any:
+def kept(model, batches):
     """Accumulate as torch's own interface does: gradients stay until the last one."""
     losses = []
     for number, x in enumerate(batches):
@@ -95,12 +92,12 @@ def kept(model: Any, batches: list[Tensor]) -> Any:
     return sum(losses[1:], losses[0]).detach()
 
 
-def ways(folder: Path) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], Any]]:
+def ways(folder):
     """Return ways to shard, each with what to compare with, and how that accumulates."""
     every_step = partial(shard, schedule=Schedule(reduce_every="step"))
     for number, (stage, precision) in enumerate(product((0, 1, 2, 3, 3), ("fp32", "bf16"))):
         kind, layout = (Stack, Checkpointed)[(number // 2 + number) % 2], number // 2 % 2
-        options: Any = {"stage": stage, "layout": ("rows", "flat")[layout], "precision": precision}
+        options = {"stage": stage, "layout": ("rows", "flat")[layout], "precision": precision}
         make = lambda kind=kind, options=options: every_step(kind(), **options)  # noqa: E731
         yield make, make, one_by_one
     for offload, precision in product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
@@ -117,12 +114,12 @@ class CheckpointedInside(Stack):
     """The reentrant way, inside a unit's forward, where no hook sees what is computed again."""
 
     class _Block(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=True)
 
     block_class = _Block
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.requires_grad_())
 
 
@@ -135,7 +132,7 @@ def test_losses_and_steps_have_the_bits_of_an_accumulation_window(rank, tmp_path
         ), number
 
 
-def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
+def counts_of(model, run):
     before = stats(model)
     run()
     after = stats(model)
@@ -156,10 +153,10 @@ def test_all_micro_batches_together_gather_and_reduce_what_one_does(rank, kind, 
         one_by_one(model, batches[:1])  # what comes once
         for p in model.parameters():
             p.grad = None
-        alone = counts_of(model, lambda m=model, b=batches: one_by_one(m, b[:1]))  # type: ignore[misc]
+        alone = counts_of(model, lambda m=model, b=batches: one_by_one(m, b[:1]))
         peak = stats(model).param_full_peak_bytes
-        found = counts_of(model, lambda m=model, b=batches: vertically(m, b))  # type: ignore[misc]
-        apart = counts_of(model, lambda m=model, b=batches: one_by_one(m, b))  # type: ignore[misc]
+        found = counts_of(model, lambda m=model, b=batches: vertically(m, b))
+        apart = counts_of(model, lambda m=model, b=batches: one_by_one(m, b))
         assert found[0] == alone[0], (stage, found, alone)
         if precision == "fp32":  # else sums in fp32 are sent as such
             assert found[1] == alone[1]
@@ -176,10 +173,10 @@ def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(rank):
     from shardwise.offload.home import Home
 
     model = shard(Stack(), offload="cpu")
-    fetched: list[int] = []
+    fetched = []
     plain = Home.start_fetch
 
-    def counted(self: Home, places: Any, slices: Any) -> Any:
+    def counted(self, places, slices):
         fetched.append(sum(s.nbytes for s in slices))
         return plain(self, places, slices)
 
@@ -205,10 +202,10 @@ class Watched(Block):
     log: list[tuple[int, int, int]]
     alive: "weakref.WeakSet[Tensor]"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         inner = torch.tanh(self.up(x))
         if torch._C._current_graph_task_id() != -1:
-            self.log.append((self.number, int(x.shape[0]), len(self.alive)))  # type: ignore[arg-type]
+            self.log.append((self.number, int(x.shape[0]), len(self.alive)))
             self.alive.add(inner)
         return x + self.down(inner)
 
@@ -216,12 +213,12 @@ class Watched(Block):
 class WatchedStack(Checkpointed):
     block_class = Watched
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.log: list[tuple[int, int, int]] = []
-        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.log = []
+        alive = weakref.WeakSet()
         for number, block in enumerate(self.blocks):
-            block.number, block.log, block.alive = number, self.log, alive  # type: ignore[assignment]
+            block.number, block.log, block.alive = number, self.log, alive
 
 
 @on_ranks(1, 3)
@@ -301,9 +298,9 @@ def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn():
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
     torch.manual_seed(7)
-    seen: list[Tensor] = []
+    seen = []
 
-    def forward(x: Tensor) -> Any:
+    def forward(x):
         seen.append(loss_of(model, x))
         return seen[-1]
 
@@ -319,7 +316,7 @@ def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn():
 def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_size):
     model = shard(Stack())
     batches = batches_of(rank, 0)
-    packed: list[int] = []
+    packed = []
     with torch.no_grad():
         counts = counts_of(model, lambda: layer_by_layer(model, partial(loss_of, model), batches))
         assert not layer_by_layer(model, partial(loss_of, model), batches).requires_grad
@@ -329,13 +326,13 @@ def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_si
             layer_by_layer(model, partial(loss_of, model), batches), expected
         )
 
-    def forward(x: Tensor) -> Any:
+    def forward(x):
         assert torch.is_autocast_enabled("cpu")
         assert torch.empty(()).device.type == "meta"
         assert model(x).dtype == torch.bfloat16
         return model(x).float().sum()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         packed.append(tensor.numel())
         return tensor
 
@@ -352,7 +349,7 @@ def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(rank, world_si
 class Failing(Block):
     calls_left = -1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls_left -= 1
         if self.calls_left == 0:
             raise KeyError("no such key")
@@ -362,7 +359,7 @@ class Failing(Block):
 @on_ranks(1, 3)
 def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_size):
     torch.manual_seed(0)
-    model: Any = Stack()
+    model = Stack()
     model.blocks[1].__class__ = Failing
     shard(model, schedule=Schedule(reduce_every="step"))
     batches = batches_of(rank, 0)
@@ -370,7 +367,7 @@ def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_s
     expected = [p.grad.full_tensor() for p in model.parameters()]
     model.zero_grad()
 
-    def forward(x: Tensor, wrong: str) -> Any:
+    def forward(x, wrong):
         is_second = x is batches[1]
         if is_second and wrong == "at once":
             raise KeyError("no such key")
@@ -386,7 +383,7 @@ def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(rank, world_s
     for wrong in ("at once", "inside", "late"):
         model.blocks[1].calls_left = 2 if wrong == "inside" else -1
         with pytest.raises(KeyError, match="no such key") as caught:
-            layer_by_layer(model, lambda x, w=wrong: forward(x, w), batches)  # type: ignore[misc]
+            layer_by_layer(model, lambda x, w=wrong: forward(x, w), batches)
         assert "micro-batch 2 of 3" in caught.value.__notes__[0]
         after = engine_of(model).units[1:3]
         assert all(unit.gather.state is not ParamState.FULL for unit in after)
@@ -420,7 +417,7 @@ class Interrupted(Exception):
 def test_an_interrupt_ends_all_micro_batches_and_none_is_kept(rank):
     """A signal reaches the thread that waits for the micro-batches; nothing is left of them."""
 
-    def raise_it(*_: Any) -> None:
+    def raise_it(*_):
         raise Interrupted
 
     model = shard(Stack())

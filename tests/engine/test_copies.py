@@ -3,11 +3,10 @@
 import copy
 import pickle
 import tempfile
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import shardwise
@@ -35,19 +34,19 @@ from trainer import (
 class Normed(Stack):
     """With buffers, a frozen parameter, a list of parameters and a hook of the user's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
-        self.blocks[0].up.weight.requires_grad_(False)  # type: ignore[index, union-attr]
-        self.watched: list[Tensor] = []
-        self.calls: list[str] = []
+        self.blocks[0].up.weight.requires_grad_(False)
+        self.watched = []
+        self.calls = []
         self.blocks[1].register_forward_hook(lambda *_: self.calls.append("seen"))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.norm(x))
 
 
-def make_normed() -> nn.Module:
+def make_normed():
     torch.manual_seed(0)
     return Normed()
 
@@ -112,7 +111,7 @@ def test_a_copy_takes_the_steps_of_the_oracle(world_size):
         assert (grad is None and twin is None) or torch.equal(grad, twin), name
 
 
-def average_alone(world_size: int, **options: Any) -> tuple[nn.Module, AveragedModel]:
+def average_alone(world_size, **options):
     model = make_normed()
     averaged = AveragedModel(model, **options)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -132,7 +131,7 @@ def average_alone(world_size: int, **options: Any) -> tuple[nn.Module, AveragedM
 
 @on_ranks(1, 3)
 def test_an_averaged_model_is_that_of_one_process(rank, world_size):
-    variants: list[dict[str, Any]] = [
+    variants = [
         {},
         {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
         {"avg_fn": lambda mean, value, num: mean + (value - mean) / (num + 1)},
@@ -205,11 +204,11 @@ def test_a_copy_inside_gathered_is_plain(stage):
 
 
 class Refusing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         copy.deepcopy(self)
         return self.linear(x)
 
@@ -217,14 +216,14 @@ class Refusing(nn.Module):
 class Wrapping(nn.Module):
     """Has a real `module` and a `no_sync` of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.module = Block()
 
-    def no_sync(self) -> str:
+    def no_sync(self):
         return "mine"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.module(x)
 
 
@@ -271,7 +270,7 @@ def test_no_sync_is_a_micro_batch_that_is_not_the_last(rank, world_size):
                         model.head.weight.grad + 1
             mean_square(model, third[rank]).backward()
             found.append(full_grads(model))
-        assert_same_bits(found[0], found[1])  # type: ignore[arg-type]
+        assert_same_bits(found[0], found[1])
         with pytest.raises(ZeroDivisionError), model.no_sync():
             raise ZeroDivisionError
         assert engine_of(model).is_last_micro_batch

@@ -3,14 +3,12 @@
 The oracle is the size of what each collective is given, by the formula of its kind.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,7 +28,6 @@ from shardwise.interop.fsdp2 import fully_shard
 from shardwise.parallel.routing import Routing
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import llama_shape
-from shardwise.trace import Traffic
 
 WIDTH, HIDDEN, ROWS, TOKENS = 12, 24, 2, 6
 STREAM = 4 * ROWS * TOKENS * WIDTH  # bytes of what blocks hand on
@@ -39,20 +36,20 @@ STREAM = 4 * ROWS * TOKENS * WIDTH  # bytes of what blocks hand on
 class Pair(nn.Module):
     """A norm and two linear maps, as a feed-forward has them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+    def forward(self, x):
+        made = self.down(torch.tanh(self.up(self.norm(x))))
         return made
 
 
-def block_of(axes: Any, *, by_sequence: bool = False) -> Pair:
+def block_of(axes, *, by_sequence=False):
     """Return a block over "tp"; by sequence, what goes in and out is a part of the tokens."""
-    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if by_sequence:
         plan = {
             "norm": SequenceParallel(use_local_output=True),
@@ -69,7 +66,7 @@ def block_of(axes: Any, *, by_sequence: bool = False) -> Pair:
     return block
 
 
-def of_torch(counted: Traffic, axis: str) -> dict[str, tuple[int, int]]:
+def of_torch(counted, axis):
     """Return bytes and number of what was sent over an axis, by kind."""
     return {
         name.removeprefix(f"{axis}."): (sent, counted.num_collectives[name])
@@ -79,7 +76,7 @@ def of_torch(counted: Traffic, axis: str) -> dict[str, tuple[int, int]]:
 
 
 # -- each kind
-def each_kind(rank: int, num_ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
+def each_kind(rank, num_ranks):
     """Make each collective once over "tp", of 6 x num_ranks floats where it has that many."""
     axes = shardwise.Axes(tp=num_ranks, dp_shard=1)
     model = shardwise.shard(nn.Linear(2, 2), mesh=axes)
@@ -93,7 +90,7 @@ def each_kind(rank: int, num_ranks: int) -> dict[str, dict[str, tuple[int, int]]
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def around() -> None:
+    def around():
         if num_ranks == 1:
             return
         ops = [
@@ -107,7 +104,7 @@ def each_kind(rank: int, num_ranks: int) -> dict[str, dict[str, tuple[int, int]]
     other = dist.new_group([0])
     named, ops = group.group_name, torch.ops._c10d_functional
     wait = ops.wait_tensor
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: gather(whole.clone(), part, group=group),
         "all_gather, list": lambda: dist.all_gather(parts, part, group=group),
@@ -172,10 +169,10 @@ def test_each_kind_of_collective_counts_what_this_rank_sends(num_ranks):
 
 
 # -- tensor parallelism
-def steps_over_tensors(rank: int, num_ranks: int, dp: int, by: str, by_sequence: bool) -> Any:
+def steps_over_tensors(rank, num_ranks, dp, by, by_sequence):
     """Take two steps, the second one counted; return all that was sent in it, by axis and kind."""
     axes = shardwise.Axes(tp=num_ranks // dp, dp_shard=dp)
-    model: Any = nn.Sequential(*(block_of(axes, by_sequence=by_sequence) for _ in range(2)))
+    model = nn.Sequential(*(block_of(axes, by_sequence=by_sequence) for _ in range(2)))
     if by == "shard":
         shardwise.shard(model, mesh=axes, units=Pair)
     else:
@@ -184,7 +181,7 @@ def steps_over_tensors(rank: int, num_ranks: int, dp: int, by: str, by_sequence:
         fully_shard(model, mesh=axes.data)
     tokens = TOKENS // axes.tp if by_sequence else TOKENS
 
-    def step() -> None:
+    def step():
         x = torch.randn(ROWS, tokens, WIDTH, requires_grad=True)
         model(x).sum().backward()
         model.zero_grad()
@@ -258,7 +255,7 @@ def test_an_axis_of_copies_and_one_of_shards_keep_their_names():
 CROSSING = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 3, "ZBVZeroBubble": 2}
 
 
-def steps_of_a_pipeline(rank: int, num_ranks: int, by: str, schedule: str) -> dict[str, Any]:
+def steps_of_a_pipeline(rank, num_ranks, by, schedule):
     axes = shardwise.Axes(pp=num_ranks)
     pipeline = pipelines.pipeline_of(schedule, axes, 4, by=by)
     optimizer = torch.optim.SGD(pipeline.params, lr=0.1)
@@ -285,7 +282,7 @@ def test_a_stage_counts_what_it_sends_to_other_ranks(by, schedule):
 
 
 # -- what Shardwise counts itself
-def steps_with_exchanges(rank: int, num_ranks: int) -> dict[str, Any]:
+def steps_with_exchanges(rank, num_ranks):
     """Return what steps with experts and with a ring send, counted and as `stats()` has it."""
     axes = shardwise.Axes(ep=num_ranks, cp=num_ranks)
     shape = llama_shape(2, WIDTH, 3, 3, HIDDEN, 16)
@@ -293,12 +290,12 @@ def steps_with_exchanges(rank: int, num_ranks: int) -> dict[str, Any]:
     found = {}
     for method in ("gather", "heads", "ring"):
         torch.manual_seed(0)
-        model: Any = PlainDecoder(shape)
+        model = PlainDecoder(shape)
         for block in model.blocks:
             block.feed_forward = Mixture(routing)
         shardwise.parallel.spread_experts(model, axes)
         shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"), stage=2)
-        context = shardwise.parallel.ContextParallel(model, axes, method=method)  # type: ignore[arg-type]
+        context = shardwise.parallel.ContextParallel(model, axes, method=method)
         ids = torch.randint(16, (ROWS, 2 * TOKENS), generator=torch.Generator().manual_seed(1))
         sent = []
         for counts in (False, False, True):  # the first one gathers parameters, which stay
@@ -313,11 +310,11 @@ def steps_with_exchanges(rank: int, num_ranks: int) -> dict[str, Any]:
 
 
 class Mixture(nn.Module):
-    def __init__(self, routing: Routing) -> None:
+    def __init__(self, routing):
         super().__init__()
         self.mixture = shardwise.parallel.MixtureOfExperts(WIDTH, HIDDEN, routing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         made, balance = self.mixture(x)
         return made + balance
 

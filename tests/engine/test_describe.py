@@ -1,7 +1,5 @@
 """`describe()` says where a parameter's elements are."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from shardwise.config import Units
 from shardwise.interop.fsdp2 import fully_shard
 
 
-def make() -> Any:
+def make():
     torch.manual_seed(0)
     return nn.ModuleDict(
         {"up": nn.Linear(12, 24), "down": nn.Linear(24, 12), "head": nn.Linear(12, 5)}
@@ -26,7 +24,7 @@ def make() -> Any:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.parts = make()
 
@@ -38,7 +36,7 @@ class Net(nn.Module):
 def test_each_ranks_elements_are_where_describe_says(rank, num_ranks, degrees):
     axes = shardwise.Axes(**degrees)
 
-    def parallel() -> Any:
+    def parallel():
         model = Net()
         if axes.tp > 1:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -47,7 +45,7 @@ def test_each_ranks_elements_are_where_describe_says(rank, num_ranks, degrees):
 
     dim = {"units": Units(placements={"parts.head.weight": Shard(1)})}
     models = [
-        shardwise.shard(parallel(), mesh=axes, **dim),  # type: ignore[arg-type]
+        shardwise.shard(parallel(), mesh=axes, **dim),
         shardwise.shard(parallel(), mesh=axes, layout="flat"),
         shardwise.shard(parallel(), mesh=axes, layout="matrices"),
         shardwise.shard(parallel(), mesh=axes, stage=0),
@@ -58,11 +56,11 @@ def test_each_ranks_elements_are_where_describe_says(rank, num_ranks, degrees):
         described = [p for unit in shardwise.describe(model).units for p in unit.params]
         assert {p.name for p in described} == params.keys()
         for found in described:
-            full = params[found.name].full_tensor()  # type: ignore[operator]
+            full = params[found.name].full_tensor()
             assert found.shape == full.shape
             box = tuple(slice(a, a + n) for a, n in zip(found.at, found.piece_shape, strict=True))
             here = full[box].reshape(-1)[found.lo : found.hi]
-            local = params[found.name].to_local()  # type: ignore[operator]
+            local = params[found.name].to_local()
             assert torch.equal(here, local.reshape(-1)), str(found)
     if num_ranks == 3:
         said = {p.name: str(p) for u in shardwise.describe(models[2]).units for p in u.params}

@@ -1,10 +1,8 @@
 """State on the host that is stepped on the device, in loads: the same bits, in bounded memory."""
 
 import itertools
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from test_overlap import OPTIMIZERS, assert_same, everything, make_optimizer, tr
 from torch import nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from ranks import on_ranks, run_ranks
 from shardwise import Offload, describe, load, save, shard
 from shardwise.debug import stats
@@ -33,18 +31,18 @@ LOAD_BYTES = 4096
 class Wide(Stack):
     """Blocks of which some are larger than a load."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 64), (64, 64), (64, 8)))
 
 
 @contextmanager
-def small_loads() -> Iterator[list[int]]:
+def small_loads():
     """Cut steps into small loads; count what each brings."""
-    sizes: list[int] = []
+    sizes = []
     plain = Lane.run
 
-    def run(lane: Lane, load: Load) -> Any:
+    def run(lane, load):
         sizes.append(sum(tensor.nbytes for tensor in load.tensors))
         return plain(lane, load)
 
@@ -55,7 +53,7 @@ def small_loads() -> Iterator[list[int]]:
         yield sizes
 
 
-def places(folder: Path) -> list[Offload]:
+def places(folder):
     return [
         Offload("cpu", "cpu", "cpu", step_on="device"),
         Offload(optimizer="cpu", step_on="device"),
@@ -64,13 +62,13 @@ def places(folder: Path) -> list[Offload]:
     ]
 
 
-def make(name: str, place: Any, stage: int = 3, precision: str = "fp32") -> tuple[Any, Any]:
+def make(name, place, stage=3, precision="fp32"):
     torch.manual_seed(0)
     model = shard(Wide(), stage=stage, precision=precision, offload=place)
     return model, make_optimizer(name, model)
 
 
-def step_at_every_place(rank: int, world_size: int, folder: Path) -> None:
+def step_at_every_place(rank, world_size, folder):
     """Every place at two stages with AdamW, every other optimizer at one place."""
     kinds = places(folder)
     cases = [("adamw", kind, stage) for stage in (3, 1) for kind in kinds]
@@ -90,7 +88,7 @@ def step_at_every_place(rank: int, world_size: int, folder: Path) -> None:
         assert_same(*runs)
 
 
-def count_bytes(rank: int, world_size: int) -> None:
+def count_bytes(rank, world_size):
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     numel = sum(param.numel() for param in model.parameters())
     with small_loads() as sizes:
@@ -110,9 +108,9 @@ def count_bytes(rank: int, world_size: int) -> None:
     assert places["host"] >= 16 * numel - 4 * numel  # slices and moments; gradients are gone
 
 
-def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
+def step_on_a_gpu(rank, world_size, device):
     """Kernels of one device give one result, however parameters are cut into loads."""
-    ways: list[Any] = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
+    ways = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
     for number, options in enumerate(ways):
         runs = []
         for place in (None, *places(Path())[:2]):
@@ -169,14 +167,14 @@ def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu():
         assert_same(*results)
 
 
-def count_fetches(rank: int, world_size: int) -> None:
+def count_fetches(rank, world_size):
     """With a copy on the device, slices are fetched before the first step, and when they change."""
     plain = Home.start_fetch
     for stage in (3, 1) if world_size > 1 else (3, 0):
         model, optimizer = make("adamw", Offload(optimizer="cpu", step_on="device"), stage)
-        fetched: list[int] = []
+        fetched = []
 
-        def start_fetch(home: Home, places: Any, slices: Any, f: Any = fetched) -> Any:
+        def start_fetch(home, places, slices, f=fetched):
             f.append(sum(each.numel() for each in slices))
             return plain(home, places, slices)
 
@@ -197,7 +195,7 @@ def count_fetches(rank: int, world_size: int) -> None:
             assert sum(fetched) > owned * (1 if stays else 3)
 
 
-def move_through_a_checkpoint(rank: int, world_size: int, folder: Path) -> None:
+def move_through_a_checkpoint(rank, world_size, folder):
     """From the device to the host's steps and back, with a kill in between as far as it can be."""
     on_device = Offload("cpu", "cpu", "cpu", step_on="device")
     with small_loads():
@@ -212,13 +210,13 @@ def move_through_a_checkpoint(rank: int, world_size: int, folder: Path) -> None:
             assert_same(found, expected)
 
 
-def fail_in_a_load(rank: int, world_size: int) -> None:
+def fail_in_a_load(rank, world_size):
     model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
     with small_loads(), pytest.MonkeyPatch.context() as patch:
         train(model, optimizer, 2)
         plain = Lane.run
 
-        def run(lane: Lane, load: Load) -> Any:
+        def run(lane, load):
             if rank == world_size - 1:
                 raise RuntimeError("no more memory")
             return plain(lane, load)
@@ -231,7 +229,7 @@ def fail_in_a_load(rank: int, world_size: int) -> None:
             train_alone(model, optimizer)
 
 
-def go_on(rank: int, world_size: int) -> None:
+def go_on(rank, world_size):
     """State that is None, and a first load for which there was no memory; both step as ever."""
     runs = []
     for place in ("cpu", Offload("cpu", "cpu", "cpu", step_on="device")):
@@ -240,9 +238,9 @@ def go_on(rank: int, world_size: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for param in model.parameters():
             optimizer.state[param] = {"momentum_buffer": None}
-        plain, tried = Lane._memory, list[int]()
+        plain, tried = Lane._memory, []
 
-        def memory(lane: Lane, num_bytes: int, tried: Any = tried, plain: Any = plain) -> Any:
+        def memory(lane, num_bytes, tried=tried, plain=plain):
             tried.append(num_bytes)
             if len(tried) == 1:
                 raise torch.OutOfMemoryError("no memory for the first load")
@@ -259,7 +257,7 @@ def go_on(rank: int, world_size: int) -> None:
     assert_same(*runs)
 
 
-def train_alone(model: Any, optimizer: Any) -> None:
+def train_alone(model, optimizer):
     """Step without a forward pass, as the other ranks would wait in one."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -286,7 +284,7 @@ def test_loads_have_every_element_once_in_order_and_begin_at_multiples(rows, mul
         assert sum(bytes_of) <= num_bytes or len(each) == 1
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     "steps have the bits of steps on the host": (step_at_every_place, (1, 3)),
     "each byte is brought once, in a fixed amount of memory": (count_bytes, (1,)),
     "what stays on the device gets new values there": (count_fetches, (1, 2)),

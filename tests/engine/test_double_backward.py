@@ -1,10 +1,8 @@
 """Gradient penalties: WGAN-GP and R1 against one process that has the whole batch."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from shardwise.errors import ShardError, StateError
 from trainer import full, full_grads, full_parameters
 
 Batch = tuple[Tensor, Tensor, Tensor]  # real, fake, and where between them
-Loss = Callable[[nn.Module, Batch], Tensor]
 
 # A gradient here is a sum over at most 12 samples through 14 products of width up to 11, and back:
 # about 300 roundings.
@@ -30,48 +27,48 @@ ROUNDINGS = 300
 sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
-def batches(world_size: int, num_steps: int = 2) -> list[list[Batch]]:
+def batches(world_size, num_steps=2):
     generator = torch.Generator().manual_seed(5)
 
-    def draw() -> Batch:
+    def draw():
         real, fake = (torch.randn(4, 8, generator=generator) for _ in range(2))
         return real, fake, torch.rand(4, 1, generator=generator)
 
     return [[draw() for _ in range(world_size)] for _ in range(num_steps)]
 
 
-def make_critic() -> nn.Module:
+def make_critic():
     torch.manual_seed(0)
     critic = Stack()
-    critic.blocks[1].up.bias.requires_grad_(False)  # type: ignore[index, union-attr]
+    critic.blocks[1].up.bias.requires_grad_(False)
     return critic
 
 
-def slope(model: nn.Module, x: Tensor) -> Tensor:
+def slope(model, x):
     (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     return grad
 
 
-def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+def gradient_penalty(model, batch):
     real, fake, between = batch
     x = (between * real + (1 - between) * fake).requires_grad_()
     return 10 * (slope(model, x).norm(dim=1) - 1).square().mean()
 
 
-def wasserstein(model: nn.Module, batch: Batch) -> Tensor:
+def wasserstein(model, batch):
     real, fake, _ = batch
     return model(fake).mean() - model(real).mean()
 
 
-def wgan_gp(model: nn.Module, batch: Batch) -> Tensor:
+def wgan_gp(model, batch):
     return wasserstein(model, batch) + gradient_penalty(model, batch)
 
 
-def penalty_first(model: nn.Module, batch: Batch) -> Tensor:
+def penalty_first(model, batch):
     return gradient_penalty(model, batch) + wasserstein(model, batch)
 
 
-def r1(model: nn.Module, batch: Batch) -> Tensor:
+def r1(model, batch):
     """Both passes go through one graph: that of the real batch."""
     real = batch[0].clone().requires_grad_()
     scores = model(real)
@@ -79,23 +76,23 @@ def r1(model: nn.Module, batch: Batch) -> Tensor:
     return F.softplus(-scores).mean() + 5 * grad.square().sum(dim=1).mean()
 
 
-def weight_in_the_loss(model: nn.Module, batch: Batch) -> Tensor:
+def weight_in_the_loss(model, batch):
     """A parameter outside its module, in the graph of the penalty."""
     x = batch[0].clone().requires_grad_()
     (grad,) = torch.autograd.grad((model(x) @ model.head.weight).sum(), x, create_graph=True)
     return grad.square().mean()
 
 
-def whole(by_rank: list[Batch]) -> Batch:
+def whole(by_rank):
     real, fake, between = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
     return real, fake, between
 
 
-def train_alone(loss_fn: Loss, world_size: int) -> list[dict[str, Any]]:
+def train_alone(loss_fn, world_size):
     """Return the gradients of every step and, last, the parameters."""
     model = make_critic()
     optimizer = sgd(model.parameters())
-    found: list[dict[str, Any]] = []
+    found = []
     for by_rank in batches(world_size):
         loss_fn(model, whole(by_rank)).backward()
         found.append({name: full(p.grad) for name, p in model.named_parameters()})
@@ -104,7 +101,7 @@ def train_alone(loss_fn: Loss, world_size: int) -> list[dict[str, Any]]:
     return [*found, {name: full(p) for name, p in model.named_parameters()}]
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+def assert_close(found, expected, what):
     assert found.keys() == expected.keys()
     for name, truth in expected.items():
         if truth is None:
@@ -115,22 +112,22 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], what: str) -> 
         assert_rounded_alike(found[name], truth, ROUNDINGS, f"{what}: {name}", scale=largest)
 
 
-def outside(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
+def outside(model, loss_fn, batch):
     loss_fn(model, batch).backward()
 
 
-def inside(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
+def inside(model, loss_fn, batch):
     with gathered(model):
         loss_fn(model, batch).backward()
 
 
-def after(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
+def after(model, loss_fn, batch):
     with gathered(model):
         loss = loss_fn(model, batch)
     loss.backward()
 
 
-def half_and_half(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
+def half_and_half(model, loss_fn, batch):
     """One graph, of a pass through the shards and of a penalty that was computed inside."""
     loss = wasserstein(model, batch)
     with gathered(model):
@@ -138,13 +135,13 @@ def half_and_half(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
     (loss + penalty).backward()
 
 
-def one_after_the_other(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
+def one_after_the_other(model, loss_fn, batch):
     with gathered(model):
         gradient_penalty(model, batch).backward()
     wasserstein(model, batch).backward()
 
 
-WAYS: list[tuple[Callable[..., None], Loss, tuple[int, ...]]] = [
+WAYS = [
     (outside, wgan_gp, (0, 1, 2, 3)),  # 3 on one rank only: else it is refused, see below
     (outside, r1, (0, 1, 2, 3)),
     (outside, penalty_first, (0, 2)),
@@ -212,12 +209,12 @@ def test_gradient_penalties_over_replicas_and_with_activation_checkpoints(rank, 
 class Routed(nn.Module):
     """The batch says which expert runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-    def forward(self, x: Tensor, which: int) -> Tensor:
+    def forward(self, x, which):
         return self.experts[which](x)
 
 

@@ -1,12 +1,10 @@
 """Runs whose gathers are encoded: what they send, learn, keep and refuse."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
 from block_codes import of_rows, wire_bytes
@@ -27,41 +25,41 @@ BLOCK = 16
 class Net(nn.Module):
     """Rows that no number of ranks divides; a bias and a norm, which travel as they are."""
 
-    def __init__(self, width: int = 24, frozen: bool = False) -> None:
+    def __init__(self, width=24, frozen=False):
         super().__init__()
         self.up = nn.Linear(width, 2 * width + 3)
         self.norm = nn.LayerNorm(2 * width + 3)
         self.down = nn.Linear(2 * width + 3, width, bias=False)
-        self.seen: dict[str, Tensor] = {}
+        self.seen = {}
         if frozen:
             self.up.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen = {n: local_of(p).detach().clone() for n, p in self.named_parameters()}
         return x + self.down(torch.tanh(self.norm(self.up(x))))
 
 
-def local_of(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def local_of(tensor):
+    found = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
 
-def make(kind: str | None = "int8", param: torch.dtype | None = None, **options: Any) -> Any:
+def make(kind="int8", param=None, **options):
     torch.manual_seed(1)
     made = options.pop("model", None) or Net(frozen=options.pop("frozen", False))
     master = torch.float32 if param else None
     return shard(made, precision=Precision(param, master, gather=kind, block=BLOCK), **options)
 
 
-def batch(rank: int, step: int = 0) -> Tensor:
+def batch(rank, step=0):
     return torch.randn(3, 24, generator=torch.Generator().manual_seed(7 * step + rank))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> list[Tensor]:
+def steps(model, optimizer, rank, numbers):
     found = []
     for step in numbers:
         loss = model(batch(rank, step)).square().mean()
@@ -72,11 +70,11 @@ def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> list[Tensor]
     return found
 
 
-def exact(model: Any) -> dict[str, Tensor]:
+def exact(model):
     return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
 
 
-def assert_seen(model: Any, full: dict[str, Tensor], kind: str, num_ranks: int) -> None:
+def assert_seen(model, full, kind, num_ranks):
     seen = model.seen
     for name, value in full.items():
         assert torch.equal(seen[name].float(), of_rows(value, kind, num_ranks)), name
@@ -108,7 +106,7 @@ def test_gradients_are_those_of_what_arrives_and_step_what_is_kept(rank, num_ran
 
 
 # -- restarts, numbers of ranks
-def saves(rank: int, num_ranks: int, folder: Path) -> None:
+def saves(rank, num_ranks, folder):
     for kind in KINDS:
         model = make(kind, torch.bfloat16)
         optimizer = sgd(model)
@@ -121,8 +119,8 @@ def saves(rank: int, num_ranks: int, folder: Path) -> None:
         assert all(map(torch.equal, steps(again, restored, rank, range(2, 4)), there))
 
 
-def loads(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def loads(rank, num_ranks, folder):
+    found = {}
     for kind in KINDS:
         model = make(kind)
         shardwise.load(folder / kind, model)
@@ -150,7 +148,7 @@ def test_a_run_goes_on_to_the_bit_and_its_masters_load_at_another_number_of_rank
 # -- where slices rest, and what they are cut over
 @on_ranks(1, 2)
 def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(rank, tmp_path):
-    homes: list[Any] = [
+    homes = [
         "cpu",
         f"nvme:{tmp_path}",
         Offload("cpu", optimizer="cpu", step_on="device"),
@@ -166,7 +164,7 @@ def test_slices_on_the_host_or_in_files_are_encoded_there_to_the_same_bits(rank,
         assert all(map(torch.equal, *runs)), home
 
 
-def gathered_units(config: TrainConfig, num_ranks: int) -> dict[str, tuple[Tensor, int]]:
+def gathered_units(config, num_ranks):
     """Return what each parameter of a decoder is after a gather, and over how many ranks it is."""
     torch.manual_seed(0)
     model = shard_decoder(config, config.axes.over(num_ranks), Decoder(config, 64))
@@ -229,18 +227,18 @@ RATIOS = {"int8": (0.502, 0.51), "fp8": (0.502, 0.51), "int4": (0.25, 0.262)}
 class Even(nn.Module):
     """Shapes that two and four ranks divide, rows of whole blocks of 256."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
         self.norm = nn.LayerNorm(256)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.norm(x)
 
 
-def sent_by_gathers(layout: str, param: torch.dtype | None) -> dict[str | None, int]:
+def sent_by_gathers(layout, param):
     found = {}
     for kind in (None, *KINDS):
         precision = Precision(param, torch.float32 if param else None, gather=kind)
@@ -278,8 +276,8 @@ def test_in_flat_ranges_all_send_as_much_as_the_longest_share():
 def test_whole_numbers_travel_as_they_are():
     model = nn.Linear(16, 6)
     table = torch.arange(60).reshape(6, 10)
-    model.table = nn.Parameter(table.clone(), requires_grad=False)  # type: ignore[assignment]
-    model.forward = lambda x: nn.functional.linear(x, model.weight) + model.table.sum()  # type: ignore[method-assign]
+    model.table = nn.Parameter(table.clone(), requires_grad=False)
+    model.forward = lambda x: nn.functional.linear(x, model.weight) + model.table.sum()
     made = shard(model, precision=Precision(gather="int8", block=BLOCK))
     seen = []
     made.register_forward_pre_hook(lambda m, _: seen.append(m.table.detach().clone()))
@@ -322,7 +320,7 @@ def test_what_cannot_be_is_refused_before_anything_changes():
         ({"block": float("inf")}, "block=inf"),
     ):
         with pytest.raises(ConfigError, match=match):
-            Precision(**wrong)  # type: ignore[arg-type]
+            Precision(**wrong)
     with pytest.raises(ConfigError, match="nothing is gathered at stage 0; use stage 1, 2 or 3"):
         shard(Net(), stage=0, precision=Precision(gather="int8"))
     with pytest.raises(ConfigError, match=r"keeps a copy of the slices.* use stage 1 or 2"):

@@ -1,11 +1,9 @@
 """Hooks on a parameter's reduced gradient: the optimizer in backward."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from models import Experts, OddModel, Stack, routed_loss
 from oracle import assert_same_bits
@@ -25,11 +23,11 @@ from trainer import (
 )
 
 
-def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
+def step_in_backward(model, make_optimizer):
     """Give every parameter an optimizer that steps as soon as there is a gradient."""
     optimizers = {p: make_optimizer([p]) for p in model.parameters() if p.requires_grad}
 
-    def step(param: Tensor) -> None:
+    def step(param):
         assert param.grad is not None and not torch.is_grad_enabled()
         # as between steps, and not as inside a pass, where a full parameter would be the answer
         assert type(param * 2) is type(param.detach())
@@ -63,7 +61,7 @@ def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(rank, world_
         assert_same_bits(found[0], found[1])
 
 
-def fail(param: Tensor) -> None:
+def fail(param):
     raise ZeroDivisionError
 
 
@@ -74,10 +72,10 @@ def test_hooks_are_called_once_for_every_gradient_that_grew(rank, world_size):
         torch.manual_seed(0)
         model = shard(Experts(), **options)
         names = {p: name for name, p in model.named_parameters()}
-        calls: list[str] = []
-        norms: list[float] = []
+        calls = []
+        norms = []
 
-        def note(param: Tensor) -> None:
+        def note(param):
             calls.append(names[param])  # noqa: B023 - called before the next turn
             norms.append(float(param.grad.norm()))  # noqa: B023 - a collective inside a hook
 
@@ -115,7 +113,7 @@ def test_hooks_on_what_is_no_trained_parameter_are_refused():
     tokens = torch.arange(6).view(2, 3) % 5
     model = shard(OddModel(), stage=3)
     names = {p: name for name, p in model.named_parameters()}
-    calls: list[str] = []
+    calls = []
     for param in names:
         param.register_post_accumulate_grad_hook(lambda p: calls.append(names[p]))
     model(tokens).square().mean().backward()
@@ -140,9 +138,9 @@ def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(rank, wor
     """Hooks of a plain model are called by the sharded one, until their handles remove them."""
     for shards in SHARDS.values():
         model = Stack()
-        calls: list[tuple[str, float]] = []
+        calls = []
 
-        def note(name: str, param: Tensor) -> None:
+        def note(name, param):
             calls.append((name, full(param.grad).sum().item()))  # noqa: B023
 
         handles = {

@@ -1,10 +1,8 @@
 """`check_gradients` finds gradients of a wrong scale, says why, and is content with right ones."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,33 +19,33 @@ WIDTH, ROWS = 12, 24
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(torch.tanh(self.up(x)))
+    def forward(self, x):
+        found = x + self.down(torch.tanh(self.up(x)))
         return found
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(Block(), Block())
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers(x)
+    def forward(self, x):
+        found = self.layers(x)
         return found
 
 
-def parallel(model: Any, axes: shardwise.Axes) -> Any:
+def parallel(model, axes):
     for block in model.layers:
         parallelize_module(block, axes["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
-def said_of(**arguments: Any) -> str:
+def said_of(**arguments):
     with pytest.raises(GradientError) as caught:
         shardwise.check.gradients(Net, **arguments)
     return str(caught.value)
@@ -56,23 +54,23 @@ def said_of(**arguments: Any) -> str:
 class Odd(nn.Module):
     """Tied weights, names like those of wrappers, and a tensor of integers that nobody trains."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.module = nn.Linear(WIDTH, WIDTH)
         self.submodule = nn.Linear(WIDTH, WIDTH)
         self.submodule.weight = self.module.weight
         self.codes = nn.Parameter(torch.ones(WIDTH, dtype=torch.uint8), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.submodule(torch.tanh(self.module(x))) * self.codes
+    def forward(self, x):
+        found = self.submodule(torch.tanh(self.module(x))) * self.codes
         return found
 
 
-def odd_on_meta() -> nn.Module:
+def odd_on_meta():
     with torch.device("meta"):
         model = Odd()
     del model.codes
-    model.codes = 1  # type: ignore[assignment]
+    model.codes = 1
     return model
 
 
@@ -100,11 +98,11 @@ def test_right_gradients_pass_whatever_the_composition(rank, num_ranks):
         shardwise.check.gradients(Net, batch[:1], micro_batches=2)
 
 
-def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
+def wrong_ones_are_explained(rank, num_ranks):
     batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
-    def summed(model: nn.Module) -> nn.Module:
-        sharded: Any = shardwise.shard(model)
+    def summed(model):
+        sharded = shardwise.shard(model)
         sharded.set_gradient_divide_factor(1.0)
         return sharded
 
@@ -115,7 +113,7 @@ def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
 
     axes = shardwise.Axes(tp=2)
 
-    def twice(model: Any) -> nn.Module:
+    def twice(model):
         """Give a norm between two layers whole gradients where partial ones are expected."""
         sharded = shardwise.shard(parallel(model, axes), mesh=axes, units=Block)
         sharded.layers[0].set_gradient_divide_factor(1.0)
@@ -126,7 +124,7 @@ def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
     assert "layers.0.up.bias: the gradient is 2 times too large: 2 is dp_shard; or 2 is tp" in said
     assert "layers.1" not in said
 
-    def not_divided(model: nn.Module, rows: Tensor) -> Tensor:
+    def not_divided(model, rows):
         return model(rows).square().mean() * (3 if len(rows) < ROWS else 1)
 
     said = said_of(batch=batch, loss=not_divided, micro_batches=3)
@@ -136,7 +134,7 @@ def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
     said = said_of(batch=batch, local_batch=lambda _: first)
     assert "is no multiple of the right one: a rank's batch is left out or counted twice" in said
 
-    def frozen(model: Any) -> nn.Module:
+    def frozen(model):
         model.layers[1].up.bias.requires_grad_(False)
         return shardwise.shard(model)
 
@@ -145,7 +143,7 @@ def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
         "layers.1.up.bias: there is no gradient; in one process there is"
     ]
 
-    def times(factor: float) -> Any:
+    def times(factor):
         return lambda model, rows: (
             model(rows).square().mean() * (factor if len(rows) < ROWS else 1.0)
         )
@@ -155,19 +153,19 @@ def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
     said = said_of(batch=batch, loss=times(-2.0))
     assert "the gradient is -2 times the right one: its sign is wrong" in said
 
-    def not_a_number(model: nn.Module, rows: Tensor) -> Tensor:
+    def not_a_number(model, rows):
         poison = float("nan") if len(rows) < ROWS and rank == 0 else 1.0
         return model(rows).square().mean() * poison
 
     assert "elements that are not finite" in said_of(batch=batch, loss=not_a_number)
 
 
-def expert_scales_are_explained(rank: int, num_ranks: int) -> None:
+def expert_scales_are_explained(rank, num_ranks):
     """torch's rule divides by a parameter's own mesh, though gradients of all ranks are in it."""
     axes = shardwise.Axes(ep=2)
     batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
-    def by_own_mesh(model: Any) -> nn.Module:
+    def by_own_mesh(model):
         sharded = shardwise.shard(model, mesh=axes, units=Block)
         efsdp = axes["efsdp"].size()
         sharded.layers[1].set_gradient_divide_factor(float(efsdp))
@@ -188,7 +186,7 @@ def test_wrong_gradients_are_found_and_their_factors_explained(rank, num_ranks):
 def test_powers_products_and_plain_numbers_are_told_apart():
     degrees = {"dp_shard": 3, "tp": 5, "micro-batches": 1}
 
-    def finding(scale: float) -> str:
+    def finding(scale):
         return str(GradientReport((GradientCheck("w", scale),), 1e-3, degrees)).splitlines()[1]
 
     assert finding(8.0) == "w: the gradient is 8 times too large: 8 is 2^3: doubled 3 times"
@@ -200,17 +198,17 @@ def test_powers_products_and_plain_numbers_are_told_apart():
 class Attention(nn.Module):
     """The gradient of the key's bias is zero but for rounding: softmax takes no notice of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         rows = x.view(len(x), -1, WIDTH)
         scores = self.query(rows) @ self.key(rows).transpose(1, 2)
         return torch.softmax(scores, dim=-1) @ rows
 
 
-def said_of_attention(batch: Tensor, loss: Any) -> str:
+def said_of_attention(batch, loss):
     with pytest.raises(GradientError) as caught:
         shardwise.check.gradients(Attention, batch, loss=loss)
     return str(caught.value)
@@ -223,11 +221,11 @@ def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together(rank):
     (bias,) = (check for check in report.checks if check.name == "key.bias")
     assert bias.is_rounding
 
-    def halves(model: nn.Module, rows: Tensor) -> Tensor:
-        found: Tensor = model(rows).square().mean()
+    def halves(model, rows):
+        found = model(rows).square().mean()
         return found * (2 if len(rows) < ROWS else 1)
 
     assert "key.weight: the gradient is 2 times too large" in said_of_attention(batch, halves)
     rows = {"local_batch": lambda whole: whole[: 3 if rank else 4], "micro_batches": 2}
     with pytest.raises(ConfigError, match=r"another rank cannot cut|\(3, 48\) has no rows"):
-        shardwise.check.gradients(Attention, batch, **rows)  # type: ignore[arg-type]
+        shardwise.check.gradients(Attention, batch, **rows)

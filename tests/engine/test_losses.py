@@ -1,9 +1,7 @@
 """A loss over tokens of which ranks have different numbers is the mean over all of them."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
 from ranks import on_ranks
@@ -13,13 +11,13 @@ from shardwise.interop.fsdp2 import fully_shard
 WIDTH, ROWS = 8, 6
 
 
-def make() -> nn.Module:
+def make():
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
 
 
-def sum_of_losses(model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().sum()
+def sum_of_losses(model, x):
+    found = model(x).square().sum()
     return found
 
 
@@ -36,8 +34,8 @@ def test_ranks_with_any_numbers_of_tokens_make_one_mean(rank, num_ranks):
     roundings = of_gradient(WIDTH, WIDTH, 3, over=len(x) + 8)
     mesh = shardwise.Axes(dp_replicate=2) if num_ranks == 4 else None
 
-    def undivided(model: nn.Module) -> Any:
-        sharded: Any = fully_shard(model, mesh=mesh)
+    def undivided(model):
+        sharded = fully_shard(model, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         return sharded
 
@@ -55,7 +53,7 @@ def test_ranks_with_any_numbers_of_tokens_make_one_mean(rank, num_ranks):
                 loss.backward()
             shown.append(loss.detach())
         for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-            assert_rounded_alike(p.grad.full_tensor(), q.grad, roundings, name)  # type: ignore[union-attr, operator]
+            assert_rounded_alike(p.grad.full_tensor(), q.grad, roundings, name)
     summed = [torch.zeros(()) for _ in range(num_ranks)]
     torch.distributed.all_gather(summed, sum(shown, torch.zeros(())))
     assert_rounded_alike(torch.stack(summed).sum(), wanted.detach(), roundings)

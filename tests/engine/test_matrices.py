@@ -1,11 +1,8 @@
 """Layout ``matrices``: optimizers that read whole matrices step as one process does."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -19,7 +16,7 @@ STEPS = 4
 class Model(nn.Module):
     """Odd shapes: matrices of one row and one column, an empty one, vectors, a scalar, 3 dims."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(11, 6)
@@ -32,7 +29,7 @@ class Model(nn.Module):
         self.cube = nn.Parameter(torch.randn(2, 3, 6))
         self.scale = nn.Parameter(torch.randn(()))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
@@ -40,12 +37,12 @@ class Model(nn.Module):
         return x.square().mean() + self.none.sum()
 
 
-def batch(rank: int, step: int, micro: int = 0) -> Tensor:
+def batch(rank, step, micro=0):
     generator = torch.Generator().manual_seed(97 * step + 11 * micro + rank)
     return torch.randint(0, 11, (3, 4), generator=generator)
 
 
-def both(params: Any) -> shardwise.optim.Mixed:
+def both(params):
     """Muon for the matrices, AdamW for the rest, as one optimizer."""
     params = list(params)
     muon = torch.optim.Muon([p for p in params if p.ndim == 2 and p.numel()], lr=0.05)
@@ -53,15 +50,15 @@ def both(params: Any) -> shardwise.optim.Mixed:
     return shardwise.optim.Mixed(muon, rest)
 
 
-def sharded(stage: int, layout: Any = "matrices") -> Any:
+def sharded(stage, layout="matrices"):
     return shardwise.shard(Model(), stage=stage, layout=layout, units=[nn.Sequential])
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[operator]
+def values(model):
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def check_steps(rank: int, num_ranks: int, stage: int) -> None:
+def check_steps(rank, num_ranks, stage):
     model = sharded(stage)
     optimizer = both(model.parameters())
     for step in range(STEPS):
@@ -93,7 +90,7 @@ def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
     for sizes in ((1, num_ranks), (num_ranks, 1)):
         truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, True, sizes[0])
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        model: Any = shardwise.shard(Model(), layout="matrices", units=[nn.Sequential], mesh=mesh)
+        model = shardwise.shard(Model(), layout="matrices", units=[nn.Sequential], mesh=mesh)
         optimizer = both(model.parameters())
         for step in range(STEPS):
             for micro in range(2):
@@ -107,12 +104,12 @@ def test_axes_of_one_rank_neither_average_nor_add_twice(rank, num_ranks):
 class Whitens(torch.optim.Optimizer):
     """Reads whole matrices; keeps a list, a tensor of another shape, a count, and options."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "num_steps": 0})
         self.num_steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -125,7 +122,7 @@ class Whitens(torch.optim.Optimizer):
                     self._step(p, self.state[p])
         return loss
 
-    def _step(self, p: Tensor, state: dict[str, Any]) -> None:
+    def _step(self, p, state):
         assert p.grad is not None
         if not state:
             state |= {"num": 0, "mean": torch.zeros_like(p), "sums": torch.zeros(p.shape[0])}
@@ -138,13 +135,13 @@ class Whitens(torch.optim.Optimizer):
         p.add_(basis @ (found.rsqrt()[:, None] * (basis.T @ state["mean"])), alpha=-0.1)
 
 
-def train(model: Any, optimizer: Any, steps: range, closes: bool = False) -> None:
+def train(model, optimizer, steps, closes=False):
     """Take steps on the same batches on every rank, so that a power of two has the same means."""
     for step in steps:
 
-        def closure(step: int = step) -> Tensor:
+        def closure(step=step):
             optimizer.zero_grad()
-            loss: Tensor = model(batch(0, step))
+            loss = model(batch(0, step))
             loss.backward()
             return loss
 
@@ -155,17 +152,17 @@ def train(model: Any, optimizer: Any, steps: range, closes: bool = False) -> Non
             optimizer.step()
 
 
-def whitens(model: nn.Module) -> Whitens:
+def whitens(model):
     return Whitens([p for p in model.parameters() if p.ndim == 2])
 
 
-def plainly(steps: range) -> dict[str, Tensor]:
+def plainly(steps):
     model = Model()
     train(model, whitens(model), steps)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def check_any(rank: int, num_ranks: int, stage: int, closes: bool) -> int:
+def check_any(rank, num_ranks, stage, closes):
     model = sharded(stage)
     optimizer = whitens(model)
     train(model, optimizer, range(3), closes)
@@ -181,14 +178,14 @@ def test_an_optimizer_with_state_of_any_kind_steps_each_matrix_on_its_owner(num_
         assert sum(run_ranks(check_any, num_ranks, stage, closes)) == 7  # the empty one has none
 
 
-def save(rank: int, num_ranks: int, stage: int, path: Path) -> None:
+def save(rank, num_ranks, stage, path):
     model = sharded(stage)
     optimizer = whitens(model)
     train(model, optimizer, range(2))
     shardwise.save(path, model, optimizer, step=1)
 
 
-def load(rank: int, num_ranks: int, stage: int, path: Path) -> dict[str, Tensor]:
+def load(rank, num_ranks, stage, path):
     model = sharded(stage)
     optimizer = whitens(model)
     shardwise.load(path, model, optimizer)
@@ -203,19 +200,19 @@ def test_a_checkpoint_goes_on_over_other_ranks(first, then, tmp_path):
         assert_same_bits(found, plainly(range(4)))
 
 
-def save_as(rank: int, num_ranks: int, layout: str, path: Path) -> None:
+def save_as(rank, num_ranks, layout, path):
     model = sharded(3, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, range(2))
     shardwise.save(path, model, optimizer, step=1)
 
 
-def load_as(rank: int, num_ranks: int, layout: str, path: Path) -> dict[str, Tensor]:
+def load_as(rank, num_ranks, layout, path):
     model = sharded(2, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     shardwise.load(path, model, optimizer)
     moments = {
-        f"{name}, {key}": optimizer.state[p][key].full_tensor()  # type: ignore[index]
+        f"{name}, {key}": optimizer.state[p][key].full_tensor()
         for name, p in model.named_parameters()
         for key in ("exp_avg", "exp_avg_sq")
     }
@@ -232,11 +229,11 @@ def test_checkpoints_go_from_and_to_other_layouts(other, tmp_path):
             assert_same_bits(found, truth)
 
 
-def choose(name: str, p: nn.Parameter) -> str:
+def choose(name, p):
     return "flat" if "embed" in name else "matrices"
 
 
-def check_choice(rank: int, num_ranks: int) -> tuple[int, ...]:
+def check_choice(rank, num_ranks):
     model = sharded(3, choose)
     with pytest.raises(ConfigError, match="returned 'rows' for 'row'; expected 'matrices'"):
         sharded(3, lambda name, p: "rows")

@@ -4,11 +4,10 @@ import copy
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -28,20 +27,20 @@ adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 3 * width + 1)
         self.down = nn.Linear(3 * width + 1, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
     """A head tied to the embedding, a frozen matrix, blocks of which two have equal shapes."""
 
-    def __init__(self, width: int = 6, blocks: int = 3) -> None:
+    def __init__(self, width=6, blocks=3):
         super().__init__()
         self.embed = nn.Embedding(11, width)
         self.mix = nn.Linear(width, width)
@@ -50,28 +49,28 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.mix(self.embed(tokens))
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def net(width: int = 6) -> Net:
+def net(width=6):
     torch.manual_seed(3)
     return Net(width)
 
 
-def batch(rank: int, step: int) -> Tensor:
+def batch(rank, step):
     generator = torch.Generator().manual_seed(97 * step + rank)
     return torch.randint(0, 11, (3, 4), generator=generator)
 
 
-def mixed(model: nn.Module) -> shardwise.optim.Mixed:
+def mixed(model):
     return shardwise.optim.Mixed.of(model, matrices=muon, rest=adamw)
 
 
-def step(model: Any, optimizer: Any, steps: range, rank: int, clip: float | None = None) -> None:
+def step(model, optimizer, steps, rank, clip=None):
     for number in steps:
         model(batch(rank, number)).backward()
         if clip is not None:
@@ -80,11 +79,11 @@ def step(model: Any, optimizer: Any, steps: range, rank: int, clip: float | None
         optimizer.zero_grad()
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[operator]
+def values(model):
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def trained(rank: int, clip: float | None = None, **options: Any) -> dict[str, Tensor]:
+def trained(rank, clip=None, **options):
     model = shardwise.shard(net(), units=[Block], **options)
     step(model, mixed(model), range(3), rank, clip)
     return values(model)
@@ -94,7 +93,7 @@ def trained(rank: int, clip: float | None = None, **options: Any) -> dict[str, T
 def test_muon_and_adamw_have_the_bits_of_stage_0(rank, tmp_path):
     folder = str(tmp_path)
     host, files = shardwise.Offload("cpu", "cpu", "cpu"), f"nvme:{folder}"
-    alike: dict[str, list[dict[str, Any]]] = {
+    alike = {
         "fp32": [
             {"schedule": Schedule(0)},
             {"schedule": Schedule(bucket_bytes=1)},
@@ -152,7 +151,7 @@ def test_broadcasts_from_owners_and_reductions_to_them_give_the_same(rank, num_r
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
 
 
-def count_bytes(rank: int, num_ranks: int, by: str) -> int:
+def count_bytes(rank, num_ranks, by):
     with pytest.MonkeyPatch.context() as patch, CheckingDevice():
         if by == "broadcasts":
             patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
@@ -191,10 +190,10 @@ def count_bytes(rank: int, num_ranks: int, by: str) -> int:
     reduced += num_trained * others * 4  # who had which gradient
     assert sent["shard.all_gather"] == gathered
     assert sent["shard.reduce_scatter"] == reduced
-    held = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[operator]
+    held = sum(p.to_local().nbytes for p in model.parameters())
     padding = shardwise.debug.stats(model).param_shard_bytes - held
     assert 0 <= padding < 4 * 32 * len(list(model.parameters()))
-    return sum(p.to_local().numel() for p in model.parameters() if p.ndim == 2)  # type: ignore[operator]
+    return sum(p.to_local().numel() for p in model.parameters() if p.ndim == 2)
 
 
 @pytest.mark.parametrize("by", ["messages", "broadcasts"])
@@ -261,7 +260,7 @@ def test_what_cannot_be_is_refused(rank):
 def test_under_fully_shard_muon_steps_as_under_torchs_with_collectives_of_torch(rank):
     found = []
     for how in (fully_shard, torch_fully_shard):
-        model: Any = how(net())
+        model = how(net())
         step(model, mixed(model), range(2), rank)
         found.append(values(model))
     assert_same_bits(*found)
@@ -297,7 +296,7 @@ def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank):
     """A gradient that overflows on one owner alone makes all ranks skip the step."""
     found = []
     for options in ({"stage": 0}, {"layout": "matrices"}):
-        model: Any = shardwise.shard(net(), units=[Block], precision="fp16", **options)
+        model = shardwise.shard(net(), units=[Block], precision="fp16", **options)
         optimizer = mixed(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for number in range(3):
@@ -317,7 +316,7 @@ def test_scaled_losses_and_skipped_steps_are_those_of_stage_0(rank):
 def test_a_matrix_is_read_and_written_whole(num_ranks):
     """What writes full values into a matrix writes them on its owner."""
     model = shardwise.shard(net(), units=[Block], layout="matrices")
-    weight: Any = model.blocks[0].up.weight
+    weight = model.blocks[0].up.weight
     value = torch.arange(float(weight.numel())).view(weight.shape)
     with torch.no_grad():
         weight.copy_(value)
@@ -337,7 +336,7 @@ def test_a_matrix_is_read_and_written_whole(num_ranks):
 def test_the_loop_of_the_page_learns():
     page = Path(__file__).parents[2] / "docs" / "how-to" / "matrices.md"
     (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"model": net(), "shardwise": shardwise, "torch": torch}
+    names = {"model": net(), "shardwise": shardwise, "torch": torch}
     exec(code, names)
     model, optimizer = names["model"], names["optimizer"]
     muon_has, adamw_has = (group["params"] for group in optimizer.param_groups)

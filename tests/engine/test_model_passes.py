@@ -2,11 +2,10 @@
 
 import warnings
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Checkpointed, Stack
@@ -42,7 +41,7 @@ from trainer import (
 
 
 # Ways to call a unit: twice, nested, evaluated, with inputs and outputs of every shape.
-def gradients_of_two_backwards(model: nn.Module, batch: Tensor, kind: str) -> Any:
+def gradients_of_two_backwards(model, batch, kind):
     """Backpropagate twice before anything is stepped."""
     if kind == "two graphs":
         mean_square(model, batch).backward()
@@ -94,11 +93,11 @@ def test_gradients_add_up_over(kind):
 
 
 class NormBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.norm(x))
 
 
@@ -126,9 +125,9 @@ def test_batch_norm_keeps_its_statistics(rank, world_size):
         assert_same_bits(found[1], found[0])
 
 
-def train_with_user_hooks(model: nn.Module, batch: Tensor) -> tuple[Any, Any]:
+def train_with_user_hooks(model, batch):
     """Hang every kind of hook on a block; return what they saw, and the gradients."""
-    seen: list[Any] = []
+    seen = []
     block = model.blocks[1]
     block.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     block.register_forward_hook(lambda m, args, out: out + 1)
@@ -159,12 +158,12 @@ def test_hooks_of_the_user_see_and_change_what_they_would_without_shards():
 class WithNothing(nn.Module):
     """A parameter without elements, alone in its dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layer(x) + self.nothing.sum().float()
 
 
@@ -174,7 +173,7 @@ def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replica
     for stage in range(4):
         model = shard(WithNothing(), stage=stage, mesh=mesh)
         model(torch.full((2, 4), rank + 1.0)).sum().backward()
-        grads: list[Any] = [p.grad for p in model.parameters()]
+        grads = [p.grad for p in model.parameters()]
         means = [g.full_tensor() for g in grads]
         by_name = dict(zip((n for n, _ in model.named_parameters()), means, strict=True))
         assert torch.equal(by_name["layer.weight"], torch.full((4, 4), 3.0)), stage
@@ -187,7 +186,7 @@ def test_a_graph_with_a_recomputed_region_runs_backward_twice(world_size):
     results = []
     for stage in (None, 2, 3):
         torch.manual_seed(0)
-        model: nn.Module = UsedBeforeItIsClosed()
+        model = UsedBeforeItIsClosed()
         if stage is not None:
             model = shard(model, stage=stage, units=["Product", "Block"])
         loss = model(torch.ones(3, 8)).square().mean()
@@ -201,7 +200,7 @@ def test_a_graph_with_a_recomputed_region_runs_backward_twice(world_size):
             assert_rounded_alike(ours, theirs, 0 if world_size == 1 else 3)
 
 
-def bytes_of_a_step(rank: int, world_size: int, make_model: Any) -> tuple[int, list[int]]:
+def bytes_of_a_step(rank, world_size, make_model):
     """Return the peak of full parameters, and unreduced gradients at the end of backward."""
     torch.manual_seed(0)
     model = shard(make_model(), stage=3)
@@ -292,7 +291,7 @@ def test_prefetching_goes_on_after_the_order_has_changed():
     assert counts[5] == 2, "the step before predicts the next"
 
 
-def gathers_of_backward(rank: int, world_size: int) -> list[str]:
+def gathers_of_backward(rank, world_size):
     """Return the units gathered in backward after a changed order, in order of their starts."""
     model = shard(Detours(), stage=3)
     for step in (0, 1):

@@ -3,13 +3,11 @@
 import copy
 import logging
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -34,14 +32,14 @@ STAGES = range(4)
 class Named(Stack):
     """A model with a second way in."""
 
-    def halved(self, x: Tensor) -> Tensor:
+    def halved(self, x):
         return self.forward(x) / 2
 
 
 class Registered(Block):
     """A class that wants to know of its subclasses."""
 
-    def __init_subclass__(cls, *, key: str) -> None:
+    def __init_subclass__(cls, *, key):
         raise AssertionError(key)
 
 
@@ -49,25 +47,25 @@ class Registering(Stack):
     block_class = Registered
 
 
-def sharded(stage: int, **options: Any) -> Any:
+def sharded(stage, **options):
     torch.manual_seed(0)
     return shard(Named(), stage=stage, **options)
 
 
-def plain() -> Named:
+def plain():
     torch.manual_seed(0)
     return Named()
 
 
-def batch(number: int, rank: int) -> Tensor:
+def batch(number, rank):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-def loss_of(model: Callable[[Tensor], Tensor], number: int, rank: int) -> Tensor:
+def loss_of(model, number, rank):
     return model(batch(number, rank)).square().mean()
 
 
-def expected(world: int, numbers: tuple[int, ...], divisor: float | None = None) -> list[Tensor]:
+def expected(world, numbers, divisor=None):
     """Return the gradients of one process, summed over micro-batches, the mean over ranks."""
     model = plain()
     for rank in range(world):
@@ -76,14 +74,14 @@ def expected(world: int, numbers: tuple[int, ...], divisor: float | None = None)
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def same_gradients(model: nn.Module, wanted: list[Tensor]) -> None:
+def same_gradients(model, wanted):
     roundings = of_gradient(*(8, 11) * 3, 8, over=4 * 9)
     for param, grad in zip(model.parameters(), wanted, strict=True):
         assert isinstance(param.grad, ShardTensor)
         assert_rounded_alike(param.grad.full_tensor(), grad, roundings)
 
 
-def sent(model: nn.Module, kind: str) -> int:
+def sent(model, kind):
     return shardwise.debug.stats(model).num_collectives.get(f"shard.{kind}", 0)
 
 
@@ -121,7 +119,7 @@ def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_w
         reference = plain()
         for each in range(world):
             (2 * loss_of(reference.halved, 0, each) / world).backward()
-        same_gradients(model, [p.grad for p in reference.parameters()])  # type: ignore[misc]
+        same_gradients(model, [p.grad for p in reference.parameters()])
 
 
 @on_ranks(1)
@@ -141,10 +139,10 @@ def test_passes_of_shard_are_told_in_the_log_of_torchs_own(rank):
 class OwnNames(nn.Linear):
     """A layer with a method that FSDPModule has too."""
 
-    def reshard(self, by: int) -> int:
+    def reshard(self, by):
         return by + 1
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * self.reshard(0)
 
 
@@ -175,7 +173,7 @@ def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(rank)
         with pytest.raises(ShardError, match="was written while unshard"):
             model.reshard()
     layers = shard(nn.Sequential(OwnNames(4, 4)), units=[OwnNames])
-    assert layers[0].reshard(1) == 2  # type: ignore[operator]
+    assert layers[0].reshard(1) == 2
     layers(torch.ones(2, 4)).sum().backward()
 
 
@@ -316,7 +314,7 @@ def test_gradients_stay_on_their_ranks_until_synced_or_finalized(rank, world):
         same_gradients(model, expected(world, (0, 1)))
 
 
-def skipped(rank: int, world: int) -> None:
+def skipped(rank, world):
     """Where ranks run different experts, what is finalized takes part on all of them."""
     for stage in (0, 2):
         torch.manual_seed(0)
@@ -371,10 +369,10 @@ class Gather:
 
     num_calls = 0
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **_: Any) -> None:
+    def __call__(self, output_tensor, input_tensor, group, **_):
         self.num_calls += 1
         dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group)
 

@@ -3,9 +3,6 @@
 import errno
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, load, save, shard
 from shardwise.device import HostTime
@@ -27,15 +24,15 @@ from shardwise.step.state_files import StateFile
 SOON_S = HANG_S / 4  # before the process group would say that it has waited too long
 
 
-def io_error(*_: Any) -> Any:
+def io_error(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def full_after(num_files: int) -> Any:
+def full_after(num_files):
     """Return what reserves space as a disk that is full after some files does."""
-    reserve, made = System.reserve, list[int]()
+    reserve, made = System.reserve, []
 
-    def fill(self: System, fd: int, num_bytes: int) -> None:
+    def fill(self, fd, num_bytes):
         if len(made) == num_files:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         made.append(num_bytes)
@@ -44,7 +41,7 @@ def full_after(num_files: int) -> Any:
     return fill
 
 
-def fill_one_disk_at_the_first_step(rank: int, world_size: int, folder: Path, name: str) -> None:
+def fill_one_disk_at_the_first_step(rank, world_size, folder, name):
     """Only one rank has no room: no rank has stepped, and all can step when there is room."""
     place = f"nvme:{folder}"
     expected = train(*make(3, "fp32", place, name), 2)
@@ -63,15 +60,15 @@ def fill_one_disk_at_the_first_step(rank: int, world_size: int, folder: Path, na
     assert_same(train(model, optimizer, 2), expected)
 
 
-def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
+def lack_room_when_sharded(rank, world_size, folder):
     """One rank has no memory for the slab, or no space for the slices of the third unit."""
     victim = world_size - 1
 
-    def no_memory(*_: Any) -> Any:
+    def no_memory(*_):
         raise RuntimeError("can't allocate memory")
 
     in_files = Offload(f"nvme:{folder}", optimizer="cpu")
-    cases: list[tuple[Any, tuple[type, str], Any, str]] = [
+    cases = [
         ("cpu", (HostTime, "locked_memory"), no_memory, ": the .* of host memory .* allocate"),
         (in_files, (System, "reserve"), full_after(4), rf", unit '\S+': .* needed in {folder}"),
         (f"nvme:{folder}", (System, "reserve"), full_after(0), ".*No space left"),
@@ -90,21 +87,18 @@ def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
         shard(model, offload=offload)(torch.ones(2, 8))
 
 
-Break = Callable[[pytest.MonkeyPatch], None]
-
-
-def in_a_write(patch: pytest.MonkeyPatch) -> None:
+def in_a_write(patch):
     patch.setattr(System, "write", io_error)
 
 
-def in_a_read(patch: pytest.MonkeyPatch) -> None:
+def in_a_read(patch):
     patch.setattr(System, "read", io_error)
 
 
-def in_the_first_store(patch: pytest.MonkeyPatch) -> None:
-    store, stored = StateFile.store, list[Any]()
+def in_the_first_store(patch):
+    store, stored = StateFile.store, []
 
-    def fail(file: StateFile, held: Any) -> None:
+    def fail(file, held):
         stored.append(held)
         if len(stored) == 3:
             patch.setattr(System, "write", io_error)
@@ -113,13 +107,11 @@ def in_the_first_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateFile, "store", fail)
 
 
-def in_space_for_means(patch: pytest.MonkeyPatch) -> None:
+def in_space_for_means(patch):
     patch.setattr(System, "reserve", full_after(1))
 
 
-def train_on_a_disk_that_fails(
-    rank: int, world_size: int, folder: Path, place: Any, breaks: Break, first: int
-) -> str:
+def train_on_a_disk_that_fails(rank, world_size, folder, place, breaks, first):
     """Train until one rank fails, which then stays where it is; return what this rank was told."""
     WATCH.look_every_s = 0.2
     victim, told = world_size - 1, folder / "told"
@@ -169,7 +161,7 @@ def test_a_disk_that_fails_in_training_is_told_to_every_rank_with_rank_unit_and_
         )
 
 
-def save_after_one_has_failed(rank: int, world_size: int, folder: Path) -> None:
+def save_after_one_has_failed(rank, world_size, folder):
     """A save tells all ranks, all load, and go on: the file that failed is made anew by all."""
     place = f"nvme:{folder}"
     model, optimizer = make(3, "fp32", place, "adamw")
@@ -188,7 +180,7 @@ def save_after_one_has_failed(rank: int, world_size: int, folder: Path) -> None:
     assert_same(train(model, optimizer, 2, first=2) + everything(model, optimizer), expected)
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     "one full disk at the first step changes nothing on any rank": (
         fill_one_disk_at_the_first_step,
         [*((1, name) for name in OPTIMIZERS if name not in ("adamw", "sgd")), (3, "adamw")],

@@ -9,11 +9,9 @@ import random
 import resource
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from test_overlap import assert_same, everything, train
 from torch import nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard
 from shardwise.comm.collectives import Comm
 from shardwise.debug import stats
@@ -37,7 +35,7 @@ from shardwise.offload.home import Home
 from shardwise.step.state_files import StateFile
 from shardwise.tensor.elements import elements_of
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -47,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def kinds(folder: Path) -> list[Any]:
+def kinds(folder):
     """Return every kind of state in files, in one folder or two, and a part of it."""
     one, two = f"nvme:{folder}", f"nvme:{folder / 'a'},{folder / 'b'}"
     return [
@@ -59,13 +57,13 @@ def kinds(folder: Path) -> list[Any]:
     ]
 
 
-def make(stage: int, precision: str, offload: Any, optimizer: str) -> tuple[Any, Any]:
+def make(stage, precision, offload, optimizer):
     torch.manual_seed(0)
     model = shard(Stack(), stage=stage, precision=precision, offload=offload)
     return model, OPTIMIZERS[optimizer](model.parameters())
 
 
-def in_every_kind(rank: int, world_size: int, folder: Path, every: bool = False) -> None:
+def in_every_kind(rank, world_size, folder, every=False):
     """Every kind at one of the stages on several ranks, at the others on one; or at all in each.
 
     Several ranks cost ten times as much.
@@ -84,7 +82,7 @@ def in_every_kind(rank: int, world_size: int, folder: Path, every: bool = False)
         assert_same(*runs)
 
 
-def step_with_closures(rank: int, world_size: int, folder: Path) -> None:
+def step_with_closures(rank, world_size, folder):
     """A loop that always passes a closure; each rank has a folder of its own."""
     own = folder / str(rank)
     own.mkdir()
@@ -94,7 +92,7 @@ def step_with_closures(rank: int, world_size: int, folder: Path) -> None:
         losses = []
         for step in range(3):
 
-            def closure(step: int = step, model: Any = model, of: Any = optimizer) -> Any:
+            def closure(step=step, model=model, of=optimizer):
                 of.zero_grad()
                 loss = model(torch.linspace(-1, step + 1, 24).view(3, 8)).square().mean()
                 loss.backward()
@@ -110,10 +108,10 @@ class OfMyOwn(torch.optim.AdamW):
     pass
 
 
-def step_with_a_class_of_my_own(rank: int, world_size: int, folder: Path) -> None:
-    said: list[str] = []
+def step_with_a_class_of_my_own(rank, world_size, folder):
+    said = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("shardwise").addHandler(handler)
     try:
         model = shard(Stack(), offload=f"nvme:{folder}")
@@ -126,7 +124,7 @@ def step_with_a_class_of_my_own(rank: int, world_size: int, folder: Path) -> Non
     assert "files" not in stats(model, optimizer).bytes_by_place
 
 
-def with_a_slow_disk(rank: int, world_size: int, folder: Path, steps: int) -> None:
+def with_a_slow_disk(rank, world_size, folder, steps):
     """Reads and writes take random times; what is read meanwhile is what was written last."""
     rng = random.Random(rank)
     runs = []
@@ -144,8 +142,8 @@ def with_a_slow_disk(rank: int, world_size: int, folder: Path, steps: int) -> No
     assert_same(*runs)
 
 
-def _delayed(call: Any, rng: random.Random) -> Any:
-    def delayed(*args: Any) -> Any:
+def _delayed(call, rng):
+    def delayed(*args):
         time.sleep(rng.random() * 0.003)
         return call(*args)
 
@@ -153,12 +151,12 @@ def _delayed(call: Any, rng: random.Random) -> Any:
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, int]]:
+def counted():
     """Count the reads and writes of disks."""
     counts = {"read": 0, "write": 0}
 
-    def counting(name: str, plain: Any) -> Any:
-        def start(*args: Any) -> Any:
+    def counting(name, plain):
+        def start(*args):
             counts[name] += 1
             return plain(*args)
 
@@ -170,7 +168,7 @@ def counted() -> Iterator[dict[str, int]]:
         yield counts
 
 
-def count_transfers(rank: int, world_size: int, folder: Path) -> None:
+def count_transfers(rank, world_size, folder):
     """AdamW steps through buffers: after the first step each unit is read and written once."""
     model, optimizer = make(3, "fp32", f"nvme:{folder}", "fused")
     num_units = len(engine_of(model).units)
@@ -188,7 +186,7 @@ def count_transfers(rank: int, world_size: int, folder: Path) -> None:
         assert [elements_of(moment).data_ptr() for moment in moments] == places
 
 
-def keep_codes(rank: int, world_size: int, folder: Path) -> None:
+def keep_codes(rank, world_size, folder):
     """Codes and scales rest in files, are read and written once a step, and get every bit."""
     expected = None
     for place in (
@@ -218,22 +216,22 @@ def keep_codes(rank: int, world_size: int, folder: Path) -> None:
         assert all(any(lo <= place < hi for lo, hi in memory) for place in places)
 
 
-def _has_elements(param: Any) -> bool:
+def _has_elements(param):
     return elements_of(param.sharded).numel() > 0
 
 
-def states(model: nn.Module, optimizer: Any) -> list[tuple[Any, Any]]:
+def states(model, optimizer):
     of = [optimizer.state[param] for param in model.parameters()]
     return [(state["exp_avg"], state["exp_avg_sq"]) for state in of]
 
 
-def fail_while_reading_ahead(rank: int, world_size: int, folder: Path) -> None:
+def fail_while_reading_ahead(rank, world_size, folder):
     """One read that fails is told in the pass that needs it; after a load all is as ever."""
     place = Offload(f"nvme:{folder}", optimizer="cpu")
     model, optimizer = make(3, "fp32", place, "adamw")
-    plain, failed = System.read, list[int]()
+    plain, failed = System.read, []
 
-    def read(system: System, *args: Any) -> Any:
+    def read(system, *args):
         if not failed:
             failed.append(1)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -254,7 +252,7 @@ def fail_while_reading_ahead(rank: int, world_size: int, folder: Path) -> None:
         assert all(disk.pool.num_free for disk in disks)
 
 
-def train_in_turns(rank: int, world_size: int, folder: Path) -> None:
+def train_in_turns(rank, world_size, folder):
     """Weights get gradients in one step, biases in the next: all their state is in files."""
     runs = []
     for place in (None, f"nvme:{folder}"):
@@ -273,7 +271,7 @@ def train_in_turns(rank: int, world_size: int, folder: Path) -> None:
     assert found["files"] == 2 * local
 
 
-def read_ahead(rank: int, world_size: int, folder: Path) -> None:
+def read_ahead(rank, world_size, folder):
     """Slices that are not in memory come by reads; some change in between, by steps and by hand."""
     where = f"nvme:{folder}"
     runs = []
@@ -295,21 +293,21 @@ def read_ahead(rank: int, world_size: int, folder: Path) -> None:
     assert_same(runs[2], runs[0])
 
 
-def take_memory_once(rank: int, world_size: int) -> None:
+def take_memory_once(rank, world_size):
     """All that lasts is one piece, made before any values are sent; a step needs no more."""
-    sizes: list[int] = []
-    made: list[int] = []
+    sizes = []
+    made = []
     locked, memory, broadcast = HostTime.locked_memory, Home.memory, Comm.broadcast
 
-    def locked_memory(time: Any, num_bytes: int) -> Any:
+    def locked_memory(time, num_bytes):
         sizes.append(num_bytes)
         return locked(time, num_bytes)
 
-    def make_memory(home: Any, numel: int, dtype: Any) -> Any:
+    def make_memory(home, numel, dtype):
         made.append(numel)
         return memory(home, numel, dtype)
 
-    def check_order(comm: Any, tensor: Any, collective: Any, **kwargs: Any) -> Any:
+    def check_order(comm, tensor, collective, **kwargs):
         assert sizes or collective.unit == "(number)", collective  # which tells models apart
         return broadcast(comm, tensor, collective, **kwargs)
 
@@ -333,7 +331,7 @@ def take_memory_once(rank: int, world_size: int) -> None:
     assert not made
 
 
-def save_and_load(rank: int, world_size: int, folder: Path, name: str) -> None:
+def save_and_load(rank, world_size, folder, name):
     """From files to files, to host memory and back, in the foreground and behind training."""
     # Codes are made anew with other bits where other elements share a block.
     stages = (3, 3, 3, 3) if "8 bits" in name else (3, 1, 2, 0)
@@ -356,8 +354,8 @@ def save_and_load(rank: int, world_size: int, folder: Path, name: str) -> None:
     assert_same(everything(model, optimizer), expected[-len(everything(model, optimizer)) :])
 
 
-def fail_and_recover(rank: int, world_size: int, folder: Path) -> None:
-    def fail(*args: Any) -> int:
+def fail_and_recover(rank, world_size, folder):
+    def fail(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     place = f"nvme:{folder}"
@@ -380,15 +378,15 @@ def fail_and_recover(rank: int, world_size: int, folder: Path) -> None:
         assert_same(train(*again, 2, first=2) + everything(*again), expected)
 
 
-def fail_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
+def fail_at_the_first_step(rank, world_size, folder):
     """The third unit's state cannot be written: refused until a load, then as ever."""
     place = f"nvme:{folder}"
     model, optimizer = make(3, "fp32", place, "adamw")
     save(folder / "saved", model, optimizer)
     expected = train(*make(3, "fp32", place, "adamw"), 2)
-    store, stored = StateFile.store, list[Any]()
+    store, stored = StateFile.store, []
 
-    def fail(self: StateFile, held: Any) -> None:
+    def fail(self, held):
         if len(stored) == 2:
             raise StorageError("rank 0: writing failed: Input/output error")
         stored.append(held)
@@ -405,7 +403,7 @@ def fail_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
     assert_same(train(model, optimizer, 2), expected)
 
 
-def store_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
+def store_at_the_first_step(rank, world_size, folder):
     writes = []
     model, optimizer = make(3, "fp32", f"nvme:{folder}", "adamw")
     model(torch.ones(3, 8)).sum().backward()
@@ -416,7 +414,7 @@ def store_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
     assert len(writes) == len(engine_of(model).units)
 
 
-def draw_again(rank: int, world_size: int, folder: Path) -> None:
+def draw_again(rank, world_size, folder):
     """Parameters that are drawn anew are those of the next forward pass."""
     found = []
     for stage, place in ((3, None), (1, None), (3, Offload(optimizer=f"nvme:{folder}"))):
@@ -430,7 +428,7 @@ def draw_again(rank: int, world_size: int, folder: Path) -> None:
     assert_same(found[1:], [found[0]] * 2)
 
 
-def fill_the_host(rank: int, world_size: int, folder: Path) -> None:
+def fill_the_host(rank, world_size, folder):
     """The sum of all ranks counts, padding apart; what rests in files does not."""
     one, total = f"nvme:{folder}", 8 * 4 + 4 + 4 * 8
     for offload, needed in (
@@ -458,7 +456,7 @@ def test_free_memory_of_the_host_is_what_the_system_says_or_less():
     assert 0 < available_host_bytes() <= total
 
 
-def tell_places(rank: int, world_size: int, folder: Path) -> None:
+def tell_places(rank, world_size, folder):
     """All of a model of known bytes in one place, and each kind in another."""
     one, numel = f"nvme:{folder}", 8 * 4 + 4 + 4 * 8
     for offload, on_host, in_files in (  # bytes of each element: slices, means, two moments
@@ -486,17 +484,17 @@ WIDTH, DEPTH = 1024, 24  # 4 MiB of parameters a block, 96 in all
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x).tanh()
         return x
 
 
-def train_in_little_memory(rank: int, world_size: int, folder: Path) -> None:
+def train_in_little_memory(rank, world_size, folder):
     """Parameters, gradients and moments take four times what the process may have more."""
     torch.set_num_threads(1)
     # Blocks of memory that are freed go back to the system, as far as the C library has a say.
@@ -515,7 +513,7 @@ def train_in_little_memory(rank: int, world_size: int, folder: Path) -> None:
         for offload in (Offload(place, place, place), None):
             try:
                 with torch.device("meta"):
-                    model: Any = Deep()
+                    model = Deep()
                 model = shard(model, units=nn.Linear, offload=offload)
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
                 losses = []
@@ -536,7 +534,7 @@ def train_in_little_memory(rank: int, world_size: int, folder: Path) -> None:
         threading.stack_size(stack_bytes)
 
 
-def name_odd_folders(rank: int, world_size: int, folder: Path) -> None:
+def name_odd_folders(rank, world_size, folder):
     before = [*Stack().parameters()]
     model = Stack()
     with pytest.raises(ConfigError, match=r"nowhere.*expected a folder that is there"):
@@ -567,7 +565,7 @@ def test_what_cannot_be_offloaded_is_refused_with_what_could(asked, said):
     assert said in str(refusal.value)
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     # Every kind at every stage on as many ranks in `make soak CAMPAIGN=matrices`.
     "training has the bits of training without files": (in_every_kind, (1, 3)),
     "steps with closures have their state in files too": (step_with_closures, (1, 2)),

@@ -9,17 +9,14 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models import Stack
-from rank_tables import Scenarios, each_of
+from rank_tables import each_of
 from ranks import HANG_S, run_ranks
 from shardwise import Offload, accumulate, fully_shard, gathered, load, optim, overlap, save, shard
 from shardwise.check import replicas as check_replicas
@@ -30,8 +27,7 @@ from shardwise.step import overlap as module
 from shardwise.step.local_step import Apart
 from trainer import SPREAD
 
-Wrap = Callable[[nn.Module], nn.Module]
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+OPTIMIZERS = {
     "adamw": ("AdamW", {}),
     "fused": ("AdamW", {"fused": True}),
     "foreach": ("AdamW", {"foreach": True, "amsgrad": True, "maximize": True}),
@@ -46,40 +42,38 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def assert_same(found: list[Any], expected: list[Any]) -> None:
+def assert_same(found, expected):
     assert len(found) == len(expected)
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(a, b), number
 
 
-def by_block(model: Any) -> Any:
+def by_block(model):
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
 
 
-def settings() -> list[Wrap]:
+def settings():
     """Return ways to shard: of every stage, both layouts, and torch's interface."""
-    ways: list[Wrap] = [lambda model, o=options: shard(model, **o) for options in SPREAD]  # type: ignore[misc]
+    ways = [lambda model, o=options: shard(model, **o) for options in SPREAD]
     return [*ways, by_block]
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name, model):
     kind, options = OPTIMIZERS[name]
     params = list(model.parameters())
     groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
     options = copy.deepcopy({"lr": 0.05, **options})  # a learning rate may be a tensor
     of = optim.AdamW if kind == "shardwise" else getattr(torch.optim, kind)
-    made: torch.optim.Optimizer = of(groups, **options)
+    made = of(groups, **options)
     return made
 
 
-def train(
-    model: Any, optimizer: Any, steps: int = 4, clip: float | None = 0.1, first: int = 0
-) -> list[Any]:
+def train(model, optimizer, steps=4, clip=0.1, first=0):
     """Train with two micro-batches, clipping and a schedule; return losses and norms."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
-    found: list[Any] = []
+    found = []
     for step in range(first, first + steps):
         for last in (False, True):
             with accumulate(model, last=last):
@@ -87,7 +81,7 @@ def train(
                 loss.backward()
             found.append(loss.detach())
         if clip is not None:
-            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             found.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         optimizer.step()
         schedule.step()
@@ -95,7 +89,7 @@ def train(
     return found
 
 
-def everything(model: Any, optimizer: Any) -> list[Tensor]:
+def everything(model, optimizer):
     optimizer.state_dict()  # waits for codes too, which are plain tensors
     found = [p.full_tensor() for p in model.parameters()]
     for param in model.parameters():
@@ -107,15 +101,15 @@ def everything(model: Any, optimizer: Any) -> list[Tensor]:
 
 
 @contextmanager
-def counted(before: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+def counted(before=lambda: None):
     """Count the units' steps by the thread that makes them; call something before each."""
-    threads: list[int] = []
+    threads = []
     plain = module.part_of_step
 
-    def part_of_step(*args: Any) -> Any:
+    def part_of_step(*args):
         work, tensors = plain(*args)
 
-        def step() -> None:
+        def step():
             threads.append(threading.get_ident())
             before()
             work()
@@ -127,7 +121,7 @@ def counted(before: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
         yield threads
 
 
-def takes_the_plain_steps(rank: int, world_size: int, every: bool = False) -> None:
+def takes_the_plain_steps(rank, world_size, every=False):
     """AdamW in every setting and the other optimizers in one each, or all in all.
 
     Every fourth of the others on several ranks, which cost ten times as much, else on one.
@@ -165,7 +159,7 @@ def takes_the_plain_steps(rank: int, world_size: int, every: bool = False) -> No
                 }
 
 
-OFFLOADS: list[Any] = [
+OFFLOADS = [
     "cpu",
     Offload(optimizer="cpu"),
     Offload(params="cpu", optimizer="cpu", fraction=0.5),
@@ -173,19 +167,19 @@ OFFLOADS: list[Any] = [
 ]
 
 
-def steps_offloaded_units_behind(rank: int, world_size: int, every: bool = False) -> None:
+def steps_offloaded_units_behind(rank, world_size, every=False):
     """Train on the device, and with state at two of four places at each stage, or at all."""
     for stage in range(4):
-        runs: list[list[Any]] = []
+        runs = []
         precision = ("fp32", "bf16")[(stage + (world_size > 1)) % 2]
         dealt = OFFLOADS if every else OFFLOADS[(stage + (world_size > 1)) % 2 :: 2]
         for offload in (None, *dealt):
             torch.manual_seed(0)
             model = shard(Stack(), stage=stage, precision=precision, offload=offload)
             optimizer = make_optimizer("adamw", model)
-            called: list[str] = []
-            optimizer.register_step_pre_hook(lambda *_, c=called: c.append("before"))  # type: ignore[misc]
-            optimizer.register_step_post_hook(lambda *_, c=called: c.append("after"))  # type: ignore[misc]
+            called = []
+            optimizer.register_step_pre_hook(lambda *_, c=called: c.append("before"))
+            optimizer.register_step_post_hook(lambda *_, c=called: c.append("after"))
             with counted() as threads:
                 runs.append(train(model, optimizer, 3) + everything(model, optimizer))
             assert called == ["before", "after"] * 3
@@ -202,7 +196,7 @@ def steps_offloaded_units_behind(rank: int, world_size: int, every: bool = False
             assert (copies > 0) == (stays and stage == 3 and world_size > 1)
 
 
-def with_delays(rank: int, world_size: int, steps: int) -> None:
+def with_delays(rank, world_size, steps):
     rng = random.Random(rank)
     for wrap in (settings()[3], by_block):
         runs = []
@@ -219,7 +213,7 @@ def with_delays(rank: int, world_size: int, steps: int) -> None:
 
 
 @contextmanager
-def held_back(from_unit: int) -> Iterator[threading.Event]:
+def held_back(from_unit):
     """Let the thread step so many units, and those after them only when the event is set."""
     gate, turn = threading.Event(), iter(range(1000))
     with counted(lambda: next(turn) < from_unit or gate.wait(HANG_S) or None):
@@ -229,15 +223,15 @@ def held_back(from_unit: int) -> Iterator[threading.Event]:
             gate.set()
 
 
-def under_way(model: Any) -> list[bool]:
+def under_way(model):
     """Tell for each parameter whether a read would wait."""
     return ["_step_under_way" in vars(param) for param in model.parameters()]
 
 
-def waits_for_no_more(rank: int, world_size: int) -> None:
+def waits_for_no_more(rank, world_size):
     for wrap in (settings()[3], by_block):
         torch.manual_seed(0)
-        model: Any = wrap(Stack())
+        model = wrap(Stack())
         optimizer = overlap(make_optimizer("adamw", model))
         train(model, optimizer, 1)
         model(torch.ones(2, 8)).sum().backward()
@@ -259,12 +253,12 @@ def waits_for_no_more(rank: int, world_size: int) -> None:
         assert {type(p) for p in model.blocks.parameters()} == {type(first)}
 
 
-def read_in_full(model: Any, optimizer: Any, folder: Path) -> Any:
+def read_in_full(model, optimizer, folder):
     with gathered(model):
         return [p.detach().clone() for p in model.parameters()]
 
 
-def save_and_load(model: Any, optimizer: Any, folder: Path) -> Any:
+def save_and_load(model, optimizer, folder):
     save(folder, model, optimizer, step=1)
     with torch.no_grad():
         for param in model.parameters():
@@ -273,47 +267,47 @@ def save_and_load(model: Any, optimizer: Any, folder: Path) -> Any:
     return everything(model, optimizer)
 
 
-def copy_and_run(model: Any, optimizer: Any, folder: Path) -> Any:
+def copy_and_run(model, optimizer, folder):
     copied = copy.deepcopy(model)
     return [copied(torch.ones(2, 8)).detach(), *(p.full_tensor() for p in copied.parameters())]
 
 
-def load_own_state(model: Any, optimizer: Any, folder: Path) -> Any:
+def load_own_state(model, optimizer, folder):
     optimizer.load_state_dict(copy.copy(optimizer.state_dict()))
     return everything(model, optimizer)
 
 
-def evaluate(model: Any, optimizer: Any, folder: Path) -> Any:
+def evaluate(model, optimizer, folder):
     with torch.no_grad():
         return [model(torch.ones(2, 8))]
 
 
-def change(model: Any, optimizer: Any, folder: Path) -> Any:
+def change(model, optimizer, folder):
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
     return everything(model, optimizer)
 
 
-def keep_gradients(model: Any, optimizer: Any, folder: Path) -> Any:
+def keep_gradients(model, optimizer, folder):
     """The next backward adds to gradients that the thread may be reading."""
     model(torch.ones(2, 8)).sum().backward()
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
-def zero_gradients(model: Any, optimizer: Any, folder: Path) -> Any:
+def zero_gradients(model, optimizer, folder):
     optimizer.zero_grad(set_to_none=False)
     return everything(model, optimizer) + [p.grad.full_tensor() for p in model.parameters()]
 
 
-def step_again(model: Any, optimizer: Any, folder: Path) -> Any:
+def step_again(model, optimizer, folder):
     for group in optimizer.param_groups:
         group["lr"] *= 2  # of the next step only
     optimizer.step()
     return everything(model, optimizer)
 
 
-def look_at_replicas(model: Any, optimizer: Any, folder: Path) -> Any:
+def look_at_replicas(model, optimizer, folder):
     check_replicas(model, optimizer)
     assert stats(model).param_shard_bytes > 0
     return everything(model, optimizer)
@@ -325,7 +319,7 @@ ACTIONS = [
 ]
 
 
-def sees_the_step(rank: int, world_size: int, folder: Path, every: bool = False) -> None:
+def sees_the_step(rank, world_size, folder, every=False):
     """Take each action in one way to shard, in another on one rank than on several, or in all."""
     ways = [*settings()[3:], settings()[0]]
     for number, wrap in enumerate(ways):
@@ -334,7 +328,7 @@ def sees_the_step(rank: int, world_size: int, folder: Path, every: bool = False)
             seen = []
             for overlaps in (False, True):
                 torch.manual_seed(0)
-                model: Any = wrap(Stack())
+                model = wrap(Stack())
                 if action is copy_and_run and wrap is by_block:
                     continue  # copied neither here nor by torch's own
                 optimizer = make_optimizer("adamw", model)
@@ -352,7 +346,7 @@ def sees_the_step(rank: int, world_size: int, folder: Path, every: bool = False)
                 assert_same(*seen)
 
 
-USES: list[Callable[[Any, Any, Path], Any]] = [
+USES = [
     lambda model, optimizer, folder: model(torch.ones(2, 8)),
     lambda model, optimizer, folder: model.blocks[1].up.bias + 1,
     lambda model, optimizer, folder: save(folder, model, optimizer, step=2),
@@ -361,18 +355,18 @@ USES: list[Callable[[Any, Any, Path], Any]] = [
 ]
 
 
-def fails(rank: int, world_size: int, folder: Path) -> list[str]:
+def fails(rank, world_size, folder):
     told = []
     for number, wrap in enumerate((settings()[3], by_block)):
         torch.manual_seed(0)
-        model: Any = wrap(Stack())
+        model = wrap(Stack())
         optimizer = overlap(make_optimizer("adamw", model))
         train(model, optimizer, 1)
         save(folder / str(number), model, optimizer, step=1)
         right = everything(model, optimizer)
         model(torch.ones(2, 8)).sum().backward()
         turn = iter(range(4))
-        with counted(lambda turn=turn: 1 / 0 if next(turn) == 2 else None):  # type: ignore[misc]
+        with counted(lambda turn=turn: 1 / 0 if next(turn) == 2 else None):
             optimizer.step()
             optimizer.zero_grad()
             for use in USES:
@@ -395,7 +389,7 @@ def test_a_step_that_fails_is_told_to_all_who_ask_until_a_load(world_size, tmp_p
             assert re.search(rf"rank {who}, unit 'blocks\.1': {why}", text), text
 
 
-def refused(rank: int, world_size: int) -> None:
+def refused(rank, world_size):
     model = shard(Stack())
     with pytest.raises(ConfigError, match="Adafactor is not known to work element by element"):
         overlap(torch.optim.Adafactor(model.parameters()))
@@ -405,7 +399,7 @@ def refused(rank: int, world_size: int) -> None:
         overlap(torch.optim.SGD(model.parameters()), in_backward=True)
 
 
-def scaled(rank: int, world_size: int) -> None:
+def scaled(rank, world_size):
     """One step overflows and is skipped; a closure is called; a parameter is of no unit."""
     runs = []
     for overlaps in (False, True):
@@ -434,7 +428,7 @@ def scaled(rank: int, world_size: int) -> None:
     assert_same(*runs)
 
 
-def old_graphs(rank: int, world_size: int) -> list[str]:
+def old_graphs(rank, world_size):
     """Run a graph of before the step after it: all ranks refuse, whose threads are late or not."""
     told = []
     for options in ({"stage": 3}, {"stage": 1}, {"stage": 0}):
@@ -459,20 +453,20 @@ def test_a_graph_of_before_the_step_is_refused_on_all_ranks_alike(world_size):
     assert all(told == first for told in others)
 
 
-def plain_cases(rank: int, world_size: int) -> None:
+def plain_cases(rank, world_size):
     """Steps that are made at once: each compared with a plain optimizer's."""
 
-    def shared_gradient(model: Any, optimizer: Any) -> None:
+    def shared_gradient(model, optimizer):
         both = model.blocks[0].down.bias, model.blocks[1].down.bias
         both[0].grad = both[1].grad = both[0].detach().clone()
 
-    def pinned(model: Any, optimizer: Any) -> None:
+    def pinned(model, optimizer):
         model.blocks[0].unshard()
 
-    def without_state(model: Any, optimizer: Any) -> None:
+    def without_state(model, optimizer):
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
 
-    def by_hand(model: Any, optimizer: Any) -> None:
+    def by_hand(model, optimizer):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
 
@@ -480,7 +474,7 @@ def plain_cases(rank: int, world_size: int) -> None:
         runs = []
         for overlaps in (False, True):
             torch.manual_seed(0)
-            model: Any = by_block(Stack()) if change is by_hand else shard(Stack(), stage=1)
+            model = by_block(Stack()) if change is by_hand else shard(Stack(), stage=1)
             optimizer = make_optimizer("adamw", model)
             if overlaps:
                 overlap(optimizer)
@@ -507,7 +501,7 @@ def plain_cases(rank: int, world_size: int) -> None:
         assert_same(*runs)
 
 
-def lives_as_ever(rank: int, world_size: int) -> None:
+def lives_as_ever(rank, world_size):
     """Schedulers of before and after, threads, copies, and the end of an optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -523,7 +517,7 @@ def lives_as_ever(rank: int, world_size: int) -> None:
                 optimizer.step()
                 schedule.step()
             assert optimizer.param_groups[0]["lr"] == 0.125
-    threads: list[int] = []
+    threads = []
     begun = threading.Thread(target=lambda: threads.append(torch.get_num_threads()))
     begun.start()
     begun.join()
@@ -549,21 +543,21 @@ def lives_as_ever(rank: int, world_size: int) -> None:
         gc.enable()
 
 
-def call_hooks_at_the_first_step(rank: int, world_size: int) -> None:
+def call_hooks_at_the_first_step(rank, world_size):
     """A hook of the user's that raises before a step means that there is none."""
     runs = []
     for offload in (None, "cpu"):
         torch.manual_seed(0)
         model = shard(Stack(), offload=offload)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        seen: list[Tensor] = []
+        seen = []
         left = [1]
 
-        def refuse_once(*_: Any, left: list[int] = left) -> None:
+        def refuse_once(*_, left=left):
             if left:
                 raise KeyError(left.pop())
 
-        def look(*_: Any, model: Any = model, seen: list[Tensor] = seen) -> None:
+        def look(*_, model=model, seen=seen):
             seen += [param.full_tensor().clone() for param in model.parameters()]
 
         optimizer.register_step_pre_hook(refuse_once)
@@ -579,7 +573,7 @@ def call_hooks_at_the_first_step(rank: int, world_size: int) -> None:
     assert_same(*runs)
 
 
-def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
+def load_while_another_steps(rank, world_size, folder):
     """Two optimizers share units; the step of one fails, that of the other takes a while."""
     torch.manual_seed(0)
     model = shard(Stack(), offload="cpu")
@@ -589,7 +583,7 @@ def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
     saved = [param.full_tensor().clone() for param in params]
     plain = Apart.__call__
 
-    def step(self: Any) -> None:
+    def step(self):
         if isinstance(self._like, torch.optim.SGD):
             raise ArithmeticError("no step today")
         time.sleep(0.1)
@@ -608,7 +602,7 @@ def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
         assert_same([param.full_tensor() for param in params], saved)
 
 
-SCENARIOS: Scenarios = {
+SCENARIOS = {
     # Every optimizer in every setting in `make soak CAMPAIGN=matrices`.
     "steps in the background have the bits of plain ones": (takes_the_plain_steps, (1, 3)),
     "offloaded units step behind from the second step on": (steps_offloaded_units_behind, (1, 3)),

@@ -1,11 +1,10 @@
 """Low precision against a plain loop that says by hand what is cast, and what is summed how."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_from_scratch as zero
 from models import OddModel
@@ -14,7 +13,6 @@ from ranks import run_ranks
 from shardwise import Precision, shard
 from trainer import (
     HALVES,
-    Steps,
     Trained,
     adamw,
     adamw_fused,
@@ -32,32 +30,26 @@ from trainer import (
 class FloatModel(nn.Module):
     """Takes floating-point inputs, whose dtype has to be cast on the way in."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
         self.unused = nn.Parameter(torch.ones(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
 
 
-def float_loss(model: nn.Module, batch: Tensor) -> Tensor:
+def float_loss(model, batch):
     dtype = next(p.dtype for p in model.parameters())
     casts = dtype != torch.float32 and not hasattr(model, "_shardwise_engine")
     return model(batch.to(dtype) if casts else batch).float().square().mean()
 
 
 def train_by_hand(
-    model: nn.Module,
-    steps: Steps,
-    loss_fn: Any,
-    rank: int,
-    compute: torch.dtype,
-    reduce: torch.dtype = torch.float32,
-    reduce_each_micro_batch: bool = False,
-) -> Trained:
+    model, steps, loss_fn, rank, compute, reduce=torch.float32, reduce_each_micro_batch=False
+):
     """fp32 masters, low-precision copies, gradients summed in `reduce` in rank order."""
     low = copy.deepcopy(model).to(compute)
     masters = dict(model.named_parameters())
@@ -70,7 +62,7 @@ def train_by_hand(
         losses.append(0.0)
         num_ranks = len(micro_batches[0])
 
-        def local(who: int, batch: Any) -> dict[str, Tensor | None]:
+        def local(who, batch):
             low.zero_grad()
             loss = loss_fn(low, batch) / len(micro_batches)  # noqa: B023 - used in this turn only
             loss.backward()
@@ -94,11 +86,11 @@ def train_by_hand(
     return Trained(losses, full_parameters(model), grads, full_state(model, optimizer))
 
 
-def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named(model):
     return list(model.named_parameters())
 
 
-def add(addends: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+def add(addends):
     total = dict(addends[0])
     for addend in addends[1:]:
         for name, grad in addend.items():
@@ -108,17 +100,12 @@ def add(addends: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
 
 
 def compare_with_the_hand(
-    rank: int,
-    world_size: int,
-    precision: str | Precision,
-    compute: torch.dtype,
-    reduce: torch.dtype = torch.float32,
-    num_micro_batches: int = 1,
-) -> None:
+    rank, world_size, precision, compute, reduce=torch.float32, num_micro_batches=1
+):
     failures = []
     cases = [(OddModel, zero.next_byte_loss, token_batch), (FloatModel, float_loss, None)]
     for (make_model, loss_fn, make_batch), half in zip(cases, HALVES, strict=True):
-        options: dict[str, Any] = {} if make_batch is None else {"make_batch": make_batch}
+        options = {} if make_batch is None else {"make_batch": make_batch}
         steps = make_steps(world_size, 3, num_micro_batches, **options)
         truths = {}
         for each in (False, True):
@@ -154,7 +141,7 @@ class Poisoned(OddModel):
 
     poison = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         if self.poison:
             x.register_hook(put_infinity)
@@ -163,15 +150,13 @@ class Poisoned(OddModel):
         return self.head(x) * self.temperature
 
 
-def put_infinity(grad: Tensor) -> Tensor:
+def put_infinity(grad):
     grad = grad.clone()
     grad[0, 0, 0] = float("inf")
     return grad
 
 
-def train_with_scaler(
-    rank: int, steps: Steps, optimizer_factory: Any, bad_step: bool, **options: Any
-) -> tuple[list[float], dict[str, Tensor], Any]:
+def train_with_scaler(rank, steps, optimizer_factory, bad_step, **options):
     """Overflow in step 1, or leave that step out and halve the scale by hand."""
     torch.manual_seed(0)
     model = shard(Poisoned(), precision="fp16", **options)
@@ -191,7 +176,7 @@ def train_with_scaler(
     return scales, full_parameters(model), full_state(model, optimizer)
 
 
-def overflow_on_one_rank(rank: int, world_size: int, fused: bool) -> None:
+def overflow_on_one_rank(rank, world_size, fused):
     steps = make_steps(world_size, 4, make_batch=token_batch)
     optimizer = adamw_fused if fused else adamw
     for options in HALVES[world_size % 2]:
@@ -211,7 +196,7 @@ def test_an_overflow_skips_the_step_of_the_fused_optimizer_too():
     run_ranks(overflow_on_one_rank, 2, True)
 
 
-def scales_under_overflows(rank: int, world_size: int) -> list[float]:
+def scales_under_overflows(rank, world_size):
     """Overflow in some steps, on different ranks; return the scales."""
     model = shard(Poisoned(), stage=3, precision="fp16")
     optimizer = adamw(model.parameters())

@@ -3,11 +3,10 @@
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranks import on_ranks
 from shardwise import accumulate, gathered, shard
@@ -22,7 +21,7 @@ NUM_BLOCKS = 3
 IN_FLIGHT = 3
 
 
-def whole_numbers() -> nn.Sequential:
+def whole_numbers():
     """Return a model whose gradients are small whole numbers: sums in any order have equal bits."""
     blocks = [nn.Linear(4, 4, bias=False) for _ in range(NUM_BLOCKS)]
     model = nn.Sequential(*(nn.Sequential(block, nn.ReLU()) for block in blocks))
@@ -33,19 +32,19 @@ def whole_numbers() -> nn.Sequential:
     return model
 
 
-def inputs(step: int, number: int) -> Tensor:
+def inputs(step, number):
     generator = torch.Generator().manual_seed(10 * step + number)
     return torch.randint(-2, 3, (3, 4), generator=generator).float()
 
 
-def watch(model: nn.Module) -> list[tuple[str, int]]:
+def watch(model):
     """Return a list that grows with what the engine hears."""
     engine, heard = engine_of(model), []
 
-    def hear(name: str) -> None:
+    def hear(name):
         plain = getattr(engine.backward, name)
 
-        def call(*args: Any) -> None:
+        def call(*args):
             heard.append((name, getattr(args[0], "index", -1) if args else -1))
             plain(*args)
 
@@ -76,7 +75,7 @@ def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_o
             if (step, place) != (0, 0):  # the first pass of all does not know that it is alone
                 assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 3)])
@@ -89,10 +88,10 @@ def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(s
     counts = []
     for step in range(3):
         before = dict(stats(model).num_collectives)
-        sum(model(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()  # type: ignore[union-attr]
-        sum(plain(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()  # type: ignore[union-attr]
+        sum(model(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()
+        sum(plain(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
         after = stats(model).num_collectives
         reductions = [n for n in after if n.endswith("reduce_scatter")]
         counts.append(sum(after[n] - before.get(n, 0) for n in reductions))
@@ -108,7 +107,7 @@ def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass():
     counts = []
     for numbers in ((0,), (1, 2), (3,), (4, 5)):
         before = stats(model).num_collectives.get("shard.reduce_scatter", 0)
-        sum(model(inputs(0, n)).sum() for n in numbers).backward()  # type: ignore[union-attr]
+        sum(model(inputs(0, n)).sum() for n in numbers).backward()
         counts.append(stats(model).num_collectives["shard.reduce_scatter"] - before)
     assert counts == [NUM_BLOCKS] * 4
 
@@ -155,7 +154,7 @@ def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(
         model(inputs(step, 1)).sum().backward()
         plain(inputs(step, 1)).sum().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
 class Breaks(nn.Module):
@@ -163,8 +162,8 @@ class Breaks(nn.Module):
 
     breaks = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        def look(grad: Tensor) -> None:
+    def forward(self, x):
+        def look(grad):
             if self.breaks:
                 raise ArithmeticError("on purpose")
 
@@ -203,7 +202,7 @@ def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how):
     model(inputs(0, 3)).sum().backward()
     plain(inputs(0, 3)).sum().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
     with pytest.raises(ConfigError) if how == "fully_shard" else nullcontext():
         stats(model[0] if how == "fully_shard" else model)
 
@@ -211,11 +210,11 @@ def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how):
 class Force(nn.Module):
     """Adds to its output the gradient of an energy that inner units have computed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(*list(whole_numbers()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.enable_grad():
             at = x.detach().requires_grad_()
             energy = self.inner(at)
@@ -232,7 +231,7 @@ def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(sta
         plain(x).sum().backward()
         model(x).sum().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -250,10 +249,10 @@ def test_gradients_that_come_late_are_whole_in_whatever_order_they_are_read(
             penalty = sum(p.sum() for p in model.parameters())
         (model(inputs(0, rank)).sum() + penalty).backward()
         params = list(model.parameters())[::step]
-        grads = [p.grad.full_tensor() for p in params][::step]  # type: ignore[union-attr]
+        grads = [p.grad.full_tensor() for p in params][::step]
         model.zero_grad()
         model(inputs(1, rank)).sum().backward()  # nothing is left over for it
-        grads += [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+        grads += [p.grad.full_tensor() for p in model.parameters()]
         found.append(grads)
     plain = whole_numbers()
     for number in range(2):

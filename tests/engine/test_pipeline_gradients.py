@@ -1,7 +1,6 @@
 """`check_gradients` holds a step of a pipeline's schedule against one process."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -10,11 +9,10 @@ from torch import nn
 import shardwise
 from pipelines import BY, Net, Pipeline, batch_of, by_torch, loss_of, micro_batches_of, whole_batch
 from ranks import on_ranks
-from shardwise.check.one_process import GradientReport
 from shardwise.errors import ConfigError, GradientError
 
 
-def plain_loss(model: Any, batch: Any) -> torch.Tensor:
+def plain_loss(model, batch):
     x, y = batch
     return loss_of(model(x), y)
 
@@ -22,31 +20,22 @@ def plain_loss(model: Any, batch: Any) -> torch.Tensor:
 class Checked:
     """One pipeline, as `check_gradients` is told of it."""
 
-    def __init__(
-        self,
-        schedule: str,
-        axes: shardwise.Axes,
-        shards: Any,
-        *,
-        tied: bool = False,
-        ties: bool = True,
-        **how: Any,
-    ) -> None:
+    def __init__(self, schedule, axes, shards, *, tied=False, ties=True, **how):
         self.axes, self.tied, self.ties = axes, tied, tied and ties
         self.num = micro_batches_of(schedule, 3)
         self.makes = lambda: Pipeline(schedule, axes, self.num, shards, **how)
 
-    def compose(self, model: nn.Module) -> list[nn.Module]:
+    def compose(self, model):
         self.pipeline = self.makes()
         if self.ties:
             shardwise.parallel.tie(self.pipeline.parts, {"head.weight": "embed.weight"})
         return self.pipeline.parts
 
-    def run(self, parts: list[nn.Module], batch: Any) -> None:
+    def run(self, parts, batch):
         assert parts is not None
         self.pipeline.step(*batch)
 
-    def report(self, **more: Any) -> GradientReport:
+    def report(self, **more):
         told = {"compose": self.compose, "run": self.run, "loss": plain_loss, **more}
         return shardwise.check.gradients(
             lambda: Net(tied=self.tied),
@@ -77,7 +66,7 @@ def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks
     axes = shardwise.Axes(pp=2)
     shards = partial(BY["shard"], mesh=axes, stage=3, precision="fp32")
 
-    def said_of(checked: Checked, **more: Any) -> str:
+    def said_of(checked, **more):
         with pytest.raises(GradientError) as caught:
             checked.report(**more)
         return str(caught.value)
@@ -90,7 +79,7 @@ def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks
     # One stage forgets its last reduction, as if a schedule had not said that it is over.
     checked = Checked("1F1B", axes, shards)
 
-    def forgets(parts: list[Any], batch: Any) -> None:
+    def forgets(parts, batch):
         checked.run(parts, batch)
         if axes["pp"].get_local_rank() == 1:
             for param in parts[0].parameters():
@@ -107,7 +96,7 @@ def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks
 
 
 class WithMore(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.more = nn.Parameter(torch.zeros(2))
 

@@ -1,7 +1,5 @@
 """Pipelines with tensor parallelism, and with replicas of shards: the steps of one process."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -46,7 +44,7 @@ CASES = [
 ]
 
 
-def parallel(part: Any, axes: shardwise.Axes) -> Any:
+def parallel(part, axes):
     """Cut a stage over ``tp``: blocks in pairs, embedding and head along the words."""
     if axes["tp"].size() == 1:
         return part
@@ -118,18 +116,18 @@ def test_pipelines_beside_tensor_parallelism_and_replicas_take_the_steps_of_one_
 class ExpertsBlock(nn.Module):
     """A unit with experts."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.moe = shardwise.parallel.MixtureOfExperts(
             width, 6, Routing(4, 2), std=0.2, out_std=0.2
         )
         nn.init.normal_(self.moe.router.weight)  # so large that rounding decides no choice
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x + self.moe(x)[0]
 
 
-def sharded_by(by: str, part: Any, axes: shardwise.Axes) -> Any:
+def sharded_by(by, part, axes):
     shardwise.parallel.spread_experts(part, axes, "blocks.*.moe.experts")
     how = {"mesh": axes, "stage": 3, "precision": "fp32"}
     if by == "fully_shard":
@@ -137,7 +135,7 @@ def sharded_by(by: str, part: Any, axes: shardwise.Axes) -> Any:
     return shardwise.shard(part, units=Units(ExpertsBlock, experts="*.experts"), **how)
 
 
-def counts_gathers_of_other_meshes(axes: shardwise.Axes) -> None:
+def counts_gathers_of_other_meshes(axes):
     """A mesh that is told for a parameter gathers once per step, as the model's does."""
     _fsdp_common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     result = getattr(_fsdp_common, "ShardPlacementResult", None)
@@ -146,10 +144,10 @@ def counts_gathers_of_other_meshes(axes: shardwise.Axes) -> None:
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "apart"))["apart"]
     info = _fsdp_common.FSDPMeshInfo(own, shard_mesh_dim=0)
 
-    def place(param: nn.Parameter) -> Any:
+    def place(param):
         return result(Shard(0), info) if param.ndim == 1 else None
 
-    def shards(part: Any) -> Any:
+    def shards(part):
         for block in part.blocks.values():
             shardwise.fully_shard(block, mesh=axes, shard_placement_fn=place)
         return shardwise.fully_shard(part, mesh=axes, shard_placement_fn=place)

@@ -1,12 +1,11 @@
 """Parameters of `shard()` on a mesh of their own, or cut along another dim."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
@@ -26,13 +25,13 @@ class Experts(nn.Module):
     ranks' rows, as the way back of an all-to-all does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
         self.gate = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
+    def forward(self, x):
+        weight = self.weight
         if hasattr(weight, "redistribute") and not isinstance(weight, shardwise.ShardTensor):
             weight = weight.redistribute(placements=[Replicate()])
             weight = weight.to_local(grad_placements=[Partial()])
@@ -41,28 +40,28 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(Experts(), Experts())
         self.head = nn.Linear(WIDTH, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.head(self.layers(x))
 
 
 ROUNDINGS = of_gradient(*(WIDTH * EXPERTS,) * 2, WIDTH, over=ROWS * 4)
 
 
-def batch_of(step: int, num_ranks: int) -> Tensor:
+def batch_of(step, num_ranks):
     return torch.randn(ROWS * num_ranks, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def full(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor()
+def full(tensor):
+    found = tensor.full_tensor()
     return found
 
 
-def trains(rank: int, num_ranks: int, model: nn.Module, plain: nn.Module, num_sums: int) -> None:
+def trains(rank, num_ranks, model, plain, num_sums):
     """Two steps with clipping are those of one process with the whole batch."""
     ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -94,13 +93,13 @@ def trains(rank: int, num_ranks: int, model: nn.Module, plain: nn.Module, num_su
     shardwise.check.replicas(model, ours)
 
 
-def experts(rank: int, world_size: int, mesh: DeviceMesh, stage: int, layout: str) -> None:
+def experts(rank, world_size, mesh, stage, layout):
     """Experts are DTensors over one axis and sharded over the other, the rest over both."""
     torch.manual_seed(0)
     plain = Net()
     model = copy.deepcopy(plain)
     for block in model.layers:
-        placed = distribute_tensor(block.weight.detach(), mesh["ep"], [Shard(0)])  # type: ignore[union-attr,arg-type]
+        placed = distribute_tensor(block.weight.detach(), mesh["ep"], [Shard(0)])
         block.weight = nn.Parameter(placed)
     shardwise.shard(
         model,
@@ -109,14 +108,14 @@ def experts(rank: int, world_size: int, mesh: DeviceMesh, stage: int, layout: st
         units=Units(Experts, placements={"layers.*.weight": mesh["efsdp"]}),
         mesh=mesh._flatten("dp"),
     )
-    weight: Any = model.layers[0].weight
+    weight = model.layers[0].weight
     assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
     # The norm: over the axes of the rest, where it is sharded, and over those of the experts.
     sums = (stage > 0) + (stage > 0 and mesh["efsdp"].size() > 1) + 1
     trains(rank, world_size, model, plain, sums)
 
 
-def columns(rank: int, world_size: int, stage: int, precision: str) -> None:
+def columns(rank, world_size, stage, precision):
     """Matrices cut along their last dim train as one process does; `p` is its columns."""
     torch.manual_seed(0)
     plain = Net()
@@ -129,20 +128,20 @@ def columns(rank: int, world_size: int, stage: int, precision: str) -> None:
         precision=precision,
         units=Units(Experts, placements=lambda name, param: Shard(-1) if param.ndim > 1 else None),
     )
-    weight: Any = model.layers[1].weight
+    weight = model.layers[1].weight
     if stage:
         assert weight.placements == (Shard(2),)
         assert weight.to_local().shape == (EXPERTS, WIDTH, WIDTH // world_size)
-        assert torch.equal(full(weight), plain.layers[1].weight)  # type: ignore[arg-type]
-        again = torch.empty_like(weight).copy_(plain.layers[1].weight)  # type: ignore[arg-type]
+        assert torch.equal(full(weight), plain.layers[1].weight)
+        again = torch.empty_like(weight).copy_(plain.layers[1].weight)
         assert torch.equal(again.to_local(), weight.to_local())
     trains(rank, world_size, model, plain, 1 if stage else 0)
 
 
-def clips_over_meshes(mesh: DeviceMesh, order: float) -> None:
+def clips_over_meshes(mesh, order):
     """One norm of parameters on three meshes, of fully_shard: torch's own fails there."""
     torch.manual_seed(0)
-    model: Any = Net()
+    model = Net()
     for block in model.layers:
         placed = distribute_tensor(block.weight.detach(), mesh["ep"], [Shard(0)])
         block.weight = nn.Parameter(placed)
@@ -167,7 +166,7 @@ def clips_over_meshes(mesh: DeviceMesh, order: float) -> None:
         shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
 
 
-def clips_as_torch_does(rank: int, world_size: int) -> None:
+def clips_as_torch_does(rank, world_size):
     """On one mesh the norm and the gradients have the bits of torch's function."""
     found = []
     for clip in (nn.utils.clip_grad_norm_, shardwise.parallel.clip_grad_norm_):
@@ -193,9 +192,9 @@ def clips_as_torch_does(rank: int, world_size: int) -> None:
     assert torch.allclose(plain.grad, torch.full((4,), 0.5))
 
 
-def refuses(mesh: DeviceMesh) -> None:
+def refuses(mesh):
     """What cannot be is refused on all ranks before anything changes, with the parameter's name."""
-    cases: list[tuple[Any, dict[str, Any], str]] = [
+    cases = [
         ({"layers.7": Shard(1)}, {}, "'layers.7' is the name of no parameter"),
         ({"head": Shard(1)}, {"layout": "flat"}, "'head.weight'.*cuts ranges of elements"),
         ({"head.weight": Shard(2)}, {}, "'head.weight' has 2 dims"),

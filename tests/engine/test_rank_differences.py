@@ -22,7 +22,7 @@ from trainer import ENDS, compare, sgd
 class Experts(nn.Module):
     """Adds one of two linear layers, which its caller chooses."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
         self.both = nn.Linear(dim, dim)
@@ -34,7 +34,7 @@ class Experts(nn.Module):
 class TwoTowers(nn.Module):
     """A tower on data and one on ids: neither has an input that needs a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen = Experts(8)
         self.read = nn.Embedding(11, 8)
@@ -47,7 +47,7 @@ class TwoTowers(nn.Module):
 class Checkpointed(nn.Module):
     """Blocks under reentrant checkpoints, whose recomputed inputs are leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(Experts(8) for _ in range(3))
@@ -86,7 +86,7 @@ def test_ranks_may_use_different_experts_of_a_unit_without_a_gradient_at_its_inp
 @on_ranks(1, 2)
 def test_a_parameter_that_is_written_in_forward_is_refused_by_name():
     class Clipped(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.Embedding(5, 4, max_norm=0.1)
             self.head = nn.Linear(4, 2)

@@ -1,11 +1,10 @@
 """One flipped bit in a copy of the training state is found, and its rank and tensor are named."""
 
 import ctypes
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Stack
@@ -23,19 +22,19 @@ ENDING = "test that rank's machine"
 class Noisy(Stack):
     """With a scalar parameter, an integer one, a frozen one and statistics of each rank's own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
         self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
         self.register_buffer("seen", torch.zeros(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen += x.detach().mean(0)
         return super().forward(x) * self.scale
 
 
-def build(rank: int, num_steps: int = 1, fused: bool = False, **options: Any) -> tuple[Any, Any]:
+def build(rank, num_steps=1, fused=False, **options):
     """Return a model and its optimizer after some steps on this rank's own data."""
     torch.manual_seed(0)
     model = shard(Noisy(), **options)
@@ -48,7 +47,7 @@ def build(rank: int, num_steps: int = 1, fused: bool = False, **options: Any) ->
     return model, optimizer
 
 
-def flip_bit(tensor: Tensor, element: int = 0, bit: int = 0) -> None:
+def flip_bit(tensor, element=0, bit=0):
     """Flip one bit in memory, behind torch's back."""
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     assert tensor.numel() > element
@@ -56,13 +55,13 @@ def flip_bit(tensor: Tensor, element: int = 0, bit: int = 0) -> None:
     ctypes.c_uint8.from_address(address).value ^= 1 << bit % 8
 
 
-def refusal(model: Any, optimizer: Any) -> str:
+def refusal(model, optimizer):
     with pytest.raises(ReplicaError) as error:
         check_replicas(model, optimizer)
     return str(error.value)
 
 
-def flip_everywhere_once(rank: int, world_size: int, odd: int) -> list[str]:
+def flip_everywhere_once(rank, world_size, odd):
     """Flip a bit of each kind of state on one rank and back again; return what was said."""
     said = []
     for options in ({"stage": 0}, {"stage": 0, "layout": "flat", "precision": "bf16"}):
@@ -92,7 +91,7 @@ def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(world_size, od
         assert f"differ: parameter {place}: {blame}" in said and said.endswith(ENDING), said
 
 
-def flip_in_full_copies(rank: int, world_size: int) -> list[str]:
+def flip_in_full_copies(rank, world_size):
     said = []
     for options in (
         {"stage": 2},
@@ -126,7 +125,7 @@ def test_a_flipped_bit_of_a_fresh_full_copy_is_named():
         assert f"differ: parameter '{NAME}', full copy: rank 2 differs from ranks 0, 1. " in said
 
 
-def flip_in_one_replica(rank: int, world_size: int, layout: str) -> list[str]:
+def flip_in_one_replica(rank, world_size, layout):
     num_replicas = world_size // 2
     mesh = init_device_mesh("cpu", (num_replicas, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(rank, mesh=mesh, stage=3, layout=layout)
@@ -162,7 +161,7 @@ def test_a_flipped_bit_of_one_replica_is_named_among_those_with_the_same_slices(
     assert f"differ: parameter '{NAME}', step: rank 3 differs from ranks {others}. " in step
 
 
-def train_unharmed(rank: int, world_size: int, num_replicas: int) -> int:
+def train_unharmed(rank, world_size, num_replicas):
     """Check after every step and between forward and backward; return the number of checks."""
     mesh = None
     if num_replicas > 1:
@@ -192,7 +191,7 @@ def test_no_rank_is_blamed_in_sound_training(num_ranks, num_replicas):
     assert run_ranks(train_unharmed, num_ranks, num_replicas) == [7 * 9] * num_ranks
 
 
-def state_on_one_rank_only(rank: int, world_size: int) -> str:
+def state_on_one_rank_only(rank, world_size):
     model, _ = build(rank, stage=1)
     optimizer = adamw(model.parameters())
     if rank == 1:
@@ -209,7 +208,7 @@ def test_state_that_only_one_rank_has_is_named():
     assert f"rank 1 has [parameter '{NAME}', step] where rank 0 has nothing more" in said[0]
 
 
-def many_flips(rank: int, world_size: int) -> str:
+def many_flips(rank, world_size):
     model, optimizer = build(rank, stage=0)
     if rank == 2:
         for param in model.parameters():

@@ -2,11 +2,10 @@
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import Stack, stack_roundings
 from oracle import assert_same_bits
@@ -41,7 +40,7 @@ def test_every_setting_takes_the_steps_of_the_oracle(name, world_size):
     run_ranks(check, world_size, name)
 
 
-def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -> nn.Module:
+def seeded(make_model=Stack, seed=0, **options):
     """Make a model, plain or (given a stage) sharded."""
     torch.manual_seed(seed)
     model = make_model()
@@ -51,7 +50,7 @@ def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -
 # Two engines, one combined loss.
 
 
-def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
+def combined_loss(first, second, batch):
     """The second model sees what the first one made, and something of its own."""
     hidden = first(batch)
     return second(hidden @ torch.ones(5, 8)).square().mean() + (hidden * second(batch)).mean()
@@ -88,7 +87,7 @@ def test_an_empty_parameter_group_is_allowed():
 # Modules attached late, attributes named like ours.
 
 
-def attach_late(rank: int, world_size: int, stage: int) -> str:
+def attach_late(rank, world_size, stage):
     model = seeded(stage=stage)
     model.blocks[1].late = nn.Linear(8, 8)
     try:
@@ -105,16 +104,16 @@ def test_a_module_attached_after_shard_is_refused_by_name(stage):
 
 
 class NamedLikeOurs(Stack):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.id = nn.Linear(8, 8)
         self.unit = self.stage = self.engine = "mine"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.id(x))
 
 
-def plain_grads(make_model: type[nn.Module] = Stack) -> dict[str, Tensor]:
+def plain_grads(make_model=Stack):
     model = seeded(make_model)
     mean_square(model, BATCH).backward()
     return full_grads(model)
@@ -156,7 +155,7 @@ def test_gradients_are_means_over_ranks_and_norms_see_edits(rank):
 # Functorch and torch.autograd.grad.
 
 
-def call_functionally(model: nn.Module, kind: str) -> Tensor:
+def call_functionally(model, kind):
     if kind == "functional_call":
         return torch.func.functional_call(model, dict(model.named_parameters()), (BATCH,))
     if kind == "functional_call of others":
@@ -183,7 +182,7 @@ FUNCTIONAL = [
 ]
 
 
-def compare_functional(rank: int, world_size: int, kind: str) -> list[str]:
+def compare_functional(rank, world_size, kind):
     """Return what is neither right nor refused."""
     expected = call_functionally(seeded(), kind)
     wrong = []
@@ -231,7 +230,7 @@ def test_accumulation_windows_nest_and_survive_exceptions():
             assert_rounded_alike(grad, expected[name], ROUNDINGS, name)
 
 
-def drop_models(rank: int, world_size: int) -> list[bool]:
+def drop_models(rank, world_size):
     """Return for every stage whether the engine and a block are gone with the model."""
     gone = []
     for options in STAGES:

@@ -44,7 +44,7 @@ class SummedGradient(torch.autograd.Function):
 class Meeting(nn.Module):
     """Its first layer has a collective of its own in backward; the last one may be skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
@@ -65,7 +65,7 @@ def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_
 class Factor(nn.Module):
     """Its gradient is what it is given, to the bit: numbers that bfloat16 has."""
 
-    def __init__(self, shape) -> None:
+    def __init__(self, shape):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(shape))
 
@@ -76,7 +76,7 @@ class Factor(nn.Module):
 class Factors(nn.Module):
     """One that always runs, and two that a batch may leave out."""
 
-    def __init__(self, shape) -> None:
+    def __init__(self, shape):
         super().__init__()
         self.each = nn.ModuleList(Factor(shape) for _ in range(3))
 
@@ -114,7 +114,7 @@ def test_a_unit_that_some_ranks_skip_until_the_last_micro_batch_is_summed_in_the
             model.zero_grad()
 
 
-def run_steps(model: nn.Module, random: torch.Generator, num: int) -> None:
+def run_steps(model, random, num):
     """Take steps of two micro-batches, look at the loss after each, and once run no layer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num):
@@ -174,11 +174,11 @@ def events_on_meshes(rank, world_size, checkpoints, waits):
 class _Numbered(list):
     """Hands events on with the number of their mesh."""
 
-    def __init__(self, events, number) -> None:
+    def __init__(self, events, number):
         super().__init__()
         self._events, self._number = events, number
 
-    def append(self, event) -> None:
+    def append(self, event):
         self._events.append((self._number, *event[:2]))
 
 

@@ -7,15 +7,13 @@ as on gloo. Then waits and orders are taken out of the engine one by one, and ea
 
 import gc
 import re
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -43,30 +41,22 @@ from shardwise.unit.unit import Unit
 from trainer import sharded_by_block
 
 CPU = torch.device("cpu")
-Scenario = Callable[[int, int], list[Tensor]]
-SCENARIOS: dict[str, Scenario] = {}
+SCENARIOS = {}
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.1)
 
 
-def muon(params: Any) -> torch.optim.Optimizer:
+def muon(params):
     """Step the matrices, and leave the rest as it is."""
     return torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.1)
 
 
-def behind(params: Any) -> torch.optim.Optimizer:
+def behind(params):
     """Step behind the next forward pass."""
     return overlap(momentum(params))
 
 
-def train(
-    model: Any,
-    rank: int,
-    micro_batches: int = 2,
-    steps: int = 2,
-    on_own_stream: bool = False,
-    make_optimizer: Callable[..., torch.optim.Optimizer] = momentum,
-) -> list[Tensor]:
+def train(model, rank, micro_batches=2, steps=2, on_own_stream=False, make_optimizer=momentum):
     """Train; return losses, norms, this rank's slices of gradients, and parameters in full.
 
     ``on_own_stream``: forward and backward are on another stream than the optimizer's step.
@@ -75,7 +65,7 @@ def train(
     stream = time.new_stream() if on_own_stream else time.current_stream()
     optimizer = make_optimizer(model.parameters())
     generator = torch.Generator().manual_seed(rank)
-    found: list[Tensor] = []
+    found = []
     for _ in range(steps):
         for number in range(micro_batches):
             is_last = number == micro_batches - 1
@@ -99,7 +89,7 @@ def train(
     return found + [full(p) for p in model.parameters()]
 
 
-def full(value: Any) -> Tensor:
+def full(value):
     value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
     return value.detach().clone()
 
@@ -107,11 +97,11 @@ def full(value: Any) -> Tensor:
 class Checkpointed(Stack):
     """Blocks that run again in backward."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not torch.is_grad_enabled():
             return super().forward(x)
         x = x.clone().requires_grad_()  # a reentrant one asks for it
@@ -123,7 +113,7 @@ class Checkpointed(Stack):
 class Shared(Stack):
     """Blocks that run again, and take what another one takes too, with its graph."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not torch.is_grad_enabled():
             return super().forward(x)
         x = self.blocks[0](x)
@@ -136,11 +126,11 @@ class Shared(Stack):
 class Various(Stack):
     """A frozen block, one that runs twice, and a parameter that is used outside its module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[1].requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = super().forward(x)
         return x + self.blocks[0](x @ torch.ones(5, 8)) @ self.head.weight.T
 
@@ -148,45 +138,39 @@ class Various(Stack):
 class Stops(Stack):
     """Without gradients it ends after its first block, with the next one gathered ahead."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) if torch.is_grad_enabled() else self.blocks[0](x)
 
 
 class Routed(Stack):
     """Each rank has a head of its own, so gradients are there on some ranks only."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.heads[dist.get_rank()](super().forward(x))
 
 
-def add(name: str, scenario: Scenario) -> None:
+def add(name, scenario):
     SCENARIOS[name] = scenario
 
 
 def sharded(
-    rank: int,
-    world_size: int,
-    make: Callable[[], nn.Module] = Stack,
-    on_own_stream: bool = False,
-    make_optimizer: Callable[..., torch.optim.Optimizer] = momentum,
-    steps: int = 2,
-    **options: Any,
-) -> Any:
+    rank, world_size, make=Stack, on_own_stream=False, make_optimizer=momentum, steps=2, **options
+):
     model = shard(make(), **options)
     return train(model, rank, 2, steps, on_own_stream, make_optimizer)
 
 
-def at_home(rank: int, world_size: int, **options: Any) -> Any:
+def at_home(rank, world_size, **options):
     return sharded(rank, world_size, offload="cpu", **options)
 
 
-def change_at_home(rank: int, world_size: int) -> list[Tensor]:
+def change_at_home(rank, world_size):
     """Change the slices on the host as soon as a pass without gradients has read them."""
-    model: Any = shard(Stack(), offload="cpu")
+    model = shard(Stack(), offload="cpu")
     found = []
     with torch.no_grad():
         for _ in range(2):
@@ -196,9 +180,9 @@ def change_at_home(rank: int, world_size: int) -> list[Tensor]:
     return found
 
 
-def drop(rank: int, world_size: int) -> list[Tensor]:
+def drop(rank, world_size):
     """Let a model go whose reductions are under way; its slices, and their means, are at home."""
-    model: Any = shard(Stack(), schedule=Schedule(bucket_bytes=1), offload="cpu")
+    model = shard(Stack(), schedule=Schedule(bucket_bytes=1), offload="cpu")
     loss = model(torch.ones(2, 8)).sum()
     loss.backward()
     value = loss.detach()
@@ -207,7 +191,7 @@ def drop(rank: int, world_size: int) -> list[Tensor]:
     return [value]
 
 
-def hybrid(rank: int, world_size: int, replicas: int, **options: Any) -> Any:
+def hybrid(rank, world_size, replicas, **options):
     replicas = min(replicas, world_size)
     sizes = (replicas, world_size // replicas)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
@@ -215,15 +199,15 @@ def hybrid(rank: int, world_size: int, replicas: int, **options: Any) -> Any:
 
 
 def by_block(
-    rank: int,
-    world_size: int,
-    make: Any = Stack,
-    hybrid: bool = False,
-    on_own_stream: bool = False,
-    make_optimizer: Callable[..., torch.optim.Optimizer] = momentum,
-    steps: int = 2,
-    **options: Any,
-) -> Any:
+    rank,
+    world_size,
+    make=Stack,
+    hybrid=False,
+    on_own_stream=False,
+    make_optimizer=momentum,
+    steps=2,
+    **options,
+):
     if hybrid:
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=names)
@@ -232,12 +216,12 @@ def by_block(
     return train(model, rank, 2, steps, on_own_stream, make_optimizer)
 
 
-def along_the_longer_dim(param: nn.Parameter) -> Shard | None:
+def along_the_longer_dim(param):
     """Cut a matrix along its second dim where any number of ranks divides it."""
     return Shard(1) if param.ndim > 1 and param.shape[1] == 8 else None
 
 
-def in_a_schedule(rank: int, world_size: int, shards: Callable[[Any], Any]) -> list[Tensor]:
+def in_a_schedule(rank, world_size, shards):
     """Run a schedule, which divides the gradients at once: its last reductions must be over.
 
     See pytorch#144535, a race between both.
@@ -259,7 +243,7 @@ def in_a_schedule(rank: int, world_size: int, shards: Callable[[Any], Any]) -> l
     return found + [full(p) for p in model.parameters()]
 
 
-def between_steps(rank: int, world_size: int) -> list[Tensor]:
+def between_steps(rank, world_size):
     """Read and change parameters between steps; cut a pass short; leave one without backward."""
     model = shard(Stack())
     found = train(model, rank, steps=1)
@@ -374,15 +358,13 @@ add(
 
 
 @contextmanager
-def transport(module: Any) -> Iterator[None]:
+def transport(module):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_transport", lambda axis, device: module)
         yield
 
 
-def check_scenario(
-    rank: int, world_size: int, name: str, is_nccl: bool, twice: bool = True
-) -> None:
+def check_scenario(rank, world_size, name, is_nccl, twice=True):
     by = coalesced if is_nccl else point_to_point
     torch.manual_seed(0)
     with transport(point_to_point if world_size == 2 else by):  # two ranks sum in one order only
@@ -432,12 +414,12 @@ def test_everything_is_ordered_before_it_is_used_over_two_axes(name):
 # Mistakes, each put into the engine: what is patched, in which scenario, and what must be found.
 
 
-def blind(owner: Any, name: str) -> Callable[[CheckingDevice], tuple[Any, str, Any]]:
+def blind(owner, name):
     """Wait in a function as ever, so that gloo's results are right, but unseen by the device."""
     call = getattr(owner, name)
 
-    def make(device: CheckingDevice) -> tuple[Any, str, Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
+    def make(device):
+        def called(*args, **kwargs):
             with device.blind():
                 return call(*args, **kwargs)
 
@@ -446,16 +428,16 @@ def blind(owner: Any, name: str) -> Callable[[CheckingDevice], tuple[Any, str, A
     return make
 
 
-def replaced(owner: Any, name: str, by: Any) -> Callable[[CheckingDevice], tuple[Any, str, Any]]:
+def replaced(owner, name, by):
     return lambda device: (owner, name, by)
 
 
-def beside(time: Any, stream: Any) -> Any:
+def beside(time, stream):
     """Use a stream without ordering it after the current one."""
     return stream.use()
 
 
-MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str, str]] = {
+MISTAKES = {
     "parameters are read before they are gathered": (
         blind(Unit, "finish_unshard"),
         "stage 3",

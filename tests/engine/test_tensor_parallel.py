@@ -2,13 +2,11 @@
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -28,33 +26,33 @@ ROWS = 4  # of each rank's batch
 SUMS = (WIDTH, WIDTH, HIDDEN) * 2 + (WIDTH,)
 
 
-def grid(dp: int, tp: int) -> DeviceMesh:
+def grid(dp, tp):
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def parallel(model: Net, mesh: DeviceMesh) -> Net:
+def parallel(model, mesh):
     plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     for block in model.layers:
         parallelize_module(block, mesh, plan)
     return model
 
 
-def full(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor()
+def full(tensor):
+    found = tensor.full_tensor()
     return found
 
 
-def batch_of(step: int, dp: int) -> Tensor:
+def batch_of(step, dp):
     return torch.randn(ROWS * dp, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def alike(ours: nn.Module, theirs: nn.Module, of: Callable[[Any], Any], roundings: int) -> None:
+def alike(ours, theirs, of, roundings):
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert p.shape == q.shape
         assert_rounded_alike(full(of(p)), of(q).detach(), roundings, name)
 
 
-def trains(mesh: DeviceMesh, stage: int, layout: str, in_window: bool) -> None:
+def trains(mesh, stage, layout, in_window):
     """Three steps with clipping, of micro-batches if asked, against one process."""
     dp = mesh["dp"].size()
     here = mesh["dp"].get_local_rank()
@@ -93,7 +91,7 @@ def trains(mesh: DeviceMesh, stage: int, layout: str, in_window: bool) -> None:
     shardwise.check.replicas(model, optimizer)
 
 
-def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
+def gathered_copied_and_drawn(model, plain, x):
     """What stands in the gathered model are DTensors; a copy, a write and a draw are whole."""
     tolerance = {"rtol": 1e-4, "atol": 1e-5}  # that it runs; values were compared before
     with shardwise.gathered(model):
@@ -101,7 +99,7 @@ def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
         assert type(model.layers[0].up.weight.data) is DTensor
         assert model.layers[0].up.weight.placements == (Shard(0),)
     torch.testing.assert_close(copy.deepcopy(model)(x), plain(x), **tolerance)
-    weight: Any = model.layers[0].up.weight
+    weight = model.layers[0].up.weight
     with shardwise.gathered(weight, writeback=True) as (whole,):
         whole.copy_(torch.arange(whole.numel()).view_as(whole))
     with torch.no_grad():
@@ -114,16 +112,16 @@ def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
     alike_on_all_ranks(full(weight))
 
 
-def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
+def works_on_fully_shard_too(mesh):
     """Contexts take models of `fully_shard` with DTensors and other dims, and their parameters."""
     torch.manual_seed(0)
     plain = Net()
-    model: Any = parallel(copy.deepcopy(plain), mesh["tp"])
+    model = parallel(copy.deepcopy(plain), mesh["tp"])
 
-    def place(param: nn.Parameter) -> Shard | None:
+    def place(param):
         return Shard(1) if param.shape == (3, WIDTH) else None
 
-    weight: Any = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=place).head.weight
+    weight = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=place).head.weight
     with pytest.raises(ConfigError, match="has not run yet"), shardwise.gathered(weight):
         pass
     x = batch_of(1, 1)
@@ -138,7 +136,7 @@ def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
     with shardwise.gathered(*params, writeback=True) as wholes:
         for whole, truth in zip(wholes, ("0.up", "head", "1.down"), strict=True):
             name = truth if truth == "head" else f"layers.{truth}"
-            assert torch.equal(whole, plain.get_submodule(name).weight)  # type: ignore[arg-type]
+            assert torch.equal(whole, plain.get_submodule(name).weight)
             whole.copy_(torch.arange(whole.numel()).view_as(whole))
     for param in params:
         assert torch.equal(full(param).view(-1), torch.arange(param.numel()).float())
@@ -146,7 +144,7 @@ def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
     pickle.loads(pickle.dumps(params[1].detach()))
 
 
-def refuses(mesh: DeviceMesh) -> None:
+def refuses(mesh):
     """What cannot be cut further is refused before anything changes, with what to do."""
     with pytest.raises(ConfigError, match=r"has ranks .* of it too\. Pass the axes"):
         shardwise.shard(parallel(Net(), mesh["tp"]))
@@ -159,7 +157,7 @@ def refuses(mesh: DeviceMesh) -> None:
     assert not any(isinstance(p, shardwise.ShardTensor) for p in partial.parameters())
 
 
-def starts_on_meta(mesh: DeviceMesh) -> None:
+def starts_on_meta(mesh):
     """Values of a model on meta are those of a model that is not parallel, each rank its piece."""
     found = []
     for parallelize in (False, True):
@@ -178,16 +176,16 @@ def starts_on_meta(mesh: DeviceMesh) -> None:
         alike_on_all_ranks(full(param))
 
 
-def alike_on_all_ranks(tensor: Tensor) -> None:
+def alike_on_all_ranks(tensor):
     everywhere = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(everywhere, tensor.contiguous())
     assert all(torch.equal(each, everywhere[0]) for each in everywhere)
 
 
-def saves_over_two_axes(folder: str) -> None:
+def saves_over_two_axes(folder):
     """Ranks that hold parts along different axes all meet in one save."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "ep"))
-    model: Any = Net()
+    model = Net()
     for block, axis in zip(model.layers, ("tp", "ep"), strict=True):
         placed = distribute_tensor(block.up.weight.detach(), mesh[axis], [Shard(0)])
         block.up.weight = nn.Parameter(placed)
@@ -200,9 +198,9 @@ def saves_over_two_axes(folder: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def finds_copies_that_differ(mesh: DeviceMesh) -> None:
+def finds_copies_that_differ(mesh):
     """What tensor parallelism does not cut has copies along its axis; one that differs is named."""
-    model: Any = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
+    model = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
     shardwise.check.replicas(model)
     if torch.distributed.get_rank() == 2:
         model.head.weight.to_local().add_(1)
@@ -210,12 +208,12 @@ def finds_copies_that_differ(mesh: DeviceMesh) -> None:
         shardwise.check.replicas(model)
 
 
-def refuses_optimizers_of_matrices(mesh: DeviceMesh) -> None:
+def refuses_optimizers_of_matrices(mesh):
     """Where the advice for slices would not help, the error does not give it."""
     model = shardwise.shard(parallel(Net(), mesh["tp"]), stage=0, mesh=mesh["dp"], units=Block)
     optimizer = torch.optim.LBFGS(model.parameters())
 
-    def closure() -> Tensor:
+    def closure():
         loss = model(batch_of(0, 1)).square().mean()
         loss.backward()
         return loss
@@ -224,14 +222,14 @@ def refuses_optimizers_of_matrices(mesh: DeviceMesh) -> None:
         optimizer.step(closure)
 
 
-def unscales(mesh: DeviceMesh) -> None:
+def unscales(mesh):
     """An overflow in a piece of one rank makes all ranks skip the step."""
     model = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = full(model.head.weight).clone()
     scaler.scale(model(batch_of(0, 1)).square().mean()).backward()
-    grad: Any = model.layers[0].up.weight.grad
+    grad = model.layers[0].up.weight.grad
     if torch.distributed.get_rank() == 3:
         grad.to_local().fill_(float("inf"))
     scaler.step(optimizer)
@@ -261,7 +259,7 @@ def unscales(mesh: DeviceMesh) -> None:
 @on_ranks()
 def test_a_tensor_parallel_model_trains_as_one_process_does(world_size, cells, tmp_path):
     folder = str(tmp_path / "saved")
-    meshes: dict[Any, DeviceMesh] = {}
+    meshes = {}
     for dp, tp, stage, layout, in_window in cells:
         if (dp, tp) not in meshes:
             meshes[dp, tp] = grid(dp, tp)

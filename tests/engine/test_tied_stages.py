@@ -1,8 +1,5 @@
 """Copies of one parameter on several stages of a pipeline stay one: `tie()`."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -32,17 +29,17 @@ STEPS = 3
 ROUNDINGS = STEPS * of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=24)
 
 
-def tied_pipeline(schedule: str, axes: shardwise.Axes, **settings: Any) -> Pipeline:
+def tied_pipeline(schedule, axes, **settings):
     made = pipeline_of(schedule, axes, micro_batches_of(schedule, 2), **settings)
     shardwise.parallel.tie(made.parts, NAMES)
     return made
 
 
-def sent_for_tied(made: Pipeline) -> int:
+def sent_for_tied(made):
     return sum(shardwise.debug.stats(p).sent_bytes.get("stages.tied", 0) for p in made.parts)
 
 
-def tied_steps(rank: int, num_ranks: int, folder: Path, cases: list[tuple[str, str, int]]) -> None:
+def tied_steps(rank, num_ranks, folder, cases):
     """Steps, clipped or not, are those of one process; what is sent are slices; and checkpoints."""
     axes = shardwise.Axes(pp=2)
     dp = axes["dp_shard"]
@@ -75,7 +72,7 @@ def tied_steps(rank: int, num_ranks: int, folder: Path, cases: list[tuple[str, s
 
         # Into other stages, and into one model that is tied in itself.
         other = tied_pipeline("1F1B", axes)
-        alone: Any = shardwise.shard(Net(tied=True), units="Block")
+        alone = shardwise.shard(Net(tied=True), units="Block")
         for parts in (other.parts, [alone], made.parts):
             params = [p for part in parts for p in part.parameters()]
             shardwise.load(
@@ -111,11 +108,11 @@ def test_tied_stages_take_the_steps_of_one_tied_model_and_are_saved_once(
 class Ends(nn.Module):
     """The first stage or the last, with its copy alone."""
 
-    def __init__(self, attribute: str, shape: tuple[int, ...] = (WORDS, WIDTH), **how: Any) -> None:
+    def __init__(self, attribute, shape=(WORDS, WIDTH), **how):
         super().__init__()
         self.register_parameter(attribute, nn.Parameter(torch.randn(shape, **how)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x
 
 
@@ -124,7 +121,7 @@ def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(ran
     axes = shardwise.Axes(pp=2)
     place = axes["pp"].get_local_rank()
 
-    def refused(part: nn.Module, names: Any, match: str) -> None:
+    def refused(part, names, match):
         with pytest.raises(ConfigError, match=match):
             shardwise.parallel.tie(shardwise.shard(part, mesh=axes), names)
 
@@ -141,7 +138,7 @@ def test_what_is_no_one_parameter_is_not_tied_and_copies_that_part_are_found(ran
     refused(other_dtype, {"b": "a"}, "float32.* on rank 0.*float64.* on rank 1")
 
     torch.manual_seed(rank)
-    part: Any = Ends(ends[place])
+    part = Ends(ends[place])
     before = part.get_parameter(ends[place]).detach().clone()
     part = shardwise.shard(part, mesh=axes)
     shardwise.parallel.tie(part, {"b": "a"})
@@ -180,7 +177,7 @@ def test_a_window_over_schedules_sums_tied_gradients_once():
 
 @on_ranks(2)
 def test_frozen_copies_send_nothing_in_a_step():
-    def frozen(part: Any) -> nn.Module:
+    def frozen(part):
         for name, param in part.named_parameters():
             param.requires_grad_(name not in ("embed.weight", "head.weight"))
         return shardwise.shard(part, mesh=axes, units="Block")

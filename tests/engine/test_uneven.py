@@ -1,14 +1,10 @@
 """Ranks with different numbers of batches: `shardwise.parallel.join`."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from models import Stack, stack_roundings
-from oracle import Grads, assert_same_bits, average, copy
+from oracle import assert_same_bits, average, copy
 from ranks import on_ranks
 from roundings import assert_all_rounded_alike
 from shardwise import accumulate, shard
@@ -19,22 +15,20 @@ from trainer import full_parameters, mean_square, sgd, sharded_by_block
 LENGTHS = [[3], [4, 1], [2, 5, 1]]  # by the number of ranks
 
 
-def batches_of(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
+def batches_of(rank, world_size, dtype):
     random = torch.Generator().manual_seed(rank)
     length = LENGTHS[world_size - 1][rank]
     return [torch.randn(3, 8, generator=random, dtype=dtype) for _ in range(length)]
 
 
-def train_alone(
-    world_size: int, divide_by_present: bool, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+def train_alone(world_size, divide_by_present, dtype=torch.float32):
     """Let the ranks take turns; who is through counts as zero, or not at all."""
     torch.manual_seed(0)
     model = Stack().to(dtype)
     optimizer = sgd(model.parameters())
     data = [batches_of(rank, world_size, dtype) for rank in range(world_size)]
     for number in range(max(map(len, data))):
-        by_rank: list[Grads] = []
+        by_rank = []
         present = sum(number < len(batches) for batches in data)
         for batches in data:
             model.zero_grad()
@@ -48,7 +42,7 @@ def train_alone(
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train_joined(model: nn.Module, rank: int, world_size: int, **options: Any) -> list[float]:
+def train_joined(model, rank, world_size, **options):
     optimizer = sgd(model.parameters())
     weights = []
     dtype = next(model.parameters()).dtype
@@ -94,7 +88,7 @@ def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_throug
     torch.manual_seed(0)
     model = shard(Stack(), stage=2)
 
-    def batches() -> Iterator[int]:
+    def batches():
         yield from range(rank)
 
     with pytest.raises(ConfigError, match=r"1 of 2 ranks have no batch at all") as raised:

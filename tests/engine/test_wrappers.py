@@ -1,11 +1,9 @@
 """Calls of what the root merely wraps are calls of the model, with its traffic and its bits."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models import Stack
@@ -22,21 +20,19 @@ STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "precision": "
 class Wrapper(nn.Module):
     """Holds a model and nothing else, as libraries do around a user's."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)
 
 
-def wrapped() -> nn.Module:
+def wrapped():
     return Wrapper(Wrapper(Stack()))
 
 
-def trace(
-    model: nn.Module, call: Callable[..., Tensor], options: dict[str, Any], rank: int
-) -> tuple[list[Any], list[Any], nn.Module]:
+def trace(model, call, options, rank):
     """Train, then evaluate; return what was sent, what was held and computed, and the model."""
     shard(model, **options)
     events, found = events_of(model), []
@@ -88,7 +84,7 @@ def test_checkpointing_a_wrapped_module_gives_the_same_gradients(rank):
         truth = None
         for reentrant in (False, True):
             again = partial(checkpoint, use_reentrant=reentrant)
-            calls: list[Callable[..., Tensor]] = [
+            calls = [
                 lambda m, x: m(x),
                 lambda m, x: again(m, x),  # noqa: B023  # called in this turn
                 lambda m, x: again(m.net, x),  # noqa: B023
@@ -108,7 +104,7 @@ class Failing(Stack):
 
     fails = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.fails:
             self.fails = False
             raise ZeroDivisionError

@@ -1,13 +1,11 @@
 """Files of DeepSpeed and accelerate that tests write, and their keys."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import yaml
 
 
-def write(folder: Path, content: dict[str, Any] | str, name: str = "ds.json") -> Path:
+def write(folder, content, name="ds.json"):
     """Write a file: text as it is, keys as JSON or YAML by the file's name."""
     path = folder / name
     if not isinstance(content, str):
@@ -16,7 +14,7 @@ def write(folder: Path, content: dict[str, Any] | str, name: str = "ds.json") ->
     return path
 
 
-def leaves(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(block, prefix=""):
     """Return the values of a file by their full names."""
     found = {}
     for key, value in block.items():
@@ -25,13 +23,13 @@ def leaves(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
+def nested(path, value):
     head, _, rest = path.partition(".")
     return {head: nested(rest, value) if rest else value}
 
 
 # transformers' documentation, "DeepSpeed", ZeRO-3; with the schedulers that its Trainer fills in.
-HUGGING_FACE: dict[str, Any] = {
+HUGGING_FACE = {
     "fp16": {
         "enabled": "auto",
         "loss_scale": 0,
@@ -72,9 +70,9 @@ HUGGING_FACE: dict[str, Any] = {
 }
 
 
-def hugging_face(schedule: str = "WarmupLR") -> dict[str, Any]:
+def hugging_face(schedule="WarmupLR"):
     """Return the file with nothing offloaded, and a curve."""
-    content: dict[str, Any] = json.loads(json.dumps(HUGGING_FACE))
+    content = json.loads(json.dumps(HUGGING_FACE))
     for name in ("offload_optimizer", "offload_param"):
         content["zero_optimization"][name]["device"] = "none"
     if schedule == "WarmupDecayLR":

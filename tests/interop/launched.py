@@ -2,12 +2,11 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
+def launched(rank, world_size):
     """Set what torchrun sets; put the environment back, and forget accelerate's state, after."""
     before = dict(os.environ)
     own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size}

@@ -3,16 +3,14 @@
 All sizes are even, so that two ranks cut them without padding and bytes can be compared exactly.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def make_llama() -> nn.Module:
+def make_llama():
     import transformers
 
     config = transformers.LlamaConfig(
@@ -28,12 +26,12 @@ def make_llama() -> nn.Module:
 
 
 def lora_llama(
-    dtype: torch.dtype = torch.float32,
-    adapters: tuple[str, ...] = ("default",),
-    autocast: bool = True,
-    targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj", "lm_head"),
-    **options: Any,
-) -> nn.Module:
+    dtype=torch.float32,
+    adapters=("default",),
+    autocast=True,
+    targets=("q_proj", "v_proj", "down_proj", "lm_head"),
+    **options,
+):
     """Return a Llama of `dtype` with LoRA in its blocks and in the root unit."""
     import peft
 
@@ -58,7 +56,7 @@ def lora_llama(
 class Int8Linear(nn.Linear):
     """A linear map whose weight is stored in int8 with a scale per row, as a frozen parameter."""
 
-    def __init__(self, plain: nn.Linear) -> None:
+    def __init__(self, plain):
         super().__init__(plain.in_features, plain.out_features)
         scale = plain.weight.detach().abs().amax(1, keepdim=True) / 127
         whole = (plain.weight.detach() / scale).round().to(torch.int8)
@@ -66,50 +64,50 @@ class Int8Linear(nn.Linear):
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = plain.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
 class HandLora(nn.Module):
     """An adapter without PEFT, around any linear map."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.a = nn.Parameter(torch.randn(2, base.in_features))
         self.b = nn.Parameter(torch.randn(base.out_features, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
 
 class Block(nn.Module):
-    def __init__(self, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
+    def __init__(self, make_linear):
         super().__init__()
         self.up = make_linear(nn.Linear(8, 12))
         self.down = nn.Linear(12, 8).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Stack(nn.Module):
     """Three blocks and a head; takes and gives what Llama does, as far as the tests need it."""
 
-    def __init__(self, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
+    def __init__(self, make_linear):
         super().__init__()
         self.embed = nn.Embedding(64, 8).requires_grad_(False)
         self.blocks = nn.ModuleList(Block(make_linear) for _ in range(3))
         self.head = nn.Linear(8, 64)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def hand_made() -> nn.Module:
+def hand_made():
     """Return a stack with adapters by hand over a bf16 base; its head is trained as it is."""
     torch.manual_seed(0)
     model = Stack(HandLora)
@@ -124,7 +122,7 @@ def hand_made() -> nn.Module:
     return model
 
 
-def lora_int8() -> nn.Module:
+def lora_int8():
     """Return a stack whose blocks hold int8 weights, with PEFT's LoRA over them."""
     import peft
 
@@ -135,7 +133,7 @@ def lora_int8() -> nn.Module:
     return peft.get_peft_model(Stack(Int8Linear), config)
 
 
-VARIANTS: dict[str, Callable[[], nn.Module]] = {
+VARIANTS = {
     "fp32": lora_llama,
     "bf16 base, fp32 adapters": partial(lora_llama, torch.bfloat16),
     "bf16 base and adapters": partial(lora_llama, torch.bfloat16, autocast=False),
@@ -145,7 +143,7 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+def loss_of(model, ids):
     """Return the next-token loss, of Llama's output or of bare logits."""
     output = model(input_ids=ids)
     logits = output if isinstance(output, Tensor) else output.logits

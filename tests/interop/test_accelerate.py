@@ -2,13 +2,11 @@
 
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,12 +22,12 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from trainer import full_parameters
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test extra")
-ours: Any = importlib.import_module("shardwise.interop.accelerate")
+ours = importlib.import_module("shardwise.interop.accelerate")
 
 # Importing accelerate pulls in packages that warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-BY_CALLS: dict[str, Any] = {"by": "fully_shard"}  # instead of shard()'s options
+BY_CALLS = {"by": "fully_shard"}  # instead of shard()'s options
 # Stages 2 and 3 sum over ranks first where micro-batches are many; DDP sums over micro-batches.
 SETTINGS = [{"stage": stage, "schedule": Schedule(reduce_every="step")} for stage in range(4)]
 
@@ -37,11 +35,11 @@ SETTINGS = [{"stage": stage, "schedule": Schedule(reduce_every="step")} for stag
 class Dropping(Stack):
     """A Stack with dropout, so that a resumed run needs its random generators back."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(nn.functional.dropout(x, 0.25, self.training))
 
 
-def sharded(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def sharded(model, options):
     """Shard by ``shard(**options)``, or by calls of fully_shard on units and model."""
     if options != BY_CALLS:
         return shard(model, **options)
@@ -53,9 +51,7 @@ def sharded(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 class Run:
     """What a user's script has after ``prepare``; ``steps()`` is its loop."""
 
-    def __init__(
-        self, accelerator: Any, options: dict[str, Any] | None, clip: float | None = None
-    ) -> None:
+    def __init__(self, accelerator, options, clip=None):
         torch.manual_seed(0)
         plain = Dropping()
         if options is not None:
@@ -71,7 +67,7 @@ class Run:
         )
         torch.manual_seed(accelerator.process_index)  # each rank drops what it likes
 
-    def steps(self) -> Iterator[float]:
+    def steps(self):
         for x, y in self.loader:
             with self.accelerator.accumulate(self.model):
                 loss = (self.model(x) - y).square().mean()
@@ -83,7 +79,7 @@ class Run:
                 self.optimizer.zero_grad()
             yield loss.item()
 
-    def evaluate(self) -> Tensor:
+    def evaluate(self):
         """Return every sample's error, without those that fill up the last batch."""
         self.model.eval()
         errors = []
@@ -94,7 +90,7 @@ class Run:
         self.model.train()
         return torch.cat(errors)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self):
         return {n: p.clone() for n, p in full_parameters(self.plain).items()}
 
 
@@ -180,9 +176,7 @@ def test_clipping_by_accelerate_is_clipping_by_torch(rank, world_size):
         assert_same_bits(other.parameters(), run.parameters())
 
 
-def resume(
-    rank: int, world_size: int, folder: str, first: dict[str, Any]
-) -> list[dict[str, Tensor]]:
+def resume(rank, world_size, folder, first):
     """Go on from a state of step 3 of another run, with the steps of one that never stopped."""
     with launched(rank, world_size):
         project = accelerate.utils.ProjectConfiguration(
@@ -213,7 +207,7 @@ def resume(
         return saved
 
 
-def load_on_other_ranks(rank: int, world_size: int, folder: str, saved: Any, how: Any) -> None:
+def load_on_other_ranks(rank, world_size, folder, saved, how):
     with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         run, beside = Run(accelerator, how), Run(accelerator, None)
@@ -233,7 +227,7 @@ def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(tmp_path, 
 class Tied(nn.Module):
     """Two names of one parameter, a frozen one, and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(7, 7)
         self.second = nn.Linear(7, 7)
@@ -241,11 +235,11 @@ class Tied(nn.Module):
         self.second.bias.requires_grad_(False)
         self.register_buffer("scale", torch.tensor([2.0, 3.0]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(self.first(x)) * self.scale[0]
 
 
-def save_whole_model(rank: int, world_size: int, folder: str, how: dict[str, Any]) -> None:
+def save_whole_model(rank, world_size, folder, how):
     with launched(rank, world_size):
         accelerator = ours.Accelerator(cpu=True)
         torch.manual_seed(0)
@@ -327,7 +321,7 @@ def test_a_model_of_torchs_fully_shard_is_refused_for_training(rank, world_size)
         assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
 
-def one_model(ours: Any) -> Any:
+def one_model(ours):
     accelerator = ours.Accelerator(cpu=True)
     accelerator.prepare(shard(Stack(), stage=2))
     return accelerator

@@ -3,13 +3,9 @@
 Training along other dims is compared with torch's own in test_fully_shard.py.
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ranks import on_ranks
@@ -30,14 +26,14 @@ SHAPES = {
 class Held(nn.Module):
     """Parameters of whole numbers, so that sums over ranks have no rounding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for number, (name, (shape, _)) in enumerate(SHAPES.items()):
             numel = torch.Size(shape).numel()
             values = (torch.arange(numel) % 17 + number).float().reshape(shape)
             self.register_parameter(name, nn.Parameter(values))
 
-    def forward(self, factor: float) -> Tensor:
+    def forward(self, factor):
         total = torch.zeros(())
         for name, param in self.named_parameters():
             assert param.is_contiguous(), name
@@ -46,7 +42,7 @@ class Held(nn.Module):
         return total
 
 
-def place(model: nn.Module) -> Any:
+def place(model):
     dims = {id(p): SHAPES[name][1] for name, p in model.named_parameters()}
     return lambda param: Shard(dims[id(param)])
 
@@ -55,7 +51,7 @@ def place(model: nn.Module) -> Any:
 def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     plain = Held()
-    model: Any = Held()
+    model = Held()
     fully_shard(model, mesh=mesh, shard_placement_fn=place(model))
     model(float(rank + 1)).backward()
     plain((world_size + 1) / 2).backward()  # the mean of the ranks' factors
@@ -74,53 +70,3 @@ def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(rank,
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     model.reshard()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        loss: Tensor = self.head(x).square().mean()
-        return loss
-
-
-def train(model: nn.Module, rank: int) -> list[Tensor]:
-    """Take three steps; return the losses and the parameters."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.randint(0, 7, (4, 3), generator=generator))
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses + [
-        p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
-        for p in model.parameters()
-    ]
-
-
-@on_ranks(2)
-def test_in_bf16_the_dim_of_the_cut_does_not_change_a_bit(rank, world_size):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    results = []
-    for dim in (0, 1):
-        torch.manual_seed(0)
-        model = Net()
-        fully_shard(
-            model,
-            mp_policy=policy,
-            shard_placement_fn=lambda p, dim=dim: Shard(dim if p.ndim > 1 else 0),
-        )
-        results.append(train(model, rank))
-    assert dist.get_world_size() == world_size
-    for number, (a, b) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(a, b), number

@@ -7,7 +7,6 @@ import pickle
 import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
 # `from_deepspeed`: the fate of each key, and the errors for wrong ones.
-WHOLE: dict[str, Any] = {
+WHOLE = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
     "train_batch_size": 256,
@@ -78,7 +77,7 @@ def test_a_config_becomes_the_arguments_of_a_loop():
     assert settings.scheduler(optimizer).get_last_lr() == [0.0]
     assert not settings.scaler("cpu").is_enabled()
     with pytest.raises(FrozenInstanceError):
-        settings.gradient_clipping = 1.0  # type: ignore[misc]
+        settings.gradient_clipping = 1.0
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_bf16_masters_are_a_precision_of_their_own():
     assert settings.shard == {"stage": 2, "precision": Precision(bf16, bf16, bf16)}
 
 
-def zero(**keys: Any) -> dict[str, Any]:
+def zero(**keys):
     return {"zero_optimization": {"stage": 3, **keys}}
 
 
@@ -357,7 +356,7 @@ def test_every_key_of_the_tables_has_a_reason_or_a_reader():
 AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
 
 
-def parameters() -> list[torch.nn.Parameter]:
+def parameters():
     return [torch.nn.Parameter(torch.zeros(2))]
 
 
@@ -396,13 +395,13 @@ def test_the_options_of_torchs_schedulers_are_those_of_their_signatures():
         assert set(options) == set(made) - {"optimizer", "scale_fn"}, name
 
 
-def scheduler_of(params: dict[str, Any], **overrides: Any) -> None:
+def scheduler_of(params, **overrides):
     optimizer = torch.optim.SGD(parameters(), lr=0.5)
     block = {"type": "StepLR", "params": params}
     from_deepspeed({"scheduler": block}).scheduler(optimizer, **overrides)
 
 
-def optimizer_of(params: dict[str, Any], **overrides: Any) -> None:
+def optimizer_of(params, **overrides):
     from_deepspeed({"optimizer": {"type": "AdamW", "params": params}}).optimizer(
         parameters(), **overrides
     )
@@ -418,9 +417,9 @@ def optimizer_of(params: dict[str, Any], **overrides: Any) -> None:
         (lambda: optimizer_of({"lr": 0.1}, wieght_decay=1), "did you mean 'weight_decay'"),
         (lambda: from_deepspeed({}, world_size=0), "world_size: expected a whole number, 1 or"),
         (lambda: from_deepspeed({}, world_size=-2), "world_size: expected .* got -2"),
-        (lambda: from_deepspeed({}, world_size="2"), "world_size: expected .* got '2'"),  # type: ignore[arg-type]
-        (lambda: from_deepspeed(None), "expected a dict, or the path .* got None"),  # type: ignore[arg-type]
-        (lambda: from_deepspeed([1]), r"expected a dict, or the path .* got \[1\]"),  # type: ignore[arg-type]
+        (lambda: from_deepspeed({}, world_size="2"), "world_size: expected .* got '2'"),
+        (lambda: from_deepspeed(None), "expected a dict, or the path .* got None"),
+        (lambda: from_deepspeed([1]), r"expected a dict, or the path .* got \[1\]"),
     ],
 )
 def test_a_wrong_value_is_told_as_ours(build, named):
@@ -471,12 +470,12 @@ def test_the_table_names_keys_of_a_run_and_known_kinds_and_fates():
 
 
 # DeepSpeed's offload blocks: where a run of the same file keeps state, and the report.
-def on(device: str, **others: Any) -> dict[str, Any]:
+def on(device, **others):
     return {"device": device, **({"nvme_path": "/fast"} if device == "nvme" else {}), **others}
 
 
 CPU, FILES = on("cpu"), on("nvme", pin_memory=True)
-OFFLOADS: list[tuple[dict[str, Any], str | Offload | None]] = [
+OFFLOADS = [
     ({"offload_optimizer": CPU, "offload_param": CPU}, "cpu"),
     ({"offload_optimizer": CPU, "offload_param": CPU, "stage": 1}, "cpu"),
     ({"offload_optimizer": CPU, "stage": 2}, "cpu"),
@@ -575,7 +574,7 @@ def test_two_files_that_offload_differently_are_told(tmp_path):
 NUM_STEPS = 5
 
 
-def config_of(stage: int) -> dict[str, Any]:
+def config_of(stage):
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0,
@@ -588,14 +587,14 @@ def config_of(stage: int) -> dict[str, Any]:
     }
 
 
-def make_model() -> torch.nn.Module:
+def make_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(5, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)
     )
 
 
-def losses_of(rank: int, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> list[float]:
+def losses_of(rank, model, optimizer, scheduler):
     draw = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(NUM_STEPS):

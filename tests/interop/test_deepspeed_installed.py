@@ -7,7 +7,6 @@ import logging
 import os
 import warnings
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 )
 NUM_STEPS = 40
 
-CURVES: list[tuple[str, dict[str, Any]]] = [
+CURVES = [
     ("WarmupLR", {}),
     ("WarmupLR", {"warmup_num_steps": 9, "warmup_min_lr": 1e-5, "warmup_max_lr": 0.3}),
     ("WarmupLR", {"warmup_num_steps": 7, "warmup_type": "linear"}),
@@ -76,13 +75,13 @@ CURVES: list[tuple[str, dict[str, Any]]] = [
 SIZES = [(t, m, g, w) for t, m, g in product((None, 12, 7), (None, 2), (None, 3)) for w in (1, 2)]
 
 
-def two_groups() -> torch.optim.Optimizer:
+def two_groups():
     """Return an optimizer with betas, and groups that start at different rates."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.4}], lr=0.2)
 
 
-def follow(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[list[Any]]:
+def follow(optimizer, scheduler):
     """Return rate and momenta of both groups, as every update sees them."""
     seen = []
     for _ in range(NUM_STEPS):
@@ -92,7 +91,7 @@ def follow(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[list[Any]]:
     return seen
 
 
-def ask_deepspeed(rank: int, world_size: int) -> dict[str, Any]:
+def ask_deepspeed(rank, world_size):
     """Return fields of its models, its removed keys, its curves, its batch arithmetic."""
     warnings.simplefilter("ignore")  # not ours
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -132,7 +131,7 @@ def ask_deepspeed(rank: int, world_size: int) -> dict[str, Any]:
     return {"fields": fields, "curves": curves, "removed": removed, "batches": batches}
 
 
-def _resolve(config: Any, total: Any, micro: Any, passes: Any, world_size: int) -> Any:
+def _resolve(config, total, micro, passes, world_size):
     made = config.__new__(config)
     made.train_batch_size, made.train_micro_batch_size_per_gpu = total, micro
     made.gradient_accumulation_steps, made.world_size = passes, world_size
@@ -147,7 +146,7 @@ def _resolve(config: Any, total: Any, micro: Any, passes: Any, world_size: int) 
     ]
 
 
-def as_json(value: Any) -> Any:
+def as_json(value):
     """Turn tuples into lists, and keep every bit of a float."""
     return json.loads(json.dumps(value))
 
@@ -163,15 +162,15 @@ PREFIXES = {
     "zenflow": "zero_optimization.zenflow",
     "activation_checkpointing": "activation_checkpointing",
 }
-GUESSES: tuple[Any, ...] = (False, 1, "none", "fp32", {}, [], True)
+GUESSES = (False, 1, "none", "fp32", {}, [], True)
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts():
     return run_ranks(ask_deepspeed, 1, fresh=True)[0]
 
 
-def fates(path: str) -> set[str]:
+def fates(path):
     """Return what became of a key over values of every kind; a wrong kind is no fate."""
     found = set()
     for value in GUESSES:
@@ -253,7 +252,7 @@ def test_a_schedule_goes_on_from_its_state():
 
 # One ds_config.json in the installed DeepSpeed's own engine and in ours: the same losses.
 ENGINE_STEPS = 6
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "train_batch_size": 24,
     "gradient_accumulation_steps": 3,
     "gradient_clipping": 0.3,
@@ -272,27 +271,27 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_model() -> torch.nn.Module:
+def make_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(5, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)
     )
 
 
-def micro_batch(rank: int, step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch(rank, step, number):
     draw = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
     x = torch.randn(4, 5, generator=draw)
     return x, x[:, :3].roll(1, 1) * 2
 
 
-def theirs(rank: int, world_size: int) -> list[float]:
+def theirs(rank, world_size):
     warnings.simplefilter("ignore")  # not ours
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     import deepspeed
 
     backend = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]  # it would be compiled first
+    backend.build_shm_op = lambda: None  # it would be compiled first
     deepspeed.init_distributed("gloo", verbose=False)
     model = make_model()
     engine, *_ = deepspeed.initialize(
@@ -311,7 +310,7 @@ def theirs(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def ours(rank: int, world_size: int) -> list[float]:
+def ours(rank, world_size):
     settings = from_deepspeed(CONFIG)
     model = shard(make_model(), **settings.shard)
     optimizer = settings.optimizer(model.parameters())

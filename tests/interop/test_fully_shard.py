@@ -2,14 +2,12 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -26,24 +24,24 @@ TERMS = 9
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
 
-def mesh_of(*shape: int) -> DeviceMesh:
+def mesh_of(*shape):
     names = ("replicate", "shard")[-len(shape) :]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def stack(seed: int = 0) -> Stack:
+def stack(seed=0):
     torch.manual_seed(seed)
     return Stack()
 
 
-def apply(shards: Callable[..., Any], model: nn.Module, **options: Any) -> nn.Module:
+def apply(shards, model, **options):
     for block in model.blocks:
         shards(block, **options)
     shards(model, **options)
     return model
 
 
-def steps(model: nn.Module, rank: int, *, accumulate: int = 1, num: int = 2) -> list[Tensor]:
+def steps(model, rank, *, accumulate=1, num=2):
     """Train; return the losses, then the last gradients and the parameters, in full."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(100 + rank)
@@ -63,25 +61,25 @@ def steps(model: nn.Module, rank: int, *, accumulate: int = 1, num: int = 2) -> 
     return found + grads + [full(p.detach()) for p in model.parameters()]
 
 
-def full(tensor: Any) -> Tensor:
+def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+def same_bits(actual, expected):
     assert len(actual) == len(expected)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
 
 
-def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
+def LARGEST_EVEN(param):  # noqa: N802
     return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else Shard(0)
 
 
 @pytest.mark.kernels
 @on_ranks(1, 2)
 def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
-    cases: list[dict[str, Any]] = [
+    cases = [
         {},
         {"reshard_after_forward": False},
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
@@ -90,6 +88,7 @@ def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
     if world == 2:
         along = {"shard_placement_fn": LARGEST_EVEN}
         cases += [along, {**along, "offload_policy": OFFLOAD, "reshard_after_forward": False}]
+        cases += [{**along, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}]
         cases += [{"mesh": mesh_of(2, 1)}]
     for options in cases:
         for accumulate in (1, 2) if options == {} else (2,):
@@ -107,20 +106,20 @@ def test_it_takes_the_steps_of_torchs_own_and_of_ddp_to_the_bit(rank, world):
 @on_ranks(1, 3)
 def test_it_takes_the_steps_of_shard_to_the_bit(rank):
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    cases = [
         ({}, {}),
         ({"reshard_after_forward": False}, {"stage": 2}),
         ({"mp_policy": mixed}, {"precision": Precision(torch.bfloat16, reduce=torch.float32)}),
     ]
     for options, settings in cases:
         expected = steps(shard(stack(), units=[Block], **settings), rank, accumulate=2)
-        ours: Any = apply(fully_shard, stack(), **options)
+        ours = apply(fully_shard, stack(), **options)
         same_bits(steps(ours, rank, accumulate=2), expected)
         for local in (param.to_local() for param in ours.parameters()):  # it can be pickled
             assert local.untyped_storage().nbytes() == local.nbytes
 
 
-def num_collectives(model: nn.Module) -> Counter[str]:
+def num_collectives(model):
     return Counter(debug.stats(model).num_collectives)
 
 
@@ -139,7 +138,7 @@ def test_a_group_costs_one_gather_and_one_reduction():
             assert counts[2] - counts[1] == +Counter(expected)
 
 
-def spread_over_two(rank: int) -> None:
+def spread_over_two(rank):
     """With an int, backward gathers over that many ranks, and steps are the same."""
     same_bits(
         steps(apply(fully_shard, stack(), reshard_after_forward=2), rank),
@@ -155,14 +154,14 @@ def spread_over_two(rank: int) -> None:
     assert sent == sum(-(-len(p) // 4) * 4 * p[0].numel() * 4 // 2 for p in stack().parameters())
 
 
-def named_axes_and_two_meshes(rank: int) -> None:
+def named_axes_and_two_meshes(rank):
     """Parameters on a full mesh, and a group on two meshes, take the steps of torch's own."""
     from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, pair = mesh_of(4), mesh["tp"]
-    found: list[list[Tensor]] = []
+    found = []
     for shards in (fully_shard, torch_fully_shard):
         model = stack().head
         for name, param in list(model.named_parameters()):
@@ -182,7 +181,7 @@ def named_axes_and_two_meshes(rank: int) -> None:
         assert_rounded_alike(ours, theirs, 2 * of_gradient(8, 8, 8, 8, over=4 * 4))
 
 
-def placed_by_rank(infos: Any, result: Any, param: nn.Parameter) -> Any:
+def placed_by_rank(infos, result, param):
     return result(Shard(0), infos[param.ndim - 1])
 
 

@@ -6,12 +6,11 @@ that both cut, along one dim or along two.
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -43,24 +42,24 @@ BATCH = 3
 class Net(nn.Module):
     """Words in, scores of words out; between them a part that works on pieces of sequences."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         return self.head(x + self.down(self.up(self.norm(x)).relu()))
 
 
-def make(hidden: int) -> Net:
+def make(hidden):
     torch.manual_seed(0)
     return Net(hidden)
 
 
-def parallel(model: Net, tp: DeviceMesh) -> Net:
+def parallel(model, tp):
     """Cut every layer over ``tp``; between the layers each rank has a piece of the sequences."""
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -72,20 +71,20 @@ def parallel(model: Net, tp: DeviceMesh) -> Net:
     return parallelize_module(model, tp, plan)
 
 
-def along_the_other_dim(param: nn.Parameter) -> Shard:
+def along_the_other_dim(param):
     """Cut a matrix along the dim that tensor parallelism left whole."""
     if param.ndim == 2 and isinstance(param, DTensor) and param.placements[0].is_shard():
         return Shard(1 - param.placements[0].dim)
     return Shard(0)
 
 
-def sharded(shards: Any, model: Net, mesh: DeviceMesh, **options: Any) -> Net:
+def sharded(shards, model, mesh, **options):
     for part in (model.norm, [model.up, model.down]):
         shards(part, mesh=mesh, **options)
     return shards(model, mesh=mesh, **options)
 
 
-def losses_of(model: nn.Module, optimizer: Any, part: int, step: int) -> Tensor:
+def losses_of(model, optimizer, part, step):
     random = torch.Generator().manual_seed(10 * step + part)
     ids = torch.randint(WORDS, (BATCH, TOKENS), generator=random)
     optimizer.zero_grad()
@@ -94,10 +93,10 @@ def losses_of(model: nn.Module, optimizer: Any, part: int, step: int) -> Tensor:
     return loss.detach()
 
 
-def trains(rank: int) -> None:
+def trains(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     part, group = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
-    cases: list[dict[str, Any]] = [
+    cases = [
         {},  # rows of `up` and `head`, cut over tp, are cut over dp again, unevenly
         {"shard_placement_fn": along_the_other_dim, "reshard_after_forward": False},
     ]
@@ -131,7 +130,7 @@ def trains(rank: int) -> None:
     loads_what_one_rank_had(*models[1:2], *optimizers[1:2])
 
 
-def clips(models: list[Any], norm_type: float, roundings: int) -> None:
+def clips(models, norm_type, roundings):
     """torch's own clipping: the norm of one process, for one all-reduce per axis."""
     norms = []
     for model in models:
@@ -146,7 +145,7 @@ def clips(models: list[Any], norm_type: float, roundings: int) -> None:
         assert_rounded_alike(norm, norms[0], roundings)
 
 
-def loads_what_one_rank_had(model: Any, optimizer: Any) -> None:
+def loads_what_one_rank_had(model, optimizer):
     """Whole tensors of rank 0 become every rank's pieces again, of parameters and of moments."""
     expected = copy.deepcopy(get_model_state_dict(model))
     moments = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
@@ -169,7 +168,7 @@ def loads_what_one_rank_had(model: Any, optimizer: Any) -> None:
         assert torch.equal(ours.to_local(), theirs.to_local()), name
 
 
-def one_data_parallel_rank_sends_nothing(rank: int) -> None:
+def one_data_parallel_rank_sends_nothing(rank):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     models = [

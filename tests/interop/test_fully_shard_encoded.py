@@ -1,10 +1,8 @@
 """`fully_shard` with encoded gathers: the values of `block_codes`, whatever else is asked for."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
@@ -20,38 +18,38 @@ BLOCK = 16
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 12) -> None:
+    def __init__(self, width=12):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(7, width))
         self.back = nn.Parameter(torch.randn(width, 7))
         self.bias = nn.Parameter(torch.randn(width))
-        self.seen: dict[str, Tensor] = {}
+        self.seen = {}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen = {n: p.detach().clone() for n, p in self.named_parameters()}
         return x + torch.tanh(x @ self.weight.T) @ self.back.T + self.bias
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(12, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def make(kind: str | None, param: torch.dtype | None = None, **options: Any) -> Any:
+def make(kind, param=None, **options):
     torch.manual_seed(2)
     model = Net()
     policy = Precision(param, gather=kind, block=BLOCK, cast_inputs=True)
     return sharded_by_block(model, mp_policy=policy, **options)
 
 
-def check(model: Any, kind: str, num_ranks: int, param: torch.dtype, dim: int = 0) -> None:
+def check(model, kind, num_ranks, param, dim=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         full = {n: p.full_tensor().detach().cpu() for n, p in model.named_parameters()}
@@ -101,4 +99,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="fully_shard keeps the parameters' own dtype"):
         fully_shard(Net(), mp_policy=Precision(master=torch.float32, gather="int8"))
     with pytest.raises(ConfigError, match="gather='int3'"):
-        fully_shard(Net(), mp_policy=Precision(gather="int3"))  # type: ignore[arg-type]
+        fully_shard(Net(), mp_policy=Precision(gather="int3"))

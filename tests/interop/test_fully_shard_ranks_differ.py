@@ -15,7 +15,7 @@ from trainer import sharded_by_block
 class Experts(nn.Module):
     """Of its experts, which are all of one size, a call uses those that it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.scale = nn.Parameter(torch.ones(6))
@@ -25,7 +25,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Experts() for _ in range(2))
 
@@ -58,7 +58,7 @@ def train(rank, world_size, has_replicas):
     sharded_by_block(model, mesh=mesh)
     smooth = {"lr": 0.01, "eps": SMOOTH_EPS}  # Note [Losses after steps of Adam] in roundings.py
     optimizers = [torch.optim.AdamW(m.parameters(), **smooth) for m in (truth, model)]
-    nobody: set[str] = set()
+    nobody = set()
     everyones = [batches_of(r, 4) for r in range(world_size)]
     # Each block sums a product and three experts; 4 steps, over ranks and 2 micro-batches of 3.
     roundings = 4 * of_gradient(6, 3, 6, 3, over=world_size * 2 * 3)
@@ -94,7 +94,7 @@ def test_ranks_may_use_different_parameters_of_one_module(num_ranks, has_replica
 class Pair(nn.Module):
     """Two layers of one size, of which a call runs those that it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(4, 4)
         self.b = nn.Linear(4, 4)

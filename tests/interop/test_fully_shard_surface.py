@@ -5,7 +5,6 @@ import io
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -35,21 +34,21 @@ from shardwise import fully_shard
 from trainer import logged, sharded_by_block
 
 
-def sharded(**options: Any) -> Stack:
+def sharded(**options):
     torch.manual_seed(0)
     model = Stack()
     return sharded_by_block(model, **options)
 
 
-def batch(seed: int = 0) -> Tensor:
+def batch(seed=0):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def are_sharded(module: nn.Module) -> set[bool]:
+def are_sharded(module):
     return {isinstance(p, DTensor) for p in module.parameters()}
 
 
-def lifetimes(rank: int, world: int) -> None:
+def lifetimes(rank, world):
     """Modules hold full parameters from the gather until they are resharded."""
     model = sharded()
     reference = [p.full_tensor() for p in model.blocks[0].parameters()]
@@ -76,13 +75,13 @@ def lifetimes(rank: int, world: int) -> None:
     assert are_sharded(model) == {True}
 
 
-def settings(rank: int, world: int) -> None:
+def settings(rank, world):
     """Divide factors, prefetch lists, zero fill, the hook and the caller's own collectives."""
     plain = sharded()
     plain(batch(rank)).sum().backward()
     grads = [p.grad.full_tensor() for p in plain.parameters()]
 
-    def check(model: nn.Module, factor: float = 1.0) -> None:
+    def check(model, factor=1.0):
         model(batch(rank)).sum().backward()
         for param, grad in zip(model.parameters(), grads, strict=True):
             # A mean of 1 to 3 gradients in another order; 2, since they are of either sign.
@@ -107,7 +106,7 @@ def settings(rank: int, world: int) -> None:
     check(hooked)
     assert len(seen) == 1
     custom = sharded()
-    calls: list[str] = []
+    calls = []
     custom.set_custom_all_gather(Gather(calls))
     custom.set_custom_reduce_scatter(Scatter(calls))
     check(custom)
@@ -124,30 +123,30 @@ def settings(rank: int, world: int) -> None:
 class Seen(list[int]):
     """A hook that has no hash."""
 
-    def __call__(self, reduced: torch.Tensor) -> None:
+    def __call__(self, reduced):
         self.append(reduced.numel())
 
 
 class Gather:
-    def __init__(self, calls: list[str]) -> None:
+    def __init__(self, calls):
         self._calls = calls
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **_: Any) -> None:
+    def __call__(self, output_tensor, input_tensor, group, **_):
         self._calls.append("gather")
         dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group)
 
 
 class Scatter(Gather):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:  # type: ignore[override]
+    def __call__(self, output_tensor, input_tensor, group, op):
         self._calls.append("scatter")
         dist.all_reduce(input_tensor, op, group)
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
-def unused(rank: int, world: int) -> None:
+def unused(rank, world):
     """Where ranks use other parameters, zeros stand in, if that is asked for."""
     block = fully_shard(Block())
     block.set_reduce_scatter_unused_params(True)
@@ -157,7 +156,7 @@ def unused(rank: int, world: int) -> None:
     assert torch.equal(block.down.bias.grad.full_tensor(), torch.full((8,), 4.0))
 
 
-def states(rank: int, world: int) -> None:
+def states(rank, world):
     """Meta, casts, loads and state dicts; what optimizers and clipping do with the DTensors."""
     torch.manual_seed(0)
     whole = Stack().state_dict()
@@ -222,7 +221,7 @@ def states(rank: int, world: int) -> None:
     assert_rounded_alike(model(batch().double()), reference(batch().double()), roundings)
 
 
-def compositions(rank: int, world: int) -> None:
+def compositions(rank, world):
     """Tied, frozen and ignored parameters, lists, checkpointing, other forward methods, errors."""
     torch.manual_seed(0)
     plain = Wide()
@@ -272,7 +271,7 @@ class Output:
 class Returning(nn.Linear):
     """A model that returns a dataclass and takes one."""
 
-    def forward(self, output: Output) -> Output:  # type: ignore[override]
+    def forward(self, output):
         assert output.logits.dtype is torch.bfloat16
         return Output(super().forward(output.logits))
 
@@ -280,28 +279,28 @@ class Returning(nn.Linear):
 class Wide(nn.Module):
     """A tied head, a checkpointed body, and a second forward method."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 8)
         self.body = Fallible()
         self.head = nn.Linear(8, 7, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(checkpoint(self.body, self.embed(ids), use_reentrant=False))
 
-    def score(self, ids: Tensor) -> Tensor:
+    def score(self, ids):
         return self.head(self.body(self.embed(ids)))
 
 
 class Int8(Gather):
     """Sends int8 with one scale for each rank's chunk, as compressors of gradients do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__([])
-        self.numels: list[int] = []
+        self.numels = []
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:  # type: ignore[override]
+    def __call__(self, output_tensor, input_tensor, group, op):
         self.numels.append(output_tensor.numel())
         chunks = input_tensor.view(group.size(), -1)
         scales = chunks.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / 127
@@ -310,7 +309,7 @@ class Int8(Gather):
         output_tensor.copy_(sent[group.rank()])
 
 
-def compressed(rank: int, world: int) -> None:
+def compressed(rank, world):
     """The caller's own reduce-scatter gets the gradients and nothing beside them."""
     torch.manual_seed(0)
     alone, model, scatter = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), Int8()
@@ -337,20 +336,20 @@ def compressed(rank: int, world: int) -> None:
 class Fallible(Block):
     fails = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.fails:
             raise RuntimeError("on purpose")
         return super().forward(x)
 
 
-def casts(rank: int, world: int) -> None:
+def casts(rank, world):
     """Inputs and outputs are cast inside dataclasses too."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     model = fully_shard(Returning(4, 4), mp_policy=policy)
     assert model(Output(torch.ones(2, 4))).logits.dtype is torch.float32
 
 
-def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
+def what_is_told(shard_with):
     """Train one step; return what was logged, and what private names say of the root."""
     torch.manual_seed(0)
     model = Stack()
@@ -358,7 +357,7 @@ def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
     for module in groups:
         shard_with(module)
     states = [shard_with.state(module) for module in groups]
-    said: list[Any] = [[state._is_root for state in states]]
+    said = [[state._is_root for state in states]]
     states[-1]._lazy_init()
     said.append([state._is_root for state in states])
     said.append([states.index(state) for state in states[-1]._state_ctx.all_states])
@@ -367,7 +366,7 @@ def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
     return lines, said
 
 
-def as_torch_tells(rank: int, world: int) -> None:
+def as_torch_tells(rank, world):
     """Private names that tools read, and the lines of TORCH_LOGS=+fsdp, are those of torch."""
     lines, said = what_is_told(fully_shard)
     expected_lines, expected = what_is_told(torch_fully_shard)
@@ -378,7 +377,7 @@ def as_torch_tells(rank: int, world: int) -> None:
     assert lines[-2:] == expected_lines[:-3:-1]
 
 
-def streams(rank: int, world: int) -> None:
+def streams(rank, world):
     """The hook of reduced gradients runs on the stream that it was given with."""
     model, seen = sharded(), []
     stream, current = torch.cpu.Stream(), torch.cpu.current_stream()

@@ -1,14 +1,12 @@
 """A Lightning Trainer with strategy="shardwise" takes the steps that it takes with "ddp"."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,35 +37,35 @@ NUM_SAMPLES, BATCH = 24, 2
 class Regression(L.LightningModule):
     """Units, a parameter of the module's own, dropout, a schedule, and metrics over ranks."""
 
-    def __init__(self, dropout: float = 0.2) -> None:
+    def __init__(self, dropout=0.2):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.dropout = nn.Dropout(dropout)
-        self.seen: list[float] = []
+        self.seen = []
 
-    def loss(self, batch: list[Tensor]) -> Tensor:
+    def loss(self, batch):
         x, y = batch
         for block in self.blocks:
             x = self.dropout(block(x))
         return (self.head(x) * self.scale - y).square().mean()
 
-    def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+    def training_step(self, batch, number):
         loss = self.loss(batch)
         self.seen.append(loss.item())
         self.log("loss", loss, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: list[Tensor], number: int) -> None:
+    def validation_step(self, batch, number):
         loss = self.loss(batch)
         self.seen.append(loss.item())
         self.log("validation", loss, sync_dist=True)
 
     test_step = validation_step
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
@@ -75,27 +73,27 @@ class Regression(L.LightningModule):
 class Normed(Regression):
     """Has statistics of batches, which are no parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(dropout=0.0)
         self.norm = nn.BatchNorm1d(8)
 
-    def loss(self, batch: list[Tensor]) -> Tensor:
+    def loss(self, batch):
         return super().loss([self.norm(batch[0]), batch[1]])
 
 
 class TwoNetworks(L.LightningModule):
     """Manual optimization: two networks, each with its optimizer, in one step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.seen: list[float] = []
+        self.seen = []
 
-    def training_step(self, batch: list[Tensor], number: int) -> None:
-        optimizers: Any = self.optimizers()
+    def training_step(self, batch, number):
+        optimizers = self.optimizers()
         for optimizer, sign in zip(optimizers, (1.0, -1.0), strict=True):
             self.toggle_optimizer(optimizer)
             loss = sign * self.critic(self.generator(batch[0])).mean()
@@ -105,7 +103,7 @@ class TwoNetworks(L.LightningModule):
             optimizer.step()
             self.untoggle_optimizer(optimizer)
 
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+    def configure_optimizers(self):
         return [
             torch.optim.AdamW(self.generator.parameters(), lr=1e-2),
             torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
@@ -113,7 +111,7 @@ class TwoNetworks(L.LightningModule):
 
 
 class VectorScale(Regression):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard takes no scalars
 
@@ -121,7 +119,7 @@ class VectorScale(Regression):
 class ByCalls(VectorScale):
     """Shards itself by fully_shard in configure_model, units first."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not isinstance(self.blocks[0], FSDPModule):
             sharded_by_block(self)
 
@@ -129,7 +127,7 @@ class ByCalls(VectorScale):
 class InsideByCalls(TwoNetworks):
     """Gives the networks that it has to fully_shard, and not itself."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         for network in (self.generator, self.critic):
             if not isinstance(network, FSDPModule):
                 fully_shard(network)
@@ -138,23 +136,23 @@ class InsideByCalls(TwoNetworks):
 class Late(Regression):
     """Makes its layers in configure_model, without memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(dropout=0.0)
         self.blocks = nn.ModuleList()
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not self.blocks:
             with torch.device("meta"):
                 self.blocks.extend(Block() for _ in range(2))
 
 
-def loader(batch_size: int = BATCH) -> DataLoader[Any]:
+def loader(batch_size=BATCH):
     random = torch.Generator().manual_seed(3)
     x, y = (torch.randn(NUM_SAMPLES, n, generator=random) for n in (8, 3))
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
-def trainer(strategy: Any, world_size: int, max_epochs: int = 2, **options: Any) -> L.Trainer:
+def trainer(strategy, world_size, max_epochs=2, **options):
     return L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -171,21 +169,14 @@ def trainer(strategy: Any, world_size: int, max_epochs: int = 2, **options: Any)
     )
 
 
-def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+def parameters_of(module):
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in module.named_parameters()
     }
 
 
-def fit(
-    strategy: Any,
-    rank: int,
-    world_size: int,
-    make: Callable[[], Any] = Regression,
-    ckpt_path: Any = None,
-    **options: Any,
-) -> tuple[Any, L.Trainer]:
+def fit(strategy, rank, world_size, make=Regression, ckpt_path=None, **options):
     module = make()
     torch.manual_seed(10 + rank)  # each rank draws dropout masks of its own
     fitted = trainer(strategy, world_size, **options)
@@ -193,13 +184,13 @@ def fit(
     return module, fitted
 
 
-def assert_same_fit(ours: tuple[Any, L.Trainer], theirs: tuple[Any, L.Trainer]) -> None:
+def assert_same_fit(ours, theirs):
     assert ours[0].seen == theirs[0].seen
     assert ours[1].callback_metrics == theirs[1].callback_metrics
     assert_same_bits(parameters_of(ours[0]), parameters_of(theirs[0]))
 
 
-def other_settings() -> list[tuple[str, Any, dict[str, Any]]]:
+def other_settings():
     """Return what differs from stage 3: the error, the strategy, the Trainer's options."""
     return [
         (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
@@ -209,7 +200,7 @@ def other_settings() -> list[tuple[str, Any, dict[str, Any]]]:
     ]
 
 
-def refuse_settings(module: Any, world_size: int, cases: list[tuple[str, Any, Any]]) -> None:
+def refuse_settings(module, world_size, cases):
     for wanted, strategy, options in cases:
         with pytest.raises(ConfigError, match=wanted):
             trainer(strategy, world_size, **options).fit(module, loader())
@@ -222,7 +213,7 @@ def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_check
     """Calls of fully_shard in configure_model, on the module or on its networks alone."""
     with launched(rank, world_size):
         for make, plain_one in ((ByCalls, VectorScale), (InsideByCalls, TwoNetworks)):
-            options: dict[str, Any] = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
+            options = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
             plain = fit("shardwise", rank, world_size, plain_one, max_epochs=2, **options)
             whole = fit("shardwise", rank, world_size, make, max_epochs=2, **options)
             assert whole[0].seen == plain[0].seen
@@ -270,18 +261,18 @@ def test_every_stage_takes_the_steps_of_ddp(rank, world_size):
 
 
 class WholeMatrices(Regression):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
 
 
 class Recording(Regression):
     """Keeps the batches of its steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(dropout=0.0)
-        self.batches: list[list[Tensor]] = []
+        self.batches = []
 
-    def on_train_batch_start(self, batch: list[Tensor], number: int) -> None:
+    def on_train_batch_start(self, batch, number):
         self.batches.append(batch)
 
 
@@ -304,7 +295,7 @@ def test_clipping_by_norm_is_that_of_the_whole_gradient(rank, world_size):
     assert_same_bits(parameters_of(module), parameters_of(by_hand))
 
 
-def check_best(rank: int, world_size: int, keep: ModelCheckpoint) -> None:
+def check_best(rank, world_size, keep):
     """A Trainer that has not fitted loads the best checkpoint's parameters alone."""
     module = Regression()
     (metrics,) = trainer("shardwise", world_size).test(
@@ -382,9 +373,9 @@ def test_the_trainers_precision_is_that_of_ddp(rank, world_size):
         assert {p.dtype for p in sharded[0].parameters()} == {torch.float32}
 
 
-def refuse_other_settings(module: nn.Module, rank: int, world_size: int) -> None:
+def refuse_other_settings(module, rank, world_size):
     """A module that was sharded stays so: what is asked for later must be the same."""
-    cases: list[tuple[str, Any, dict[str, Any]]] = [
+    cases = [
         ("mesh=", ShardwiseStrategy(mesh=(world_size, 1)), {}),
         ("units=", ShardwiseStrategy(units=[nn.Linear]), {}),
         ("precision='bf16'", ShardwiseStrategy(precision="bf16"), {}),

@@ -3,11 +3,10 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from launched import launched
@@ -16,7 +15,7 @@ from ranks import run_ranks
 from shardwise import shard
 from shardwise.errors import ConfigError
 from shardwise.monitor.metrics import DATA_S, STALL_S, STEP_S, TOKENS_PER_S
-from shardwise.monitor.record import End, RunRecord, Timeline, read_run
+from shardwise.monitor.record import End, Timeline, read_run
 
 pytest.importorskip("transformers", reason="transformers is in the test extra")
 pytest.importorskip("accelerate", reason="accelerate is in the test extra")
@@ -25,21 +24,21 @@ pytest.importorskip("accelerate", reason="accelerate is in the test extra")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def values(record: RunRecord, name: str) -> dict[int, Any]:
+def values(record, name):
     return {line.step: line.values[name] for line in record.steps if name in line.values}
 
 
-def phases(record: RunRecord, step: int) -> Counter[tuple[str, str]]:
+def phases(record, step):
     """Return how often rank 0 was in each phase of each unit, in one step."""
     (line,) = (line for _, line in record.lines(Timeline, 0) if line.step == step)
     return Counter((row[1], row[2]) for row in line.spans if row[0] == "main")
 
 
-def ends(record: RunRecord) -> list[Any]:
+def ends(record):
     return [line.error for _, line in record.lines(End)]
 
 
-def check(record: RunRecord, world_size: int, num_steps: int) -> None:
+def check(record, world_size, num_steps):
     """Hold what every loop must leave behind."""
     assert [line.step for line in record.steps] == [*range(1, num_steps + 1)]
     assert record.facts.num_ranks == world_size == len(record.by_rank)
@@ -51,7 +50,7 @@ def check(record: RunRecord, world_size: int, num_steps: int) -> None:
 # -- transformers
 
 
-def train_with_trainer(rank: int, world_size: int, folder: str) -> list[dict[str, float]]:
+def train_with_trainer(rank, world_size, folder):
     import transformers
 
     from shardwise.interop.transformers import ObserveCallback, Trainer, prepare
@@ -74,7 +73,7 @@ def train_with_trainer(rank: int, world_size: int, folder: str) -> list[dict[str
             train(path, prepare(sharded()), data, transformers.Trainer, callbacks=[stock])
 
         class Breaking(transformers.TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            def on_step_begin(self, args, state, control, **_):
                 if state.global_step == 2:
                     raise KeyError("broken")
 
@@ -126,7 +125,7 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def flops_of(rank: int, world_size: int) -> tuple[float, float]:
+def flops_of(rank, world_size):
     """Return the operations of a token, as they are told and by the model's own config."""
     from shardwise.monitor.run_facts import facts_of
     from transformers_models import make_mixtral
@@ -149,7 +148,7 @@ def test_of_experts_of_transformers_those_count_that_a_token_is_sent_to():
 # -- accelerate
 
 
-def train_with_accelerate(rank: int, world_size: int, folder: str) -> list[float]:
+def train_with_accelerate(rank, world_size, folder):
     from shardwise.interop.accelerate import Accelerator
 
     losses = []
@@ -188,24 +187,24 @@ def test_an_accelerate_loop_is_observed_by_one_line(world_size, tmp_path):
 # -- Lightning
 
 
-def train_with_lightning(rank: int, world_size: int, folder: str) -> list[float]:
+def train_with_lightning(rank, world_size, folder):
     lightning = pytest.importorskip("lightning", reason="lightning is in the test extra")
     from shardwise.interop.lightning import ObserveCallback
 
     path = Path(folder)
 
-    class Words(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Words(lightning.LightningModule):
         """A model of tokens, in batches that are mappings, as tokenizers make them."""
 
-        def __init__(self, breaks_at: int | None = None) -> None:
+        def __init__(self, breaks_at=None):
             super().__init__()
             torch.manual_seed(0)
             self.table = nn.Embedding(16, 8)
             self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
             self.breaks_at = breaks_at
-            self.seen: list[float] = []
+            self.seen = []
 
-        def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+        def training_step(self, batch, number):
             if number == self.breaks_at:
                 raise KeyError("broken")
             x = self.table(batch["input_ids"])
@@ -216,15 +215,15 @@ def train_with_lightning(rank: int, world_size: int, folder: str) -> list[float]
             self.log("perplexity", loss.exp())
             return loss
 
-        def validation_step(self, batch: dict[str, Tensor], number: int) -> None:
+        def validation_step(self, batch, number):
             self.blocks[0](self.table(batch["input_ids"]))
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def fit(module: Any, name: str, **options: Any) -> None:
+    def fit(module, name, **options):
         rows = [{"input_ids": torch.arange(4) + n} for n in range(12)]
-        loader = DataLoader(rows, batch_size=1)  # type: ignore[arg-type]
+        loader = DataLoader(rows, batch_size=1)
         trainer = lightning.Trainer(
             strategy="shardwise",
             accelerator="cpu",

@@ -1,13 +1,10 @@
 """Tensors of classes that define their own gather: trained, saved and copied on both surfaces."""
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -19,26 +16,26 @@ from shardwise.tensor.inner import gather_whole, plain_parts
 from shardwise.tensor.plain_state import owner_of
 from trainer import sharded_by_block
 
-STAGES: tuple[Any, ...] = (1, 2, 3)
+STAGES = (1, 2, 3)
 ROWS = {"half": 7, "sum": 6}  # a tensor of several is cut evenly, by FSDP2's contract
 
 
-def make(kind: str) -> OwnNet:
+def make(kind):
     return OwnNet(kind, ROWS[kind])
 
 
-def sharded(kind: str, how: Any, **options: Any) -> Any:
+def sharded(kind, how, **options):
     model = make(kind)
     if how != "calls":
         return shardwise.shard(model, stage=how, units=[nn.Linear], **options)
     return sharded_by_block(model, **options)
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def step_losses(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def step_losses(model, optimizer, steps):
     losses = []
     for step in steps:
         x = torch.arange(2.0 * model.head.in_features).view(2, -1).add(step) / 7
@@ -50,7 +47,7 @@ def step_losses(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def values_of(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def values_of(tensors):
     """Return copies of plain tensors, those that others are made of with the attribute's name."""
     return {
         name + suffix: part.detach().clone()
@@ -59,12 +56,12 @@ def values_of(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
+def full(model):
     with shardwise.gathered(model):
         return values_of(iter(model.state_dict().items()))
 
 
-def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def moments(model, optimizer):
     """Return all state of an optimizer, whole."""
     found = []
     for name, param in model.named_parameters():
@@ -76,7 +73,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return values_of(iter(found))
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
@@ -86,23 +83,23 @@ class Rounded(torch.autograd.Function):
     """A weight as bf16 has it; its gradient as it comes."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx, weight):
         return weight.bfloat16().float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, grad):
         return grad
 
 
 class Whole(nn.Linear):
     """What a weight of its own class means, with plain parameters."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weight = Rounded.apply(self.weight) if self.shift is None else self.weight + self.shift
         return nn.functional.linear(x, weight, self.bias)
 
 
-def train_plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+def train_plainly(kind):
     """Train in one process, with plain parameters; return losses and values by our names."""
     model = make(kind)
     for block in model.blocks:
@@ -120,9 +117,9 @@ def train_plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, found
 
 
-def train_alike(rank: int, world_size: int, folder: Path) -> None:
+def train_alike(rank, world_size, folder):
     """Both surfaces and every stage; each saves, and goes on from what another has saved."""
-    ends: dict[str, list[float]] = {}
+    ends = {}
     for kind in KINDS:
         losses, values = train_plainly(kind)
         states = {}
@@ -151,7 +148,7 @@ def train_alike(rank: int, world_size: int, folder: Path) -> None:
             assert rest == ends.setdefault(kind, rest)
 
 
-def load_elsewhere(rank: int, world_size: int, folder: Path, saved_on: int) -> None:
+def load_elsewhere(rank, world_size, folder, saved_on):
     """From any number of ranks to any other, and to a process that has the model whole."""
     for kind in KINDS:
         for saved in ("calls", 3 if saved_on == 3 else 1):
@@ -181,7 +178,7 @@ def test_tensors_with_a_gather_of_their_own_train_as_in_one_process_and_load_any
     run_sizes(load_elsewhere, {1: (tmp_path, 3), 3: (tmp_path, 2)})
 
 
-def more(rank: int, world_size: int) -> None:
+def more(rank, world_size):
     """Windows, contexts, copies, replicas, frozen ones, and what is told."""
     for kind in KINDS:
         totals = []
@@ -221,7 +218,7 @@ def more(rank: int, world_size: int) -> None:
         assert_same(full(copied), full(model))
 
 
-def alike_in_every_way(rank: int, world_size: int) -> None:
+def alike_in_every_way(rank, world_size):
     """In bf16, where a gathered weight may be what was sent; with lists of tensors; clipped."""
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for kind in KINDS:
@@ -251,7 +248,7 @@ def alike_in_every_way(rank: int, world_size: int) -> None:
     assert step_losses(early, optimizer, range(2)) == step_losses(late, adam(late), range(2))
 
 
-def replicas(rank: int, world_size: int) -> None:
+def replicas(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for kind in KINDS:
         for how in ("calls", 2):
@@ -265,7 +262,7 @@ def replicas(rank: int, world_size: int) -> None:
                 shardwise.check.replicas(model, optimizer)
 
 
-def refuse(rank: int, world_size: int) -> None:
+def refuse(rank, world_size):
     with pytest.raises(ConfigError, match=r"blocks\.0\.weight' is a HalfSent.*use stage 1, 2 or 3"):
         sharded("half", 0)
     with pytest.raises(ConfigError, match="offload= takes plain parameters"):

@@ -1,7 +1,5 @@
 """Adapters over a frozen, sharded base: the steps of DDP, the bytes of the formula."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 SETTINGS = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "layout": "flat"}]
 
 
-def units_of(model: nn.Module) -> dict[str, set[str]]:
+def units_of(model):
     return {unit.name: {p.name for p in unit.params} for unit in partition_into_units(model, None)}
 
 
@@ -45,7 +43,7 @@ def test_units_are_found_inside_pefts_wrapping_and_hold_the_adapters(make):
     assert all(any("lora_A" in p for p in wrapped[f"base_model.model.{b}"]) for b in blocks)
 
 
-def train(model: nn.Module, num_steps: int = 3) -> tuple[list[float], torch.optim.Optimizer]:
+def train(model, num_steps=3):
     """Train what is trainable on this rank's data; leave the gradients of one more backward."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -63,13 +61,13 @@ def train(model: nn.Module, num_steps: int = 3) -> tuple[list[float], torch.opti
     return losses, optimizer
 
 
-def settings_of(name: str) -> list[dict[str, Any]]:
+def settings_of(name):
     """Return two settings of each variant, so that each setting meets variants of either sort."""
     number = sorted(VARIANTS).index(name)
     return [SETTINGS[number % len(SETTINGS)], SETTINGS[(number + 3) % len(SETTINGS)]]
 
 
-def compare_with_ddp(rank: int, world_size: int, name: str, settings: list[dict[str, Any]]) -> None:
+def compare_with_ddp(rank, world_size, name, settings):
     plain = VARIANTS[name]()
     losses, _ = train(DistributedDataParallel(plain))
     assert len(set(losses)) == len(losses)
@@ -87,9 +85,7 @@ def compare_with_ddp(rank: int, world_size: int, name: str, settings: list[dict[
         check_traffic(model, own, world_size)
 
 
-def check_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, before: dict[str, Any], parts: int
-) -> None:
+def check_bytes(model, optimizer, before, parts):
     """Shards are everything / N; gradients and state are the adapters' / N, and nothing else."""
     total = sum(nbytes for _, _, nbytes in before.values())
     trained = sum(nbytes for _, requires_grad, nbytes in before.values() if requires_grad)
@@ -104,9 +100,7 @@ def check_bytes(
     assert sum(t.nbytes for t in state) == 2 * trained // parts  # Adam's two moments
 
 
-def check_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, setting: dict[str, Any], world_size: int
-) -> None:
+def check_plan(model, optimizer, setting, world_size):
     """The planner weighs the same units."""
     candidate = Candidate(
         num_shards=world_size, precision="fp32", transport="point_to_point", **setting
@@ -130,7 +124,7 @@ def check_plan(
     assert sum(w.state_bytes for w in weighed) == held
 
 
-def check_traffic(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> None:
+def check_traffic(model, optimizer, world_size):
     """After a step, stages 1 and 2 gather what was trained and nothing else."""
     stage = engine_of(model).config.stage
     optimizer.step()

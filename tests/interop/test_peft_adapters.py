@@ -3,13 +3,11 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oracle import assert_same_bits
@@ -37,18 +35,18 @@ IDS = torch.arange(16).view(2, 8)
 BF16 = torch.bfloat16
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def values(model):
     """Return copies of everything, whatever is gathered."""
     return {name: value.detach().clone() for name, value in full_parameters(model).items()}
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model):
     model.eval()
     with torch.no_grad():
         return model(input_ids=IDS).logits
 
 
-def train(model: nn.Module, num_steps: int = 2) -> list[float]:
+def train(model, num_steps=2):
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     torch.manual_seed(dist.get_rank())
@@ -128,8 +126,8 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
     assert_same_bits(values(fresh), expected)
 
 
-def by_calls(model: nn.Module) -> nn.Module:
-    for layer in model.base_model.model.model.layers:  # type: ignore[union-attr]
+def by_calls(model):
+    for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
@@ -205,7 +203,7 @@ TIED = {
 }
 
 
-def tied_llama(seed: int, options: dict[str, Any]) -> nn.Module:
+def tied_llama(seed, options):
     torch.manual_seed(0)
     base = make_llama()
     base.config.tie_word_embeddings = True
@@ -235,14 +233,14 @@ PROMPTS = {
 }
 
 
-def prompted_llama(seed: int, name: str) -> nn.Module:
+def prompted_llama(seed, name):
     torch.manual_seed(0)
     base = make_llama()
     torch.manual_seed(seed)
     return peft.get_peft_model(base, PROMPTS[name]())
 
 
-def save_prompts(rank: int, world_size: int, folder: str) -> None:
+def save_prompts(rank, world_size, folder):
     for name in PROMPTS:
         path, plain = Path(folder, name), prompted_llama(1, name)
         losses = train(DistributedDataParallel(plain))
@@ -286,7 +284,7 @@ def test_switching_and_disabling_adapters_is_that_of_the_plain_model():
     """Train one adapter, then the other; look at the base in between."""
     plain = lora_llama(adapters=("first", "second"))
     base = logits(lora_llama(adapters=("first", "second")).unload())
-    trace: list[Any] = []
+    trace = []
     for name in ("first", "second", "first"):
         plain.set_adapter(name)
         trace += [train(DistributedDataParallel(plain)), logits(plain)]
@@ -333,7 +331,7 @@ def test_a_merge_that_would_be_lost_is_refused():
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
 def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reentrant):
-    def make() -> nn.Module:
+    def make():
         model = lora_llama(BF16)
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

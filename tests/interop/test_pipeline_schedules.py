@@ -7,14 +7,11 @@ test_pipeline_gradients.py.
 """
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -62,7 +59,7 @@ class Case:
     micro_batches: int = 3
 
 
-def every_case() -> list[Case]:
+def every_case():
     """Return the whole matrix; `fully_shard` knows no stage but 3."""
     return [
         Case(schedule, by, stage, precision, num)
@@ -74,7 +71,7 @@ def every_case() -> list[Case]:
     ]
 
 
-def some_cases() -> list[Case]:
+def some_cases():
     """Return two cells of each schedule: stage 3 one way or the other, and another stage."""
     precisions, numbers = ("fp32", "bf16"), (1, 3)
     found = []
@@ -90,7 +87,7 @@ def some_cases() -> list[Case]:
 class OneProcess:
     """The whole batch in one process; in bf16, in the micro-batches of the pipeline."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         self.is_low = case.precision == "bf16"
         self.num = micro_batches_of(case.schedule, case.micro_batches)
         self.whole = Net()
@@ -101,7 +98,7 @@ class OneProcess:
         in_full = STEPS * of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=2 * ROWS)
         self.roundings = in_low if self.is_low else in_full
 
-    def step(self, number: int, num_ranks: int) -> None:
+    def step(self, number, num_ranks):
         if self.is_low:
             parts = [
                 part
@@ -121,7 +118,7 @@ class OneProcess:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def check(self, pipeline: Pipeline) -> None:
+    def check(self, pipeline):
         """Compare what the steps have changed, which is far more than roundings."""
         start = dict(self.start.named_parameters())
         expected = dict(self.whole.named_parameters())
@@ -137,17 +134,17 @@ class OneProcess:
                 assert_rounded_alike(found, wanted, self.roundings, name, scale=size)
 
 
-def num_units(parts: Sequence[Any]) -> int:
+def num_units(parts):
     """Count the units that have parameters; a root has the embedding, or the head, or nothing."""
     own = sum((part.embed is not None) + (part.head is not None) > 0 for part in parts)
     return sum(len(part.blocks) for part in parts) + own
 
 
-def counts_of(parts: Sequence[nn.Module]) -> list[int]:
+def counts_of(parts):
     return [collectives_of(parts, kind) for kind in KINDS]
 
 
-def is_at_rest(part: nn.Module) -> None:
+def is_at_rest(part):
     """Nothing of a pass is left: no gradients, no full parameters, shards in the modules."""
     engine = engine_of(part)
     for unit in engine.units:
@@ -163,7 +160,7 @@ def is_at_rest(part: nn.Module) -> None:
     assert not engine.reductions.nbytes
 
 
-def matrix(rank: int, num_ranks: int, cases: Sequence[Case]) -> None:
+def matrix(rank, num_ranks, cases):
     axes = shardwise.Axes(pp=1 if num_ranks == 3 else 2)  # of one stage, no mesh says that it is
     dp = axes["dp_shard"]
     for case in cases:
@@ -220,7 +217,7 @@ def test_every_schedule_has_the_bits_of_fsdp2():
 class Static(PipelineStage):
     """A stage that is told its shapes, so that nothing runs before the first step."""
 
-    def __init__(self, part: Any, index: int, num: int, *args: Any, rows: int, **how: Any) -> None:
+    def __init__(self, part, index, num, *args, rows, **how):
         words = torch.zeros(rows, LENGTH, dtype=torch.long)
         inner = torch.zeros(rows, LENGTH, WIDTH)
         takes = words if index == 0 else inner.requires_grad_()
@@ -234,7 +231,7 @@ class Looks(PipelineStage):
 
     num_looks = 0
 
-    def _post_metadata_inference_cleanup(self) -> None:
+    def _post_metadata_inference_cleanup(self):
         super()._post_metadata_inference_cleanup()
         is_at_rest(self.submod)
         type(self).num_looks += 1
@@ -247,7 +244,7 @@ def test_the_pass_that_infers_shapes_before_the_first_step_leaves_nothing_behind
     for number, schedule in enumerate(THERE[::2]):
         num = micro_batches_of(schedule, 3)
         by = ("shard", "fully_shard")[number % 2]
-        how: dict[str, Any] = {"by": by, "stage": 3 - number // 2 % 2 if by == "shard" else 3}
+        how = {"by": by, "stage": 3 - number // 2 % 2 if by == "shard" else 3}
         dynamic = pipeline_of(schedule, axes, num, stage_class=Looks, **how)
         static = pipeline_of(
             schedule, axes, num, stage_class=partial(Static, rows=ROWS // num), **how
@@ -281,7 +278,7 @@ def test_schedules_that_run_backward_by_autograd_grad_leave_nothing_behind():
 # -- the failures of others, by name
 
 
-def states_of(part: Any) -> set[str]:
+def states_of(part):
     """Return the states of the units."""
     names = "SHARDED", "UNSHARDED"
     units = [unit for unit in engine_of(part).units if unit.params]
@@ -363,7 +360,7 @@ def test_gradients_of_several_schedules_are_reduced_once_and_divided_once():
 def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(rank, num_ranks):
     """What torch 2.15's schedules call in the place of private names."""
     for by in BY:
-        part: Any = BY[by](Net(), mesh=shardwise.Axes(), stage=3, precision="fp32")
+        part = BY[by](Net(), mesh=shardwise.Axes(), stage=3, precision="fp32")
         part.set_manual_backward_finalization(True)
         whole = Net()
         for turn in range(2):
@@ -382,7 +379,7 @@ def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window(r
         roundings = of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=8 * ROWS)
         expected = {name: param.grad for name, param in whole.named_parameters()}
         for name, param in part.named_parameters():
-            wanted: Any = expected[name]
+            wanted = expected[name]
             assert_rounded_alike(full(param.grad), wanted, roundings, name)
 
 

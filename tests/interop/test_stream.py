@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,13 +26,11 @@ from transformers_models import make_llama, make_mixtral
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 from allocator import traced
 
-State = dict[str, torch.Tensor]
-
 
 class Small(nn.Module):
     """Weights that are cut unevenly, a scalar, a buffer and a tied weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
         self.head = nn.Linear(7, 50, bias=False)
@@ -41,15 +38,13 @@ class Small(nn.Module):
         self.register_buffer("seen", torch.arange(3))
         self.layers[2].weight = self.layers[0].weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x) * self.scale
 
 
-def assert_streamed(
-    model: Any, want: State, ranks: list[int] | None = None, dtype: Any = None, bucket: int = 256
-) -> None:
+def assert_streamed(model, want, ranks=None, dtype=None, bucket=256):
     got = dict(shardwise.interop.stream(model, ranks=ranks, dtype=dtype, bucket_bytes=bucket))
     if ranks is not None and dist.get_rank() not in ranks:
         assert not got
@@ -61,7 +56,7 @@ def assert_streamed(
         assert torch.equal(tensor, expected), name
 
 
-def after_a_step(model: nn.Module) -> State:
+def after_a_step(model):
     """Train one step; return what `gathered` gives, each tensor once."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim], lr=0.1)
     model(torch.ones(2, 7)).sum().backward()
@@ -77,7 +72,7 @@ def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_tha
     rank, num_ranks
 ):
     torch.manual_seed(0)
-    makes: list[Any] = []
+    makes = []
     for layout, stage, offload in (
         ("rows", 3, None),
         ("flat", 3, "cpu"),
@@ -87,7 +82,7 @@ def test_every_weight_comes_in_full_and_each_slice_is_sent_once_to_each_rank_tha
         settings = {"layout": layout, "stage": stage, "offload": offload, "units": nn.Linear}
         makes.append(lambda how=settings: shardwise.shard(Small(), **how))
 
-    def by_calls() -> nn.Module:
+    def by_calls():
         model = Small()
         model.scale = nn.Parameter(torch.tensor([3.0]))  # fully_shard takes no scalars
         even = model.head.weight
@@ -121,13 +116,13 @@ def test_a_weight_that_is_cut_along_its_columns_comes_in_full():
     assert_streamed(model, want, [1], None, 0)
 
 
-def tensor_parallel(part: Any, axes: shardwise.Axes) -> Any:
+def tensor_parallel(part, axes):
     for block in part.blocks.values():
         parallelize_module(block, axes["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return part
 
 
-def experts() -> PlainDecoder:
+def experts():
     torch.manual_seed(0)
     shape = DecoderShape(2, 8, 2, 1, 4, 10, 13, experts=Experts(4, 2, 12, 1, 0))
     return PlainDecoder(shape)
@@ -149,7 +144,7 @@ def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_exp
             assert_streamed(made, whole, ranks)
     for degrees in ({"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}):
         axes = shardwise.Axes(**degrees)
-        part: Any = stage_of(axes["pp"].get_local_rank(), 2)
+        part = stage_of(axes["pp"].get_local_rank(), 2)
         part = tensor_parallel(part, axes) if axes.tp > 1 else part
         shardwise.shard(part, mesh=axes, units="Block")
         for ranks in asks:  # of all stages, to ranks of any
@@ -158,7 +153,7 @@ def test_weights_come_in_full_from_replicas_tensor_parallelism_pipelines_and_exp
     plain = {name: t.detach().clone() for name, t in experts().state_dict().items()}
     for degrees in ({"ep": 2}, {"ep": 4, "tp": 2}):
         axes = shardwise.Axes(**degrees)
-        mixture: Any = spread_experts(experts(), axes)
+        mixture = spread_experts(experts(), axes)
         shardwise.shard(mixture, mesh=axes, units=Units(experts="*.experts"))
         for ranks in asks:
             assert_streamed(mixture, plain, ranks)
@@ -171,7 +166,7 @@ def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(rank, 
         ("tied", lambda: make_llama(tie_word_embeddings=True)),
     ):
         torch.manual_seed(0)
-        model: Any = shardwise.shard(make())
+        model = shardwise.shard(make())
         save_pretrained(model, tmp_path / name)
         want = load_file(tmp_path / name / "model.safetensors")
         got = dict(shardwise.interop.stream(model, ranks=[1]))
@@ -185,7 +180,7 @@ def test_a_model_of_transformers_is_streamed_as_save_pretrained_writes_it(rank, 
 WIDTH, BUCKET = 128, 4 * 128 * 8
 
 
-def peak_of_streaming(rank: int, num_ranks: int) -> tuple[int, int]:
+def peak_of_streaming(rank, num_ranks):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     shardwise.shard(model, units=nn.Linear)
     for _ in shardwise.interop.stream(model):  # groups and their buffers are there

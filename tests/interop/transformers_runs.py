@@ -1,15 +1,12 @@
 """Short runs of transformers' Trainer on a small Llama, sharded or under DDP."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import accelerate
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise import gathered, shard
 from shardwise.interop.transformers import Trainer
@@ -27,7 +24,7 @@ BEST = {
 Stock = transformers.Trainer
 
 
-def model_and_data(**options: Any) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+def model_and_data(**options):
     """Return the same model, with dropout, and the same data in every run."""
     torch.manual_seed(0)
     model = make_llama(attention_dropout=0.1, **options)
@@ -36,11 +33,11 @@ def model_and_data(**options: Any) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return model, [{"input_ids": row, "labels": row} for row in rows]
 
 
-def sharded(**ways: Any) -> Any:
+def sharded(**ways):
     return shard(model_and_data()[0], **{"stage": 3, **ways})
 
 
-def train(folder: Path, model: Any, data: Any, cls: Any = Trainer, **options: Any) -> Any:
+def train(folder, model, data, cls=Trainer, **options):
     """Train for a few steps without a line to the terminal; return the trainer."""
     resume = options.pop("resume", None)
     given = {name: options.pop(name) for name in ("callbacks", "optimizers") if name in options}
@@ -68,19 +65,19 @@ def train(folder: Path, model: Any, data: Any, cls: Any = Trainer, **options: An
     return trainer
 
 
-def losses(trainer: Any, num_steps: int = STEPS) -> list[float]:
+def losses(trainer, num_steps=STEPS):
     found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(found) == num_steps
     return found
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
+def full(model):
     with gathered(model):
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @contextmanager
-def as_on_gpus() -> Iterator[None]:
+def as_on_gpus():
     """Let accelerate take the ranks for GPUs: there it refuses to wrap DTensors in DDP."""
     with patch.object(accelerate.Accelerator, "multi_device", property(lambda _: True)):
         yield
@@ -89,10 +86,10 @@ def as_on_gpus() -> Iterator[None]:
 class Holder(nn.Module):
     """A model that is none of transformers', with two names for one tensor."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.inner = model
         self.head = model.lm_head
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, input_ids, labels=None):
         return self.inner(input_ids=input_ids, labels=labels)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -26,21 +25,19 @@ WRONG = {lab: list(ANSWERS[lab].all_wrong()) for lab in labs()}
 CASES = [(lab, number) for lab in labs() for number in range(len(WRONG[lab]))]
 
 
-def solution(number: int = 1) -> str:
+def solution(number=1):
     return ANSWERS[number].write_into(labs()[number].solution())
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
+def starter():
     """One process that has imported torch, for all jobs of this module."""
     with Starter() as kept:
         yield kept
 
 
 @pytest.fixture(scope="module")
-def verdicts(
-    starter: Starter, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, list[desk.Checked]]:
+def verdicts(starter, tmp_path_factory):
     """Check each lab's solution and all its wrong answers in one group of ranks."""
     found = {}
     for number, lab in labs().items():
@@ -117,7 +114,7 @@ def test_a_crash_is_told_with_its_line(starter, monkeypatch, tmp_path):
     )
 
 
-def cells(line: str) -> list[str]:
+def cells(line):
     return re.split(r"  +", line.replace(",", "").strip())
 
 
@@ -185,7 +182,7 @@ def test_commands_of_a_page_run(number):
 
 
 def test_numbers_of_the_labs_are_those_of_the_planner():
-    def gigabytes(stage: int, ranks: int = 8, precision: str = "fp32") -> float:
+    def gigabytes(stage, ranks=8, precision="fp32"):
         found = account(7_000_000_000, ranks, stage=stage, precision=precision)
         return found.device_bytes / 1e9
 

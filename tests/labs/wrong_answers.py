@@ -1,6 +1,6 @@
 """The answers to one lab: the right ones beside the gaps, and wrong lines for each gap."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -28,7 +28,7 @@ class Answers:
     rough_columns: tuple[int, ...] = ()
     rough_rows: tuple[str, ...] = ("peak",)
 
-    def write_into(self, text: str) -> str:
+    def write_into(self, text):
         """Return a solution with the right answers beside the gaps."""
         right = {"line": self.line, "finding": self.finding, self.decision[0]: self.decision[1]}
         for name, value in (right | dict.fromkeys(self.false_claims, False)).items():
@@ -36,7 +36,7 @@ class Answers:
             text = text.replace(f'{name}": None', f'{name}": {value!r}')
         return text
 
-    def all_wrong(self) -> Iterator[Wrong]:
+    def all_wrong(self):
         for (gap, target), rows in self.wrong.items():
             for old, new, words in rows:
                 yield Wrong(gap, target, old, new, words)

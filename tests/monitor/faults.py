@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -37,23 +37,23 @@ ADAM = importlib.import_module("torch.optim.adam")  # AdamW's too
 class OneUnit(nn.Module):
     """Layers in which no blocks are found."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.d = (nn.Linear(8, 8) for _ in range(2))
         self.b, self.c = nn.Linear(8, 80_000), nn.Linear(80_000, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.d(self.c(self.b(self.a(x))))
 
 
 class FineBlock(nn.Module):
     """A block of six layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o, self.up, self.down = (nn.Linear(8, 8) for _ in range(6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(self.up(self.o(self.q(x) + self.k(x) + self.v(x))))
 
 
@@ -64,7 +64,7 @@ class FineStack(Stack):
 class WideHead(Stack):
     """A block that is far larger than all others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[1].up = nn.Linear(8, 80_000)
         self.blocks[1].down = nn.Linear(80_000, 8)
@@ -73,24 +73,24 @@ class WideHead(Stack):
 class FewRows(nn.Module):
     """Weights of two long rows, which three ranks cannot share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(40_000, 2) for _ in range(2))
         self.widen = nn.Linear(8, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         wide = self.widen(x).mean(-1, keepdim=True).expand(-1, 40_000)
-        return sum(block(wide) for block in self.blocks)  # type: ignore[return-value]
+        return sum(block(wide) for block in self.blocks)
 
 
 class Reader(Stack):
     """A model that is called with token ids, and takes 20 ms for each row of eight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(16, 8)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         time.sleep(0.02 * len(ids))
         return super().forward(self.embedding(ids))
 
@@ -98,13 +98,13 @@ class Reader(Stack):
 class NormedBlock(nn.Module):
     """A block whose gains are 1.0 and whose matrix is small."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.layer = nn.LayerNorm(48), nn.Linear(48, 48)
         with torch.no_grad():
             self.layer.weight.mul_(0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.layer(self.norm(x))
 
 
@@ -113,12 +113,12 @@ class Normed(nn.Module):
 
     dtype = torch.float32
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(NormedBlock() for _ in range(2))
         self.to(self.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x.repeat(1, 6).to(self.blocks[0].layer.weight.dtype)
         for block in self.blocks:
             x = block(x)
@@ -149,12 +149,12 @@ class Scenario:
 
 # -- faults
 @contextmanager
-def sleeps(rank: int, model: nn.Module, on: int = 1, seconds: float = 0.3) -> Iterator[None]:
+def sleeps(rank, model, on=1, seconds=0.3):
     """Let one rank sleep in its forward pass."""
     if rank != on:
         yield
         return
-    block: Any = model.blocks[1]  # type: ignore[index,union-attr]
+    block = model.blocks[1]
     hook = block.up.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     try:
         yield
@@ -165,7 +165,7 @@ def sleeps(rank: int, model: nn.Module, on: int = 1, seconds: float = 0.3) -> It
 class SlowFile(io.BytesIO):
     """A file on a slow disk."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data):
         time.sleep(0.05)
         return super().write(data)
 
@@ -173,20 +173,20 @@ class SlowFile(io.BytesIO):
 class Late:
     """A message that comes later than it does."""
 
-    def __init__(self, work: Any, at_s: float) -> None:
+    def __init__(self, work, at_s):
         self._work, self._at_s = work, at_s
 
-    def wait(self) -> None:
+    def wait(self):
         time.sleep(max(self._at_s - time.monotonic(), 0))
         self._work.wait()
 
 
 @contextmanager
-def slow_links(rank: int, model: nn.Module, pairs: Any = None, seconds: float = 0.06) -> Any:
+def slow_links(rank, model, pairs=None, seconds=0.06):
     """Let messages between some pairs of ranks, or all, come late."""
     receive = _Messages.receive
 
-    def slow(self: Any, peer: int, tensor: Tensor) -> None:
+    def slow(self, peer, tensor):
         begun = len(self.works)
         receive(self, peer, tensor)
         other = dist.get_process_group_ranks(self.axis.group)[peer]
@@ -199,11 +199,11 @@ def slow_links(rank: int, model: nn.Module, pairs: Any = None, seconds: float = 
 
 
 @contextmanager
-def slowed(owner: Any, name: str, seconds: float) -> Iterator[None]:
+def slowed(owner, name, seconds):
     """Let a function or a method take longer."""
     function = getattr(owner, name)
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def slow(*args, **kwargs):
         time.sleep(seconds)
         return function(*args, **kwargs)
 
@@ -212,12 +212,12 @@ def slowed(owner: Any, name: str, seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def slow_copies(rank: int, model: nn.Module) -> Iterator[None]:
+def slow_copies(rank, model):
     """Let copies of slices to the device take long."""
     copies = Tracer.copies
 
     @contextmanager
-    def slow(self: Tracer, line: str, *args: Any) -> Iterator[None]:
+    def slow(self, line, *args):
         with copies(self, line, *args):
             time.sleep(0.1 if line == "to_device" else 0.0)
             yield
@@ -226,7 +226,7 @@ def slow_copies(rank: int, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def mesh_of(*shape: int) -> dict[str, Any]:
+def mesh_of(*shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     return {"stage": 3, "mesh": mesh["replicate", "shard"]}
 
@@ -357,7 +357,7 @@ HEALTHY = {
 
 
 # -- the run
-def train(rank: int, world_size: int, output: str, group: str, name: str) -> list[str]:
+def train(rank, world_size, output, group, name):
     """Train a scenario's run on this rank; return the codes that were found live."""
     scenario = (FAULTS if group == "fault" else HEALTHY)[name]
     torch.manual_seed(0)
@@ -378,9 +378,9 @@ def train(rank: int, world_size: int, output: str, group: str, name: str) -> lis
     return [finding.code for finding in run.findings]
 
 
-def _sharded(model: nn.Module, options: dict[str, Any], output: str) -> nn.Module:
+def _sharded(model, options, output):
     if options.pop("fully_shard", False):
-        for block in model.blocks:  # type: ignore[union-attr]
+        for block in model.blocks:
             fully_shard(block)
         return fully_shard(model)
     if "mesh" in options:
@@ -391,7 +391,7 @@ def _sharded(model: nn.Module, options: dict[str, Any], output: str) -> nn.Modul
     return shard(model, **options)
 
 
-def _batches(rank: int, settings: dict[str, Any]) -> Iterator[Tensor]:
+def _batches(rank, settings):
     random = torch.Generator().manual_seed(rank)
     bad = settings.get("bad_batch")
     for step in range(1, settings["steps"] + 1):
@@ -405,9 +405,7 @@ def _batches(rank: int, settings: dict[str, Any]) -> Iterator[Tensor]:
         yield x * float("nan") if bad == (rank, step) else x
 
 
-def _loop(
-    rank: int, model: nn.Module, optimizer: Any, run: Any, keeper: Any, settings: dict[str, Any]
-) -> None:
+def _loop(rank, model, optimizer, run, keeper, settings):
     growth = settings.get("scaler")
     scaler = torch.amp.GradScaler("cpu", growth_interval=growth or 1, enabled=bool(growth))
     count = settings.get("micro_batches", 1)

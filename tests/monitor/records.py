@@ -3,8 +3,6 @@
 import json
 import random
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from shardwise.monitor.metrics import (
     DATA_S,
@@ -28,7 +26,7 @@ METRICS = (
 )
 
 
-def facts(num_ranks: int = 2, num_units: int = 4, device: str = "cpu") -> RunFacts:
+def facts(num_ranks=2, num_units=4, device="cpu"):
     """Return the facts of a run of layers that are alike, and a root."""
     names = ["", *(f"layers.{i}" for i in range(num_units - 1))]
     units = tuple(
@@ -49,16 +47,16 @@ def facts(num_ranks: int = 2, num_units: int = 4, device: str = "cpu") -> RunFac
     )
 
 
-def step_line(step: int, num_steps: int, metrics: dict[str, OverRanks], **values: Any) -> str:
+def step_line(step, num_steps, metrics, **values):
     """Return one line of steps.jsonl."""
     told = {name: asdict(value) for name, value in metrics.items()}
     line = {"step": step, "num_steps": num_steps, "at_s": 0.5 * step, "metrics": told}
     return json.dumps({**line, "values": values}) + "\n"
 
 
-def timeline(step: int, num_units: int, shift_ms: float = 0.0) -> dict[str, Any]:
+def timeline(step, num_units, shift_ms=0.0):
     """Return a timeline in which gathers lie beside the units' forward and backward passes."""
-    spans: list[list[Any]] = [["main", "data", "", 0.0, 1.0, 0]]
+    spans = [["main", "data", "", 0.0, 1.0, 0]]
     at = 1.0
     for phase in ("forward", "backward"):
         for i in range(num_units):
@@ -70,7 +68,7 @@ def timeline(step: int, num_units: int, shift_ms: float = 0.0) -> dict[str, Any]
     return {"kind": "timeline", "step": step, "seconds": (at + 1.0) / 1e3, "spans": spans}
 
 
-def memory(step: int, num_units: int, shard_bytes: int = 1 << 20) -> dict[str, Any]:
+def memory(step, num_units, shard_bytes=1 << 20):
     """Return the memory of a step whose largest moment is in the last unit's backward pass."""
     moments = [
         {
@@ -88,14 +86,7 @@ def memory(step: int, num_units: int, shard_bytes: int = 1 << 20) -> dict[str, A
     return {"kind": "memory", "step": step, "moments": moments, "peak": peak, "units": places}
 
 
-def write_record(
-    output: Path,
-    num_steps: int = 40,
-    num_ranks: int = 2,
-    every: int = 1,
-    num_units: int = 4,
-    device: str = "cpu",
-) -> Path:
+def write_record(output, num_steps=40, num_ranks=2, every=1, num_units=4, device="cpu"):
     """Write a run whose loss falls and whose last rank is the slowest."""
     draw = random.Random(0)
     folder = output / FOLDER

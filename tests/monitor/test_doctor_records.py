@@ -183,7 +183,7 @@ EXPOSED = {"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0}
 UNEVEN = LATE | {"tokens/behind_longest(%)": OverRanks(0, 50, 50, 5, 2)}
 COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
-FAULTS: dict[str, RunRecord] = {  # by the code that must be found, and what is wrong
+FAULTS = {  # by the code that must be found, and what is wrong
     "SW030 activations": run_of({"memory/max_active(%)": 95.0}, memory_line(25, 50)),
     "SW030 activations, and the allocator tries again": retries_of(run_of({}, memory_line(25, 50))),
     "SW005 state at stage 1": run_of({"memory/max_active(%)": 95.0}, memory_line(60, 15), stage=1),

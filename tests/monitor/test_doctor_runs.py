@@ -57,7 +57,7 @@ def test_a_healthy_run_has_no_finding(name, tmp_path):
     assert not live and not (tmp_path / "observed" / "findings.jsonl").read_text()
 
 
-def die(rank: int, world_size: int, output: str, how: str) -> None:
+def die(rank, world_size, output, how):
     """Let the last rank fail in step 3."""
     shardwise.debug.watch(5)
     model = shard(Stack(), stage=3)

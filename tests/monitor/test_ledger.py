@@ -2,11 +2,9 @@
 
 import gc
 import time
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from models import Checkpointed
 from ranks import run_ranks
@@ -17,7 +15,7 @@ from shardwise.monitor.spans import length
 from shardwise.svg import order_of_kinds
 
 
-def blocks_of(found: Any) -> dict[int, int]:
+def blocks_of(found):
     """Return the memory blocks of tensors, by address."""
     blocks = {}
     for tensor in found:
@@ -27,7 +25,7 @@ def blocks_of(found: Any) -> dict[int, int]:
     return blocks
 
 
-def plain_tensors() -> list[torch.Tensor]:
+def plain_tensors():
     """Return what is alive, but for numbers of ranks, which are torch's."""
     gc.collect()
     found = [o for o in gc.get_objects() if type(o) is torch.Tensor]
@@ -36,7 +34,7 @@ def plain_tensors() -> list[torch.Tensor]:
     ]
 
 
-def sharded_model(way: str) -> nn.Module:
+def sharded_model(way):
     torch.manual_seed(0)
     if way != "fully_shard":
         return shard(Checkpointed(), stage=int(way))
@@ -46,7 +44,7 @@ def sharded_model(way: str) -> nn.Module:
     return fully_shard(model)
 
 
-def compare(rank: int, world_size: int, way: str) -> None:
+def compare(rank, world_size, way):
     """Hold the ledger against all blocks that are alive beyond those of before."""
     gc.disable()  # what is freed must be freed by its last reference
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
@@ -56,7 +54,7 @@ def compare(rank: int, world_size: int, way: str) -> None:
     parts = Parts(model)
     moments = []
 
-    def look(when: str) -> None:
+    def look(when):
         for _ in range(100):  # a thread of gloo's may hold what it has sent a little longer
             told = owned_bytes(parts, [optimizer])
             alive = {a: n for a, n in blocks_of(plain_tensors()).items() if before.get(a) != n}

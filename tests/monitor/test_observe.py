@@ -9,12 +9,10 @@ import weakref
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
@@ -36,12 +34,12 @@ from shardwise.monitor.metrics import (
     STEP_S,
     OverSteps,
 )
-from shardwise.monitor.record import End, RunRecord, SpanRow, StepLine, Timeline, read_run
+from shardwise.monitor.record import End, Timeline, read_run
 
 STEPS = 13
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any, rank: int) -> None:
+def train(model, optimizer, run, rank):
     random = torch.Generator().manual_seed(rank)
     batches = [torch.randn(4, 8, generator=random) for _ in range(STEPS)]
     for x in run.data(batches):
@@ -52,10 +50,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any, rank: in
         run.log(loss=loss.item(), step=run.step)
 
 
-def observed(rank: int, world_size: int, output: str, way: str) -> dict[str, float]:
+def observed(rank, world_size, output, way):
     torch.manual_seed(0)
     if way == "fully_shard":
-        model: nn.Module = Checkpointed()
+        model = Checkpointed()
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
@@ -75,9 +73,7 @@ RUNS = [("0", 3), ("3", 1), ("3", 3), ("fully_shard", 3)]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)
-def ran(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, int, RunRecord, list[dict[str, float]]]:
+def ran(request, tmp_path_factory):
     """Return a way to shard, its ranks, the record of its run, and what the ranks returned."""
     (way, world_size), folder = request.param, tmp_path_factory.mktemp("run")
     told = run_ranks(observed, world_size, str(folder), way)
@@ -129,7 +125,7 @@ def test_timelines_have_no_gaps_and_no_overlaps(ran):
         (rank, step) for rank in range(world_size) for step in (2, 6, 12)
     }
     for _, timeline in timelines:
-        by_line: dict[str, list[SpanRow]] = {}
+        by_line = {}
         for row in timeline.spans:
             by_line.setdefault(row[0], []).append(row)
         for rows in by_line.values():
@@ -143,7 +139,7 @@ def test_timelines_have_no_gaps_and_no_overlaps(ran):
             assert ("shard.all_gather" in by_line) is (world_size > 1)
 
 
-def count_passes(rank: int, world_size: int, output: str) -> None:
+def count_passes(rank, world_size, output):
     model = shard(Stack(), stage=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, 8)
@@ -168,7 +164,7 @@ def test_a_step_is_told_as_skipped_where_gradients_went_without_it(tmp_path):
     assert [(each.min, each.max) for each in told] == [(0, 0), (0, 0), (0, 0), (1, 1), (0, 0)]
 
 
-def lose_updates(rank: int, world_size: int, output: str, way: str) -> list[float]:
+def lose_updates(rank, world_size, output, way):
     """Step parameters in 16 bits; return the share of this rank's updates that each step lost."""
     torch.manual_seed(0)
     model = (Normed if way == "masters" else NormedIn16Bits)()
@@ -216,22 +212,22 @@ def test_updates_that_round_away_are_counted_where_there_are_no_masters(world_si
 class LostTracker:
     """A tracker whose server goes away."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self):
+        self.calls = []
 
-    def write(self, line: StepLine) -> None:
+    def write(self, line):
         self.calls.append("write")
         raise OSError("no route to the tracker")
 
-    def close(self) -> None:
+    def close(self):
         self.calls.append("close")
 
 
-def write_too_much(rank: int, world_size: int, output: str | None) -> tuple[list[str], list[str]]:
+def write_too_much(rank, world_size, output):
     """Train while nothing can be written; return what was logged, and the calls of a tracker."""
-    heard: list[str] = []
+    heard = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: heard.append(record.getMessage())
     log = logging.getLogger("shardwise")
     log.addHandler(handler)
     model, sink = shard(Stack(), stage=3), LostTracker()
@@ -259,7 +255,7 @@ def test_outputs_that_fail_are_told_of_once_closed_and_end_no_training(tmp_path)
     assert calls == ["write", "close"] and not other and not unused
 
 
-def raises_after_its_steps(rank: int, world_size: int, output: str) -> None:
+def raises_after_its_steps(rank, world_size, output):
     model = shard(Checkpointed(), stage=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with (
@@ -303,11 +299,11 @@ def test_a_run_that_is_over_keeps_no_model_alive_and_ends_in_any_order(rank):
         gc.collect()
         assert [each() for each in alive] == [None, None]
         assert run.step == other.step == last.step == STEPS
-        closure: Any = dist.all_reduce.__closure__
+        closure = dist.all_reduce.__closure__
         assert any(cell.cell_contents is dist.all_reduce.__wrapped__ for cell in closure)
 
 
-def open_on_each(rank: int, world_size: int, folder: str) -> str:
+def open_on_each(rank, world_size, folder):
     model = shard(Stack(), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     output = Path(folder) / ("file" if rank == 1 else "run")

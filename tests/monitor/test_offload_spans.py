@@ -11,13 +11,13 @@ from ranks import run_ranks
 from shardwise import observe, shard
 from shardwise.monitor.describe import describe
 from shardwise.monitor.metrics import TRANSFERS, transfers_ms
-from shardwise.monitor.record import SpanRow, Timeline, read_run
+from shardwise.monitor.record import Timeline, read_run
 
 STEPS = 5
 _IN_FILES = ("disk_read", "disk_write")
 
 
-def offloaded(rank: int, world_size: int, output: str, offload: str) -> list[int]:
+def offloaded(rank, world_size, output, offload):
     torch.manual_seed(0)
     model = shard(Checkpointed(), stage=3, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -38,9 +38,9 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(place, world_size,
     record = read_run(tmp_path)
     for rank, (root, *blocks) in enumerate(resting):
         shards = root + sum(blocks)
-        in_files: list[tuple[str, str, int]] = []
+        in_files = []
         for _, timeline in record.lines(Timeline, rank):
-            lines: dict[str, list[SpanRow]] = {}
+            lines = {}
             for row in timeline.spans:
                 lines.setdefault(row[0], []).append(row)
             for rows in lines.values():
@@ -67,14 +67,14 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(place, world_size,
             assert transfers_ms(kind) not in last
 
 
-def _check_turns(in_files: list[tuple[str, str, int]], num_steps: int, resting: list[int]) -> None:
+def _check_turns(in_files, num_steps, resting):
     """Check what was told of files through a step: each unit is read and written once a step.
 
     A step may go on in the background of the forward pass after it, and what is read and written
     is told in the step in which it ends. So of the last step some units are read, and some of
     these written.
     """
-    sizes: dict[str, set[int]] = {}
+    sizes = {}
     for _, unit, num_bytes in in_files:
         sizes.setdefault(unit, set()).add(num_bytes)
     told = Counter((kind, unit) for kind, unit, _ in in_files)

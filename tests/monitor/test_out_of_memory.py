@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import Stack
 from ranks import start_ranks
@@ -21,12 +21,12 @@ BIG = 1 << 34  # elements: more than the limit of the test, whatever the machine
 class Greedy(nn.Module):
     """A block that asks for more memory than there is, once it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(8, 8)
         self.in_forward = self.in_backward = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.in_forward:
             torch.empty(BIG)
         x = self.up(x)
@@ -39,15 +39,15 @@ class GreedyStack(Stack):
     block_class = Greedy
 
 
-def run_out(rank: int, world_size: int, output: str, where: str) -> str:
+def run_out(rank, world_size, output, where):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 31), resource.RLIM_INFINITY))
     torch.manual_seed(0)
     model = shard(GreedyStack(), stage=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    heard: list[str] = []
+    heard = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("shardwise").addHandler(handler)
     failing = pytest.raises(RuntimeError, match="can't allocate memory")
     with failing, observe(model, optimizer, output):

@@ -16,7 +16,7 @@ DIM, WIDTH, EXPERTS, CHOSEN = 8, 12, 6, 2
 class Layers(nn.Module):
     """Two mixtures of experts, one of them with a shared expert, and a head that is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         routing = Routing(EXPERTS, CHOSEN)
         self.table = nn.Embedding(5, DIM)
@@ -25,7 +25,7 @@ class Layers(nn.Module):
         self.head = nn.Linear(DIM, 3).requires_grad_(False)
 
 
-def flops_of(rank: int, world_size: int, kind: str) -> float:
+def flops_of(rank, world_size, kind):
     model = shard({"mixture": Layers, "dense": Stack}[kind](), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return facts_of(model, [optimizer], ["host"] * world_size).flops_per_token

@@ -12,12 +12,12 @@ from shardwise.monitor.metrics import STEP_S
 FIRST = 10  # steps, of which each is a line
 
 
-def lines_of(sampler: Sampler, steps: list[float], rare: set[int] = frozenset()) -> list:
+def lines_of(sampler, steps, rare=frozenset()):
     """Run steps of so many seconds; return each line's last step, its mean and who was seen."""
     lines, seen = [], []
     for number, step_s in enumerate(steps, start=1):
 
-        def look(number: int = number, step_s: float = step_s) -> dict[str, float]:
+        def look(number=number, step_s=step_s):
             seen.append(number)
             return {"twice": 2 * step_s, **({"rare": 1.0} if number in rare else {})}
 

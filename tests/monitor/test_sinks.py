@@ -2,7 +2,6 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,18 +23,18 @@ FLAT = {"mfu(%)": 2.0, "mfu(%)/min": 1.0, "mfu(%)/max": 3.0, "a/b": 4, "loss": 5
 class Told:
     """Stands for a library: keeps every call."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any, Any]] = []
+    def __init__(self):
+        self.calls = []
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **options: Any) -> "Told":
+    def __getattr__(self, name):
+        def call(*args, **options):
             self.calls.append((name, args, options))
             return self
 
         return call
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+def stand_in(monkeypatch, name, **members):
     module = ModuleType(name)
     vars(module).update(members)
     monkeypatch.setitem(sys.modules, name, module)

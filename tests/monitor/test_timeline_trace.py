@@ -3,18 +3,15 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
 
 from records import write_record
 from shardwise.monitor.record import FOLDER, Timeline, read_run
 from shardwise.monitor.timeline import recorded_trace
 
-Event = dict[str, Any]
 
-
-def spans_of(trace: dict[str, Any]) -> dict[tuple[int, str], list[Event]]:
+def spans_of(trace):
     """Return complete events by rank and the name of the thread, in order."""
-    events: list[Event] = trace["traceEvents"]
+    events = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     found = defaultdict(list)
     for event in events:
@@ -28,7 +25,7 @@ def test_the_spans_of_a_trace_are_those_of_the_record(tmp_path):
     trace = json.loads(json.dumps(recorded_trace(record)))
     found = spans_of(trace)
     begins = {e["args"]["step"]: e["ts"] for e in found[0, "steps"]}
-    told: dict[tuple[int, str], list[Any]] = defaultdict(list)
+    told = defaultdict(list)
     for rank, line in record.lines(Timeline):
         for name, phase, unit, begin_ms, length_ms, num_bytes in line.spans:
             told[rank, name].append((line.step, phase, unit, begin_ms, length_ms, num_bytes))

@@ -1,14 +1,11 @@
 """A sequence that is cut over ranks has the gradients of one process that has it whole."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,7 +25,7 @@ IGNORED = -100
 SHAPE = DecoderShape(LAYERS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB)
 
 
-def of_one_document(mask: Tensor, documents: Sequence[int]) -> Tensor:
+def of_one_document(mask, documents):
     """Return where a query and a key are of one document."""
     marks = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
     return mask & (marks[:, None] == marks[None])
@@ -74,14 +71,7 @@ def test_documents_that_are_not_the_sequence_are_refused():
 # -- attention
 
 
-def check_attention(
-    context: shardwise.parallel.ContextParallel,
-    rank: int,
-    length: int,
-    documents: tuple[int, ...] | None,
-    causal: bool,
-    masked: bool,
-) -> None:
+def check_attention(context, rank, length, documents, causal, masked):
     cut = cut_of(length, context.exchange.axis.size, documents)
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, heads, length, 4) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
@@ -129,19 +119,19 @@ def test_attention_over_parts_is_that_of_the_whole_sequence(rank, num_ranks):
 # -- models
 
 
-def make(checkpointed: bool = False) -> PlainDecoder:
+def make(checkpointed=False):
     torch.manual_seed(1)
     return PlainDecoder(SHAPE, checkpointed)
 
 
-def loss_of(model: nn.Module, ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+def loss_of(model, ids, labels, positions):
     logits = model(ids, positions=positions)
     return F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
-def whole_loss(model: nn.Module, ids: Tensor, labels: Tensor, documents: Sequence[int]) -> Tensor:
+def whole_loss(model, ids, labels, documents):
     """Return the mean of one process, which has each document as a sequence of its own."""
     total = torch.zeros(())
     for part, wanted in zip(
@@ -151,9 +141,7 @@ def whole_loss(model: nn.Module, ids: Tensor, labels: Tensor, documents: Sequenc
     return total / (labels != IGNORED).sum()
 
 
-def a_cut_step_is_that_of_one_process(
-    rank: int, num_ranks: int, cases: Sequence[tuple[Any, ...]]
-) -> None:
+def a_cut_step_is_that_of_one_process(rank, num_ranks, cases):
     for axes, method, stage, documents, checkpointed in cases:
         length = sum(documents)
         generator = torch.Generator().manual_seed(7)
@@ -164,7 +152,7 @@ def a_cut_step_is_that_of_one_process(
         plain = make()
         wanted = whole_loss(plain, ids, labels, documents)
         wanted.backward()
-        model: Any = make(checkpointed)
+        model = make(checkpointed)
         if stage is None:
             for block in model.blocks:
                 fully_shard(block, mesh=axes)
@@ -194,13 +182,7 @@ def a_cut_step_is_that_of_one_process(
         check_bytes(context, method, documents, each, checkpointed)
 
 
-def check_bytes(
-    context: shardwise.parallel.ContextParallel,
-    method: str,
-    documents: Sequence[int],
-    rows: int,
-    checkpointed: bool,
-) -> None:
+def check_bytes(context, method, documents, rows, checkpointed):
     """Compare what `stats` counts with what the method says that a rank sends."""
     ranks, rank = context.exchange.axis.size, context.exchange.axis.rank
     cut = cut_of(sum(documents), ranks, documents)
@@ -265,7 +247,7 @@ def test_what_would_train_on_a_part_without_a_word_is_refused(rank, num_ranks):
     with pytest.raises(
         ConfigError, match="method='rings': expected one of 'gather', 'heads', 'ring'"
     ):
-        shardwise.parallel.ContextParallel(make(), axes, method="rings")  # type: ignore[arg-type]
+        shardwise.parallel.ContextParallel(make(), axes, method="rings")
     with pytest.raises(ConfigError, match=r"its axes \('dp_shard',\) name no 'cp'"):
         shardwise.parallel.ContextParallel(make(), shardwise.Axes()["dp_shard"])
 

@@ -11,12 +11,12 @@ from shardwise.comm.exchange import Exchange
 from shardwise.mesh import Axis
 
 
-def world(rank: int, num_ranks: int) -> Axis:
+def world(rank, num_ranks):
     assert dist.group.WORLD is not None
     return Axis("cp", dist.group.WORLD, rank, num_ranks, "gloo")
 
 
-def gathers_and_sums_gradients(rank: int, num_ranks: int) -> None:
+def gathers_and_sums_gradients(rank, num_ranks):
     exchange = Exchange(world(rank, num_ranks), "(sequence)")
     for dtype in (torch.float32, torch.bfloat16):
         parts = torch.randn(num_ranks, 2, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -38,7 +38,7 @@ def gathers_and_sums_gradients(rank: int, num_ranks: int) -> None:
     assert copy.deepcopy(exchange).traffic.sent_bytes.total() == 0
 
 
-def rows_go_there_and_back(rank: int, num_ranks: int) -> None:
+def rows_go_there_and_back(rank, num_ranks):
     exchange = Exchange(world(rank, num_ranks), "(experts)")
     counts = [[(3 * r + 2 * s) % 4 for s in range(num_ranks)] for r in range(num_ranks)]
     counts[-1] = [0] * num_ranks if num_ranks > 1 else counts[-1]  # who has nothing to send
@@ -57,7 +57,7 @@ def rows_go_there_and_back(rank: int, num_ranks: int) -> None:
     assert exchange.traffic.sent_bytes.total() == (away + back) * 8
 
 
-def rows_are_divided_and_joined(rank: int, num_ranks: int) -> None:
+def rows_are_divided_and_joined(rank, num_ranks):
     """Ranks that have the same rows each take a part; gradients are those of the whole."""
     exchange = Exchange(world(rank, num_ranks), "(tokens)")
     for num_rows in (0, 1, 5):

@@ -1,15 +1,13 @@
 """Mixtures of experts over any axes: the steps of one process, wherever the experts lie."""
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -57,9 +55,9 @@ class Cell:
     along: int = 0  # the dim of an expert's weights that data parallelism cuts
     offload: str | None = None
 
-    def make(self) -> PlainDecoder:
+    def make(self):
         torch.manual_seed(0)
-        scoring: Any = "sigmoid" if self.sigmoid else "softmax"
+        scoring = "sigmoid" if self.sigmoid else "softmax"
         experts = Experts(self.experts, self.top_k, EXPERT, self.shared, self.dense, scoring)
         sizes = LAYERS, DIM, DIM // HEAD, 1, HEAD, FFN, VOCAB
         shape = DecoderShape(*sizes, experts=experts)
@@ -71,7 +69,7 @@ class Cell:
                 nn.init.normal_(param, std=0.3)
         return made
 
-    def compose(self, model: PlainDecoder, axes: shardwise.Axes) -> Any:
+    def compose(self, model, axes):
         if axes.tp > 1 and self.shared:
             plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
             for block in model.blocks[self.dense :]:
@@ -105,11 +103,11 @@ SUMS = (
 )
 
 
-def whole(tensor: Any) -> Tensor:
+def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def alike(ours: Any, theirs: Any, roundings: int, what: str, precision: str) -> None:
+def alike(ours, theirs, roundings, what, precision):
     """Within the roundings of fp32; in bf16 a rank's sum is rounded, and what is made of it."""
     ours, theirs = whole(ours).detach(), theirs.detach()
     if precision == "bf16":
@@ -117,7 +115,7 @@ def alike(ours: Any, theirs: Any, roundings: int, what: str, precision: str) -> 
     assert_rounded_alike(ours, theirs, roundings, what)
 
 
-def reference(cell: Cell) -> Any:
+def reference(cell):
     """Return one process's model; in bf16 one that `shard()` has given the same casts."""
     plain = replace(cell, checkpointed=False).make()
     if cell.precision == "fp32":
@@ -126,15 +124,13 @@ def reference(cell: Cell) -> Any:
     return shardwise.shard(plain, mesh=alone["one"], precision=cell.precision)
 
 
-def batch_of(step: int, micro_batch: int, rows: int) -> tuple[Tensor, Tensor]:
+def batch_of(step, micro_batch, rows):
     generator = torch.Generator().manual_seed(10 * step + micro_batch)
     ids = torch.randint(VOCAB, (2, rows, LENGTH), generator=generator)
     return ids[0], ids[1]
 
 
-def step_of(
-    model: Any, optimizer: torch.optim.Optimizer, parts: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[dict[str, Tensor], Tensor]:
+def step_of(model, optimizer, parts):
     """Take one step, clipped; return the gradients before that, whole, and their norm."""
     for number, (ids, targets) in enumerate(parts):
         if len(parts) == 1:
@@ -155,18 +151,18 @@ def step_of(
 class Choices:
     """The experts that the whole batch's tokens were sent to, layer by layer, in one process."""
 
-    def __init__(self, plain: nn.Module) -> None:
-        self.found: list[Tensor] = []
+    def __init__(self, plain):
+        self.found = []
         for module in plain.modules():
             if isinstance(module, RoutedExperts):
                 module.register_forward_pre_hook(lambda _, args: self.found.append(args[1]))
 
-    def taken(self) -> list[Tensor]:
+    def taken(self):
         found, self.found = self.found, []
         return found
 
 
-def sent_by_formula(cell: Cell, axes: shardwise.Axes, choices: list[Tensor]) -> int:
+def sent_by_formula(cell, axes, choices):
     """Return the bytes that all ranks' tokens make: each row four ways, and the counts once.
 
     A row goes to its expert and comes back, and so does its gradient, where the expert is another
@@ -187,13 +183,13 @@ def sent_by_formula(cell: Cell, axes: shardwise.Axes, choices: list[Tensor]) -> 
     return int(away) * DIM * size * (2 * passes + 2) + len(choices) * passes * counts
 
 
-def sent_between_experts(model: Any) -> int:
+def sent_between_experts(model):
     sent = torch.tensor(shardwise.debug.stats(model).sent_bytes.get("ep.all_to_all", 0))
     dist.all_reduce(sent)
     return int(sent)
 
 
-def trains_as_one_process_does(cell: Cell) -> None:
+def trains_as_one_process_does(cell):
     """Three steps, in bf16 one: gradients, norms, parameters, biases, and the bytes of tokens."""
     axes = shardwise.Axes(**cell.degrees)
     plain = reference(cell)
@@ -231,7 +227,7 @@ def trains_as_one_process_does(cell: Cell) -> None:
         can_be_copied(model)
 
 
-def can_be_copied(model: Any) -> None:
+def can_be_copied(model):
     """A copy sends its tokens to the same ranks, and counts its own."""
     ids, targets = batch_of(9, 0, 2)
     before = sent_between_experts(model)
@@ -242,14 +238,14 @@ def can_be_copied(model: Any) -> None:
     assert sent_between_experts(twin) == each
 
 
-def all_cells(rank: int, num_ranks: int, cells: list[Cell]) -> None:
+def all_cells(rank, num_ranks, cells):
     for cell in cells:
         trains_as_one_process_does(cell)
 
 
 # Gradients and norms that are ep or tp times too large elsewhere (Megatron-LM#5956, #5916, #6660,
 # pytorch#160285), and last micro-batches that are lost (Fast-LLM#550), are among these.
-CELLS: dict[int, list[Cell]] = {
+CELLS = {
     1: [
         Cell(balance=0.1, biased=True, sigmoid=True, micro_batches=3),
     ],
@@ -275,7 +271,7 @@ CELLS: dict[int, list[Cell]] = {
     ],
 }
 # With these the matrix is whole: `make soak CAMPAIGN=matrices`.
-MORE_CELLS: dict[int, list[Cell]] = {
+MORE_CELLS = {
     1: [Cell(by="fully_shard", balance=0.1)],
     2: [Cell({"ep": 2}, by=3, experts=2, precision="bf16")],
     3: [Cell({"ep": 3}, experts=3, by="fully_shard", precision="bf16")],
@@ -297,13 +293,13 @@ def test_experts_over_any_axes_train_as_one_process_does(num_ranks):
 class Layer(nn.Module):
     """A mixture between two maps, for batches of any number of tokens."""
 
-    def __init__(self, routing: Routing) -> None:
+    def __init__(self, routing):
         super().__init__()
         self.before = nn.Linear(DIM, DIM)
         self.moe = MixtureOfExperts(DIM, EXPERT, routing, std=0.5, out_std=0.5)
         self.after = nn.Linear(DIM, 3)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         y, balance = self.moe(self.before(x))
         return self.after(x + y), balance
 
@@ -316,7 +312,7 @@ def test_ranks_without_tokens_and_experts_without_tokens_take_part(rank, num_ran
     routing = Routing(12, 2, "sigmoid", scale=2.5, balanced=True, biased=True)
     plain = Layer(routing)
     plain.moe.router.bias[:2] += 9.0
-    model: Any = copy.deepcopy(plain)
+    model = copy.deepcopy(plain)
     axes = shardwise.Axes(ep=num_ranks)
     spread_experts(model, axes)
     if by == "fully_shard":
@@ -352,7 +348,7 @@ def test_ranks_without_tokens_and_experts_without_tokens_take_part(rank, num_ran
 
 
 # -- checkpoints
-def saved(rank: int, num_ranks: int, folder: Path, cells: dict[str, Cell]) -> None:
+def saved(rank, num_ranks, folder, cells):
     """Train a step and save, under each cell."""
     for name, cell in cells.items():
         axes = shardwise.Axes(**cell.degrees)
@@ -371,9 +367,7 @@ def saved(rank: int, num_ranks: int, folder: Path, cells: dict[str, Cell]) -> No
             torch.save(state, folder / f"{name}.pt")
 
 
-def loaded(
-    rank: int, num_ranks: int, folder: Path, cells: dict[str, Cell], names: list[str]
-) -> None:
+def loaded(rank, num_ranks, folder, cells, names):
     """Load every second save under each cell of this world; the values are those of the save."""
     for number, cell in enumerate(cells.values()):
         model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
@@ -382,7 +376,7 @@ def loaded(
             holds(model, optimizer, folder, name)
 
 
-def holds(model: Any, optimizer: torch.optim.Optimizer, folder: Path, name: str) -> None:
+def holds(model, optimizer, folder, name):
     shardwise.load(folder / name, model, optimizer)
     state = torch.load(folder / f"{name}.pt")
     for key, p in model.named_parameters():
@@ -396,7 +390,7 @@ def holds(model: Any, optimizer: torch.optim.Optimizer, folder: Path, name: str)
             assert torch.equal(buffer, state[key]) and buffer.any(), f"{key} of {name}"
 
 
-SAVED: dict[int, dict[str, Cell]] = {
+SAVED = {
     1: {"one": Cell(dense=1, biased=True)},
     3: {"ep3": Cell({"ep": 3}, by=2, layout="flat", dense=1, biased=True)},
     4: {
@@ -471,7 +465,7 @@ def test_axes_of_one_rank_cost_no_collective_and_no_bit(rank, num_ranks):
     found, sent = [], []
     for spreads in (False, True):
         cell = Cell(balance=0.1, biased=num_ranks == 1)
-        model: Any = cell.make()
+        model = cell.make()
         if spreads:
             spread_experts(model, shardwise.Axes())
         local = not spreads or num_ranks == 1
@@ -496,38 +490,38 @@ class OwnExperts(nn.Module):
 
     exchange: Exchange | None = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Parameter(torch.randn(6, DIM, DIM) / DIM)
         self.down = nn.Parameter(torch.randn(6, DIM, DIM) / DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         chosen = (x[:, :1].detach() * 3).long().clamp(-3, 2) + 3
         return at_experts(x, chosen, 6, self.exchange, self.compute).squeeze(1)
 
-    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute(self, rows, counts):
         weights = zip(local_of(self.up), local_of(self.down), strict=True)
         parts = zip(rows.split(list(counts)), weights, strict=True)
         return torch.cat([torch.tanh(part @ up) @ down for part, (up, down) in parts])
 
 
 class OwnNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
         self.experts = OwnExperts()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x + self.experts(self.first(x)))  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.last(x + self.experts(self.first(x)))
 
 
 @on_ranks(1, 3)
 def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism(num_ranks):
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(5)
         return OwnNet()
 
-    def compose(model: nn.Module) -> nn.Module:
+    def compose(model):
         spread_experts(model, axes, experts="experts")
         return shardwise.shard(model, mesh=axes, units=Units(experts="experts"))
 
@@ -547,7 +541,7 @@ def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep():
         heads = {"heads": axes.tp, "kv_heads": axes.tp, "head_dim": 4}
         with_heads = replace(shape, ffn=12, vocab=16, **heads)
 
-        def make(shape: DecoderShape = with_heads) -> PlainDecoder:
+        def make(shape=with_heads):
             torch.manual_seed(0)
             made = PlainDecoder(shape, balance=0.1)
             for param in made.parameters():
@@ -555,7 +549,7 @@ def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep():
                     nn.init.normal_(param, std=0.3)
             return made
 
-        def compose(model: nn.Module, axes: shardwise.Axes = axes) -> nn.Module:
+        def compose(model, axes=axes):
             spread_decoder(spread_experts(model, axes), axes)
             return shardwise.shard(model, mesh=axes, units=Units(experts="*.experts"))
 

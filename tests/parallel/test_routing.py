@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError
@@ -18,12 +18,12 @@ from shardwise.plan.model.shapes import DecoderShape, Experts
 DIM, WIDTH, NUM, TOP, TOKENS = 6, 5, 7, 3, 20
 
 
-def layer(routing: Routing, shared: nn.Module | None = None) -> MixtureOfExperts:
+def layer(routing, shared=None):
     torch.manual_seed(0)
     return MixtureOfExperts(DIM, WIDTH, routing, shared, std=1.0, out_std=1.0)
 
 
-def each_token_alone(moe: MixtureOfExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def each_token_alone(moe, x, weights, chosen):
     """The sum over a token's experts, one token and one expert after the other."""
     e = moe.experts
     rows = []
@@ -134,7 +134,7 @@ def test_routings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="top_k=8 of 7: expected 1 to 7"):
         Routing(7, 8)
     with pytest.raises(ConfigError, match="scoring='tanh'"):
-        Routing(7, 2, "tanh")  # type: ignore[arg-type]
+        Routing(7, 2, "tanh")
 
 
 # -- the decoder

@@ -7,10 +7,8 @@ given out again: a few bytes too many until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -27,36 +25,30 @@ class AllocatorTrace:
     windows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @contextmanager
-    def window(self, name: str) -> Iterator[None]:
+    def window(self, name):
         """Name the time in which what is inside runs, e.g. one step."""
         with record_function(f"window {name}"):
             yield
 
-    def before(self, name: str) -> int:
+    def before(self, name):
         """Return the bytes that were alive when the window began."""
         begin, _ = self.windows[name]
         return next((total for time, total in reversed(self.totals) if time < begin), 0)
 
-    def after(self, name: str) -> int:
+    def after(self, name):
         """Return the bytes that were alive when the window ended."""
         _, end = self.windows[name]
         return next((total for time, total in reversed(self.totals) if time <= end), 0)
 
-    def peak(self, name: str) -> int:
+    def peak(self, name):
         """Return the most bytes that were alive at once within the window."""
         begin, end = self.windows[name]
         inside = [total for time, total in self.totals if begin <= time <= end]
         return max([self.before(name), *inside])
 
-    def peak_ns(self, name: str) -> int:
-        """Return how long after the window's begin its peak was, to find it in a profile."""
-        begin, end = self.windows[name]
-        inside = [(total, -time) for time, total in self.totals if begin <= time <= end]
-        return -max(inside)[1] - begin if inside else 0
-
 
 @contextmanager
-def traced(*, skips_transport: bool = False) -> Iterator[AllocatorTrace]:
+def traced(*, skips_transport=False):
     """Trace the allocator of this thread; build everything that counts inside.
 
     ``skips_transport``: what torch's own collectives allocate inside of themselves is left out.
@@ -65,7 +57,7 @@ def traced(*, skips_transport: bool = False) -> Iterator[AllocatorTrace]:
     trace = AllocatorTrace()
     with profile(use_device=None, profile_memory=True, use_kineto=True) as profiler:
         yield trace
-    blocks: dict[int, int] = {}
+    blocks = {}
     total = 0
     events = profiler.kineto_results.experimental_event_tree()
     for event in events:  # which grows
@@ -90,7 +82,7 @@ def traced(*, skips_transport: bool = False) -> Iterator[AllocatorTrace]:
             trace.windows[event.name.removeprefix("window ")] = span
 
 
-def _is_of_transport(event: Any) -> bool:
+def _is_of_transport(event):
     parent = event.parent
     while parent is not None and not parent.name.startswith("c10d::"):
         parent = parent.parent

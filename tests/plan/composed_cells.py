@@ -8,7 +8,6 @@ stage of up to two has several.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,17 +23,16 @@ from ranks import HANG_S
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 
-DENSE: dict[str, Any] = {
+DENSE = {
     **{"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4, "seq": 128, "micro_batch": 2},
     **{"vocab": 2048, "precision": "fp32"},
 }
-MIXED: dict[str, Any] = {
+MIXED = {
     **DENSE,
     **{"experts": 4, "experts_per_token": 4, "expert_ffn_multiple": 1.0, "shared_experts": 1},
     **{"dense_layers": 1, "expert_balance": 0.0, "expert_bias": True},
@@ -54,19 +52,19 @@ class ComposedCell:
     mixed: bool = False
 
     @property
-    def name(self) -> str:
+    def name(self):
         said = [f"{key}={value}" for key, value in self.settings.items()]
         return ", ".join(["experts" if self.mixed else "dense", *said])
 
     @property
-    def config(self) -> TrainConfig:
+    def config(self):
         return TrainConfig(**{**(MIXED if self.mixed else DENSE), **self.settings})
 
-    def candidate(self, num_ranks: int) -> Candidate:
+    def candidate(self, num_ranks):
         return candidate_of(self.config, num_ranks)
 
 
-def candidate_of(config: TrainConfig, num_ranks: int) -> Candidate:
+def candidate_of(config, num_ranks):
     axes = config.axes.over(num_ranks)
     return Candidate(
         stage=config.stage,
@@ -93,7 +91,7 @@ class Measured:
 
 
 # -- predicted
-def predict(cell: ComposedCell, num_ranks: int) -> list[Played]:
+def predict(cell, num_ranks):
     """Play a step on each stage of the pipeline."""
     config, candidate = cell.config, cell.candidate(num_ranks)
     model = ShapedModel("decoder", config.shape(config.vocab or 0), config.seq)
@@ -104,21 +102,44 @@ def predict(cell: ComposedCell, num_ranks: int) -> list[Played]:
 
 
 # -- measured, in the ranks
-def measure(cell: ComposedCell, num_ranks: int, traces: bool = True) -> Measured:
+def compose(config, num_ranks):
+    """Return a decoder over the axes, and what runs all forward and backward passes of a step."""
+    axes, num = config.axes.over(num_ranks), config.accumulation or 1
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Decoder(config, config.vocab or 0)
+    model = shard_decoder(config, axes, model)
+    context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
+    pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
+    rows = config.micro_batch * (1 if pipeline is None else num)
+
+    def run_passes():
+        for number in range(num if pipeline is None else 1):
+            ids = torch.zeros(rows, config.seq, dtype=torch.int64)
+            cut = nullcontext((ids, ids, None)) if context is None else context.cut(ids, ids)
+            with cut as inputs:
+                if pipeline is not None:
+                    pipeline.step(*inputs)
+                    continue
+                with shardwise.accumulate(model, last=number + 1 == num):
+                    model(*inputs).backward()
+
+    return model, run_passes
+
+
+def measure(cell, num_ranks, traces=True):
     """Take a few steps, and trace them."""
     config, axes = cell.config, cell.config.axes.over(num_ranks)
-    torch.manual_seed(0)
     tracing = traced(skips_transport=True) if traces else nullcontext(AllocatorTrace())
     with tracing as allocator, _watched_frees():
-        with torch.device("meta"):
-            model: Any = Decoder(config, config.vocab or 0)
-        model = shard_decoder(config, axes, model)
-        context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
-        pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
+        model, run_passes = compose(config, num_ranks)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for number in range(NUM_STEPS):
             with allocator.window(f"step {number}"):
-                _step(config, model, context, pipeline, optimizer)
+                run_passes()
+                shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
     # All steps are alike. What another thread frees after all (a garbage collection that begins
     # there) is seen later than it happens, and never earlier: the least peak is the nearest.
     steps = [f"step {number}" for number in range(1, NUM_STEPS)]
@@ -127,7 +148,7 @@ def measure(cell: ComposedCell, num_ranks: int, traces: bool = True) -> Measured
 
 
 @contextmanager
-def _watched_frees() -> Iterator[None]:
+def _watched_frees():
     """Let gloo's threads let go of a collective's tensors before it returns.
 
     The trace sees what this thread frees. A thread that holds the last reference for a moment
@@ -138,8 +159,8 @@ def _watched_frees() -> Iterator[None]:
     places += [(functional, name) for name in _FUNCTIONAL]
     plain = [getattr(place, name) for place, name in places]
 
-    def settled(call: Any, is_functional: bool) -> Any:
-        def then_wait(*args: Any, **kwargs: Any) -> Any:
+    def settled(call, is_functional):
+        def then_wait(*args, **kwargs):
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             held = [(tensor, _references(tensor)) for tensor in given]
             done = call(*args, **kwargs)
@@ -160,13 +181,13 @@ def _watched_frees() -> Iterator[None]:
             setattr(place, name, call)
 
 
-def _references(tensor: Tensor) -> tuple[int, int]:
+def _references(tensor):
     """Count what refers to a tensor, and to its memory: views of it do the second alone."""
     memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), memory
 
 
-def _wait_until_let_go(held: list[tuple[Tensor, tuple[int, int]]]) -> None:
+def _wait_until_let_go(held):
     """Sleep until no tensor, and no memory, has more references than are named with it."""
     deadline = time.monotonic() + HANG_S
     for tensor, (of_it, of_memory) in held:
@@ -175,26 +196,7 @@ def _wait_until_let_go(held: list[tuple[Tensor, tuple[int, int]]]) -> None:
             time.sleep(0.0001)
 
 
-def _step(config: TrainConfig, model: Any, context: Any, pipeline: Any, optimizer: Any) -> None:
-    num = config.accumulation or 1
-    rows = config.micro_batch * (1 if pipeline is None else num)
-    for number in range(num if pipeline is None else 1):
-        ids = torch.zeros(rows, config.seq, dtype=torch.int64)
-        cut = nullcontext((ids, ids, None)) if context is None else context.cut(ids, ids)
-        with cut as inputs:
-            if pipeline is not None:
-                pipeline.step(*inputs)
-                continue
-            with shardwise.accumulate(model, last=number + 1 == num):
-                model(*inputs).backward()
-    shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def measure_all(
-    rank: int, num_ranks: int, cells: Sequence[ComposedCell], *, traces_all: bool = True
-) -> list[Measured]:
+def measure_all(rank, num_ranks, cells, *, traces_all=True):
     """Return what this rank measures in each cell, or only if it is the first one of its stage."""
     in_stage = [rank % (num_ranks // cell.config.pp) for cell in cells]
     return [

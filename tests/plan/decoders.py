@@ -2,35 +2,33 @@
 
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 from hypothesis import strategies as st
 
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import Cluster, make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.shapes import DecoderShape, llama_shape
-from shardwise.plan.planned import Plan
+from shardwise.plan.model.shapes import llama_shape
 from shardwise.plan.planning import plan
 
 SEQ = 64
 SHAPE = llama_shape(3, 64, 4, 2, 160, 320)
 
 
-def make_model(shape: DecoderShape = SHAPE, name: str = "small") -> ShapedModel:
+def make_model(shape=SHAPE, name="small"):
     return ShapedModel(name, shape, SEQ)
 
 
-def cluster_of_ranks(num_ranks: int) -> Cluster:
+def cluster_of_ranks(num_ranks):
     return make_cluster("h100", num_ranks, gcd(num_ranks, 8))
 
 
-def make_plan(shape: DecoderShape = SHAPE, cluster: Cluster | None = None, **settings: Any) -> Plan:
+def make_plan(shape=SHAPE, cluster=None, **settings):
     candidate = Candidate(**settings)
     return plan(make_model(shape), cluster or cluster_of_ranks(candidate.world_size), candidate)
 
 
-def faster(cluster: Cluster, links: float = 1.0, device: float = 1.0) -> Cluster:
+def faster(cluster, links=1.0, device=1.0):
     """Return the cluster with links and devices so many times as fast."""
     node = cluster.node
     chip = node.accelerator
@@ -51,7 +49,7 @@ def faster(cluster: Cluster, links: float = 1.0, device: float = 1.0) -> Cluster
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> DecoderShape:
+def shapes(draw):
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     heads = kv_heads * draw(st.integers(1, 3))
     return llama_shape(
@@ -66,7 +64,7 @@ def shapes(draw: st.DrawFn) -> DecoderShape:
 
 
 @st.composite
-def settings_of_engine(draw: st.DrawFn) -> dict[str, Any]:
+def settings_of_engine(draw):
     """Draw what a candidate of the engine may have; the stage, shards and batch are left out."""
     return {
         "num_replicas": draw(st.sampled_from([1, 1, 2])),
@@ -79,9 +77,7 @@ def settings_of_engine(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def flops_per_token(
-    shape: DecoderShape, seq: int, *, causal: bool = False, recomputed: bool = False
-) -> int:
+def flops_per_token(shape, seq, *, causal=False, recomputed=False):
     """Model FLOPs per token of forward and backward; ``recomputed``: one forward of all layers."""
     layer = sum(shape.layer_flops_per_token(seq, causal=causal)) * shape.layers
     return layer * (4 if recomputed else 3) + 3 * shape.head_flops_per_token

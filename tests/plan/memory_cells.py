@@ -8,31 +8,23 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from allocator import AllocatorTrace, traced
-from shardwise import shard
-from shardwise.debug import stats
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import huggingface_source, module_source
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
+from step_counts import measure, planned_counts
 
 SEQ = 128
 VOCAB = 2048
-LLAMA_LIKE: dict[str, Any] = {
+LLAMA_LIKE = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -45,7 +37,7 @@ LLAMA_LIKE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "llama": LLAMA_LIKE,
     "qwen3": LLAMA_LIKE,
     "gemma": LLAMA_LIKE | {"hidden_activation": "gelu_pytorch_tanh"},
@@ -74,7 +66,7 @@ class Cell:
     precision: str = "fp32"
     micro_batch: int = 2
 
-    def candidate(self, num_ranks: int) -> Candidate:
+    def candidate(self, num_ranks):
         return Candidate(
             stage=self.stage,
             num_shards=num_ranks,
@@ -85,7 +77,7 @@ class Cell:
         )
 
 
-def cells_of(model: str, precision: str = "fp32") -> list[Cell]:
+def cells_of(model, precision="fp32"):
     """Return all cells of a model."""
     return [
         Cell(model, stage, checkpointed, precision)
@@ -94,14 +86,14 @@ def cells_of(model: str, precision: str = "fp32") -> list[Cell]:
     ]
 
 
-def build_decoder(checkpointed: bool) -> nn.Module:
+def build_decoder(checkpointed):
     sizes = {"dim": 256, "layers": 3, "heads": 4, "kv_heads": 2, "seq": SEQ}
     return Decoder(TrainConfig(**sizes, activation_checkpointing=checkpointed), VOCAB)
 
 
 # -- predicted
 @cache
-def planned(model: str) -> TracedModel:
+def planned(model):
     """Return the tapes of a model, as `shardwise plan` gets them."""
     if model == "decoder":
         return TracedModel(module_source(model, build_decoder, SEQ))
@@ -111,24 +103,15 @@ def planned(model: str) -> TracedModel:
         return TracedModel(huggingface_source(path), SEQ)
 
 
-def predict(cell: Cell, num_ranks: int) -> tuple[dict[str, Any], Played]:
+def predict(cell, num_ranks):
     """Trace and play; return what `measure` counts, and all else."""
     candidate = cell.candidate(num_ranks)
     played = play(planned(cell.model).tape(candidate), candidate)
-    in_optimizer = next(m.ledger for m in played.peaks if m.phase == "optimizer")
-    counts = {
-        "param_shards": played.resting.param_shards,
-        "param_full": max(m.ledger.param_full for m in played.peaks),
-        "grad_shards": in_optimizer.grad_shards,
-        "optimizer_state": played.resting.optimizer_state,
-        "sent_bytes": {k: v for k, v in played.program.sent_bytes.items() if v},
-        "num_collectives": {k: v for k, v in played.program.num_collectives.items() if v},
-    }
-    return counts, played
+    return planned_counts(played, candidate), played
 
 
 # -- measured, in the ranks
-def build(cell: Cell) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def build(cell):
     """Return the plain model with weights, and what runs a new batch through it."""
     shape = (cell.micro_batch, SEQ)
     if cell.model == "decoder":
@@ -145,46 +128,22 @@ def build(cell: Cell) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     if cell.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def loss_of(model: nn.Module) -> Tensor:
+    def loss_of(model):
         ids = torch.zeros(shape, dtype=torch.int64)
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss = model(input_ids=ids, labels=ids).loss
         return loss
 
     return model.train(), loss_of
 
 
-def measure(cell: Cell, traces: bool = True) -> dict[str, Any]:
+def measure_cell(cell, num_ranks, traces=True):
     """Return the counts of the second step, and its peak by the allocator's own trace, if any."""
     plain, loss_of = build(cell)
-    with traced() if traces else nullcontext(AllocatorTrace()) as allocator:
-        model = shard(plain, stage=cell.stage, precision=cell.precision)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-        def step() -> int:
-            loss_of(model).backward()
-            grads = stats(model).grad_shard_bytes
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            return grads
-
-        step()
-        before = stats(model)
-        with allocator.window("step"):
-            grads = step()
-        after = stats(model)
-    state = [t for values in optimizer.state.values() for t in values.values()]
-    return {
-        "param_shards": after.param_shard_bytes,
-        "grad_shards": grads,
-        "optimizer_state": sum(getattr(t, "_local_tensor", t).nbytes for t in state),
-        "sent_bytes": dict(Counter(after.sent_bytes) - Counter(before.sent_bytes)),
-        "num_collectives": dict(Counter(after.num_collectives) - Counter(before.num_collectives)),
-        "param_full": after.param_full_peak_bytes,
-        "peak": allocator.peak("step") if traces else None,
-    }
+    counts = measure(plain, loss_of, cell.candidate(num_ranks), traces=traces)
+    counts.pop("rest", None)
+    return counts
 
 
-def measure_all(rank: int, num_ranks: int, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def measure_all(rank, num_ranks, cells):
     """Return what this rank measures in each cell; a peak on rank 0 alone."""
-    return [measure(cell, traces=rank == 0) for cell in cells]
+    return [measure_cell(cell, num_ranks, traces=rank == 0) for cell in cells]

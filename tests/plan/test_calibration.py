@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +23,7 @@ from shardwise.plan.machine.calibration import (
 from shardwise.plan.machine.links import Curve
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
-from shardwise.plan.step.program import Collective, Compute, Op, OpPhase, Transfer
+from shardwise.plan.step.program import Collective, Compute, Op, Transfer
 from shardwise.plan.timing.simulate import simulate
 from test_play import EVEN, make_tape
 
@@ -37,12 +36,12 @@ NAMES = (
 )
 
 
-def straight(unit: Any, seconds: float = 1e-6) -> Curve:
+def straight(unit, seconds=1e-6):
     """One operation takes ``seconds`` at least, and from there on its size over RATE."""
     return Curve(unit, (seconds * RATE, 1e9 * seconds * RATE), (seconds, 1e9 * seconds))
 
 
-def a_calibration(**changes: Any) -> Calibration:
+def a_calibration(**changes):
     curves = {
         name: straight("flops" if name.startswith(("matmul", "attention")) else "bytes")
         for name in NAMES
@@ -68,11 +67,11 @@ def a_calibration(**changes: Any) -> Calibration:
 A_CANDIDATE = Candidate(stage=3, num_shards=2, precision="fp32", transport="point_to_point")
 
 
-def prices(calibration: Calibration | None = None, **changes: Any) -> CalibratedPrices:
+def prices(calibration=None, **changes):
     return CalibratedPrices(calibration or a_calibration(), replace(A_CANDIDATE, **changes))
 
 
-def memory_op(num_bytes: int, num_ops: int, phase: OpPhase = "forward", unit: int = 0) -> Op:
+def memory_op(num_bytes, num_ops, phase="forward", unit=0):
     cost = Cost("memory", "float32", 0, num_bytes, num_ops)
     return Op("compute", Compute((cost,)), unit, phase, 0)
 
@@ -229,7 +228,7 @@ def test_each_message_beyond_one_per_peer_costs_its_share():
 
 
 def test_an_all_reduce_takes_both_of_its_halves():
-    def op(kind: Any, num_messages: int) -> Op:
+    def op(kind, num_messages):
         return Op("shard", Collective(kind, "shard", 1 << 20, 1 << 19, num_messages), 0, "clip", 0)
 
     halves = prices().seconds(op("all_gather", 1)) + prices().seconds(op("reduce_scatter", 1))

@@ -4,46 +4,39 @@ The oracle is `shardwise.debug` around the second step, on every rank.
 """
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import shardwise
-from composed_cells import candidate_of
+from composed_cells import candidate_of, compose
 from ranks import run_ranks
 from shardwise.cli.plan_setup import set_up
-from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Work
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import Decoder, Pipeline
-from shardwise.train.setup import shard_decoder
 from shardwise.train.summary import count_state
 
 VOCAB = 64
-TINY: dict[str, Any] = {
+TINY = {
     **{"dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "seq": 16, "micro_batch": 2},
     **{"vocab": VOCAB, "precision": "fp32"},
 }
 # Each token goes to all experts, so how many of them are another rank's does not depend on routing.
-MIXED: dict[str, Any] = {
+MIXED = {
     **{"experts": 6, "experts_per_token": 6, "expert_ffn_multiple": 2.0, "shared_experts": 1},
     "dense_layers": 1,
 }
-BY_BIASES: dict[str, Any] = {**MIXED, "expert_balance": 0.0, "expert_bias": True}
-ALL_MIXED: dict[str, Any] = {**BY_BIASES, "dense_layers": 0}
-AGAIN: dict[str, Any] = {"activation_checkpointing": True}
-BF16: dict[str, Any] = {"precision": "bf16"}
-RUNS: dict[int, list[dict[str, Any]]] = {
+BY_BIASES = {**MIXED, "expert_balance": 0.0, "expert_bias": True}
+ALL_MIXED = {**BY_BIASES, "dense_layers": 0}
+AGAIN = {"activation_checkpointing": True}
+BF16 = {"precision": "bf16"}
+RUNS = {
     2: [
         {**MIXED, "ep": 2, "bucket_bytes": 0},
         {**MIXED, "ep": 2, "stage": 1, "accumulation": 2},
@@ -82,40 +75,25 @@ RUNS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def run_all(rank: int, num_ranks: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run_all(rank, num_ranks, runs):
     return [measured(TrainConfig(**{**TINY, **run}), num_ranks) for run in runs]
 
 
-def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
+def measured(config, num_ranks):
     """Take two steps; return what this rank holds after the second one, and sent in it."""
-    axes, num = config.axes.over(num_ranks), config.accumulation or 1
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model: Any = Decoder(config, VOCAB)
-    model = shard_decoder(config, axes, model)
-    context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
-    pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
+    model, run_passes = compose(config, num_ranks)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # in the first one stages tell each other of shapes
         before = shardwise.debug.stats(model)
         with shardwise.debug.counting(model) as counted:
-            for number in range(1 if pipeline else num):
-                rows = config.micro_batch * (num if pipeline else 1)
-                ids = torch.randint(VOCAB, (rows, config.seq))
-                cut = nullcontext((ids, ids, None)) if context is None else context.cut(ids, ids)
-                with cut as inputs:
-                    if pipeline is not None:
-                        pipeline.step(*inputs)
-                        continue
-                    with shardwise.accumulate(model, last=number + 1 == num):
-                        model(*inputs).backward()
+            run_passes()
         shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         state = count_state(model, optimizer)
         optimizer.zero_grad()
     after = shardwise.debug.stats(model)
     return {
-        "stage": axes["pp"].get_local_rank() if pipeline else 0,
+        "stage": config.axes.over(num_ranks)["pp"].get_local_rank() if config.pp > 1 else 0,
         "state": [state.param_bytes, state.grad_bytes, state.optimizer_bytes],
         "sent": Counter(after.sent_bytes) - Counter(before.sent_bytes),
         "num": Counter(after.num_collectives) - Counter(before.num_collectives),
@@ -128,7 +106,7 @@ def test_a_plan_with_degrees_holds_and_sends_what_its_run_does(num_ranks, tmp_pa
     check_runs(num_ranks, RUNS[num_ranks][::2], tmp_path)
 
 
-def check_runs(num_ranks: int, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def check_runs(num_ranks, runs, tmp_path):
     """State of the largest rank, and what is sent over each axis: to the byte, and how many."""
     found = run_ranks(run_all, num_ranks, runs)
     for number, settings in enumerate(runs):
@@ -159,9 +137,7 @@ def check_runs(num_ranks: int, runs: list[dict[str, Any]], tmp_path: Path) -> No
                 assert program.num_collectives.get(name, 0) == num.get(name, 0), (settings, name)
 
 
-def check_stage(
-    played: Played, ranks: list[dict[str, Any]], names: list[str], settings: dict[str, Any]
-) -> None:
+def check_stage(played, ranks, names, settings):
     """Compare one stage's plan with its ranks, of which the first has most."""
     ledger = next(m.ledger for m in played.peaks if m.phase == "optimizer")
     held = [ledger.param_shards + ledger.param_full, ledger.grad_shards, ledger.optimizer_state]
@@ -182,7 +158,7 @@ def test_a_stage_in_the_middle_sends_both_ways():
 
 
 # -- tensor parallelism
-LAYERS: dict[int, list[dict[str, Any]]] = {
+LAYERS = {
     2: [
         {"tp": 2},
         {"tp": 2, **ALL_MIXED},

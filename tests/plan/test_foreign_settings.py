@@ -1,17 +1,14 @@
 """DeepSpeed and accelerate files read for planning: planned, ignored with a reason, or refused."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.interop.foreign_keys import Report
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 
-ZERO3_OFFLOAD: dict[str, Any] = {
+ZERO3_OFFLOAD = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
     "train_batch_size": 256,
@@ -32,17 +29,17 @@ ZERO3_OFFLOAD: dict[str, Any] = {
 }
 
 
-def write_json(folder: Path, content: Any) -> Path:
+def write_json(folder, content):
     path = folder / "ds.json"
     path.write_text(json.dumps(content))
     return path
 
 
-def unused(report: Report) -> dict[str, str]:
+def unused(report):
     return report.ignored | report.auto
 
 
-def write_yaml(folder: Path, text: str) -> Path:
+def write_yaml(folder, text):
     path = folder / "accelerate.yaml"
     path.write_text(text)
     return path

@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from shardwise.plan import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.shapes import DecoderShape, Experts, Latent, llama_shape
+from shardwise.plan.model.shapes import Experts, Latent, llama_shape
 from shardwise.plan.planning import plan
 from shardwise.plan.report.facts import plan_facts
 
@@ -37,7 +36,7 @@ FULL = {"activation_checkpointing": "full"}
 HOST = Offload(optimizer="cpu", params="cpu")
 FILES = Offload(optimizer="nvme", params="nvme")
 # The model, and what the candidate has; 8 shards if it does not say.
-CELLS: list[tuple[str, dict[str, Any]]] = [
+CELLS = [
     *((name, {}) for name in ("llama-3-8b", "gpt2-xl", "qwen3-8b", "gemma-2b", "mpt-7b")),
     *((name, {"stage": 1, "kernels": "compiled", "loss": "fused"}) for name in SHAPES),
     *((name, {"precision": "fp32", "micro_batch": 2, **FULL}) for name in SHAPES),
@@ -75,15 +74,15 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def name_of(cell: tuple[str, dict[str, Any]]) -> str:
+def name_of(cell):
     model, settings = cell
     return " ".join([model, *(f"{key}={value}" for key, value in settings.items())])
 
 
-def figures_of(cell: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+def figures_of(cell):
     """Plan a cell; return its figures but for those that are 0."""
     name, settings = cell
-    shape: DecoderShape = SHAPES[name] if name in SHAPES else find_preset(name).shape
+    shape = SHAPES[name] if name in SHAPES else find_preset(name).shape
     candidate = Candidate(**{"num_shards": 8, **settings})
     model, ranks = ShapedModel(name, shape, 1024), candidate.world_size
     facts = plan_facts(plan(model, make_cluster("h100", ranks, gcd(ranks, 8)), candidate))
@@ -102,7 +101,7 @@ def figures_of(cell: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def above_0(figures: dict[str, int]) -> dict[str, int]:
+def above_0(figures):
     return {name: figure for name, figure in figures.items() if figure}
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.plan.timing.scaling import (
-    Goodput,
     best_interval_s,
     expected_goodput,
     young_interval_s,
@@ -28,11 +27,11 @@ class SimulatedRun:
     lost_steps: int
 
 
-def goodput(step_s: float, **changed: float) -> Goodput:
+def goodput(step_s, **changed):
     return expected_goodput(step_s, **CLUSTER | changed)
 
 
-def simulate_failures(step_s: float, num_steps: int, **changed: float) -> SimulatedRun:
+def simulate_failures(step_s, num_steps, **changed):
     """Play a run with failures at random moments: the beginning and every interval are saved."""
     given = CLUSTER | changed
     every = max(1, round(given["interval_s"] / step_s))
@@ -93,7 +92,7 @@ def test_young_is_the_first_order_of_the_best_interval():
 @settings(max_examples=60, deadline=None)
 @given(st.floats(400, 1e8), st.floats(1, 100), st.floats(0, 600), st.floats(0.1, 10))
 def test_no_interval_beats_the_best_one(mtbf_s, stall_s, back_s, times):
-    def at(interval_s: float) -> Goodput:
+    def at(interval_s):
         times_s = {"mtbf_s": mtbf_s, "back_s": back_s, "stall_s": stall_s}
         return goodput(0.001, interval_s=interval_s, **times_s)
 

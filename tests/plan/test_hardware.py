@@ -82,7 +82,7 @@ def test_every_link_and_host_is_found_by_its_own_name():
         (find_host, "dgx-a101", "dgx-a100"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(find, written, nearest):  # type: ignore[no-untyped-def]
+def test_an_unknown_name_is_refused_with_the_nearest(find, written, nearest):
     with pytest.raises(ConfigError, match=f"{written}.*{nearest}"):
         find(written)
 
@@ -129,7 +129,7 @@ def test_a_dtype_without_units_runs_in_float32_or_is_refused():
 )
 def test_a_cluster_of_nonsense_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        make_cluster("H100", **settings)  # type: ignore[arg-type]
+        make_cluster("H100", **settings)
 
 
 def test_the_figures_of_the_catalogue_can_be():

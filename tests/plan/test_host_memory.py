@@ -4,11 +4,10 @@ import ctypes
 import gc
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranks import run_ranks
 from shardwise import Offload, shard
@@ -18,7 +17,6 @@ from shardwise.homes import folders_of
 from shardwise.offload.home import Home
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tracing import trace
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 
 WIDTH, DEPTH, ROWS = 1024, 12, 2
@@ -31,20 +29,20 @@ PLACES = [
 ]
 
 
-def make_model() -> nn.Module:
+def make_model():
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    found: Tensor = model(batch).square().mean()
+def loss_of(model, batch):
+    found = model(batch).square().mean()
     return found
 
 
-def make_batch() -> Tensor:
+def make_batch():
     return torch.ones(ROWS, WIDTH)
 
 
-def planned(place: Offload) -> Played:
+def planned(place):
     candidate = Candidate(
         precision="fp32",
         micro_batch=ROWS,
@@ -52,11 +50,11 @@ def planned(place: Offload) -> Played:
         offload=place,
         transport="point_to_point",
     )
-    sizes: Any = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
+    sizes = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
     return play(trace(make_model(), make_batch, loss_of, name="model", **sizes), candidate)
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     """Return the memory that this process has for itself: neither files nor what is shared."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is freed is given back
@@ -65,10 +63,10 @@ def anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def train(place: Offload) -> tuple[Any, Any]:
+def train(place):
     with torch.device("meta"):
         plain = make_model()
-    model: Any = shard(plain, units=nn.Linear, offload=place)
+    model = shard(plain, units=nn.Linear, offload=place)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(3):
         loss_of(model, make_batch()).backward()
@@ -78,7 +76,7 @@ def train(place: Offload) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def held(model: nn.Module, optimizer: Any) -> int:
+def held(model, optimizer):
     """Return what buffers of files and state on the host take."""
     homes = [unit.home for unit in engine_of(model).units if unit.home is not None]
     disks = {disk for home in homes for disk in vars(home.files).values() if disk is not None}
@@ -90,19 +88,19 @@ def held(model: nn.Module, optimizer: Any) -> int:
     return found
 
 
-def measure(rank: int, world_size: int, place: Offload, folder: Path) -> tuple[int, int]:
+def measure(rank, world_size, place, folder):
     """Return the bytes of host memory as counted, and what the process grew by."""
     where = f"nvme:{folder}"
     names = [n for n in ("params", "grads", "optimizer") if folders_of(getattr(place, n))]
     place = Offload(**{**vars(place), **dict.fromkeys(names, where)})
-    made: list[int] = []
+    made = []
     locked, memory = HostTime.locked_memory, Home.memory
 
-    def locked_memory(time: Any, num_bytes: int) -> Any:
+    def locked_memory(time, num_bytes):
         made.append(num_bytes)
         return locked(time, num_bytes)
 
-    def home_memory(home: Any, numel: int, dtype: torch.dtype) -> Any:
+    def home_memory(home, numel, dtype):
         made.append(numel * dtype.itemsize)
         return memory(home, numel, dtype)
 

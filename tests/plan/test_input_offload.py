@@ -1,11 +1,10 @@
 """Inputs of checkpointed blocks on the host, planned: bytes as of a run, the way, the search."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranks import run_ranks
 from shardwise import Offload as Away
@@ -16,12 +15,11 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import Tape, Visit
+from shardwise.plan.model.tape import Visit
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.planning import plan
 from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.sizes import PRECISIONS
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Transfer
 from shardwise.train.config import TrainConfig
@@ -31,33 +29,33 @@ BLOCKS, DIM, SEQ, VOCAB, ROWS = 5, 32, 16, 64, 2
 HOST = Offload(activations="cpu")
 
 
-def decoder() -> nn.Module:
-    sizes: dict[str, Any] = {"dim": DIM, "layers": BLOCKS, "heads": 2, "seq": SEQ, "vocab": VOCAB}
+def decoder():
+    sizes = {"dim": DIM, "layers": BLOCKS, "heads": 2, "seq": SEQ, "vocab": VOCAB}
     return Decoder(TrainConfig(data="-", activation_checkpointing=True, **sizes), VOCAB)
 
 
-def llama() -> nn.Module:
+def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": DIM, "intermediate_size": 48, "vocab_size": VOCAB}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": BLOCKS}
-    made: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     name = "activation_checkpointing_enable"  # and of transformers 4 the other
     getattr(made, name, made.gradient_checkpointing_enable)({"use_reentrant": False})
     return made.train()
 
 
-def batch() -> Tensor:
+def batch():
     return torch.zeros(ROWS, SEQ, dtype=torch.long)
 
 
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
+def loss_of(model, tokens):
     found = model(tokens)
-    logits: Tensor = getattr(found, "logits", found)
+    logits = getattr(found, "logits", found)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def candidate_of(precision: str, units: tuple[str, ...] | None, offload: Offload) -> Candidate:
+def candidate_of(precision, units, offload):
     return Candidate(
         precision=precision,
         micro_batch=ROWS,
@@ -68,7 +66,7 @@ def candidate_of(precision: str, units: tuple[str, ...] | None, offload: Offload
     )
 
 
-def tape_of(make: Any, precision: str, units: tuple[str, ...] | None) -> Tape:
+def tape_of(make, precision, units):
     return trace(
         make(),
         batch,
@@ -82,9 +80,7 @@ def tape_of(make: Any, precision: str, units: tuple[str, ...] | None) -> Tape:
     )
 
 
-def host_bytes_of_a_run(
-    rank: int, world_size: int, make: Any, precision: str, units: tuple[str, ...] | None
-) -> int:
+def host_bytes_of_a_run(rank, world_size, make, precision, units):
     model = shard(make(), precision=precision, units=units, offload=Away(activations="cpu"))
     for _ in range(2):
         loss_of(model, batch()).backward()
@@ -118,7 +114,7 @@ def test_formulas_have_the_inputs_that_a_trace_has():
     assert sorted(filter(None, formulas)) == sorted(filter(None, traced)) != []
 
 
-def transfers(played: Played) -> list[tuple[str, int, int]]:
+def transfers(played):
     return [
         (op.work.link, op.work.num_bytes, op.unit)
         for op in played.program.ops

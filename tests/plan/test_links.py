@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.hardware import Node, find_link, make_cluster
+from shardwise.plan.machine.hardware import find_link, make_cluster
 from shardwise.plan.machine.links import (
-    CollectiveKind,
     Group,
     collective_seconds,
     place,
@@ -35,13 +34,13 @@ multi = st.integers(1, 1000)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw):
     """Any group whose nodes hold as many of its ranks each."""
     per_node, count = draw(st.integers(1, 16)), draw(st.integers(1, 2048))
     return Group(per_node * count, per_node, count)
 
 
-def bus_bandwidth(kind: CollectiveKind, payload_bytes: float, group: Group, node: Node) -> float:
+def bus_bandwidth(kind, payload_bytes, group, node):
     """Return bytes per second as NCCL's tests define it: sent bytes per rank over the time."""
     n, rounds = group.num_ranks, 2 if kind == "all_reduce" else 1
     sent = rounds * (n - 1) / n * payload_bytes
@@ -143,15 +142,15 @@ def test_more_bytes_and_more_nodes_are_never_faster_and_more_bandwidth_is_never_
 
 @given(kinds, payloads, st.integers(1, 15), nodes)
 def test_more_ranks_of_a_node_are_never_faster(kind, payload, ranks, node):
-    took = [collective_seconds(kind, payload, place(n, 1, 16), node) for n in (ranks, ranks + 1)]  # type: ignore[arg-type]
+    took = [collective_seconds(kind, payload, place(n, 1, 16), node) for n in (ranks, ranks + 1)]
     assert took[0] <= took[1] * (1 + 1e-9)
 
 
 @given(kinds, payloads, st.integers(1, 8), st.integers(1, 16), nodes)
 def test_leaving_the_node_is_never_faster(kind, payload, per_node, count, node):
     ranks = per_node * count
-    inside = collective_seconds(kind, payload, Group(ranks, ranks, 1), node)  # type: ignore[arg-type]
-    across = collective_seconds(kind, payload, Group(ranks, per_node, count), node)  # type: ignore[arg-type]
+    inside = collective_seconds(kind, payload, Group(ranks, ranks, 1), node)
+    across = collective_seconds(kind, payload, Group(ranks, per_node, count), node)
     assert inside <= across * (1 + 1e-9)
     assert send_seconds(payload, False, node) <= send_seconds(payload, True, node) * (1 + 1e-9)
 
@@ -160,5 +159,5 @@ def test_leaving_the_node_is_never_faster(kind, payload, per_node, count, node):
 def test_an_all_reduce_costs_at_most_its_two_halves(payload, group, node):
     halves = sum(
         collective_seconds(k, payload, group, node) for k in ("all_gather", "reduce_scatter")
-    )  # type: ignore[arg-type]
+    )
     assert collective_seconds("all_reduce", payload, group, node) <= halves * (1 + 1e-9)

@@ -10,7 +10,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from torch import Tensor, nn
 
 from memory_cells import MODELS, Cell, build, cells_of, measure_all, predict
 from ranks import run_ranks
@@ -28,7 +27,7 @@ pytestmark = [
 ]
 
 
-def check(cells: list[Cell]) -> None:
+def check(cells):
     measured = run_ranks(measure_all, NUM_RANKS, cells)[0]
     for cell, real in zip(cells, measured, strict=True):
         counts, played = predict(cell, NUM_RANKS)
@@ -38,7 +37,7 @@ def check(cells: list[Cell]) -> None:
         assert abs(played.peak.ledger.total / peak - 1) <= 0.01, cell
 
 
-def sample_of(model: str, precision: str) -> list[Cell]:
+def sample_of(model, precision):
     """Return a cell without checkpointing and one with it, at other stages for every model.
 
     In fp32 the first four models have all eight between them, and the others one each.
@@ -51,7 +50,7 @@ def sample_of(model: str, precision: str) -> list[Cell]:
     return cells
 
 
-def needs_transformers(model: str) -> None:
+def needs_transformers(model):
     if model != "decoder" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is in the test extra")
 
@@ -70,20 +69,20 @@ def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(model, c
     check([replace(cell, micro_batch=1) for cell in cells])
 
 
-def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, int]]:
+def layer_by_layer(rank, world_size, model):
     """Return full parameters and reductions so far, when each layer's backward is over."""
     plain, loss_of = build(Cell(model, 3, True))
     sharded = shard(plain, stage=3, schedule=Schedule(0, 0))
     layers = sharded.blocks if model == "decoder" else sharded.model.layers
-    seen: list[tuple[int, int]] = []
+    seen = []
 
-    hooked: set[nn.Module] = set()
+    hooked = set()
 
-    def note(_: Tensor) -> None:
+    def note(_):
         now = stats(sharded)
         seen.append((now.param_full_bytes, now.num_collectives.get("shard.reduce_scatter", 0)))
 
-    def watch(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def watch(layer, args):
         if layer not in hooked:  # else it is recomputed
             hooked.add(layer)
             args[0].register_hook(note)  # after the engine's, which was there first

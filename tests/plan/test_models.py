@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.models import ModelSource
 from shardwise.plan.model.presets import find_model, find_preset, preset_names
 from shardwise.plan.model.traced import TracedModel
 
@@ -65,7 +62,7 @@ def test_an_unknown_preset_is_answered_with_the_nearest():
     assert len(set(preset_names())) == len(preset_names())
 
 
-def write_config(folder: Path, **keys: Any) -> Path:
+def write_config(folder, **keys):
     config = {
         "model_type": "llama",
         "vocab_size": 256,
@@ -273,5 +270,5 @@ def test_parameters_that_a_factory_allocates_are_told_of(tmp_path):
     file.write_text(
         "from torch import nn\ndef build():\n    return nn.Linear(3, 3, device='cpu')\n"
     )
-    source: ModelSource = find_model(f"{file}:build")
+    source = find_model(f"{file}:build")
     assert source.notes[0].startswith("2 parameters (weight, ...) were allocated")

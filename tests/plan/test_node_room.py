@@ -1,7 +1,6 @@
 """What all ranks of a node hold on its host and in its files, against what the node has."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import Cluster, make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.margins import node_room
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
@@ -21,13 +20,13 @@ from shardwise.plan.searching import Space, search
 GIB = 1 << 30
 
 
-def model() -> ShapedModel:
+def model():
     source = find_model("llama-3.2-1b")
     assert source.shape is not None
     return ShapedModel(source.name, source.shape, 1024)
 
 
-def cluster(num_ranks: int = 8, **host: Any) -> Cluster:
+def cluster(num_ranks=8, **host):
     made = make_cluster("h100-sxm", num_ranks)
     return replace(made, node=replace(made.node, host=replace(made.node.host, **host)))
 
@@ -85,7 +84,7 @@ def test_a_search_rejects_what_a_node_has_no_room_for_and_says_so():
 
 
 def test_flags_say_what_a_node_has():
-    def found(**flags: Any) -> Any:
+    def found(**flags):
         request = check_keys(PlanRequest, {}, flags, None, "plan")
         return set_up("llama-3.2-1b", request).cluster.node.host
 

@@ -1,16 +1,12 @@
 """Plans of state that rests elsewhere, against runs: bytes by place on every rank, and traffic."""
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ranks import run_ranks
 from shardwise import Offload, accumulate, shard
@@ -22,15 +18,14 @@ from shardwise.offload.home import Home
 from shardwise.offload.lane import Lane, Load
 from shardwise.optim import AdamW
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import Tape
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.sizes import OPTIMIZERS as OPTIMIZER_ROWS
-from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.play import play, resting_state
 from shardwise.unit.storage import Storage
-from test_play_ranks import Net, Unused, loss_of, make_batch, precision_of
+from step_counts import precision_of
+from test_play_ranks import Net, Unused, loss_of, make_batch
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "sgd_momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -51,7 +46,7 @@ PLACES = [
 FRACTIONS = (1.0, 0.5, 1.0, 0.7, 0.2)
 
 
-def cases(num_ranks: int) -> list[tuple[str, Candidate]]:
+def cases(num_ranks):
     """Every place at every stage, for one rank every other pair; what else there is, in turns."""
     # Slices that begin inside a block of codes may have one scale more than a plan counts.
     names = [*OPTIMIZERS][: None if num_ranks == 1 else -1]
@@ -75,32 +70,32 @@ def cases(num_ranks: int) -> list[tuple[str, Candidate]]:
     return found
 
 
-def in_folder(offload: Offload, folder: Path) -> Offload:
+def in_folder(offload, folder):
     names = ("params", "grads", "optimizer")
     return replace(offload, **{n: f"nvme:{folder}" for n in names if getattr(offload, n) == F})
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name):
     model = Unused(33) if name == "unused" else Net(33, 67, 3)
     if name == "frozen":
         model.embed.requires_grad_(False)
-        model.blocks[1].requires_grad_(False)  # type: ignore[operator, union-attr]
-        model.blocks[2].up.requires_grad_(False)  # type: ignore[operator, union-attr]
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2].up.requires_grad_(False)
     return model
 
 
 @cache
-def make_tape(name: str, dtype: DtypeName) -> Tape:
+def make_tape(name, dtype):
     made = partial(make_batch, 2)
     sizes = {"micro_batch": 2, "seq": 64}
     return trace(make_model(name), made, loss_of, name=name, compute_dtype=dtype, **sizes)
 
 
-def tape_of(name: str, candidate: Candidate) -> Tape:
+def tape_of(name, candidate):
     return make_tape(name, "float32" if candidate.precision == "fp32" else "bfloat16")
 
 
-def make_run(name: str, candidate: Candidate, folder: Path) -> tuple[Any, Any]:
+def make_run(name, candidate, folder):
     model = shard(
         make_model(name),
         stage=candidate.stage,
@@ -112,7 +107,7 @@ def make_run(name: str, candidate: Candidate, folder: Path) -> tuple[Any, Any]:
     return model, OPTIMIZERS[candidate.optimizer](model.parameters())
 
 
-def step(model: nn.Module, optimizer: Any, candidate: Candidate) -> None:
+def step(model, optimizer, candidate):
     for number in range(candidate.accumulation):
         with accumulate(model, last=number == candidate.accumulation - 1):
             loss_of(model, make_batch(candidate.micro_batch)).backward()
@@ -120,13 +115,13 @@ def step(model: nn.Module, optimizer: Any, candidate: Candidate) -> None:
     optimizer.zero_grad()
 
 
-def matrices(num_ranks: int) -> list[tuple[str, Candidate]]:
+def matrices(num_ranks):
     """A third of the cases, with owners of matrices."""
     some = cases(num_ranks)[num_ranks % 3 :: 3]
     return [(name, replace(candidate, layout="matrices")) for name, candidate in some]
 
 
-def rest(rank: int, num_ranks: int, folder: Path, of: Any = cases) -> list[dict[str, int]]:
+def rest(rank, num_ranks, folder, of=cases):
     found = []
     for name, candidate in of(num_ranks):
         model, optimizer = make_run(name, candidate, folder)
@@ -160,30 +155,30 @@ def test_ranks_with_different_matrices_have_what_each_of_them_owns(tmp_path):
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
+def counted():
     """Count what is copied between device, host and files, in bytes; nothing is in the cache."""
     found = Counter[str]()
     fetch, evict, run = Home.start_fetch, Home.start_evict, Lane.run
-    plain_mirror, on_device = Storage.mirror, set[int]()
+    plain_mirror, on_device = Storage.mirror, set()
 
-    def mirror(storage: Storage, index: int) -> Any:
+    def mirror(storage, index):
         there = plain_mirror(storage, index)
         on_device.update([] if there is None else [there.untyped_storage().data_ptr()])
         return there
 
-    def start_fetch(home: Home, places: Any, slices: Any) -> Any:
+    def start_fetch(home, places, slices):
         found["to_device"] += sum(each.nbytes for each in slices)
         return fetch(home, places, slices)
 
-    def start_evict(home: Home, *args: Any) -> Any:
+    def start_evict(home, *args):
         brought, pending = evict(home, *args)
         found["to_host"] += brought.nbytes
         return brought, pending
 
-    def run_load(lane: Lane, load: Any) -> Any:
+    def run_load(lane, load):
         found["to_device"] += sum(tensor.nbytes for tensor in load.tensors)
 
-        def work(tensors: Any) -> Any:
+        def work(tensors):
             copies = load.work(tensors)
             for source, place in copies:
                 if place.untyped_storage().data_ptr() not in on_device:
@@ -192,10 +187,10 @@ def counted() -> Iterator[Counter[str]]:
 
         return run(lane, Load(load.tensors, work))
 
-    def transfer(name: str) -> Any:
+    def transfer(name):
         plain = getattr(Disk, f"start_{name}")
 
-        def start(disk: Any, file: Any, begin: int, tensor: Any, *args: Any) -> Any:
+        def start(disk, file, begin, tensor, *args):
             found[f"disk_{name}"] += tensor.nbytes
             return plain(disk, file, begin, tensor, *args)
 
@@ -220,7 +215,7 @@ WAYS = [
 ]
 
 
-def traffic_cases(num_ranks: int) -> list[tuple[str, Candidate]]:
+def traffic_cases(num_ranks):
     pairs = cases(num_ranks)[:: 1 if num_ranks == 1 else 2]
     found = [(name, replace(c, **WAYS[n // 5 % 4])) for n, (name, c) in enumerate(pairs)]
     for number, (name, candidate) in enumerate(found[::3]):
@@ -231,7 +226,7 @@ def traffic_cases(num_ranks: int) -> list[tuple[str, Candidate]]:
     return found
 
 
-def traffic(rank: int, num_ranks: int, folder: Path) -> list[dict[str, int]]:
+def traffic(rank, num_ranks, folder):
     counts = []
     for name, candidate in traffic_cases(num_ranks):
         model, optimizer = make_run(name, candidate, folder)

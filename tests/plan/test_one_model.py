@@ -5,8 +5,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,21 +12,20 @@ from decoders import cluster_of_ranks
 from shardwise.cli.plan_setup import limits_of, set_up, space_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
-from shardwise.plan.candidate import Candidate, Checkpointing
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.models import huggingface_source, shape_source
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.shapes import DecoderShape, Experts, gpt_shape, llama_shape
+from shardwise.plan.model.shapes import Experts, gpt_shape, llama_shape
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import SearchResult, Space, search
+from shardwise.plan.searching import search
 
-LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "per_op", "full")
+LEVELS = ("none", "selective", "per_op", "full")
 # One of each family of presets.
-TRACED: dict[str, DecoderShape] = {
+TRACED = {
     "llama": llama_shape(4, 1024, 8, 2, 2816, 32_000),
     "multi-head, tied": llama_shape(4, 1024, 8, 8, 2816, 32_000, tied=True),
     "qwen3": replace(llama_shape(4, 1024, 16, 8, 3072, 50_000), qk_norm=True),
@@ -53,14 +50,14 @@ def test_a_trace_and_the_formulas_agree_in_time_and_memory(name, precision):
         assert two.played.peak.ledger.total == pytest.approx(one.played.peak.ledger.total, rel=0.01)
 
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     **{"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
     **{"vocab_size": 32_000, "max_position_embeddings": 8192},
 }
 
 
-def config_file(folder: Path, family: str) -> str:
+def config_file(folder, family):
     (folder / "config.json").write_text(json.dumps({"model_type": family, **CONFIG}))
     return str(folder)
 
@@ -83,7 +80,7 @@ def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(family, t
 FAMILIES = ("llama-3.2-1b", "gpt2-xl", "qwen2.5-7b", "qwen3-8b", "gemma-2b", "mpt-7b")
 
 
-def check_levels(model: ShapedModel, base: Candidate) -> None:
+def check_levels(model, base):
     """Check that each level of checkpointing takes as long as the one before or longer."""
     cluster = cluster_of_ranks(base.world_size)
     made = [plan(model, cluster, replace(base, activation_checkpointing=c)) for c in LEVELS]
@@ -135,7 +132,7 @@ def test_compiled_kernels_are_no_slower_on_any_device(gpu):
             assert compiled.step_s <= eager.step_s, (name, precision, level, loss)
 
 
-def eager_and_compiled(model: ShapedModel, base: Candidate, gpu: str) -> list[Plan]:
+def eager_and_compiled(model, base, gpu):
     cluster = make_cluster(gpu, 8)
     return [plan(model, cluster, replace(base, kernels=k)) for k in ("eager", "compiled")]
 
@@ -145,7 +142,7 @@ DEGREES = ((1, 1, 1), (8, 1, 1), (1, 2, 1), (1, 1, 2))
 
 
 @cache
-def searched() -> tuple[ShapedModel, Space, SearchResult]:
+def searched():
     request = check_keys(PlanRequest, {}, {"ranks": 64, "search": True}, None, "plan")
     setup = set_up("llama-3.2-1b", request)
     assert isinstance(setup.model, ShapedModel)
@@ -157,7 +154,7 @@ def searched() -> tuple[ShapedModel, Space, SearchResult]:
 WINDOWS = 8  # of a rank and step: 4 Mi tokens over 64 ranks
 
 
-def by_hand(space: Space, draw: random.Random) -> Candidate:
+def by_hand(space, draw):
     tp, pp, cp = draw.choice(space.degrees)
     ranks = 64 // (tp * pp * cp)
     kernels = draw.choice(space.kernels)
@@ -177,7 +174,7 @@ def by_hand(space: Space, draw: random.Random) -> Candidate:
     )
 
 
-def batches(degrees: int, draw: random.Random) -> tuple[int, int]:
+def batches(degrees, draw):
     """Draw a micro-batch and the accumulation that make as many tokens as the search's steps."""
     micro_batch = draw.choice([n for n in (1, 1, 2, 4) if n <= WINDOWS * degrees])
     return micro_batch, WINDOWS * degrees // micro_batch
@@ -188,7 +185,7 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner():
     winner = found.winner
     assert winner is not None
     draw = random.Random(16)
-    made: list[Plan] = []
+    made = []
     for _ in range(60):
         candidate = by_hand(space, draw)
         made.append(plan(model, winner.cluster, candidate))

@@ -1,7 +1,6 @@
 """A plan as a whole: what it adds to playing, pricing and simulating, and which way it moves."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,6 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.margins import MemoryInterval
-from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
 
 FEW = settings(max_examples=25)
@@ -31,7 +29,7 @@ STAGES = st.integers(0, 3)
 STATE = ("param_shards", "param_full", "grad_shards", "optimizer_state")
 
 
-def state_of(made: Plan) -> int:
+def state_of(made):
     return sum(made.played.resting.lines()[name] for name in STATE)
 
 
@@ -63,7 +61,7 @@ def test_twice_the_ranks_never_hold_larger_shards_each(shape, others, stage, num
 def test_twice_the_batch_never_needs_less_memory_nor_more_time_per_token(
     shape, others, stage, num_shards, accumulation
 ):
-    sizes: dict[str, Any] = {"num_shards": num_shards, "accumulation": accumulation}
+    sizes = {"num_shards": num_shards, "accumulation": accumulation}
     small = make_plan(shape, stage=stage, micro_batch=2, **sizes, **others)
     large = make_plan(shape, stage=stage, micro_batch=4, **sizes, **others)
     assert large.played.peak.ledger.total >= small.played.peak.ledger.total

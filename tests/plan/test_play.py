@@ -20,35 +20,33 @@ from shardwise.plan.model.tape import (
     Work,
     full_bytes,
 )
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Transfer
 
-Shapes = list[tuple[int, ...]]
-BLOCK: Shapes = [(5, 6), (5,), (6, 5)]
-MODEL: list[Shapes] = [[(), (6,)], [(7, 6)], BLOCK, BLOCK, BLOCK, [(9, 6)]]
-EVEN: list[Shapes] = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)], [(48, 24)]]
+BLOCK = [(5, 6), (5,), (6, 5)]
+MODEL = [[(), (6,)], [(7, 6)], BLOCK, BLOCK, BLOCK, [(9, 6)]]
+EVEN = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)], [(48, 24)]]
 SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
 
 
-def make_unit(name: str, shapes: Shapes, reads: bool = True) -> TapeUnit:
+def make_unit(name, shapes, reads=True):
     params = tuple(TapeParam(f"{name}.{i}", s, "float32") for i, s in enumerate(shapes))
     return TapeUnit(name, "Unit", params, reads)
 
 
-def make_work(unit: int, phase: str, activations: int = 0, grads: int = 0) -> Work:
+def make_work(unit, phase, activations=0, grads=0):
     net = LiveBytes(activations=activations, grads=grads)
     peak = LiveBytes(activations=max(activations, 0), temporary=100, grads=grads)
     cost = Cost("matmul", "float32", 1000, 100, 1)
-    return Work(unit, phase, (cost,), peak, net)  # type: ignore[arg-type]
+    return Work(unit, phase, (cost,), peak, net)
 
 
-def make_tape(model: list[Shapes], dtype: str = "float32", recomputes: bool = False) -> Tape:
+def make_tape(model, dtype="float32", recomputes=False):
     """Unit 0 is the root, unit 1 an embedding; the others follow one another."""
     units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
-    grads = [full_bytes(u, dtype) for u in units]  # type: ignore[arg-type]
+    grads = [full_bytes(u, dtype) for u in units]
     last = len(units)
-    events: list[Work | Visit] = [Visit("before_forward", 0), make_work(0, "forward")]
+    events = [Visit("before_forward", 0), make_work(0, "forward")]
     for i in range(1, last):
         events += [Visit("before_forward", i), make_work(i, "forward", 1000)]
         events += [Visit("after_forward", i), make_work(0, "forward")]
@@ -62,10 +60,10 @@ def make_tape(model: list[Shapes], dtype: str = "float32", recomputes: bool = Fa
         events += [make_work(i, "backward", -1000, grads[i])]
         events += [Visit("after_backward", i), make_work(0, "backward")]
     events += [Visit("after_backward", 0), make_work(0, "backward")]
-    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)  # type: ignore[arg-type]
+    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)
 
 
-def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
+def owned(shapes, layout, num_ranks):
     """Return how many elements of a unit rank 0 owns, padding left out."""
     if layout == "flat":
         total = sum(map(prod, shapes))
@@ -73,7 +71,7 @@ def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
     return sum(-(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for s in shapes)
 
 
-def counts_of(units: list[Shapes]) -> int:
+def counts_of(units):
     """Return the bytes that tell a rank who had which gradient."""
     return sum(len(u) for u in units) * 4
 
@@ -173,7 +171,7 @@ def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision
     assert max(m.ledger.param_full for m in played.peaks) > 0
 
 
-def without_grads(tape: Tape, index: int) -> Tape:
+def without_grads(tape, index):
     """Return the tape of a model that trains a unit which no backward pass reaches."""
     unit = tape.units[index]
     params = tuple(replace(p, gets_grad=False) for p in unit.params)
@@ -198,7 +196,7 @@ def test_a_unit_that_never_runs_has_no_state_anywhere(offload):
 
 
 def test_padding_is_what_rows_leave_empty_on_average():
-    model: list[Shapes] = [[], [(7, 6)], [(9, 5), (2, 3)]]
+    model = [[], [(7, 6)], [(9, 5), (2, 3)]]
     for ranks in (1, 2, 3, 4):
         candidate = replace(SMALL, num_shards=ranks)
         real = sum(prod(s) for u in model for s in u)
@@ -225,7 +223,7 @@ candidates = st.builds(
 )
 
 
-def play_model(model: list[Shapes], candidate: Candidate) -> Played:
+def play_model(model, candidate):
     dtype = "float32" if candidate.precision == "fp32" else "bfloat16"
     return play(make_tape(model, dtype), candidate)
 
@@ -292,7 +290,7 @@ def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(model, ca
     assert phases.count("optimizer") == 1
     reached = set()
     work = [len(ops) - 1]
-    last: dict[str, int] = {}
+    last = {}
     before = []
     for number, op in enumerate(ops):  # an operation also follows the last one of its stream
         before.append({*op.after, *([last[op.stream]] if op.stream in last else [])})
@@ -324,7 +322,7 @@ def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before()
 def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_flight):
     candidate = replace(SMALL, bucket_bytes=0, reduces_in_flight=in_flight)
     ops = play(make_tape(EVEN), candidate).program.ops
-    flying: list[int] = []
+    flying = []
     most = 0
     for number, op in enumerate(ops):
         flying = [i for i in flying if i not in op.after]

@@ -1,56 +1,43 @@
 """A played step against real ranks: bytes sent, collectives, what is held, the allocator's peak."""
 
-from collections import Counter
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 
-from allocator import AllocatorTrace, traced
 from models import OddModel
 from ranks import run_ranks
-from shardwise import Precision, accumulate, shard
-from shardwise.config import PRECISIONS, Schedule
-from shardwise.debug import stats
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import Tape
 from shardwise.plan.model.tracing import trace
-from shardwise.plan.sizes import DtypeName
-from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
-
-NUM_WINDOWS = 2  # what the transport's threads free is seen late: the least of several counts
+from step_counts import measure, planned_counts
 
 
 class Block(nn.Module):
     """Rows that no number of ranks divides; small and large tensors, a bias."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 3 * width + 1)
         self.down = nn.Linear(3 * width + 1, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 101, vocabulary: int = 307, blocks: int = 4) -> None:
+    def __init__(self, width=101, vocabulary=307, blocks=4):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -60,30 +47,30 @@ class Net(nn.Module):
 class Part(nn.Module):
     """Only one of its two layers is used."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.used = nn.Linear(width, width)
         self.left = nn.Linear(width, 2 * width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.used(x))
 
 
 class Idle(nn.Module):
     """A unit that runs, although its parameter has no part in what it returns."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * x
 
 
 class Unused(nn.Module):
     """Parameters without a gradient: some of a unit, all of a unit that runs, and of one idle."""
 
-    def __init__(self, width: int = 101, vocabulary: int = 50) -> None:
+    def __init__(self, width=101, vocabulary=50):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.parts = nn.ModuleList(Part(width) for _ in range(3))
@@ -91,35 +78,22 @@ class Unused(nn.Module):
         self.never = nn.ModuleList(Block(width // 4) for _ in range(2))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for layer in (*self.parts, *self.idle):
             x = layer(x)
         return self.head(x)
 
 
-def make_batch(rows: int) -> Tensor:
+def make_batch(rows):
     return torch.zeros(rows, 64, dtype=torch.long)
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_of(model, tokens):
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def mesh_of(candidate: Candidate) -> Any:
-    if candidate.num_replicas == 1:
-        return None
-    sizes = (candidate.num_replicas, candidate.num_shards)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-
-
-def precision_of(candidate: Candidate) -> Precision:
-    named = PRECISIONS[candidate.precision]
-    coded = {"gather": candidate.gather, "block": candidate.gather_block}
-    return replace(named, reduce=candidate.reduce or named.reduce, **coded)
-
-
-def make_model(name: str) -> nn.Module:
+def make_model(name):
     if name == "net":
         return Net()
     if name == "tall net":
@@ -145,65 +119,8 @@ def make_model(name: str) -> nn.Module:
     return Decoder(config, vocab=211)
 
 
-def run_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate
-) -> tuple[int, int]:
-    """Run a step; return the bytes of reduced gradients and of optimizer state it ended with."""
-    for number in range(candidate.accumulation):
-        with accumulate(model, last=number == candidate.accumulation - 1):
-            batch = make_batch(candidate.micro_batch)
-            loss_of(model, batch).backward()
-            del batch
-    grads = stats(model).grad_shard_bytes
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    state = [t for values in optimizer.state.values() for t in values.values()]
-    return grads, sum(getattr(t, "_local_tensor", t).nbytes for t in state)
-
-
-def measure(
-    name: str, candidate: Candidate, traces: bool = True
-) -> tuple[dict[str, Any], AllocatorTrace]:
-    """Return counts of a step, and the allocator's trace, if any, of this and the next ones."""
-    plain = make_model(name)  # what sharding broadcasts is freed by a thread of the transport
-    with traced() if traces else nullcontext(AllocatorTrace()) as allocator:
-        model = shard(
-            plain,
-            stage=candidate.stage,
-            precision=precision_of(candidate),
-            layout=candidate.layout,
-            mesh=mesh_of(candidate),
-            schedule=Schedule(
-                candidate.prefetch_bytes, candidate.bucket_bytes, candidate.reduce_every
-            ),
-        )
-        kernel = candidate.optimizer_kernel
-        optimizer = torch.optim.AdamW(
-            model.parameters(), fused=kernel == "fused", foreach=kernel == "foreach"
-        )
-        run_step(model, optimizer, candidate)
-        before = stats(model)
-        with allocator.window("step 0"):
-            grads, state = run_step(model, optimizer, candidate)
-        after = stats(model)
-        for number in range(1, NUM_WINDOWS):
-            with allocator.window(f"step {number}"):
-                run_step(model, optimizer, candidate)
-    counts = {
-        "sent bytes": dict(Counter(after.sent_bytes) - Counter(before.sent_bytes)),
-        "collectives": dict(Counter(after.num_collectives) - Counter(before.num_collectives)),
-        "shards": after.param_shard_bytes,
-        "full": after.param_full_peak_bytes,
-        "optimizer state": state,
-    }
-    if candidate.accumulation == 1:  # later, those in p.grad are counted without their padding
-        counts["grads"] = grads
-    return counts, allocator
-
-
 @cache
-def make_tape(name: str, micro_batch: int, dtype: DtypeName) -> Tape:
+def make_tape(name, micro_batch, dtype):
     return trace(
         make_model(name),
         lambda: make_batch(micro_batch),
@@ -215,46 +132,31 @@ def make_tape(name: str, micro_batch: int, dtype: DtypeName) -> Tape:
     )
 
 
-def play_it(name: str, candidate: Candidate) -> tuple[dict[str, Any], Played]:
-    """Trace and play; return what `measure` counts."""
-    dtype: DtypeName = "float32" if candidate.precision == "fp32" else "bfloat16"
-    tape = make_tape(name, candidate.micro_batch, dtype)
-    played = play(tape, candidate)
-    counts = {
-        "sent bytes": {k: v for k, v in played.program.sent_bytes.items() if v},
-        "collectives": {k: v for k, v in played.program.num_collectives.items() if v},
-        "shards": played.resting.param_shards,
-        "full": max(m.ledger.param_full for m in played.peaks),
-        "optimizer state": played.resting.optimizer_state,
-    }
-    if candidate.accumulation == 1:
-        counts["grads"] = max(m.ledger.grad_shards for m in played.peaks)
-    return counts, played
+def measure_all(rank, world_size, cases):
+    """Return what this rank measures in each case; memory on rank 0 alone."""
+
+    def loss(model, rows):
+        return loss_of(model, make_batch(rows))
+
+    return [
+        measure(
+            make_model(name),
+            partial(loss, rows=candidate.micro_batch),
+            candidate,
+            num_windows=2,
+            traces=rank == 0,
+        )
+        for name, candidate in cases
+    ]
 
 
-def measure_all(
-    rank: int, world_size: int, cases: list[tuple[str, Candidate]]
-) -> list[dict[str, Any]]:
-    """Return what rank 0 measures in each case; the others only take part."""
-    found = []
-    for name, candidate in cases:
-        real, allocator = measure(name, candidate, traces=rank == 0)
-        if rank:
-            continue
-        steps = [f"step {i}" for i in range(NUM_WINDOWS)]
-        real["rest"] = min(allocator.before(step) for step in steps)
-        real["peak"] = min(allocator.peak(step) for step in steps)
-        found.append(real)
-    return found
-
-
-BF16: dict[str, Any] = {"precision": "bf16"}
-FLAT: dict[str, Any] = {"layout": "flat"}
-WHOLE: dict[str, Any] = {"layout": "matrices"}  # the one with the most to hold is rank 0 here
-STEP: dict[str, Any] = {"accumulation": 2, "reduce_every": "step"}
+BF16 = {"precision": "bf16"}
+FLAT = {"layout": "flat"}
+WHOLE = {"layout": "matrices"}  # the one with the most to hold is rank 0 here
+STEP = {"accumulation": 2, "reduce_every": "step"}
 # By the number of ranks: the model and what the candidate has. Cells of a kind are in turns over
 # the numbers of ranks, so that each setting is met with and without peers.
-CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+CASES = {
     1: [
         ("net", {"stage": 0}),
         ("net", {**FLAT, **BF16}),
@@ -341,7 +243,8 @@ def test_a_played_step_is_a_runs(num_ranks):
     cases = [(name, Candidate(**{**common, **settings})) for name, settings in CASES[num_ranks]]
     measured = run_ranks(measure_all, num_ranks, cases)[0]
     for (name, candidate), real in zip(cases, measured, strict=True):
-        counts, played = play_it(name, candidate)
+        dtype = "float32" if candidate.precision == "fp32" else "bfloat16"
+        played = play(make_tape(name, candidate.micro_batch, dtype), candidate)
         label = f"{name}: {candidate}"
         for what, found in (
             ("rest", played.resting.total),
@@ -349,4 +252,4 @@ def test_a_played_step_is_a_runs(num_ranks):
         ):
             expected = real.pop(what)
             assert abs(found - expected) < 0.01 * expected, (label, what)
-        assert counts == real, label
+        assert planned_counts(played, candidate) == real, label

@@ -26,12 +26,12 @@ LAUNCH_S = family_efficiencies("fitted")["H100"]["host_launch_s"].value
 EIGHT = Candidate(num_shards=8)
 
 
-def op(work: Compute | Collective | Transfer, stream: str = "compute") -> Op:
-    return Op(stream, work, unit=0, phase="forward", micro_batch=0)  # type: ignore[arg-type]
+def op(work, stream="compute"):
+    return Op(stream, work, unit=0, phase="forward", micro_batch=0)
 
 
-def compute(kind: str, flops: int, moved: int, num_ops: int = 1, dtype: str = "bfloat16") -> Op:
-    return op(Compute((Cost(kind, dtype, flops, moved, num_ops),)))  # type: ignore[arg-type]
+def compute(kind, flops, moved, num_ops=1, dtype="bfloat16"):
+    return op(Compute((Cost(kind, dtype, flops, moved, num_ops),)))
 
 
 def test_operations_that_come_again_have_the_price_of_the_first():
@@ -114,7 +114,7 @@ def test_a_collective_is_priced_over_its_own_axis():
     prices = Prices(cluster, Candidate(num_shards=8, num_replicas=8))
     size = 1 << 30
     for axis, stride in (("shard", 1), ("replicate", 8)):
-        work = Collective("all_reduce", axis, size, 2 * size)  # type: ignore[arg-type]
+        work = Collective("all_reduce", axis, size, 2 * size)
         expected = collective_seconds("all_reduce", size, place(8, stride, 8), cluster.node)
         assert prices.seconds(op(work, axis)) == expected
         more = prices.seconds(op(replace(work, num_messages=10), axis))

@@ -5,10 +5,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="module")
-def published() -> Iterator[ModuleType]:
+def published():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import published
 
@@ -33,18 +30,18 @@ def published() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def cells(published) -> ModuleType:
+def cells(published):
     import _published_cells
 
     return _published_cells
 
 
 @pytest.fixture(scope="module")
-def report(published, cells) -> Any:
+def report(published, cells):
     return published.evaluate(published.read_rows(cells.TABLES[0]), with_time=False)
 
 
-def row_of(cells: ModuleType, **given: str) -> Any:
+def row_of(cells, **given):
     return cells.Row({"id": "R1", **given})
 
 

@@ -1,24 +1,21 @@
 """Plans as JSON facts."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from decoders import SHAPE, cluster_of_ranks, make_model, make_plan
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.planned import Plan
 from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts, search_facts
-from shardwise.plan.searching import Limits, SearchResult, Space, search
+from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.timing.scaling import ScalingRow, expected_goodput, scaling_rows
 
 UNIT = re.compile(r"^num_|(_bytes|_s|_per_s|_fraction)$")
 NO_FIGURES = {"candidate", "micro_batch"}  # settings, and which micro-batch it was
 
 
-def figures(value: Any, key: str = "", has_unit: bool = False) -> Iterator[tuple[str, Any, bool]]:
+def figures(value, key="", has_unit=False):
     """Yield every number with its key and whether the key, or one above it, has a unit."""
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -32,7 +29,7 @@ def figures(value: Any, key: str = "", has_unit: bool = False) -> Iterator[tuple
 
 
 @pytest.fixture(scope="module")
-def made() -> Plan:
+def made():
     return make_plan(
         stage=3,
         num_shards=4,
@@ -44,12 +41,12 @@ def made() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def searched() -> SearchResult:
+def searched():
     space = Space(Candidate(num_shards=4), micro_batches=(1, 2), prefetch_units=(1,))
     return search(make_model(), cluster_of_ranks(4), space, Limits(max_memory_bytes=3 << 30))
 
 
-def all_facts(made: Plan, searched: SearchResult) -> list[Any]:
+def all_facts(made, searched):
     goodput = expected_goodput(0.5, mtbf_s=450e3, back_s=420, interval_s=600, stall_s=1)
     rows = scaling_rows([ScalingRow(8, 0.1, 100, 0.01, 1000), ScalingRow(16, 0.1, 200)])
     return [
@@ -60,7 +57,7 @@ def all_facts(made: Plan, searched: SearchResult) -> list[Any]:
     ]
 
 
-def figures_of(facts: Any) -> list[tuple[str, Any, bool]]:
+def figures_of(facts):
     return list(figures(facts))
 
 

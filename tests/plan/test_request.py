@@ -2,15 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli.plan_setup import (
-    Setup,
     assumed_notes,
     limits_of,
     padding_notes,
@@ -35,17 +32,17 @@ from shardwise.train.decoder import Decoder
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nvocab: 64\n"
 
 
-def ask(**flags: Any) -> PlanRequest:
+def ask(**flags):
     return check_keys(PlanRequest, {}, flags, None, "plan")
 
 
-def tiny(tmp_path: Path, more: str = "") -> str:
+def tiny(tmp_path, more=""):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY + more)
     return str(path)
 
 
-def set_up_tiny(tmp_path: Path, more: str = "", **flags: Any) -> Setup:
+def set_up_tiny(tmp_path, more="", **flags):
     return set_up(tiny(tmp_path, more), ask(**flags))
 
 
@@ -144,7 +141,7 @@ def test_the_tokens_of_the_helps_example_make_a_step():
 
 
 def test_a_flag_goes_over_the_value_of_a_run(tmp_path):
-    def found(more: str = "", **flags: Any) -> Offload:
+    def found(more="", **flags):
         return set_up_tiny(tmp_path, more, **flags).candidate.offload
 
     assert (

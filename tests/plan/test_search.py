@@ -12,12 +12,10 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import ModelSource
-from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
-from shardwise.plan.searching import Limits, SearchResult, Space, search
+from shardwise.plan.searching import Limits, Space, search
 from shardwise.quantities import format_bytes
 
 RANKS = 4
@@ -29,7 +27,7 @@ SPACE = Space(BASE, prefetch_units=(1, 0), micro_batches=BATCHES)
 STATE_HEAVY = replace(SHAPE, vocab=40_000)
 
 
-def enumerate_by_hand(shape: DecoderShape, tokens: int | None = None) -> dict[Candidate, Plan]:
+def enumerate_by_hand(shape, tokens=None):
     """Plan every candidate of SPACE that makes the tokens of a step exactly."""
     model = make_model(shape)
     found = {}
@@ -51,12 +49,12 @@ def enumerate_by_hand(shape: DecoderShape, tokens: int | None = None) -> dict[Ca
 
 
 @pytest.fixture(scope="module")
-def by_hand() -> dict[Candidate, Plan]:
+def by_hand():
     return enumerate_by_hand(SHAPE)
 
 
 @pytest.fixture(scope="module")
-def whole() -> SearchResult:
+def whole():
     return search(MODEL, CLUSTER, SPACE)
 
 
@@ -74,10 +72,10 @@ def test_the_winner_is_the_fastest_of_all(whole, by_hand):
 
 
 def test_no_plan_beats_one_of_the_front_and_one_of_the_front_beats_each_other(whole, by_hand):
-    def beats(one: Plan, other: Plan) -> bool:
+    def beats(one, other):
         return one.step_s <= other.step_s and one.memory.high_bytes <= other.memory.high_bytes
 
-    def per_token(made: Plan) -> Plan:
+    def per_token(made):
         return replace(made, step_s=made.step_s / made.tokens_per_step)
 
     front = [per_token(p) for p in whole.pareto]
@@ -171,7 +169,7 @@ def test_state_that_does_not_fit_is_told_without_playing():
     assert all("optimizer state alone" in r.reason for r in found.rejected)
 
 
-def build(frozen: bool, dtype: torch.dtype) -> nn.Module:
+def build(frozen, dtype):
     with torch.device("meta"):
         layers = [nn.Linear(8192, 8192) for _ in range(20)]
         tower = nn.Sequential(nn.Embedding(100, 8192), *layers).to(dtype)
@@ -217,7 +215,7 @@ def test_each_micro_batch_that_was_asked_for_has_a_reason():
         limits = Limits(max_memory_bytes=sizes[-1], tokens_per_step=tokens)
         found = search(MODEL, CLUSTER, space, limits)
         assert {p.candidate.micro_batch for p in found.pareto} <= {1, 3}
-        per_family: dict[Candidate, set[int]] = {}
+        per_family = {}
         for lost in [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]:
             family = replace(lost, micro_batch=1, accumulation=1)
             per_family.setdefault(family, set()).add(lost.micro_batch)
@@ -264,7 +262,7 @@ def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3
 
 
 def test_progress_is_told_after_every_way():
-    told: list[tuple[int, int]] = []
+    told = []
     space = replace(SPACE, stages=(3,), micro_batches=(1,))
     search(MODEL, CLUSTER, space, progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 2), (2, 2)]  # with and without checkpointing

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +27,7 @@ from shardwise.plan.model.shapes import (
     mpt_shape,
     shape_from_config,
 )
-from shardwise.plan.model.tape import LiveBytes, Phase, Tape, Visit, Work
+from shardwise.plan.model.tape import LiveBytes, Visit, Work
 from shardwise.plan.step.ledger import Ledger
 
 LLAMA_8B = llama_shape(32, 4096, 32, 8, 14336, 128256)
@@ -40,7 +39,7 @@ GIB = 2**30
 FULL = {"activation_checkpointing": "full"}
 
 
-def tape_of(shape: DecoderShape, seq: int, stage: int = 0, **settings: Any) -> Tape:
+def tape_of(shape, seq, stage=0, **settings):
     return ShapedModel("decoder", shape, seq).tape(Candidate(**settings), stage)
 
 
@@ -123,7 +122,7 @@ def test_a_compiled_layer_keeps_what_the_papers_table_says():
     Of Korthikanti et al., table 2: tensor and sequence parallelism divide all of it.
     """
 
-    def kept(**settings: Any) -> float:
+    def kept(**settings):
         run = Execution(2, 2048, implementation="compiled", **settings)
         return kept_layer_bytes(GPT3, run) / run.tokens
 
@@ -139,9 +138,9 @@ def test_a_modern_fused_block_keeps_what_its_formula_says():
     assert sum(layer_bytes(LLAMA_8B, run).values()) == run.tokens * (139_264 + 4 * 32)
 
 
-def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
+def activation_peaks(tape):
     """Return the largest activations, logits and temporaries of each phase; grads are left out."""
-    peaks: dict[Phase, LiveBytes] = {}
+    peaks = {}
     live = LiveBytes()
     for event in tape.events:
         if isinstance(event, Visit):
@@ -153,7 +152,7 @@ def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
     return peaks
 
 
-def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
+def _plus(a, b):
     return LiveBytes(a.activations + b.activations, a.temporary + b.temporary, a.logits + b.logits)
 
 
@@ -178,7 +177,7 @@ def test_the_first_stage_keeps_all_layers_worth_of_activations():
 def test_torchtunes_ladder():
     """A chunked loss needs 51.0 - 42.9 GiB less with compiled layers (figures of its README)."""
 
-    def ladder(loss: str) -> float:
+    def ladder(loss):
         tape = tape_of(LLAMA_3B, 4096, micro_batch=2, kernels="compiled", loss=loss)
         return max(p.activations + p.logits for p in activation_peaks(tape).values()) / GIB
 
@@ -265,9 +264,7 @@ def test_a_latent_attention_has_the_published_number_of_parameters():
     assert [round(s.num_params / 1e9, 1) for s in (v3, lite, moonlight)] == [671.0, 15.7, 16.0]
 
 
-def _latent(
-    layers: int, dim: int, heads: int, ffn: int, vocab: int, experts: Experts, latent: Latent
-) -> DecoderShape:
+def _latent(layers, dim, heads, ffn, vocab, experts, latent):
     return DecoderShape(layers, dim, heads, heads, 128, ffn, vocab, experts=experts, latent=latent)
 
 

@@ -2,9 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.pricing import Slowed
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
-from shardwise.plan.timing.breakdown import Simulated
 from shardwise.plan.timing.simulate import simulate
 
 COMPUTE = Compute(())
@@ -23,11 +20,11 @@ COPY = Transfer("to_device", 8)
 WORK = {"compute": COMPUTE, "shard": GATHER, "replicate": REDUCE, "to_device": COPY, "cpu": COMPUTE}
 
 
-def op(stream: str, unit: int = 0, phase: str = "forward", after: tuple[int, ...] = ()) -> Op:
-    return Op(stream, WORK[stream], unit, phase, 0, after)  # type: ignore[arg-type]
+def op(stream, unit=0, phase="forward", after=()):
+    return Op(stream, WORK[stream], unit, phase, 0, after)
 
 
-def timed(ops: Sequence[Op], seconds: Sequence[float], **kwargs: Any) -> Simulated:
+def timed(ops, seconds, **kwargs):
     """Simulate ops whose times are given one by one."""
     program = Program(("", "a", "b"), tuple(ops))
     queue = iter(seconds)
@@ -35,8 +32,8 @@ def timed(ops: Sequence[Op], seconds: Sequence[float], **kwargs: Any) -> Simulat
 
 
 @st.composite
-def programs(draw: st.DrawFn, streams: tuple[str, ...] = tuple(WORK)) -> list[Op]:
-    ops: list[Op] = []
+def programs(draw, streams=tuple(WORK)):
+    ops = []
     for index in range(draw(st.integers(1, 14))):
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
         ops.append(op(draw(st.sampled_from(streams)), after=tuple(sorted(after))))
@@ -44,31 +41,29 @@ def programs(draw: st.DrawFn, streams: tuple[str, ...] = tuple(WORK)) -> list[Op
 
 
 @st.composite
-def programs_with_times(draw: st.DrawFn) -> tuple[list[Op], list[float]]:
+def programs_with_times(draw):
     ops = draw(programs())
     times = draw(st.lists(st.integers(0, 9), min_size=len(ops), max_size=len(ops)))
     return ops, [float(t) for t in times]
 
 
-def event_simulation(
-    ops: Sequence[Op], took: Callable[[int, int, int], float], replicas: int, shards: int
-) -> dict[tuple[int, int, int], tuple[float, float]]:
+def event_simulation(ops, took, replicas, shards):
     """Play every rank by itself, event by event: (op, replica, shard) -> begin and end."""
     ranks = [(r, s) for r in range(replicas) for s in range(shards)]
-    queues: dict[Any, list[int]] = defaultdict(list)
+    queues = defaultdict(list)
     for index, one in enumerate(ops):
         for rank in ranks:
             queues[rank, one.stream].append(index)
-    times: dict[tuple[int, int, int], tuple[float, float]] = {}
-    arrived: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    busy: set[Any] = set()
-    heap: list[tuple[float, float, int, tuple[int, int]]] = []
+    times = {}
+    arrived = defaultdict(list)
+    busy = set()
+    heap = []
 
-    def begin(now: float, index: int, members: list[tuple[int, int]]) -> None:
+    def begin(now, index, members):
         for rank in members:
             heapq.heappush(heap, (now + took(index, *rank), now, index, rank))
 
-    def dispatch(now: float, rank: tuple[int, int]) -> None:
+    def dispatch(now, rank):
         for stream in WORK:
             queue = queues[rank, stream]
             if (rank, stream) in busy or not queue:
@@ -141,13 +136,13 @@ class Given:
 
     overlap = 1.0
 
-    def __init__(self, seconds: Sequence[float]) -> None:
+    def __init__(self, seconds):
         self._queue = iter(seconds)
 
-    def seconds(self, op: Op) -> float:
+    def seconds(self, op):
         return next(self._queue)
 
-    def assumptions(self) -> tuple[str, ...]:
+    def assumptions(self):
         return ()
 
 
@@ -164,7 +159,7 @@ def test_one_slow_rank_makes_the_step_as_long_as_if_all_were_slow(made, shape, d
     ops, times = made
     slow = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
 
-    def took(index: int, replica: int, shard: int) -> float:
+    def took(index, replica, shard):
         work, factor = ops[index].work, 1.0
         if isinstance(work, Compute) and (replica, shard) == slow:
             factor = device

@@ -1,7 +1,5 @@
 """The tables of precisions and optimizers, held against the engine and against real optimizers."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +10,7 @@ from shardwise import config
 from shardwise.errors import ConfigError
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 
-OF_TORCH: dict[str, Any] = {
+OF_TORCH = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,

@@ -3,7 +3,6 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
-from shardwise.plan.timing.breakdown import Simulated
 from shardwise.plan.timing.simulate import simulate
 from shardwise.plan.timing.timeline import simulated_trace
 
@@ -34,16 +32,16 @@ PROGRAM = Program(
 STREAM_OF = {"compute": 0, "shard": 1, "replicate": 2, "to_device": 3, "to_host": 4}
 
 
-def made(third: float = 1 / 3) -> Simulated:
+def made(third=1 / 3):
     times = iter([2e-3, 3e-3, third, 1e-3, 2e-3, 4e-3, 1e-6, 1e-3, 5e-4])
     return simulate(PROGRAM, lambda _: next(times))
 
 
-def check_format(trace: dict[str, Any]) -> None:
+def check_format(trace):
     """Hold a trace against the rules for the kinds of events that it has."""
-    slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    named: set[tuple[int, int]] = set()
+    slices = defaultdict(list)
+    flows = defaultdict(list)
+    named = set()
     for event in trace["traceEvents"]:
         assert {"name", "ph", "pid", "tid", "ts"} <= set(event)
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
@@ -87,7 +85,7 @@ def test_any_simulation_gives_a_trace_without_overlaps(third):
     check_format(simulated_trace(made(third)))
 
 
-def slices_of(trace: dict[str, Any], stream: str) -> list[tuple[str, float, float]]:
+def slices_of(trace, stream):
     return [
         (e["name"], e["ts"], e["dur"])
         for e in sorted(trace["traceEvents"], key=lambda e: e["ts"])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,14 +16,13 @@ from memory_cells import CONFIGS, LLAMA_LIKE
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import (
-    ModelSource,
     huggingface_source,
     module_source,
     shape_source,
 )
 from shardwise.plan.model.presets import find_model, find_preset
 from shardwise.plan.model.shapes import gpt_shape, llama_shape
-from shardwise.plan.model.tape import Tape, Visit, Work
+from shardwise.plan.model.tape import Visit, Work
 from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.model.tracing import trace
 from shardwise.train.config import TrainConfig
@@ -35,23 +32,21 @@ MIB = 1 << 20
 FAMILIES = ["llama", "qwen3", "gemma", "gpt2", "mistral"]
 
 
-def decoder_source(**keys: Any) -> ModelSource:
-    def build(checkpointed: bool) -> nn.Module:
+def decoder_source(**keys):
+    def build(checkpointed):
         sizes = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2}
         return Decoder(TrainConfig(**sizes, activation_checkpointing=checkpointed, **keys), 2048)
 
     return module_source("decoder", build, 256)
 
 
-def family_source(family: str, folder: Path) -> ModelSource:
+def family_source(family, folder):
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": family, **CONFIGS[family]}))
     return huggingface_source(path)
 
 
-def tape_of(
-    source: ModelSource, checkpointed: bool, micro_batch: int = 4, seq: int = 256, **options: Any
-) -> Tape:
+def tape_of(source, checkpointed, micro_batch=4, seq=256, **options):
     return trace(
         source.build(checkpointed),
         lambda: source.make_batch(micro_batch, seq),
@@ -84,7 +79,7 @@ def test_experts_cost_the_products_of_the_rows_that_they_are_given(tmp_path, dty
 def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64).to(torch.bfloat16))
 
-    def loss(module: nn.Module, x: Tensor) -> Tensor:
+    def loss(module, x):
         layers = list(module.children())
         return layers[1](layers[0](x).to(torch.bfloat16)).sum()
 
@@ -92,12 +87,12 @@ def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
     assert (tape.compute_dtype, tape.matmul_dtype) == ("float32", "bfloat16")
 
 
-def peak_alone(tape: Tape) -> int:
+def peak_alone(tape):
     """Replay the tape of the plain module: all gradients stay."""
     return peak_of([e for e in tape.events if isinstance(e, Work)])
 
 
-def peak_of(works: list[Work]) -> int:
+def peak_of(works):
     total = peak = 0
     for work in works:
         peak = max(peak, total + work.peak.total)
@@ -105,10 +100,10 @@ def peak_of(works: list[Work]) -> int:
     return peak
 
 
-def real_twin(source: ModelSource, checkpointed: bool) -> nn.Module:
+def real_twin(source, checkpointed):
     """Return the module with zeros on the CPU; `to_empty` unties what is tied."""
     model = source.build(checkpointed)
-    names: dict[int, list[str]] = {}
+    names = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     model = model.to_empty(device="cpu").train()
@@ -121,7 +116,7 @@ def real_twin(source: ModelSource, checkpointed: bool) -> nn.Module:
     return model
 
 
-def allocator_peak(source: ModelSource, model: nn.Module, micro_batch: int, seq: int) -> int:
+def allocator_peak(source, model, micro_batch, seq):
     """Return the largest sum of the CPU allocator's own trace over one forward and backward."""
     batch = source.make_batch(micro_batch, seq)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
@@ -137,7 +132,7 @@ def allocator_peak(source: ModelSource, model: nn.Module, micro_batch: int, seq:
     return peak
 
 
-def assert_within_a_percent(source: ModelSource, checkpointed: bool) -> None:
+def assert_within_a_percent(source, checkpointed):
     tape = tape_of(source, checkpointed)
     real = allocator_peak(source, real_twin(source, checkpointed), 4, 256)
     assert real > 20 * MIB
@@ -234,7 +229,7 @@ def test_the_flops_are_those_that_torch_counts(checkpointed):
 def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed):
     shape = find_preset("demo").shape
 
-    def build(checkpointed: bool) -> nn.Module:
+    def build(checkpointed):
         config = TrainConfig(kv_heads=8, activation_checkpointing=checkpointed)
         return Decoder(config, shape.vocab)
 
@@ -243,11 +238,11 @@ def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed):
 
 
 class Reads(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lin = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.lin(x) if x.sum().item() > 0 else x
 
 
@@ -270,13 +265,13 @@ def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(model, lo
 class Interleaved(nn.Module):
     """A layer used twice, a frozen one, and a parameter that no forward uses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.layers[1].requires_grad_(False)
         self.unused = nn.Parameter(torch.zeros(5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in (*self.layers, self.layers[0]):
             x = layer(x).relu()
         return x
@@ -333,7 +328,7 @@ def test_the_visits_are_the_calls_of_the_engine(tmp_path):
             of = engine.backward if method.startswith("on_") else engine
             plain = getattr(of, method)
 
-            def call(unit: Any, *args: Any, plain: Any = plain, kind: str = kind) -> Any:
+            def call(unit, *args, plain=plain, kind=kind):
                 calls.append((kind, unit.index))
                 return plain(unit, *args)
 

@@ -1,7 +1,5 @@
 """`--check-gradients`: a run's gradients are those of one process, and the run is not touched."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from ranks import run_ranks
 from resumes import prepared, write_text
 from shardwise.errors import GradientError
 
-SETTINGS: list[tuple[int, dict[str, Any]]] = [
+SETTINGS = [
     (1, {"stage": 2, "precision": "fp16", "dropout": 0.1}),
     (2, {"stage": 1, "precision": "bf16", "layout": "flat", "dp_replicate": 2}),
     (3, {"stage": 3, "layout": "matrices", "dp_shard": 3}),
@@ -21,9 +19,9 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def is_content(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def is_content(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
-    before = torch.get_rng_state(), [p.to_local().clone() for p in run.model.parameters()]  # type: ignore[operator]
+    before = torch.get_rng_state(), [p.to_local().clone() for p in run.model.parameters()]
     report = gradients.check_run_gradients(run)
     assert not report.wrong
     # Of a pipeline the report has all stages, and this rank one.
@@ -31,7 +29,7 @@ def is_content(rank: int, world_size: int, flags: dict[str, Any]) -> None:
     assert len(report.checks) >= len(before[1])
     assert torch.equal(torch.get_rng_state(), before[0])
     for param, value in zip(run.model.parameters(), before[1], strict=True):
-        assert torch.equal(param.to_local(), value)  # type: ignore[operator]
+        assert torch.equal(param.to_local(), value)
         assert param.grad is None
 
 
@@ -42,11 +40,11 @@ def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(tmp_pat
     run_ranks(is_content, world_size, flags)
 
 
-def finds_a_wrong_scale(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def finds_a_wrong_scale(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
-    shard_decoder: Any = gradients.shard_decoder
+    shard_decoder = gradients.shard_decoder
 
-    def summed(*arguments: Any) -> Any:
+    def summed(*arguments):
         model = shard_decoder(*arguments)
         model.set_gradient_divide_factor(1.0)
         return model

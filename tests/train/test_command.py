@@ -11,9 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -34,13 +33,13 @@ TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY + f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n")
     return path
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -200,19 +199,19 @@ def test_a_rank_that_dies_is_named(tiny):
     assert "was killed by SIGKILL" in err
 
 
-def wait_for_a_step(tiny: Path) -> None:
+def wait_for_a_step(tiny):
     """Wait until a step was written."""
     path = tiny.parent / "run" / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.stat().st_size > 0)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     deadline = time.monotonic() + HANG_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def go_on(rank: int, world_size: int, path: Path, flags: dict[str, Any]) -> None:
+def go_on(rank, world_size, path, flags):
     config = check_run(load_config(path, flags), world_size)
     place = RankPlace(rank, world_size, rank, world_size)
     train_prepared(prepare_run(config, place, torch.device("cpu")), StopRequest())

@@ -11,7 +11,7 @@ from shardwise.train.config import TrainConfig, dump_config, load_config
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     path = folder / "run.yaml"
     path.write_text(text)
     return path

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.plan.model.decoder import Attention, apply_rotary, rotary_tables
@@ -16,7 +16,7 @@ from shardwise.train.decoder import Decoder, generate
 SMALL = TrainConfig(dim=32, layers=2, heads=4, kv_heads=2, seq=16)
 
 
-def naive_attention(layer: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def naive_attention(layer, x, cos, sin):
     """Attend head by head with an explicit mask."""
     length, size = x.shape[1], layer.head_dim
     outputs = []
@@ -87,7 +87,7 @@ def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
     assert {name for name, _ in untied.named_parameters()} - names == {"head.weight"}
 
 
-def dropping(**keys: object) -> TrainConfig:
+def dropping(**keys):
     return SMALL.model_copy(update={"dropout": 0.25, **keys})
 
 
@@ -128,14 +128,14 @@ def test_dropout_draws_anew_in_each_training_pass_and_the_same_from_the_same_sta
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_a_block_drops_probabilities_and_both_updates(kv_heads, monkeypatch):
-    dropped: list[tuple[str, tuple[int, ...], float]] = []
+    dropped = []
     plain_dropout, plain_attention = F.dropout, F.scaled_dot_product_attention
 
-    def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    def dropout(x, p, training):
         dropped.append(("dropout", tuple(x.shape), p if training else 0.0))
         return plain_dropout(x, p, training)
 
-    def attention(query: Tensor, *args: Tensor, dropout_p: float, **keys: object) -> Tensor:
+    def attention(query, *args, dropout_p, **keys):
         dropped.append(("attention", tuple(query.shape), dropout_p))
         return plain_attention(query, *args, dropout_p=dropout_p, **keys)
 

@@ -1,7 +1,5 @@
 """Runs over tensor and context parallelism: one process's losses; they resume from any other."""
 
-from typing import Any
-
 import pytest
 
 from ranks import run_ranks
@@ -11,12 +9,12 @@ from shardwise.errors import ConfigError
 from shardwise.train.checks import check_run
 from shardwise.train.config import TrainConfig, load_config
 
-FLAGS: dict[str, Any] = {
+FLAGS = {
     **{"optimizer": "sgd", "lr": 0.3, "schedule": "constant", "global_batch": 4, "micro_batch": 1},
     **{"seq": 24, "heads": 4, "kv_heads": 2, "dim": 16, "grad_clip": 0.5},
 }
 # Each takes two steps more of one run.
-TURNS: list[tuple[int, dict[str, Any]]] = [
+TURNS = [
     (4, {"tp": 2, "cp": 2, "cp_method": "gather", "activation_checkpointing": True}),
     (1, {}),
     (2, {"cp": 2, "cp_method": "heads", "stage": 1}),
@@ -26,12 +24,12 @@ TURNS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def one_turn(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
+def one_turn(rank, num_ranks, flags):
     train(rank, num_ranks, flags)
 
 
 # Stages draw other weights than the whole model, so one process begins.
-PIPELINE_TURNS: list[tuple[int, dict[str, Any]]] = [
+PIPELINE_TURNS = [
     (1, {}),
     (2, {"pp": 2}),
     (4, {"pp": 2, "tp": 2, "pp_schedule": "gpipe", "activation_checkpointing": True}),
@@ -40,11 +38,11 @@ PIPELINE_TURNS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pp": 2, "dp_replicate": 2, "stage": 2, "micro_batch": 1}),
 ]
 # With experts; one micro-batch each, as the auxiliary loss is one of a micro-batch.
-EXPERTS: dict[str, Any] = {
+EXPERTS = {
     **{"experts": 6, "shared_experts": 1, "dense_layers": 1, "expert_scoring": "sigmoid"},
     **{"expert_bias": True, "expert_ffn_multiple": 2.0, "global_batch": 12},
 }
-EXPERT_TURNS: list[tuple[int, dict[str, Any]]] = [
+EXPERT_TURNS = [
     (4, {"ep": 2, "micro_batch": 3, "dp_replicate": 2}),
     (1, {"micro_batch": 12}),
     (4, {"ep": 2, "tp": 2, "micro_batch": 6}),

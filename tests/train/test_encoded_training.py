@@ -1,7 +1,5 @@
 """`shardwise train` with encodings over every degree: it trains, gradients are checked."""
 
-from typing import Any
-
 import pytest
 
 from ranks import run_ranks
@@ -10,7 +8,7 @@ from resumes import curve_of, train, write_text
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16, "steps": 2}
 
 
-def trains(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
+def trains(rank, num_ranks, flags):
     train(rank, num_ranks, {**SIZES, **flags})
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import pytest
 
@@ -38,12 +37,12 @@ def test_a_share_of_nothing_asks_for_nothing():
     assert CHECKS[budget.ask()] == "none"
 
 
-def checked_run(rank: int, world_size: int, flags: dict[str, Any]) -> list[int]:
+def checked_run(rank, world_size, flags):
     made = [0, 0]
     compare, replay = loop.check_replicas, loop.compute_twice
 
-    def count(number: int, call: Any) -> Any:
-        def counted(*args: Any) -> Any:
+    def count(number, call):
+        def counted(*args):
             made[number] += 1
             return call(*args)
 
@@ -62,11 +61,11 @@ def test_all_ranks_make_the_same_checks_and_no_bit_changes(tmp_path):
     assert curve_of(tmp_path / "checked") == curve_of(tmp_path / "plain")
 
 
-def rank_at_fault(rank: int, world_size: int, flags: dict[str, Any]) -> int:
+def rank_at_fault(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
-    passes: list[int] = []
+    passes = []
 
-    def err_once(module: Any, inputs: Any, output: Any) -> Any:
+    def err_once(module, inputs, output):
         passes.append(1)
         return output * (1.5 if len(passes) == 2 and rank == 1 else 1.0)
 
@@ -79,7 +78,7 @@ def rank_at_fault(rank: int, world_size: int, flags: dict[str, Any]) -> int:
 def test_the_rank_at_fault_is_the_same_on_all_and_its_node_alone_leaves(tmp_path, monkeypatch):
     flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 3}
     assert run_ranks(rank_at_fault, 3, {**flags, "replay_every": 1}) == [1, 1, 1]
-    sent: list[tuple[int, int]] = []
+    sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     places = [RankPlace(rank, 6, rank % 2, 2) for rank in range(6)]
     assert [leave(place, 3) for place in places] == [False, False, True, True, False, False]

@@ -1,7 +1,5 @@
 """The measured ledger of a run against the ledger of its plan: the same bytes, line by line."""
 
-from typing import Any
-
 import pytest
 
 from ranks import run_ranks
@@ -10,17 +8,17 @@ from shardwise.cli.report import plan_of_run
 from shardwise.monitor.record import Memory, read_run
 
 # Units that share a bucket, and so many of them that reductions are under way in later passes.
-FLAGS: dict[str, Any] = {
+FLAGS = {
     **{"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "seq": 16, "micro_batch": 2, "steps": 3},
     **{"bucket_bytes": 100_000, "threads": 1, "sample_tokens": 0},
 }
 
 
-def run(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def run(rank, world_size, flags):
     train(rank, world_size, flags)
 
 
-CASES: list[tuple[int, dict[str, Any]]] = [  # each stage, and each format, in turns
+CASES = [  # each stage, and each format, in turns
     *((3, {"stage": stage, "accumulation": 1 + stage % 2}) for stage in range(4)),
     *((3, {"stage": stage, "accumulation": 2 - stage % 2}) for stage in (0, 3)),
     *((1, {"stage": stage, "accumulation": 1 + stage % 3}) for stage in (0, 1, 3)),

@@ -1,8 +1,6 @@
 """Runs of `shardwise train` are observed: every step once, whatever happens between steps."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,13 +9,13 @@ from resumes import train, write_text
 from shardwise.monitor.metrics import DATA_S, SAVE_S, STALL_S, TOKENS_PER_S
 from shardwise.monitor.record import read_run
 
-FLAGS: dict[str, Any] = {
+FLAGS = {
     **{"steps": 4, "save_every": 2, "eval_every": 2, "replay_every": 3, "accumulation": 2},
     **{"precision": "fp16", "activation_checkpointing": True},
 }
 
 
-def run_twice(rank: int, world_size: int, folder: Path) -> None:
+def run_twice(rank, world_size, folder):
     made = {**FLAGS, "data": folder / "text.txt", "output": folder / "run"}
     train(rank, world_size, made)
     train(rank, world_size, {**made, "steps": 6, "resume": "auto"})

@@ -15,7 +15,7 @@ from shardwise.train.picture import loss_svg, write_picture
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def metrics(losses: list[float | None], **more: dict[int, float]) -> list[str]:
+def metrics(losses, **more):
     """Return the lines of a run with these losses, rate 0.001; ``more`` are keys by step."""
     lines = []
     for step, loss in enumerate(losses, 1):
@@ -24,11 +24,11 @@ def metrics(losses: list[float | None], **more: dict[int, float]) -> list[str]:
     return [json.dumps(line) for line in lines]
 
 
-def drawn(lines: list[str]) -> ET.Element:
+def drawn(lines):
     return ET.fromstring(loss_svg(lines, "Loss of <runs> & more"))
 
 
-def places(root: ET.Element, name: str) -> list[list[tuple[float, float]]]:
+def places(root, name):
     """Return the points of each line of one class."""
     return [
         [
@@ -40,12 +40,12 @@ def places(root: ET.Element, name: str) -> list[list[tuple[float, float]]]:
     ]
 
 
-def titles(root: ET.Element, tag: str, name: str) -> list[str]:
+def titles(root, tag, name):
     found = [e for e in root.iter(f"{SVG}{tag}") if e.attrib.get("class") == name]
     return [title.text or "" for e in found for title in e.iter(f"{SVG}title")]
 
 
-def labels(root: ET.Element) -> list[str]:
+def labels(root):
     return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
@@ -83,7 +83,7 @@ def test_one_point_and_equal_points_have_an_axis_around_them():
 
 
 def test_steps_without_a_number_are_gaps_with_marks():
-    losses: list[float | None] = [3.0, 2.9, None, None, 2.8, None]
+    losses = [3.0, 2.9, None, None, 2.8, None]
     root = drawn(metrics(losses))
     assert [len(piece) for piece in places(root, "train")] == [2, 1]
     said = "training loss: not a number at step"
@@ -96,7 +96,7 @@ def test_steps_without_a_number_are_gaps_with_marks():
 
 
 def test_many_points_become_columns_that_keep_a_spike_in_sight():
-    losses: list[float | None] = [2 + math.exp(-step / 500) for step in range(20_000)]
+    losses = [2 + math.exp(-step / 500) for step in range(20_000)]
     calm = loss_svg(metrics(losses), "calm")
     assert len(calm) < 40_000
     losses[9_999] = 4.0  # a little above: inside the axis, and seen in the band alone
@@ -148,7 +148,7 @@ def test_ticks_are_round_and_enclose_the_values(low, high, ticks):
 
 def test_a_picture_that_cannot_be_drawn_is_told_of_and_ends_no_run(tmp_path):
     config = load_config(None, {"output": tmp_path})
-    path, said = tmp_path / "metrics.jsonl", list[str]()
+    path, said = tmp_path / "metrics.jsonl", []
     path.write_text(f'{{"step": 1, "loss": 1{"0" * 400}}}\n')  # a number, and no float
     assert _draw(config, said.append) is None
     path.write_text("\n".join(metrics([2.0])))

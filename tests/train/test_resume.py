@@ -6,13 +6,11 @@ import re
 import signal
 import time
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from programs import Program, run_program, start_program
+from programs import run_program, start_program
 from ranks import HANG_S, run_ranks
 from resumes import (
     TINY,
@@ -33,7 +31,7 @@ from roundings import (
     assert_rounded_alike,
 )
 from shardwise.checkpoint import checkpoints
-from shardwise.checkpoint.files import Files, Writer
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.memory import ROOT, folder_in_memory
 from shardwise.errors import CheckpointError
 from shardwise.train.config import TrainConfig, load_config
@@ -45,7 +43,7 @@ from shardwise.train.summary import format_result
 STEPS = 7
 PARTS = ["imports", "process group", "rebuild", "load", "first step"]
 # Every stage, precision, layout, 1 to 3 ranks; with and without accumulation, checkpointing, ties.
-SETTINGS: list[tuple[int, dict[str, Any]]] = [
+SETTINGS = [
     (1, {"stage": 0, "precision": "fp32", "layout": "rows", "accumulation": 2, "grad_clip": 0}),
     (1, {"stage": 3, "precision": "fp16", "layout": "flat", "activation_checkpointing": True}),
     (2, {"stage": 0, "precision": "bf16", "layout": "rows", "save_in_background": False}),
@@ -71,15 +69,13 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def straight_and_died(
-    rank: int, world_size: int, folder: Path, flags: dict[str, Any], die_in: int, save_every: int
-) -> None:
+def straight_and_died(rank, world_size, folder, flags, die_in, save_every):
     """Train without an end, then the same in two parts; only one of them evaluates often."""
     flags = {"steps": STEPS, "dropout": 0.1, "warmup_steps": 2, **flags}
     train(rank, world_size, {**flags, "output": folder / "straight", "eval_every": 2})
     saving = {"output": folder / "parts", "save_every": save_every, "resume": "auto"}
     train_and_die(rank, world_size, {**flags, **saving}, die_in)
-    said: list[str] = []
+    said = []
     result = train(rank, world_size, {**flags, **saving}, said=said)
     done = (die_in - 1) // save_every * save_every
     assert [line.split(" (")[0] for line in said[:1]] == [f"going on from step {done}"] * (done > 0)
@@ -108,10 +104,8 @@ def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path, case):
         assert None in norms and set(norms) != {None}, "steps were to be skipped, but not all"
 
 
-def change_ranks(
-    rank: int, world_size: int, flags: dict[str, Any], die_in: int | None
-) -> list[str]:
-    said: list[str] = []
+def change_ranks(rank, world_size, flags, die_in):
+    said = []
     if die_in is not None:
         train_and_die(rank, world_size, flags, die_in)
     else:
@@ -124,7 +118,7 @@ SMOOTH = {"steps": STEPS, "global_batch": 12, "optimizer_options": {"eps": SMOOT
 SAVES_ALL = {"save_every": 1, "resume": "auto"}
 
 
-def assert_same_steps(one: Path, other: Path, last: int = STEPS) -> None:
+def assert_same_steps(one, other, last=STEPS):
     """Check that two runs have the same losses and gradients but for their roundings."""
     losses = [[line["loss"] for line in lines_of(x) if "loss" in line][:last] for x in (one, other)]
     assert len(losses[0]) == len(losses[1]) == last
@@ -165,12 +159,12 @@ def test_a_run_that_is_overwritten_has_the_losses_of_other_ranks(tmp_path):
             assert_rounded_alike(other, alone, DECODER_ROUNDINGS)
 
 
-def train_wrongly(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def train_wrongly(rank, world_size, flags):
     """Train with the gradient of one parameter, a small one, wrong by 1e-4."""
     run = prepared(rank, world_size, flags)
     wrong = dict(run.model.named_parameters())["blocks.1.attention_norm.weight"]
 
-    def spoil(*_: Any) -> None:
+    def spoil(*_):
         wrong.grad.mul_(1 + SHARP)
 
     run.optimizer.register_step_pre_hook(spoil)
@@ -189,7 +183,7 @@ def test_a_gradient_that_is_wrong_by_1e_4_does_not_pass_for_a_rounding(tmp_path)
         assert_same_steps(tmp_path / "wrong", tmp_path / "alone", last=2)
 
 
-def change_settings(rank: int, world_size: int, flags: dict[str, Any]) -> list[float]:
+def change_settings(rank, world_size, flags):
     """Go on with another decay, which must be the new one; the checkpoint has the old one."""
     run = prepared(rank, world_size, {**flags, "weight_decay": 0.25, "beta1": 0.5})
     with RunCheckpoints(run) as saves:
@@ -205,7 +199,7 @@ def test_settings_of_the_optimizer_are_those_asked_for_now(tmp_path):
     assert run_ranks(change_settings, 1, flags) == [[0.25, 0.5, 0.95]]
 
 
-def draws_of_step(rank: int, world_size: int, flags: dict[str, Any]) -> list[list[float]]:
+def draws_of_step(rank, world_size, flags):
     run, found = prepared(rank, world_size, flags), []
     for number in range(run.share.num_passes):
         run.seed_draws(7, number)
@@ -223,7 +217,7 @@ def test_each_micro_batch_draws_its_own_masks_on_any_number_of_ranks(tmp_path):
     assert run_ranks(draws_of_step, 2, {**flags, "tp": 2})[1][0] not in alone
 
 
-def finish_twice(rank: int, world_size: int, flags: dict[str, Any]) -> str:
+def finish_twice(rank, world_size, flags):
     train(rank, world_size, flags)
     result = train(rank, world_size, flags)
     assert (result.steps, result.losses) == (3, [])
@@ -249,7 +243,7 @@ def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path):
     assert load["step"] == 3 and load["loaded_bytes"] > 0 and load["load_bytes_per_s"] > 0
 
 
-def resume_past_damage(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+def resume_past_damage(rank, world_size, flags):
     train_and_die(rank, world_size, flags, 5)
     folder = flags["output"] / "checkpoints"
     if rank == 0:
@@ -279,22 +273,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path):
 class NoSpace(Files):
     """A disk that is full from the second checkpoint on, on one rank."""
 
-    def create(self, path: Path) -> Writer:
+    def create(self, path):
         if "step-00000002" in str(path):
             time.sleep(0.2)  # so that other ranks are ready to go on
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return super().create(path)
 
 
-def fail_to_save(rank: int, world_size: int, flags: dict[str, Any]) -> tuple[str, int]:
+def fail_to_save(rank, world_size, flags):
     counts = CountsSteps()
-    checkpoints.Files = NoSpace if rank == 1 else Files  # type: ignore[misc]
+    checkpoints.Files = NoSpace if rank == 1 else Files
     try:
         train(rank, world_size, flags, counts)
     except CheckpointError as error:
         return str(error), counts.num_steps
     finally:
-        checkpoints.Files = Files  # type: ignore[misc]
+        checkpoints.Files = Files
     raise AssertionError("the disk was full")
 
 
@@ -309,7 +303,7 @@ def test_a_save_that_fails_in_the_background_ends_all_ranks_after_one_step(tmp_p
     assert sorted(names) == [".shardwise.lock", "step-00000001"]
 
 
-def run_beside(rank: int, world_size: int, flags: dict[str, Any]) -> str:
+def run_beside(rank, world_size, flags):
     path = flags["output"] / "metrics.jsonl"
     with RunCheckpoints(prepared(rank, world_size, flags)):
         before = path.read_bytes()
@@ -329,7 +323,7 @@ def test_a_second_run_on_one_output_is_refused_and_touches_nothing(tmp_path):
     assert "saves checkpoints there; choose another folder, or end that run" in texts[0]
 
 
-def kill_job(job: Program) -> None:
+def kill_job(job):
     """Kill the launcher and its ranks, which have sessions of their own."""
     for pid in (job.pid, *job.ranks):
         os.kill(pid, signal.SIGKILL)
@@ -340,13 +334,13 @@ class StopsIn(CountsSteps):
     """Asks to stop after the n-th step."""
 
     @property
-    def requested(self) -> bool:
+    def requested(self):
         self.num_steps += 1
         return self.num_steps == self._die_in
 
 
-def stop_and_go_on(rank: int, world_size: int, flags: dict[str, Any]) -> list[str]:
-    said: list[str] = []
+def stop_and_go_on(rank, world_size, flags):
+    said = []
     assert train(rank, world_size, flags, StopsIn(3)).saved_step == 3
     train(rank, world_size, flags, said=said)
     return said
@@ -369,7 +363,7 @@ def test_ranks_and_jobs_that_are_killed_go_on_to_the_same_bits(tmp_path):
     memory = folder_in_memory(tmp_path / "parts" / "checkpoints", ROOT)
     job = start_program(tmp_path, "shardwise", "train", *common, "--steps=100000", launches=True)
 
-    def has_come_to(step: int) -> bool:
+    def has_come_to(step):
         has_copy = any(memory.glob("step-*/manifest.json"))
         return has_copy and path.exists() and f'"step": {step},' in path.read_text()
 

@@ -31,7 +31,7 @@ def test_the_metrics_change_at_once(tmp_path, monkeypatch):
     path.write_text('{"step": 1}\n{"step": 2}\n')
     seen = []
 
-    def replace(self: Path, target: Path) -> None:
+    def replace(self, target):
         seen.append((self.read_text(), target.read_text()))
         raise OSError
 
@@ -60,7 +60,7 @@ def test_a_new_run_starts_with_no_lines(tmp_path):
         assert path.read_text() == ""
 
 
-def make_steps(config: TrainConfig, *steps: int) -> None:
+def make_steps(config, *steps):
     for step in steps:
         (checkpoints_path(config) / f"step-{step:08d}").mkdir(parents=True)
 
@@ -137,8 +137,8 @@ def test_a_key_that_an_older_version_did_not_have_is_not_told_as_changed():
     assert find_changes(older, {**SAVED, "dp_replicate": 2}, 1, 1) == ["dp_replicate: 1 -> 2"]
 
 
-def panel(field: object) -> str:
-    return json.loads(json.dumps(field.json_schema_extra))["panel"]  # type: ignore[attr-defined]
+def panel(field):
+    return json.loads(json.dumps(field.json_schema_extra))["panel"]
 
 
 def test_the_summary_tells_the_last_checkpoint_and_the_stall():

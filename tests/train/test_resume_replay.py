@@ -3,8 +3,6 @@
 In test_same_bits.py and test_integrity.py they change no bit.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,25 +14,23 @@ from shardwise.train.loop import train_prepared
 from shardwise.train.replay import ReplayError
 
 
-def flip(tensor: torch.Tensor) -> None:
+def flip(tensor):
     """Flip the lowest bit of the first element."""
     tensor.view(torch.uint8).view(-1)[0] ^= 1
 
 
-def flip_in_replay(
-    rank: int, world_size: int, flags: dict[str, Any], where: str, at_pass: int
-) -> str:
+def flip_in_replay(rank, world_size, flags, where, at_pass):
     """Flip a bit on the last rank in one pass: the fourth is the second through step 3."""
     run = prepared(rank, world_size, flags)
-    passes: list[int] = []
+    passes = []
 
-    def at_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def at_step(optimizer, args, kwargs):
         passes.append(1)
         if len(passes) == at_pass and rank == world_size - 1:
             param = dict(run.model.named_parameters())["blocks.1.feed_forward.down.weight"]
             flip(param.to_local() if where == "value" else optimizer.state[param][where].to_local())
 
-    def at_forward(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def at_forward(module, inputs, output):
         passes.append(1)
         return output * (1.5 if len(passes) == at_pass and rank == world_size - 1 else 1.0)
 
@@ -63,11 +59,11 @@ def test_a_bit_that_flips_between_two_passes_is_named(tmp_path, where, named):
     assert f"First difference on rank 2: {named}" in texts[0]
 
 
-def flip_a_copy(rank: int, world_size: int, flags: dict[str, Any]) -> tuple[str, int]:
+def flip_a_copy(rank, world_size, flags):
     run = prepared(rank, world_size, flags)
     num_steps = 0
 
-    def at_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def at_step(optimizer, args, kwargs):
         nonlocal num_steps
         num_steps += 1
         if num_steps == 3 and rank == 1:

@@ -1,9 +1,6 @@
 """Ways to run that change no bit: where state rests, when it is stepped, the order of passes."""
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,15 +20,14 @@ SAVING = {"steps": 4, "save_every": 2, "eval_every": 1, "schedule": "constant"}
 WINDOW = {"steps": 3, "reduce_every": "step", "accumulation": 3}
 LAYERS = {"breadth": {"accumulation_order": "breadth_first"}}
 INPUTS_TOO = {"params": "cpu", "optimizer": "cpu", "activations": "cpu"}
-Case = tuple[dict[str, Any], dict[str, dict[str, Any]]]  # settings; other ways, by name
 
 
-def offloaded(flags: dict[str, Any], offload: object) -> Case:
+def offloaded(flags, offload):
     ways = {"overlap": {"overlap_step": True}, "parts": {"offload": offload, "replay_every": 3}}
     return {**flags, **SAVING}, ways
 
 
-CASES: list[Case] = [
+CASES = [
     offloaded(
         {"precision": "bf16", "accumulation": 2, "activation_checkpointing": True}, INPUTS_TOO
     ),
@@ -49,13 +45,13 @@ CASES: list[Case] = [
     (WINDOW, {**LAYERS, "alone": {"accumulation": 1}}),
     ({"experts": 3, "expert_bias": True, **WINDOW}, LAYERS),
 ]
-COMPOSED: list[Case] = [
+COMPOSED = [
     ({"tp": 2, **WINDOW}, LAYERS),
     ({"cp": 2, "activation_checkpointing": True, **WINDOW}, LAYERS),
 ]
 
 
-def train_all_ways(rank: int, world_size: int, folder: Path, cases: list[Case]) -> None:
+def train_all_ways(rank, world_size, folder, cases):
     """Train each case plainly and in its other ways; "parts" stops in the middle and resumes."""
     for number, (flags, ways) in enumerate(cases):
         for name, more in {"plain": {}, **ways}.items():
@@ -68,7 +64,7 @@ def train_all_ways(rank: int, world_size: int, folder: Path, cases: list[Case]) 
             train(rank, world_size, {**made, "resume": "auto" if name == "parts" else "never"})
 
 
-def figures(output: Path, keys: Sequence[str]) -> list[Any]:
+def figures(output, keys):
     rows = [row for row in lines_of(output) if "step" in row]
     return [(row["step"], key, row[key]) for row in rows for key in keys if key in row]
 
@@ -100,12 +96,12 @@ def test_a_run_has_the_same_bits_in_every_way(world_size, cases, tmp_path):
 class WritesLate(System):
     """A disk that takes its time, so that whoever does not wait for a write reads old bytes."""
 
-    def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
+    def write(self, fd, at, data):
         time.sleep(0.01)
         return super().write(fd, at, data)
 
 
-def replay_on_slow_disk(rank: int, world_size: int, folder: Path) -> None:
+def replay_on_slow_disk(rank, world_size, folder):
     flags = {"stage": 2, "optimizer_options": {"moments": "8bit"}, "steps": 4, "replay_every": 1}
     flags |= {"data": folder / "text.txt", "output": folder, "offload": f"nvme:{folder}"}
     with mock.patch.object(disk, "System", WritesLate):

@@ -189,6 +189,65 @@ function drawStep(box, data) {
     make("p", { class: "note legend" }, ...legend), now);
 }
 
+// Cells of a matrix; those without a colour are empty, and one is outlined.
+function makeCells(label, [rows, columns], colours, chosen) {
+  const place = (number) => [number % columns, Math.floor(number / columns)];
+  const cells = colours.map((colour, number) => {
+    const [x, y] = place(number);
+    return [x + 0.05, y + 0.05, 0.9, 0.9, colour ?? "transparent"];
+  });
+  const picture = makePicture(label, columns, rows, cells);
+  const outline = picture.lastElementChild.cloneNode();
+  const [x, y] = place(chosen);
+  outline.setAttribute("x", x + 0.05);
+  outline.setAttribute("y", y + 0.05);
+  outline.setAttribute("fill", "none");
+  outline.classList.add("chosen");
+  picture.append(outline);
+  return picture;
+}
+
+function drawOwner(box, data) {
+  const [rows, columns] = data.shape;
+  const [slice, copy, stale, own, mean] = Object.values(data.kinds);
+  const stage = makeSelect("stage", Object.keys(data.stages), "3", update);
+  const names = data.stages[3].map((each) => each.moment);
+  const moment = makeSlider("moment", names, "its layer's backward", (name) => name, update);
+  const element = makeSlider("element", [...Array(rows * columns).keys()], 13,
+    (number) => `${number}: row ${Math.floor(number / columns)}, column ${number % columns}`, update);
+  const result = make("div", { "aria-live": "polite" });
+
+  // The begin and the end of the gradient's elements on a rank.
+  const spanOf = (rank) => rank.grad === "own" ? [0, rows * columns] : rank.grads.length ? rank.owns : [0, 0];
+
+  function update() {
+    const number = element.chosen();
+    const { ranks } = data.stages[stage.chosen()][names.indexOf(moment.chosen())];
+    const within = ([begin, end], at = number) => begin <= at && at < end;
+    const owners = ranks.flatMap((rank, at) => within(rank.owns) ? [at] : []);
+    const grids = ranks.map((rank, at) => make("div", {}, make("p", {}, `rank ${at}`),
+      makeCells(`weight on rank ${at}`, data.shape, rank.values.map((value, each) =>
+        within(rank.owns, each) ? slice : value === null ? null : rank.full === "stale" ? stale : copy), number),
+      makeCells(`gradient on rank ${at}`, data.shape, rank.values.map((_, each) =>
+        within(spanOf(rank), each) ? (rank.grad === "own" ? own : mean) : null), number)));
+    const table = ranks.map((rank, at) => {
+      const value = rank.values[number];
+      const is = within(rank.owns) ? "owner" : rank.full === "stale" ? "stale" : "copy";
+      const grad = within(spanOf(rank)) ? `${rank.grads[number - spanOf(rank)[0]]} (${rank.grad})` : "–";
+      return [`rank ${at}`, value === null ? "–" : `${value} (${is})`, grad, within(rank.owns) ? "yes" : "–"];
+    });
+    result.replaceChildren(
+      make("p", {}, make("strong", {}, owners.length > 1 ? "Every rank" : `Rank ${owners[0]}`), ` updates element ${number}.`),
+      make("div", { class: "grids" }, ...grids),
+      makeTable(["", "weight", "gradient", "Adam's averages"], table));
+  }
+  update();
+  const legend = Object.entries(data.kinds).map(([kind, colour]) => make("span", {}, makeSwatch(colour), kind));
+  box.append(make("form", {}, stage.element, moment.element, element.element), result,
+    make("p", { class: "note legend" }, ...legend),
+    make("p", { class: "note" }, "Above is the weight, below its gradient. Empty cells are not on the rank."));
+}
+
 const box = document.querySelector("[data-picture]");
-const draw = { accounting: drawAccounting, step: drawStep };
+const draw = { accounting: drawAccounting, owner: drawOwner, step: drawStep };
 draw[box.dataset.picture](box, JSON.parse(document.getElementById("picture-data").textContent));
