@@ -28,8 +28,8 @@ from shardwise.train.launch import RankPlace
 SIZE = 3
 ODD = 1  # the rank with the fault
 HERE = {"MASTER_ADDR": "127.0.0.1"}
-QUICK_S = 2.0  # after which a rank that never comes is late; nothing else is waited for then
-SHORT_S = 6.0  # half of it goes on looking for files that never appear
+LATE_S = 5.0  # after which a rank that never comes is late
+FILE_S = 1.0  # after which a file that never appears is not there
 OF_SPEED = "speed of products", "round trip", "durable write", "axis", "links"
 
 
@@ -62,11 +62,13 @@ def fly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     dist.destroy_process_group()
     place = RankPlace(rank, world, 0, 1)
 
-    def look(name: str, timeout_s: float = 60.0, pp: int = 1, **fault: Any) -> Any:
+    def look(
+        name: str, timeout_s: float = 60.0, file_s: float = 30.0, pp: int = 1, **fault: Any
+    ) -> Any:
         meeting = Meeting(dist.PrefixStore(name, store), place, timeout_s)
         mine = fault if rank == ODD else {}
         where, variables = mine.pop("folder", folder), mine.pop("environment", {})
-        asked = Asked(Axes(pp=pp), where, timeout_s, **mine)
+        asked = Asked(Axes(pp=pp), where, timeout_s, file_s, **mine)
         verdict, found = preflight(meeting, asked, HERE | variables)
         return {"verdict": verdict} if found is None else found.to_json()
 
@@ -81,9 +83,9 @@ def fly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     if rank == ODD:
         node.__version__, node.available_host_bytes = "0.0.1", lambda: 1 << 20
         run.Echo = _Closed  # type: ignore[misc]
-    reports["several"] = look("several", SHORT_S, folder=folder / "other")
+    reports["several"] = look("several", file_s=FILE_S, folder=folder / "other")
     if rank != ODD:
-        reports["missing"] = look("missing", QUICK_S)
+        reports["missing"] = look("missing", LATE_S)
     again = dist.PrefixStore("end", store)  # which the test's ranks leave
     dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
     return reports
@@ -125,7 +127,7 @@ def test_ranks_without_a_fault_may_begin_and_every_figure_is_there(
         ("several", "odd", "free host memory", "1 MiB, the median is"),
         ("several", "failed", "shared folder", "not the same on all nodes"),
         ("several", "failed", "reachability", "Connection refused"),
-        ("missing", "failed", "nodes", "nothing came from them within 2 s"),
+        ("missing", "failed", "nodes", "nothing came from them within 5 s"),
     ],
 )
 def test_a_fault_is_found_at_the_rank_that_has_it(

@@ -6,6 +6,7 @@ rows, so it knows who did not come in time, and tells the other ranks how it goe
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,7 @@ class Meeting:
         self.store = dist.PrefixStore("shardwise/preflight", store)
         self.place = place
         self.timeout_s = timeout_s
+        self._late: list[int] = []
 
     def gather(self, name: str, row: Row) -> list[Row] | None:
         """Send this rank's row; return all rows in rank order on rank 0, None on the others.
@@ -48,11 +50,10 @@ class Meeting:
         try:
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError:
-            late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            if late:
-                raise MissingRanksError(
-                    f"nothing came from them within {self.timeout_s:g} s", late
-                ) from None
+            self._late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if self._late:
+                text = f"nothing came from them within {self.timeout_s:g} s"
+                raise MissingRanksError(text, self._late) from None
         return [json.loads(self.store.get(key)) for key in keys]
 
     def tell(self, name: str, what: Row | None) -> Row:
@@ -75,15 +76,13 @@ class Meeting:
 
     def leave(self) -> None:
         """Let rank 0, which may hold the store, wait until the others need it no more."""
-        left = self.store.add("left", 1)
-        if self.place.rank == 0 and left < self.place.world_size:
-            deadline = timedelta(seconds=min(_GOODBYE_S, self.timeout_s))
-            try:
-                self.store.wait(["all have left"], deadline)
-            except RuntimeError:  # a rank is missing, which the report says
-                return
-        elif left == self.place.world_size:
-            self.store.set("all have left", "1")
+        num_left = self.store.add("left", 1)
+        if self.place.rank == 0:
+            num = self.place.world_size - len(self._late)
+            until_s = time.monotonic() + _GOODBYE_S
+            while num_left < num and time.monotonic() < until_s:
+                time.sleep(0.05)
+                num_left = self.store.add("left", 0)
 
 
 def open_store(environment: Mapping[str, str], place: RankPlace, timeout_s: float) -> dist.Store:

@@ -159,10 +159,7 @@ class Folder:
         return {"kind": file_system_of(self._path), "sync_s": seconds, "free_bytes": free}
 
     def look(self, rank: int, others: list[int], timeout_s: float) -> Row:
-        """Return whose files this node does not see, and whether the lock holds here.
-
-        A client of NFS may not see a new name for 30 s (nfs(5), acdirmin).
-        """
+        """Return whose files this node does not see, and whether the lock holds here."""
         until_s = time.monotonic() + timeout_s
         while (unseen := [r for r in others if not self._has(r)]) and time.monotonic() < until_s:
             time.sleep(0.1)

@@ -13,19 +13,18 @@ import torch.distributed as dist
 
 from shardwise.axes import Axes
 from shardwise.device import local_device
-from shardwise.preflight import checks
-from shardwise.preflight.checks import Check, Node, Preflight, Verdict
+from shardwise.preflight.checks import Check, Judge, Node, Preflight, Rows, Verdict
 from shardwise.preflight.links import Echo, ask_nodes, measure_axes, measure_neighbours
 from shardwise.preflight.meeting import Meeting, MissingRanksError, Row
 from shardwise.preflight.node import Folder, Multiply, check_products, describe_node
 from shardwise.train.setup import join_ranks
 
-_NOT_DONE = "not done after"
+_LATE = "not done after"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to look at: the axes of the run and its folder; how long a rank may be late.
+    """What to look at: the axes of the run and its folder; how long a rank, or a file, may be late.
 
     ``multiply`` and ``clock`` are the product and the clock under test.
     """
@@ -33,6 +32,7 @@ class Asked:
     axes: Axes
     folder: Path | None
     timeout_s: float = 60.0
+    file_s: float = 30.0  # nfs(5), acdirmin: so long a client may not see a new name
     multiply: Multiply = torch.matmul
     clock: Callable[[], float] = time.time
 
@@ -43,9 +43,8 @@ class _Part:
 
     name: str
     work: Callable[[], Row]
-    judge: Callable[[list[Row]], Iterable[Check]]
+    judge: Callable[[Rows], Iterable[Check]]
     must_pass: bool = False  # the parts after it would fail too, or hang
-    tells: Callable[[list[Row]], Row] = lambda rows: {}
 
 
 def preflight(
@@ -92,13 +91,13 @@ def preflight(
 
 
 class _Rank:
-    """One rank in a preflight; ``told`` is what rank 0 has said, ``rows`` what it has heard."""
+    """One rank in a preflight; ``told`` is what rank 0 has said, and ``judge`` its view."""
 
     def __init__(
         self, meeting: Meeting, asked: Asked, environment: Mapping[str, str], leaving: ExitStack
     ) -> None:
         self.told: Row = {}
-        self.rows: dict[str, list[Row]] = {}
+        self.judge = Judge()
         self._meeting, self._asked, self._place = meeting, asked, meeting.place
         self._environment, self._leaving = environment, leaving
         self._device = local_device(self._place.local_rank)
@@ -106,65 +105,45 @@ class _Rank:
 
     def parts(self) -> list[_Part]:
         """Return the parts in their order."""
-        name = self._named
+        judge = self.judge
         found = [
-            _Part(
-                "nodes", self._describe, lambda r: checks.judge_nodes(r, name), False, self._tell
-            ),
-            _Part(
-                "products",
-                lambda: check_products(self._device, self._asked.multiply),
-                lambda r: checks.judge_products(r, name, self._kinds()),
-            ),
+            _Part("nodes", self._describe, judge.judge_nodes),
+            _Part("products", self._multiply, judge.judge_products),
         ]
         if self._asked.folder is not None:
-            found += [
-                _Part(
-                    *("folder", self._write, lambda r: checks.judge_folder(r, name), False),
-                    lambda rows: {"wrote": [n for n, row in enumerate(rows) if "sync_s" in row]},
-                ),
-                _Part("shared folder", self._look, lambda r: checks.judge_shared(r, name)),
-            ]
+            found.append(_Part("folder", self._write, judge.judge_folder))
+            found.append(_Part("shared folder", self._look, judge.judge_shared))
         if self._place.world_size > 1:
             found += [
-                _Part("reachability", self._ask, self._judge_ways, must_pass=True),
-                _Part("process group", self._join, lambda r: checks.judge_joins(r)),
-                _Part("axes", self._measure_axes, lambda r: checks.judge_axes(r, name)),
-                _Part(
-                    "links",
-                    lambda: measure_neighbours(self.told["nodes"], self._device),
-                    lambda r: checks.judge_links(r, name, self.told["nodes"]),
-                ),
+                _Part("reachability", self._ask, judge.judge_ways, must_pass=True),
+                _Part("process group", self._join, judge.judge_group),
+                _Part("axes", self._measure_axes, judge.judge_axes),
+                _Part("links", self._measure_links, judge.judge_links),
             ]
         return found
 
     def go_through(self, part: _Part) -> list[Check]:
         """Do one part together with the other ranks; return its checks on rank 0."""
         row = _within(self._asked.timeout_s, part.work)
-        found: list[Check] = []
-        ends, more = False, {}
+        if self._place.rank:
+            self._meeting.gather(part.name, row)
+            self.told = self._meeting.tell(part.name, None)
+            return []
         try:
-            rows = self._meeting.gather(part.name, row)
-        except MissingRanksError as error:
-            rows, ends = None, True
-            text = f"{self._named(error.ranks)}: {error}. Look at the logs of that rank"
-            found = [Check(part.name, "failed", text, tuple(error.ranks))]
-        if rows is not None:
+            rows = self._meeting.gather(part.name, row) or []
             failed = [rank for rank, row in enumerate(rows) if "error" in row]
-            if failed:
-                # An error says more than that a rank was not done.
-                told = [rows[rank]["error"] for rank in failed]
-                text = f"{self._named(failed)}: {min(told, key=lambda e: e.startswith(_NOT_DONE))}"
-                found = [Check(part.name, "failed", text, tuple(failed))]
-                ends = True
-            else:
-                self.rows[part.name] = rows
-                more = part.tells(rows)
-                self.told |= more
-                found = list(part.judge(rows))
-                ends = part.must_pass and any(c.verdict == "failed" for c in found)
-        is_first = self._place.rank == 0
-        self.told |= self._meeting.tell(part.name, more | {"ends": ends} if is_first else None)
+            # An error says more than that a rank was not done.
+            errors = sorted((rows[n]["error"] for n in failed), key=lambda e: e.startswith(_LATE))
+        except MissingRanksError as error:
+            failed, errors = list(error.ranks), [f"{error}. Look at the log of that rank"]
+        if failed:
+            text = f"{self.judge.named(failed)}: {errors[0]}"
+            found = [Check(part.name, "failed", text, tuple(failed))]
+        else:
+            self.judge.rows[part.name] = rows
+            found = list(part.judge(rows))
+        is_bad = part.must_pass and any(check.verdict == "failed" for check in found)
+        self.told = self._meeting.tell(part.name, self._news() | {"ends": bool(failed) or is_bad})
         return found
 
     # -- what this rank does
@@ -173,17 +152,10 @@ class _Rank:
         if self._place.local_rank == 0:
             echo = self._leaving.enter_context(closing(Echo(row["address"], self._asked.clock)))
             row["echo"] = [row["address"], echo.port]
-        return row | {"local": self._place.local_rank}
+        return row | {"is_first": self._place.local_rank == 0}
 
-    def _tell(self, rows: list[Row]) -> Row:
-        """Return the ranks of each node, the addresses of their echoes, and a name for files."""
-        nodes: list[list[int]] = []
-        for rank, row in enumerate(rows):
-            if row["local"] == 0:
-                nodes.append([])
-            nodes[-1].append(rank)
-        echoes = {str(rank): row["echo"] for rank, row in enumerate(rows) if "echo" in row}
-        return {"nodes": nodes, "echoes": echoes, "token": uuid.uuid4().hex[:12]}
+    def _multiply(self) -> Row:
+        return check_products(self._device, self._asked.multiply)
 
     def _write(self) -> Row:
         if self._place.local_rank or self._asked.folder is None:
@@ -193,15 +165,15 @@ class _Rank:
         return self._folder.write(self._place.rank)
 
     def _look(self) -> Row:
-        wrote = self.told["wrote"]
-        if self._folder is None or self._place.rank not in wrote:
+        if self._folder is None or self._place.rank not in self.told["wrote"]:
             return {}
-        return self._folder.look(self._place.rank, wrote, self._asked.timeout_s / 2)
+        timeout_s = min(self._asked.file_s, self._asked.timeout_s / 2)
+        return self._folder.look(self._place.rank, self.told["wrote"], timeout_s)
 
     def _ask(self) -> Row:
         if self._place.local_rank:
-            return {}
-        others = {int(r): tuple(at) for r, at in self.told["echoes"].items()}
+            return {"asked": {}}
+        others = {int(rank): tuple(at) for rank, at in self.told["echoes"].items()}
         others.pop(self._place.rank)
         return {"asked": ask_nodes(others, self._asked.clock)}
 
@@ -215,32 +187,29 @@ class _Rank:
     def _measure_axes(self) -> Row:
         return measure_axes(self._asked.axes.over(self._place.world_size), self._device)
 
+    def _measure_links(self) -> Row:
+        return measure_neighbours(self.told["nodes"], self._device)
+
     # -- what rank 0 makes of it
-    def _named(self, ranks: Iterable[int]) -> str:
-        """Return the hosts of ranks, as far as they are known."""
-        rows, ranks = self.rows.get("nodes"), list(ranks)
-        if rows is None:
-            return checks.ranks_text(ranks)
-        hosts: dict[str, list[int]] = {}
-        for rank in ranks:
-            hosts.setdefault(rows[rank]["host"], []).append(rank)
-        return ", ".join(f"{host} ({checks.ranks_text(of)})" for host, of in hosts.items())
-
-    def _judge_ways(self, rows: list[Row]) -> list[Check]:
-        addresses = checks.judge_addresses(self.rows["nodes"], self._named)
-        return [*addresses, *checks.judge_trips(rows, self._named)]
-
-    def _kinds(self) -> list[str]:
-        return [f"{r['device']}, {r['processor']}, {r['versions']}" for r in self.rows["nodes"]]
+    def _news(self) -> Row:
+        """Return what the next part needs: nodes, their echoes, a name and who wrote files."""
+        facts = self.judge.rows.get("nodes", ())
+        if not self.judge.nodes:
+            self._token = uuid.uuid4().hex[:12]
+            for rank, row in enumerate(facts):
+                if row["is_first"]:
+                    self.judge.nodes.append([])
+                self.judge.nodes[-1].append(rank)
+        wrote = [n for n, row in enumerate(self.judge.rows.get("folder", ())) if "sync_s" in row]
+        echoes = {rank: row["echo"] for rank, row in enumerate(facts) if "echo" in row}
+        news = {"nodes": self.judge.nodes, "echoes": echoes, "token": self._token}
+        return news | {"wrote": wrote}
 
     def nodes_found(self) -> tuple[Node, ...]:
         """Return the nodes with all that is known of them."""
-        rows = self.rows
-        trips, offsets = checks.trips_of(rows.get("reachability", []))
-        nodes = self.told.get("nodes", [])
-        links = checks.links_of(rows.get("links", []), nodes)
+        rows, (trips, offsets), links = self.judge.rows, self.judge.trips(), self.judge.links()
         found = []
-        for number, ranks in enumerate(nodes):
+        for number, ranks in enumerate(self.judge.nodes):
             facts = rows["nodes"][ranks[0]]
             speeds = [value for ends, value in links.items() if number in ends]
             flops = [rows["products"][rank]["flops"] for rank in ranks if "products" in rows]
@@ -251,7 +220,7 @@ class _Rank:
                     **{name: facts[name] for name in names},
                     device_free_bytes=facts.get("device_free_bytes"),
                     trip_s=trips.get(ranks[0]),
-                    offset_s=offsets.get(ranks[0]) if trips else None,
+                    offset_s=offsets.get(ranks[0]),
                     flops=min(flops, default=None),
                     link_bytes_per_s=max(speeds, default=None),
                 )
@@ -275,4 +244,4 @@ def _within(limit_s: float, work: Callable[[], Row]) -> Row:
     thread = threading.Thread(target=attempt, name="shardwise-preflight", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return found[0] if found else {"error": f"{_NOT_DONE} {limit_s:g} s"}
+    return found[0] if found else {"error": f"{_LATE} {limit_s:g} s"}
