@@ -30,7 +30,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "shardwise.interop.deepspeed": (),
     "shardwise.interop.lightning": (),
     "shardwise.interop.peft": ("load_adapter", "save_adapter"),
-    "shardwise.interop.torchtitan": ("parallelize", "with_shardwise"),
+    "shardwise.interop.torchtitan": ("with_shardwise",),
     "shardwise.interop.transformers": (),
 }
 LONGEST_LINE = 76

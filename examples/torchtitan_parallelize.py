@@ -1,4 +1,4 @@
-"""Train torchtitan's debug Llama with Shardwise as its `parallelize_fn`.
+"""Train torchtitan's debug Llama with Shardwise in its `parallelize_fn`.
 
     pip install "shardwise[torchtitan]"
     torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
@@ -6,7 +6,6 @@
 torchtitan's Trainer needs a tokenizer, data and a GPU. This program handles the model as it does.
 """
 
-import dataclasses
 import gc
 
 import torch
@@ -19,7 +18,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 
 from shardwise.device import local_device
-from shardwise.interop.torchtitan import parallelize
+from shardwise.interop.torchtitan import with_shardwise
 
 STEPS, VOCAB = 8, 64
 
@@ -27,10 +26,8 @@ STEPS, VOCAB = 8, 64
 def train(device: torch.device) -> None:
     num_ranks = dist.get_world_size()
     torchtitan_dims.device_type = device.type  # it is "cuda" on machines without an accelerator
-    spec = dataclasses.replace(
-        model_registry("debugmodel", attn_backend="varlen"),
-        parallelize_fn=parallelize,  # the only line that is about Shardwise
-    )
+    spec = model_registry("debugmodel", attn_backend="varlen")
+    spec.parallelize_fn = with_shardwise(spec.parallelize_fn)  # the only line about Shardwise
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:  # an attention that runs on a CPU too
         layer.attention.inner_attention = ScaledDotProductAttention.Config()

@@ -17,11 +17,13 @@ import pytest
 import programs
 import shardwise
 import shardwise.keys
+from commands import call_command
 from gallery import printed_by
 from generate_accounting import held_bytes
 from generate_pages import import_graph, module_name, pages, rooms
 from palette import colours
-from shardwise.cli.main import call_command
+from record_mesh import groups as groups_of
+from shardwise.axes import Axes
 from shardwise.layout.segments import rows_layout
 from shardwise.plan import account
 from shardwise.stages import STAGES, Stage
@@ -241,6 +243,22 @@ def test_the_recorded_owners_are_those_of_the_layout_and_hold_what_the_stages_sa
         step = moments["after the optimizer's step"]
         updated.add(tuple(step[0]["values"][:6] + step[3]["values"][18:]))
     assert len(updated) == 1
+
+
+def test_the_picture_of_the_mesh_has_the_groups_that_ranks_make():
+    data = json.loads((ROOT / "docs" / "site" / "data" / "mesh.json").read_text())
+    for key, groups in data["dense"].items():
+        pp, replicate, cp, tp = map(int, key.split("/"))
+        axes = Axes(pp=pp, dp_replicate=replicate, cp=cp, tp=tp).over(16)
+        assert groups["part"] == "".join(f"{axes.part_of_batch(rank)[0]:x}" for rank in range(16))
+        degrees = {"pp": pp, "dp_replicate": replicate, "dp_shard": axes.dp_shard, "cp": cp}
+        degrees |= {"tp": tp, "fsdp": axes.dp_shard * cp, "loss": replicate * axes.dp_shard * cp}
+        assert {name: 16 // len(set(groups[name])) for name in degrees} == degrees
+    degrees = 2, 1, 2, 2, 4
+    key = "/".join(map(str, degrees))
+    made = groups_of(degrees, data["axes"])
+    part = data["dense"][key.removesuffix("/4")]["part"]
+    assert made | {"part": part} == data["dense"][key.removesuffix("/4")] | data["experts"][key]
 
 
 def test_every_error_is_explained_with_a_remedy():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import ConfigError
 from shardwise_labs.course import Lab, answers_in, intro_of, labs, line_of, steps_of
 from shardwise_labs.ranks import Job, Outcome, Verdict, run_job
 
@@ -16,7 +17,7 @@ WIDTH = 80
 STATIC = ("predict", "break", "decide", "claims")
 
 
-class LabError(Exception):
+class LabError(ConfigError):
     """A command cannot be carried out; the text says what to do."""
 
 

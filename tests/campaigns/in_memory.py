@@ -7,7 +7,7 @@ from typing import Any
 
 from disk import Fault, Killed, PowerCut
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.trash import clean_up
+from shardwise.checkpoint.folder import clean_up
 from shardwise.checkpoint.write import Written
 from shardwise.comm.control import Control
 from tables import (

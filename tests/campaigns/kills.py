@@ -20,8 +20,9 @@ import torch
 import shardwise
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
+from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.verify import check_quickly
 from shardwise.errors import DamagedCheckpoint
 from stamped import build, count, stamp, stamped_value
 from worlds import TIMEOUT_S, Hear, Say, World, in_a_world

@@ -21,7 +21,6 @@ sys.path[:0] = [str(HERE), str(HERE / "checkpoint")]
 
 from scaling import llama_shapes, manifest_of, part_of, wanted_by  # noqa: E402 - see above
 from shardwise.checkpoint.files import Entry, Files  # noqa: E402
-from shardwise.checkpoint.folder import check_quickly  # noqa: E402
 from shardwise.checkpoint.manifest import (  # noqa: E402  # noqa: E402
     MANIFEST,
     IndexRow,
@@ -32,6 +31,7 @@ from shardwise.checkpoint.manifest import (  # noqa: E402  # noqa: E402
     seal,
 )
 from shardwise.checkpoint.read import Checkpoint  # noqa: E402
+from shardwise.checkpoint.verify import check_quickly  # noqa: E402
 from shardwise.checkpoint.write import index_row, write_rank  # noqa: E402
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class Listed(Files):
             names += [
                 (file_name(rank, n), row.file_bytes if n == 0 else 0) for n in range(row.num_files)
             ]
-            self._entries += [Entry(name, "file", size, 1) for name, size in names]
-        self._entries.append(Entry(MANIFEST, "file", 1, 1))
+            self._entries += [Entry(name, "file", size) for name, size in names]
+        self._entries.append(Entry(MANIFEST, "file", 1))
 
     def list(self, path: Path) -> list[Entry]:
         return self._entries

@@ -23,7 +23,8 @@ SOURCES = [page for page in ALL if page.startswith("source/")]
 PAGES = [page for page in ALL if page not in ("index.html", *SOURCES)] + SOURCES[::40]
 KINDS = (
     *("docs/index.html", "docs/how-to/checkpoints.html", "labs/shardwise_labs/lab03/page.html"),
-    *("docs/api.html", "docs/account.html", "docs/owner.html", "docs/step.html", "search.html"),
+    *("docs/api.html", "docs/account.html", "docs/mesh.html"),
+    *("docs/owner.html", "docs/step.html", "search.html"),
     "docs/decisions/0052-the-site.html",
 )
 NOTHING_FROM_ELSEWHERE = (

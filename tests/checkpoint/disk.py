@@ -344,7 +344,7 @@ class SimulatedDisk:
         self.count("list", path)
         found = sorted(self._find(path, folder=True).entries.items())
         return [
-            Entry(name, "folder" if node.is_folder else "file", len(node.data), node.inode)
+            Entry(name, "folder" if node.is_folder else "file", len(node.data))
             for name, node in found
         ]
 

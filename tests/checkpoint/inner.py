@@ -8,8 +8,7 @@ from shardwise.checkpoint.all_ranks import (
     rows_of_all_ranks,
 )
 from shardwise.checkpoint.assemble import assemble
-from shardwise.checkpoint.background import Saving
-from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.checkpoints import Checkpoints, Saving
 from shardwise.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_CHARS,
@@ -29,16 +28,21 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Entry, Files, Lock, Reader, Writer, read_text
 from shardwise.checkpoint.folder import (
     LOCK,
-    check_quickly,
     choose,
+    clean_up,
+    hold,
+    is_held,
+    let_go,
     lock_holder,
+    remove_checkpoint,
+    remove_tree,
     rotate,
     step_name,
     steps_in,
     take_lock,
+    temporary,
 )
 from shardwise.checkpoint.generators import derive_generators, read_generators, set_generators
-from shardwise.checkpoint.loading import Host, Request, load_from
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     FileRow,
@@ -58,17 +62,9 @@ from shardwise.checkpoint.manifest import (
     unseal,
 )
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.save_load import Load
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
-from shardwise.checkpoint.trash import (
-    clean_up,
-    hold,
-    is_held,
-    let_go,
-    remove_checkpoint,
-    remove_tree,
-    temporary,
-)
 from shardwise.checkpoint.values import decode, dumps, encode, loads
-from shardwise.checkpoint.verify import Verified, verify
+from shardwise.checkpoint.verify import Verified, check_quickly, verify
 from shardwise.checkpoint.write import Part, Written, index_row, write_checkpoint, write_rank

@@ -24,7 +24,7 @@ from saving import (
     take_step,
     truth_of,
 )
-from shardwise.checkpoint import background
+from shardwise.checkpoint import checkpoints as module
 from shardwise.errors import CheckpointError
 
 SIZES = (1, 3)
@@ -200,13 +200,13 @@ def test_after_reserve_saves_allocate_nothing_and_bytes_are_counted(
     rank: int, world_size: int, root: Path
 ) -> None:
     sizes = []
-    host_buffer = background.host_buffer
+    host_buffer = module.host_buffer
 
     def counted(num_bytes: int, device: torch.device) -> torch.Tensor:
         sizes.append(num_bytes)
         return host_buffer(num_bytes, device)
 
-    background.host_buffer = counted
+    module.host_buffer = counted
     try:
         run = build(Setting(world_size))
         take_step(run, 0)
@@ -218,7 +218,7 @@ def test_after_reserve_saves_allocate_nothing_and_bytes_are_counted(
                 take_step(run, step)
                 saves.append(c.save(step, extra={"a": step}).held_bytes)
     finally:
-        background.host_buffer = host_buffer
+        module.host_buffer = host_buffer
     assert after_reserve == 1 and len(sizes) == 1
     assert saves == [sizes[0]] * 3
     # Parameters and two moments of most of them, each rounded up to 64 bytes; some scalars.

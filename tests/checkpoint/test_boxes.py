@@ -96,27 +96,12 @@ def test_no_other_cut_of_any_range_has_fewer_boxes(shape: Shape) -> None:
             assert len(boxes_of_range(shape, lo, hi)) == fewest[hi], (lo, hi)
 
 
-@given(shapes.filter(lambda s: bool(s and prod(s))), st.data())
-def test_whole_rows_are_one_box(shape: Shape, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, shape[0] - 1))
-    last = data.draw(st.integers(first + 1, shape[0]))
-    row = prod(shape[1:])
-    expected = Box(
-        (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row, last * row
-    )
-    assert boxes_of_range(shape, first * row, last * row) == (expected,)
-
-
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3), (0, 0), (4, 1)], ids=str)
 def test_an_empty_range_has_no_boxes_and_no_owners(shape: Shape) -> None:
     for at in {0, prod(shape)}:
         assert boxes_of_range(shape, at, at) == ()
         for kind, num_ranks in product(KINDS, (1, 3)):
             assert owners_of(build_layout(kind, [shape], num_ranks), 0, at, at) == []
-
-
-def test_a_scalar_is_one_box_without_dims() -> None:
-    assert boxes_of_range((), 0, 1) == (Box((), (), 0, 1),)
 
 
 @pytest.mark.parametrize("lo, hi", [(-1, 2), (2, 7), (4, 3), (7, 7)])
@@ -136,17 +121,6 @@ def test_the_owners_of_a_range_are_those_that_asking_every_rank_finds(
     pieces = [layout.piece(index, rank) for rank in range(layout.num_ranks)]
     meets = [(rank, max(lo, p.lo), min(hi, p.hi)) for rank, p in enumerate(pieces)]
     assert owners_of(layout, index, lo, hi) == [Overlap(*m) for m in meets if m[1] < m[2]]
-
-
-@given(layout_and_range())
-def test_the_owners_of_a_range_cover_it_once_and_in_order(
-    case: tuple[Layout, int, int, int],
-) -> None:
-    layout, index, lo, hi = case
-    found: list[int] = []
-    for overlap in owners_of(layout, index, lo, hi):
-        found += range(overlap.lo, overlap.hi)
-    assert found == list(range(lo, hi))
 
 
 @pytest.mark.parametrize("reading_ranks", [3, 9_999])

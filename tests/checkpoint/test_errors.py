@@ -26,10 +26,8 @@ from inner import (
     MANIFEST,
     Checkpoints,
     Files,
-    Host,
-    Request,
+    Load,
     Written,
-    load_from,
     step_name,
     write_checkpoint,
 )
@@ -254,8 +252,8 @@ def load_with_each_operation_failing(
         stamp(model, optimizer, "Z")
         faults = [Fault(at, errno.ESTALE)] if rank == victim else []
         files = FaultyFiles(Files(), *faults)
-        request = Request(files, Host(model), optimizer)
-        text = raised(lambda r=request: load_from(r, Path(folder)))
+        one = Load(files, model, optimizer)
+        text = raised(lambda one=one: one.run(Path(folder)))
         if control.exchange(bytes([at >= len(files.operations)]))[victim] != b"\0":
             return said, looked_again
         if text:

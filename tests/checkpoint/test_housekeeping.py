@@ -373,7 +373,7 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("shardwise.checkpoint.trash.time.sleep", pauses.append)
+    monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", pauses.append)
     files = Asked(4)
     take_lock(files, tmp_path, "mine").release()
     assert files.num_tries == len(pauses) + 1 > 6
@@ -393,7 +393,7 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
 
     held: list[Any] = []
     asking = Files().lock(tmp_path / LOCK, shared=True)
-    monkeypatch.setattr("shardwise.checkpoint.trash.time.sleep", hold_while_asked)
+    monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", hold_while_asked)
     with pytest.raises(CheckpointError, match=r"\(run other\) saves checkpoints there"):
         take_lock(Files(), tmp_path, "mine")
     assert "(run other)" in str(lock_holder(Files(), tmp_path))

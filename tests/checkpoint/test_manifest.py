@@ -197,14 +197,6 @@ def test_what_is_sealed_but_wrong_is_refused_with_its_place(name: str) -> None:
     assert str(caught.value).startswith("the/file: ")
 
 
-def test_another_format_names_the_version_that_wrote_it() -> None:
-    data = changed("manifest", "format", to=3)
-    match = "format 3; this version reads formats 1 and 2"
-    with pytest.raises(CheckpointError, match=match) as caught:
-        parse_manifest(data, "x")
-    assert "shardwise '0'" in str(caught.value)
-
-
 @pytest.mark.parametrize("text", [b"[]", b'"a"', b"3", b"null", b"{}", b'{"format":1}'])
 def test_sealed_json_of_another_kind_is_refused(text: bytes) -> None:
     body = text[:-1]

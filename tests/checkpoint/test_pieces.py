@@ -31,7 +31,7 @@ from inner import (
     Item,
     OptimizerRow,
     Table,
-    TensorInfo,
+    TensorRow,
     Written,
     check_quickly,
     parse_manifest,
@@ -90,7 +90,7 @@ def test_every_element_of_every_piece_is_read_back_whole_and_in_any_other_piece(
         for rank in range(world.num_ranks):
             with closing(Checkpoint(disk, PLACE, source.manifest, rank)) as own:
                 for item in world.table_of(rank).uncut:
-                    region = item.piece or full_region(item.info.shape)
+                    region = item.row.region
                     assert same(own.read(item.info, 0, region.numel, region), item.data)
     found = verify(disk, PLACE)
     assert found.ok, found.findings
@@ -248,7 +248,7 @@ def without(rank: int, *states: str) -> tuple[Item, ...]:
 
 def as_bf16(items: tuple[Item, ...]) -> tuple[Item, ...]:
     return tuple(
-        replace(item, info=replace(item.info, dtype="BF16"), data=item.data.bfloat16())
+        Item(TensorRow(**{**item.row.model_dump(), "dtype": "BF16"}), item.data.bfloat16(), item.lo)
         for item in items
     )
 
@@ -264,6 +264,7 @@ def alike(rank: int, **fields: Any) -> list[Table]:
     return made
 
 
+WRONG = TensorRow(kind="buffer", name="w1", dtype="I64", shape=(2,))
 UNFIT: dict[str, tuple[list[Table], str]] = {
     "one of a mesh was not stepped": (
         changed(3, sharded=without(3, "exp_avg")),
@@ -289,7 +290,7 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
     "no optimizer": (changed(3, optimizer=None), r"Adam 1 groups on rank 0, none  ?on rank 3"),
     "a tie": (changed(1, tied={"u1.a": "u0.a"}), r"'u1.a' is another name of 'u0.a' on some"),
     "a shape of a buffer": (
-        changed(1, uncut=(Item(TensorInfo("buffer", "w1", "I64", (2,)), torch.zeros(2).long()),)),
+        changed(1, uncut=(Item(WRONG, torch.zeros(2).long()),)),
         r"'w1' is buffer I64 \(5,\), whole, on ranks 0, 2, 3, and buffer I64 \(2,\), whole, on",
     ),
     "copies of what turns gave": (

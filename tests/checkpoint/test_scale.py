@@ -82,12 +82,10 @@ def table_of(num_ranks: int) -> Table:
     sharded, whole = [], []
     for row in manifest.tensors:
         if row.layout is None:
-            whole.append(Item(row.info, torch.zeros(1)))
+            whole.append(Item(row, torch.zeros(1)))
         else:
             piece = manifest.built_layouts[row.layout].piece(row.index or 0, 0)
-            sharded.append(
-                Item(row.info, torch.zeros(piece.numel), row.layout, row.index, piece.lo)
-            )
+            sharded.append(Item(row, torch.zeros(piece.numel), piece.lo))
     mesh = (tuple(range(num_ranks)),)
     return Table(
         3, (mesh,), manifest.layouts, tuple(sharded), tuple(whole), {}, None, (), {}

@@ -19,15 +19,13 @@ from disk import Fault, FaultyFiles, Killed, SimulatedDisk
 from inner import (
     Checkpoints,
     Files,
-    Host,
-    Request,
+    Load,
     check_quickly,
     choose,
     clean_up,
     hold,
     is_held,
     let_go,
-    load_from,
     remove_checkpoint,
     rotate,
     step_name,
@@ -465,7 +463,7 @@ def load_beside_a_rotation(rank: int, world_size: int, root: str, moments: list[
         dist.barrier()
         stamp(model, optimizer, "Z")
         files = Rotating(folder, at) if rank == 0 else FILES
-        loaded = load_from(Request(files, Host(model), optimizer), folder)
+        loaded = Load(files, model, optimizer).run(folder)
         assert loaded is not None
         found.append((loaded.step, "".join(count(model, optimizer)), loaded.skipped))
         dist.barrier()
@@ -513,8 +511,8 @@ def load_beside_a_replacement(
             dist.barrier()
             stamp(model, optimizer, "Z")
             files = Replacing(folder, at) if rank == 0 else FILES
-            request = Request(files, Host(model), optimizer)
-            loaded = load_from(request, folder, folder / step_name(2) if is_one else None)
+            only = folder / step_name(2) if is_one else None
+            loaded = Load(files, model, optimizer).run(folder, only)
             assert loaded is not None
             letters = "".join(count(model, optimizer))
             found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))

@@ -27,6 +27,7 @@ from inner import (
     Ranks,
     Table,
     TensorInfo,
+    TensorRow,
     Written,
     assemble,
     dtype_name,
@@ -94,11 +95,12 @@ class World:
                             name = f"u{number}.a"
                             data = self.truth[f"{name}.buffer"][slices(region)]
                             info = self._info("buffer", f"{name}.buffer")
-                            whole.append(Item(info, data.reshape(-1), piece=region))
+                            whole.append(Item(TensorRow.of_piece(info, region), data.reshape(-1)))
         for n, who in enumerate(self.whole):
             if who == rank or n % 2:
                 made = torch.arange(5) + (10 * rank if n % 3 == 0 else 0)
-                whole.append(Item(TensorInfo("buffer", f"w{n}", "I64", (5,)), made))
+                row = TensorRow(kind="buffer", name=f"w{n}", dtype="I64", shape=(5,))
+                whole.append(Item(row, made))
         names = [i.info.name for i in sharded if i.info.kind == "param"]
         groups = [{"params": names, "lr": 0.5}]
         optimizer = OptimizerRow(class_name="Adam", groups=groups, state={})
@@ -121,12 +123,11 @@ class World:
         unit = self.units[number]
         (shard,) = {row.index(rank) for row in mesh if rank in row}
         cut = build_layout(unit.kind, [region.shape] * 2, len(mesh[0]))  # type: ignore[arg-type]
-        piece = region if region.shape != unit.shape else None
         for state, (index, letter) in product(("", "exp_avg"), enumerate("ab")):
             info = self._info("optimizer" if state else "param", f"u{number}.{letter}", state)
             held = cut.piece(index, shard)
             data = self.truth[info.key][slices(region)].reshape(-1)[held.lo : held.hi]
-            yield Item(info, data, layout, index, held.lo, piece)
+            yield Item(TensorRow.of_piece(info, region, layout, index), data, held.lo)
 
     def _info(self, kind: Kind, name: str, state: str = "") -> TensorInfo:
         key = f"optim.state.{name}.{state}" if state else name

@@ -3,6 +3,7 @@
 import errno
 import weakref
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 from shardwise.checkpoint.verify import verify
 from shardwise.convert.importing import import_source, without_prefix
+from shardwise.convert.pieces import PieceSource, flat_piece
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 FILES = Files()
@@ -234,8 +236,14 @@ def named_source(prefix: str) -> MemorySource:
     return source
 
 
+def in_pieces(source: MemorySource) -> PieceSource:
+    index = {t: [flat_piece(0, t.numel, partial(source.read, t))] for t in source.tensors}
+    of = source.step, source.optimizer, source.extra, source.tied
+    return PieceSource(source.where, index, *of)
+
+
 def test_a_prefix_is_dropped_from_every_name_and_only_once():
-    found, wanted = without_prefix(named_source("module."), "module."), named_source("")
+    found, wanted = without_prefix(in_pieces(named_source("module.")), "module."), named_source("")
     assert list(found.tensors) == wanted.tensors
     assert (found.tied, found.optimizer) == (wanted.tied, wanted.optimizer)
     assert all_bits(whole_tensors(found)) == all_bits(whole_tensors(wanted))
@@ -245,13 +253,13 @@ def test_a_prefix_is_dropped_from_every_name_and_only_once():
 def test_a_prefix_that_is_not_there_or_that_tells_names_apart_is_refused():
     for prefix in ("model.", ""):
         with pytest.raises(ConfigError, match=rf"begins with '{prefix}'.* free, module.head"):
-            without_prefix(named_source("module."), prefix)
+            without_prefix(in_pieces(named_source("module.")), prefix)
     both = MemorySource({"module.w": torch.ones(1), "w": torch.ones(1)})
     with pytest.raises(ConfigError, match=r"'module.w' and 'w' would be one name"):
-        without_prefix(both, "module.")
+        without_prefix(in_pieces(both), "module.")
     both = MemorySource({"module.w": torch.ones(1)}, tied={"w": "module.w"})
     with pytest.raises(ConfigError, match=r"'module.w' and 'w' would be one name"):
-        without_prefix(both, "module.")
+        without_prefix(in_pieces(both), "module.")
 
 
 def test_a_source_without_tensors_is_refused(tmp_path):

@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
+from commands import call_command
 from foreign_runs import HUGGING_FACE, hugging_face, leaves, write
 from programs import run_program
-from shardwise.cli.main import call_command
 from shardwise.cli.train import read_run
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed import from_deepspeed

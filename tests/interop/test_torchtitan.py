@@ -1,8 +1,9 @@
 """torchtitan's `parallelize_fn`: the steps of the plain model, whatever it is combined with.
 
 Where torchtitan is installed (with triton, which it imports), its own Llama is trained as its
-Trainer does. What holds without it is tested on a stand-in: a decoder with torchtitan's names, and
-the settings and meshes of torchtitan 0.3 as far as they are read.
+Trainer does. What holds without it is tested on a stand-in: a decoder with torchtitan's names, a
+function that shards it as torchtitan's do, and the settings and meshes of torchtitan 0.3 as far as
+they are read.
 """
 
 import copy
@@ -88,19 +89,12 @@ def settings(**changed):
     given = {
         "parallel_dims": Dims(),
         "training": SimpleNamespace(
-            mixed_precision_param="float32",
-            mixed_precision_reduce="float32",
-            enable_cpu_offload=False,
             disable_cuda_graphs=False,
         ),
         "parallelism": SimpleNamespace(
             spmd_backend="spmd_types",
             enable_fsdp_symm_mem=False,
-            fsdp_reshard_after_forward="default",
         ),
-        "compile_config": SimpleNamespace(enable=False, components=["model", "loss"]),
-        "ac_config": None,
-        "dump_folder": "",
     }
     for key, value in changed.items():
         of = given.get(key)
@@ -146,100 +140,53 @@ def train(model, steps, rank, loss_fn, is_plain=False):
     return losses, full_parameters(model)
 
 
-def parallelize(model, **given):
-    """Call ours as where torchtitan itself is not there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchtitan, "load_neighbour", lambda *_: None)
-        return torchtitan.parallelize(model, **given)
-
-
 def assert_same_run(ours, plain):
     assert ours[0] == plain[0], (ours[0], plain[0])
     names = [re.sub(r"(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in ours[1]]
     assert_same_bits(dict(zip(names, ours[1].values(), strict=True)), plain[1])
 
 
-@on_ranks(1, 2)
-def test_a_decoder_takes_the_steps_of_the_plain_one(rank, world_size):
-    steps = batches_of(world_size, VOCAB)
-    torch.manual_seed(0)
-    start = Decoder()
-    plain = train(copy.deepcopy(start), steps, rank, sum_loss, is_plain=True)
-    cases = [
-        {"parallel_dims": Dims(dp_shard=world_size)},
-        {"parallel_dims": Dims(dp_replicate=world_size)},
-        {"parallelism": {"fsdp_reshard_after_forward": "never"}},
-        {
-            "parallel_dims": Dims(dp_shard=world_size, spmd_backend="partial_dtensor"),
-            "parallelism": {"spmd_backend": "partial_dtensor"},
-        },
-        {"training": {"enable_cpu_offload": True}},
-    ]
-    for case in cases:
-        given = settings(**{"parallel_dims": Dims(dp_shard=world_size), **case})
-        model = copy.deepcopy(start)
-        assert parallelize(model, **given) is model
-        assert_same_run(train(model, steps, rank, sum_loss), plain)
-    bf16 = copy.deepcopy(start)
-    given["training"].mixed_precision_param = "bfloat16"
-    parallelize(bf16, **given)
-    assert {p.dtype for p in bf16.parameters()} == {torch.float32}
-    assert bf16(steps[0][rank][:, :-1]).dtype is torch.bfloat16
-
-
-@on_ranks(4)
-def test_replicas_of_shards_are_where_the_degrees_say(rank, world_size):
-    torch.manual_seed(0)
-    plain = Decoder()
-    for backend in ("spmd_types", "partial_dtensor"):
-        model = copy.deepcopy(plain)
-        dims = Dims(dp_replicate=2, dp_shard=2, spmd_backend=backend)
-        parallelize(model, **settings(parallel_dims=dims))
-        for param in model.parameters():
-            assert isinstance(param, DTensor)
-            assert param.placements == (Replicate(), Shard(0))
-            assert param.device_mesh.shape == (2, 2)
-            rows = param.shape[0]
-            assert len(param.to_local()) == min(-(-rows // 2), rows - rank % 2 * -(-rows // 2))
-    tokens = batches_of(world_size, VOCAB)[0]
-    for of in (model, plain):
-        sum_loss(of, tokens[rank], num_tokens_of(tokens)).backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert theirs.grad is not None and ours.grad is not None
-        dist.all_reduce(theirs.grad)
-        # A sum over four ranks in another order; twice, since its terms are of either sign.
-        assert_rounded_alike(full(ours.grad), theirs.grad, 2 * 4)
-
-
 def its_own(model, *, parallel_dims, **settings):
     """Stand in for a model's own function: tensor parallelism, then shards, as torchtitan does."""
     sharding = sys.modules["torchtitan.distributed.fsdp"]
-    for layer in model.layers.values():
-        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-        parallelize_module(layer, parallel_dims.meshes[0]["tp"], plan)
+    mesh = parallel_dims.meshes[0]
+    options = {"mesh": mesh}
+    if parallel_dims.tp > 1:
+        for layer in model.layers.values():
+            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+            parallelize_module(layer, mesh["tp"], plan)
+        options["mesh"] = mesh["dp_shard"]
+    elif parallel_dims.spmd_backend == "spmd_types":
+        replicas = "dp_replicate" if parallel_dims.dp_replicate > 1 else None
+        options["dp_mesh_dims"] = torch.distributed.fsdp.DataParallelMeshDims(
+            shard="dp_shard", replicate=replicas
+        )
     for module in (*model.layers.values(), model):
-        sharding.fully_shard(module, mesh=parallel_dims.meshes[0]["dp_shard"])
+        sharding.fully_shard(module, **options)
         module.set_gradient_divide_factor(1.0)
     return model
 
 
+def with_stand_in(model, **given):
+    """Call a model's function with ours in it, as where torchtitan itself is not there."""
+    torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchtitan, "load_neighbour", lambda *_: None)
+        patch.setitem(sys.modules, "torchtitan.distributed.fsdp", torchs)
+        made = torchtitan.with_shardwise(its_own)(model, **given)
+    assert torchs.fully_shard is torch.distributed.fsdp.fully_shard  # as it was
+    return made
+
+
 @on_ranks(4, fresh=True)
 def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_size):
-    torchtitan.load_neighbour = lambda *_: None
-    torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
-    sys.modules["torchtitan.distributed.fsdp"] = torchs
     steps = batches_of(world_size // 2, VOCAB)
     torch.manual_seed(0)
     start = Decoder()
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     given = settings(parallel_dims=Dims(dp_shard=2, tp=2, meshes=[mesh]))
-    with pytest.raises(ConfigError, match="enable_fsdp_symm_mem"):
-        given["parallelism"].enable_fsdp_symm_mem = True
-        torchtitan.with_shardwise(its_own)(copy.deepcopy(start), **given)
-    given["parallelism"].enable_fsdp_symm_mem = False
-    model = torchtitan.with_shardwise(its_own)(copy.deepcopy(start), **given)
+    model = with_stand_in(copy.deepcopy(start), **given)
     assert isinstance(model, FSDPModule) and isinstance(model.layers["0"], FSDPModule)
-    assert torchs.fully_shard is torch.distributed.fsdp.fully_shard  # as it was
     for by_rank in steps[:1]:
         sum_loss(model, by_rank[rank // 2], num_tokens_of(by_rank)).backward()
         for tokens in by_rank:
@@ -250,27 +197,38 @@ def test_a_models_own_function_takes_any_degree_and_shards_by_ours(rank, world_s
         )
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="from torch 2.12 on"
+)
+@on_ranks(4)
+def test_axes_that_are_all_data_parallel_need_no_names(rank, world_size):
+    torch.manual_seed(0)
+    plain = Decoder()
+    for num_replicas in (1, 2):
+        dims = Dims(dp_replicate=num_replicas, dp_shard=world_size // num_replicas)
+        dims.get_activated_mesh(["dp_replicate", "dp_shard"])
+        model = with_stand_in(copy.deepcopy(plain), **settings(parallel_dims=dims))
+        for param in model.parameters():
+            assert isinstance(param, DTensor)
+            assert param.placements == (Replicate(), Shard(0))[-param.device_mesh.ndim :]
+            assert (
+                param.device_mesh.shape == (num_replicas, dims.dp_shard)[-len(param.placements) :]
+            )
+
+
 @on_ranks(1)
-def test_what_is_not_data_parallelism_is_refused_before_anything_changes():
+def test_what_the_engine_lacks_is_refused_before_anything_changes():
+    on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])
     cases = [
-        ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),
-        ("context_parallel_degree=4", {"parallel_dims": Dims(cp=4)}),
-        ("pipeline_parallel_degree=2", {"parallel_dims": Dims(pp=2)}),
-        ("expert_parallel_degree=2", {"parallel_dims": Dims(ep=2)}),
         ("spmd_backend='full_dtensor'", {"parallelism": {"spmd_backend": "full_dtensor"}}),
         ("enable_fsdp_symm_mem", {"parallelism": {"enable_fsdp_symm_mem": True}}),
-        ("always, never", {"parallelism": {"fsdp_reshard_after_forward": "sometimes"}}),
+        ("disable_cuda_graphs", {"parallel_dims": on_gpu}),
     ]
     for wanted, case in cases:
         model = Decoder()
         with pytest.raises(ConfigError, match=wanted):
-            parallelize(model, **settings(**case))
+            with_stand_in(model, **settings(**case))
         assert type(model) is Decoder
-    with pytest.raises(ConfigError, match="no ModuleDict"):
-        parallelize(nn.Linear(2, 2), **settings())
-    on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])
-    with pytest.raises(ConfigError, match="disable_cuda_graphs"):
-        parallelize(Decoder(), **settings(parallel_dims=on_gpu))
 
 
 # -- torchtitan itself
@@ -321,7 +279,8 @@ def build_llama(t, world_size, *, ac=None, compiled=False, **changed):
     dims.build_mesh()
     with torch.device("meta"):
         model = llama_config(t, changed.get("tied", False)).build()
-    model = torchtitan.parallelize(
+    its_fn = t.model_registry("debugmodel", attn_backend="varlen").parallelize_fn
+    model = torchtitan.with_shardwise(its_fn)(
         model,
         parallel_dims=dims,
         training=t.TrainingConfig(mixed_precision_param="float32"),

@@ -18,7 +18,6 @@ transformers = pytest.importorskip("transformers", reason="transformers is in th
 pytest.importorskip("accelerate", reason="accelerate is in the test extra")
 
 from shardwise.interop.transformers import (  # noqa: E402
-    CheckpointCallback,
     Trainer,
     from_pretrained,
     load_weights,
@@ -126,36 +125,19 @@ def keep_best(rank, folder):
 
 
 def use_stock_checkpoints(rank, folder):
-    """Save, take the best and go on with transformers' own class."""
+    """Save and take the best with transformers' own class."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}  # which draws numbers too
     plain = train(folder / "plain", *model_and_data(), Stock, **evaluating)
     data = model_and_data()[1]
     with as_on_gpus(), pytest.raises(ValueError, match="save_only_model=True"):
         train(folder / "x", prepare(sharded()), data, Stock, **OFTEN)
     with as_on_gpus():
-        options = {**BEST, "callbacks": [CheckpointCallback()]}
-        first = train(folder / "run", prepare(sharded()), data, Stock, **options)
+        first = train(folder / "run", prepare(sharded()), data, Stock, **BEST)
     assert losses(first) == losses(plain)
     path = first.state.best_model_checkpoint
     assert_same_values(first.model, transformers.LlamaForCausalLM.from_pretrained(path))
-    middle = folder / "run" / "checkpoint-2"
-
-    def resume(callback, **given):
-        with as_on_gpus():
-            model = prepare(sharded())
-            return train(
-                folder / "run", model, data, Stock, callbacks=[callback], **evaluating, **given
-            )
-
-    again = resume(CheckpointCallback(resume=middle), resume=middle)
-    assert losses(again) == losses(plain)
-    assert_same_values(again.model, plain.model)
-    again.save_model(str(folder / "model"))
-    assert_same_values(again.model, transformers.LlamaForCausalLM.from_pretrained(folder / "model"))
-    with pytest.raises(ConfigError, match="goes on from step 2, but the callback was given no fol"):
-        resume(CheckpointCallback(), resume=middle)
-    with pytest.raises(ConfigError, match="is of step 2, but Trainer is at step 0"):
-        resume(CheckpointCallback(resume=middle))
+    first.save_model(str(folder / "model"))
+    assert_same_values(first.model, transformers.LlamaForCausalLM.from_pretrained(folder / "model"))
 
 
 def train_by_calls(rank, folder):
@@ -377,7 +359,7 @@ def test_a_run_goes_on_to_the_bit_and_saves_what_plain_models_load(runs):
     assert "optimizer.pt" not in files
 
 
-def test_the_stock_trainer_saves_and_with_the_callback_goes_on_to_the_bit(runs):
+def test_the_stock_trainer_takes_the_same_steps_and_saves_the_whole_model(runs):
     runs.of(use_stock_checkpoints)
     written = runs.folder / "use_stock_checkpoints" / "model" / "config.json"
     assert "distributed_config" not in json.loads(written.read_text())

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from browser import browser, look_at
+from commands import call_command
 from records import write_record
-from shardwise.cli.main import call_command
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
 from shardwise.monitor.page import ShownRun, report_html
 from shardwise.monitor.record import read_run

@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from commands import call_command
 from records import facts, memory, step_line, write_record
 from shardwise import svg
 from shardwise.charts import Bar, areas_chart
-from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
-from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
+from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
 from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import (
     ENGINE,
@@ -285,7 +285,7 @@ def test_the_memory_picture_has_every_moment_and_the_plan():
     assert len([e for e in few if e.tag.endswith("polygon")]) == len([*kinds, OTHER])
 
 
-def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path):
+def test_findings_are_told_with_change_and_gain(tmp_path):
     small = Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b")
     large = Finding(
         *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
@@ -294,7 +294,7 @@ def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path):
         rank=1,
     )
     record = read_run(write_record(tmp_path))
-    page = report_html([ShownRun("a", record, Diagnosis(worst_first([small, large])))])
+    page = report_html([ShownRun("a", record, Diagnosis((large, small)))])
     assert page.index("verdict a") < page.index("verdict b")
     for words in ("bucket_bytes: 32MiB (now 1)", "0.5 to 0.75", "the plan", "0.25", "rank 1"):
         assert words in page

@@ -322,7 +322,8 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key():
             ["torch", "numpy", "pydantic", "rich", "difflib"],
         ),
         (
-            "from shardwise.cli.main import call_command as run; run('plan', ['--params', '7B'])",
+            "from shardwise.cli.main import app; app('plan --params 7B'.split(), "
+            "standalone_mode=False)",
             ["torch", "numpy", "transformers"],
         ),
         ("import shardwise.plan.planning, shardwise.plan.machine.pricing", ["torch"]),

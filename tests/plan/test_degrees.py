@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from commands import call_command
 from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
-from shardwise.cli.main import call_command
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate

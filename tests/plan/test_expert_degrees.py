@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from commands import call_command
 from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
 from ranks import run_ranks
-from shardwise.cli.main import call_command
 from shardwise.cli.plan_setup import padding_notes, set_up
 from shardwise.cli.run_settings import run_of_shape
 from shardwise.engine.schedule import Schedule

@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 
+from commands import call_command
 from programs import run_program
-from shardwise.cli.main import call_command, main
+from shardwise.cli.main import main
 from shardwise.plan.machine.calibration import write_calibration
 from shardwise.train.config import load_config
 from shardwise.train.decoder import Decoder

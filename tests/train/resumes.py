@@ -10,8 +10,9 @@ import torch
 
 from roundings import of_gradient
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly, step_name
+from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.verify import check_quickly
 from shardwise.train.checks import check_run
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import RankPlace, StopRequest

@@ -248,6 +248,55 @@ function drawOwner(box, data) {
     make("p", { class: "note" }, "Above is the weight, below its gradient. Empty cells are not on the rank."));
 }
 
+function drawMesh(box, data) {
+  const parts = Object.keys(data.experts).map((key) => key.split("/"));
+  const degrees = ["pp", "dp_replicate", "cp", "tp", "ep"].map((name, place) =>
+    makeSelect(name, [...new Set(parts.map((each) => each[place]))], { cp: "2", tp: "2", ep: "4", pp: "2" }[name] ?? "1", update));
+  const axis = makeSelect("axis shown", Object.keys(data.axes), "fsdp", update);
+  const rank = makeSlider("rank", [...Array(16).keys()], 5, String, update);
+  const result = make("div", { "aria-live": "polite" });
+
+  function update() {
+    // Only degrees that 16 ranks have can be chosen; of experts, those that the rest leaves.
+    const chosen = degrees.map((each) => each.chosen());
+    if (!(chosen.join("/") in data.experts)) degrees[4].select.value = chosen[4] = "1";
+    degrees.forEach(({ select }, place) => {
+      for (const option of select.options) {
+        const key = chosen.with(place, option.value);
+        option.disabled = !(key.join("/") in data.experts || key.with(4, "1").join("/") in data.experts && place < 4);
+      }
+    });
+    const dense = data.dense[chosen.slice(0, 4).join("/")];
+    const groups = { ...dense, ...data.experts[chosen.join("/")] };
+    const shards = 16 / chosen.slice(0, 4).reduce((product, degree) => product * degree, 1);
+    const now = rank.chosen();
+    const membersOf = (name) => [...groups[name]].flatMap((group, at) => group === groups[name][now] ? [at] : []);
+    const members = membersOf(axis.chosen());
+    const cells = [...Array(16).keys()].map((at) => {
+      const cell = make("span", {}, String(at));
+      if (members.includes(at)) cell.classList.add("member");
+      if (at === now) cell.classList.add("chosen");
+      return cell;
+    });
+    const rows = Object.entries(data.axes).map(([name, [divides, sends]]) => {
+      const ranks = membersOf(name);
+      const machines = new Set(ranks.map((at) => Math.floor(at / 8))).size;
+      return ranks.length < 2 ? [name, "alone", divides, "nothing"] :
+        [name, ranks.join(", ") + (machines > 1 ? ", on two machines" : ""), divides, sends];
+    });
+    result.replaceChildren(
+      make("p", {}, make("strong", {}, `dp_shard is ${shards}. `),
+        `Along ${axis.chosen()}, rank ${now} is in a group with ${members.length > 1 ? members.filter((at) => at !== now).join(", ") : "no other rank"}.`),
+      make("p", {}, "machine 0"), make("div", { class: "ranks" }, ...cells.slice(0, 8)),
+      make("p", {}, "machine 1"), make("div", { class: "ranks" }, ...cells.slice(8)),
+      make("p", {}, `Of the batch it has part ${parseInt(dense.part[now], 16)} (counted from 0), as have ranks ` +
+        `${[...dense.part].flatMap((part, at) => part === dense.part[now] ? [at] : []).join(", ")}.`),
+      makeTable(["axis", `group of rank ${now}`, "divides", "sends"], rows));
+  }
+  update();
+  box.append(make("form", { class: "short" }, ...degrees.map((each) => each.element), axis.element, rank.element), result);
+}
+
 const box = document.querySelector("[data-picture]");
-const draw = { accounting: drawAccounting, owner: drawOwner, step: drawStep };
+const draw = { accounting: drawAccounting, mesh: drawMesh, owner: drawOwner, step: drawStep };
 draw[box.dataset.picture](box, JSON.parse(document.getElementById("picture-data").textContent));

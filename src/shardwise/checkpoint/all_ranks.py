@@ -14,7 +14,7 @@ import errno
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.errors import (
     CheckpointError,
@@ -77,7 +77,18 @@ def rows_of_all_ranks(control: Control, work: Callable[[], bytes], row_bytes: in
     rows = control.exchange_after(attempt, 1 + row_bytes)
     if not any(r[0] for r in rows):
         return [r[1:] for r in rows]
-    _raise_first(control, failure)
+    kind = next((n for n, k in enumerate(_KINDS) if type(failure) is k), 0)
+    said = explain(failure).encode(errors="backslashreplace")  # a name may not be UTF-8
+    text = said[:_TEXT_BYTES].decode(errors="ignore").encode()
+    row = bytes([failure is not None, kind]) + text.ljust(_TEXT_BYTES, b"\0")
+    rows = control.exchange(row)
+    rank, first = next((n, r) for n, r in enumerate(rows) if r[0])
+    message = first[2:].rstrip(b"\0").decode()
+    others = sum(r[0] for r in rows) - 1
+    if others:
+        message += f" (and {others} other ranks failed)" if others > 1 else " (and one other rank)"
+    where = f"rank {rank}: " if control.num_ranks > 1 else ""
+    raise _KINDS[first[1]](where + message) from failure
 
 
 def ask_first_rank(control: Control, question: Callable[[], bool]) -> bool:
@@ -96,21 +107,6 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _raise_first(control: Control, failure: Exception | None) -> NoReturn:
-    kind = next((n for n, k in enumerate(_KINDS) if type(failure) is k), 0)
-    said = explain(failure).encode(errors="backslashreplace")  # a name may not be UTF-8
-    text = said[:_TEXT_BYTES].decode(errors="ignore").encode()
-    row = bytes([failure is not None, kind]) + text.ljust(_TEXT_BYTES, b"\0")
-    rows = control.exchange(row)
-    rank, first = next((n, r) for n, r in enumerate(rows) if r[0])
-    message = first[2:].rstrip(b"\0").decode()
-    others = sum(r[0] for r in rows) - 1
-    if others:
-        message += f" (and {others} other ranks failed)" if others > 1 else " (and one other rank)"
-    where = f"rank {rank}: " if control.num_ranks > 1 else ""
-    raise _KINDS[first[1]](where + message) from failure
 
 
 def explain(failure: Exception | None) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from reprlib import repr as shown
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,6 +31,7 @@ from shardwise.checkpoint.manifest import (
     FORMAT,
     PIECES_FORMAT,
     Count,
+    Key,
     LayoutRow,
     Manifest,
     MeshRow,
@@ -48,19 +49,13 @@ from shardwise.checkpoint.write import Part
 from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control, exchange_any
 from shardwise.errors import CheckpointError
-from shardwise.layout.boxes import Box, Region, full_region
+from shardwise.layout.boxes import Box, Region
 
 _HINT = "Was an optimizer stepped on some ranks only?"
 _HASHED_ELEMENTS = 1 << 22  # at once
+_OnMesh = tuple[int, Key, tuple[int, int]]  # a mesh, and a tensor's layout and index there
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MIX = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed numbers
-
-
-class Key(NamedTuple):
-    """A tensor, or a piece of one, as all ranks that hold it identify it."""
-
-    info: TensorInfo
-    region: Region
 
 
 class Described(SealedPart):
@@ -117,7 +112,7 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
     """
     merged = merge(_groups_of(control, table, run, step))
     _check_tied_copies(control, table, merged)
-    mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
+    mine = {item.row.key: item for item in (*table.sharded, *table.uncut)}
     rows, owned = list[TensorRow](), list(table.own)
     for number, places in enumerate(merged.cut.values()):
         rows.append(list(places.values())[number % len(places)])
@@ -154,7 +149,7 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
         item = mine[keys[number]]
         return bytes_of(item.data[box.lo - item.lo : box.hi - item.lo])
 
-    own = [(row_of(key_of(item)), partial(bytes_of, item.data)) for item in owned]
+    own = [(item.row, partial(bytes_of, item.data)) for item in owned]
     return manifest, Part(control.rank, read, own, table.values)
 
 
@@ -165,7 +160,7 @@ def items_to_write(table: Table, control: Control) -> list[Item]:
     """
     found = []
     for number, item in enumerate(table.sharded):
-        mesh = table.meshes[table.layouts[item.layout or 0].mesh]
+        mesh = table.meshes[table.layouts[item.row.layout or 0].mesh]
         if table.is_alike:
             is_mine = number % len(mesh) == control.rank // len(mesh[0])
         else:
@@ -173,30 +168,6 @@ def items_to_write(table: Table, control: Control) -> list[Item]:
             is_mine = control.members[control.rank] in mesh[turn]
         found += [item] if is_mine else []
     return [*found, *table.uncut, *table.own]
-
-
-def key_of(item: Item | TensorRow) -> Key:
-    """Return the key of an item or a row."""
-    if isinstance(item, TensorRow):
-        return Key(item.info, item.region)
-    return Key(item.info, item.piece or full_region(item.info.shape))
-
-
-def row_of(key: Key, layout: int | None = None, index: int | None = None) -> TensorRow:
-    """Return the manifest's row of a tensor or a piece."""
-    info, region = key
-    is_piece = region.shape != info.shape
-    return TensorRow(
-        kind=info.kind,
-        name=info.name,
-        state=info.state,
-        dtype=info.dtype,
-        shape=region.shape,
-        layout=layout,
-        index=index,
-        at=region.at if is_piece else (),
-        of=info.shape if is_piece else (),
-    )
 
 
 # -- descriptions of ranks
@@ -249,8 +220,8 @@ def _describe(control: Control, table: Table, run: str, step: int | None) -> Des
         stage=table.stage,
         meshes=tuple(MeshRow(ranks=ranks) for ranks in meshes),
         layouts=table.layouts,
-        cut=tuple(row_of(key_of(item), item.layout, item.index) for item in table.sharded),
-        uncut=tuple(row_of(key_of(item)) for item in table.uncut),
+        cut=tuple(item.row for item in table.sharded),
+        uncut=tuple(item.row for item in table.uncut),
         tied=dict(table.tied),
         optimizer=table.optimizer,
         apart=table.apart,
@@ -279,23 +250,22 @@ def merge(groups: Sequence[_Group]) -> Merged:
                 )
     merged = Merged(_merged_optimizer(groups), is_alike)
     numbers: dict[LayoutRow, int] = {}
-    on_mesh: list[dict[int, set[tuple[Key, int, int]]]] = []  # of each group
-    for group in groups:
+    held: dict[_OnMesh, set[int]] = {}  # the groups that have a tensor
+    for number, group in enumerate(groups):
         said = group.said
         meshes = [merged.meshes.setdefault(m.ranks, len(merged.meshes)) for m in said.meshes]
         moved = [row.model_copy(update={"mesh": meshes[row.mesh]}) for row in said.layouts]
         layouts = [numbers.setdefault(row, len(numbers)) for row in moved]
         if is_alike:  # in format 1 each unit has a layout of its own
             layouts = list(range(len(moved)))
-        on_mesh.append({})
         for row in said.cut:
             assert row.layout is not None and row.index is not None
-            key, place = key_of(row), (layouts[row.layout], row.index)
+            key, place = row.key, (layouts[row.layout], row.index)
             moved_row = row if is_alike else row.model_copy(update={"layout": place[0]})
             merged.cut.setdefault(key, {}).setdefault(place, moved_row)
-            on_mesh[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
+            held.setdefault((moved[row.layout].mesh, key, place), set()).add(number)
         for row, digests in zip(said.uncut, group.digests, strict=True):
-            _, holders, found = merged.uncut.setdefault(key_of(row), (row, [], set()))
+            _, holders, found = merged.uncut.setdefault(row.key, (row, [], set()))
             holders.append(group)
             found |= digests
         for name, holder in said.tied.items():
@@ -303,10 +273,10 @@ def merge(groups: Sequence[_Group]) -> Merged:
                 both = f"'{merged.tied[name]}' and '{holder}'"
                 raise CheckpointError(f"'{name}' is another name of {both} on different ranks")
     merged.layouts = list(first.layouts if is_alike else numbers)
-    _check_meshes(groups, merged, on_mesh)
+    _check_meshes(groups, merged, held)
     if is_alike and len(groups) > 1:
         lacking = [
-            key.info.key for key, (_, held, _) in merged.uncut.items() if len(held) < len(groups)
+            key.info.key for key, (_, on, _) in merged.uncut.items() if len(on) < len(groups)
         ]
         raise CheckpointError(
             f"rank {groups[1].ranks[0]} has other buffers or optimizer state to save than rank 0"
@@ -318,24 +288,21 @@ def merge(groups: Sequence[_Group]) -> Merged:
 
 
 def _check_meshes(
-    groups: Sequence[_Group],
-    merged: Merged,
-    on_mesh: Sequence[Mapping[int, set[tuple[Key, int, int]]]],
+    groups: Sequence[_Group], merged: Merged, held: Mapping[_OnMesh, set[int]]
 ) -> None:
     """Check that ranks which cut tensors together have the same ones."""
     group_of = {rank: number for number, group in enumerate(groups) for rank in group.ranks}
-    for table, mesh in merged.meshes.items():
-        first, *others = [rank for replica in table for rank in replica]
-        mine = on_mesh[group_of[first]].get(mesh, set())
-        for number in dict.fromkeys(group_of[rank] for rank in others):
-            theirs = on_mesh[number].get(mesh, set())
-            if theirs != mine:
-                other = next(rank for rank in others if group_of[rank] == number)
-                name = min(key.info.key for key, *_ in mine ^ theirs)
-                raise CheckpointError(
-                    f"rank {other} has other tensors to save than rank {first}, with which it cuts "
-                    f"them: '{name}' is not the same on both. {_HINT}"
-                )
+    meshes = [[rank for replica in table for rank in replica] for table in merged.meshes]
+    groups_in = [{group_of[rank] for rank in ranks} for ranks in meshes]
+    for (mesh, key, _), having in held.items():
+        if groups_in[mesh] - having:
+            first, *others = meshes[mesh]
+            has_it = group_of[first] in having
+            rank = next(rank for rank in others if (group_of[rank] in having) != has_it)
+            raise CheckpointError(
+                f"rank {rank} has other tensors to save than rank {first}, with which it cuts "
+                f"them: '{key.info.key}' is not the same on both. {_HINT}"
+            )
 
 
 def _check_tensors(groups: Sequence[_Group], merged: Merged) -> None:
@@ -393,12 +360,11 @@ def _merged_optimizer(groups: Sequence[_Group]) -> OptimizerRow | None:
     merged: list[Any] = []
     state: dict[str, object] = {}
     for ranks, row in rows:
-        kinds = [each.class_name if each else "none" for each in (first, row)]
-        if kinds[0] != kinds[1] or (first and row and len(first.groups) != len(row.groups)):
-            said = [f"{len(each.groups)} groups" if each else "" for each in (first, row)]
+        kinds = [f"{o.class_name} {len(o.groups)} groups" if o else "none" for o in (first, row)]
+        if kinds[0] != kinds[1]:
             raise CheckpointError(
-                f"the optimizer is {kinds[0]} {said[0]} on {first_ranks}, {kinds[1]} {said[1]} on "
-                f"{ranks}: all ranks save theirs, of one kind and with as many groups"
+                f"the optimizer is {kinds[0]} on {first_ranks}, {kinds[1]} on {ranks}: all ranks "
+                "save theirs, of one kind and with as many groups"
             )
         if row is None:
             continue
@@ -432,14 +398,9 @@ def drop_copies(table: Table) -> Table:
 
     **Raises** CheckpointError naming a tensor whose copies differ.
     """
-    sharded, uncut = map(_without_copies, (table.sharded, table.uncut))
-    return replace(table, sharded=sharded, uncut=uncut)
-
-
-def _without_copies(items: Sequence[Item]) -> tuple[Item, ...]:
     found: dict[Key, Item] = {}
-    for item in items:
-        first = found.setdefault(key_of(item), item)
+    for item in (*table.sharded, *table.uncut):
+        first = found.setdefault(item.row.key, item)
         if first is item:
             continue
         if first.lo != item.lo or first.data.numel() != item.data.numel():
@@ -449,7 +410,11 @@ def _without_copies(items: Sequence[Item]) -> tuple[Item, ...]:
             )
         if fingerprint(first) != fingerprint(item):
             raise _copies_differ(item.info.key, "two stages of this rank")
-    return tuple(found.values())
+    kept = {id(item) for item in found.values()}
+    sharded, uncut = (
+        tuple(item for item in items if id(item) in kept) for items in (table.sharded, table.uncut)
+    )
+    return replace(table, sharded=sharded, uncut=uncut)
 
 
 def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:
@@ -462,7 +427,7 @@ def _check_tied_copies(control: Control, table: Table, merged: Merged) -> None:
     shared = [key for key, places in merged.cut.items() if len(places) > 1]
     if not shared or table.place is None:
         return
-    mine = {key_of(item): item for item in table.sharded}
+    mine = {item.row.key: item for item in table.sharded}
     sums = [fingerprint(mine[key]) if key in mine else 0 for key in shared]
     said = control.exchange(b"".join(n.to_bytes(8, "big") for n in (table.place, *sums)))
     rows = [[int.from_bytes(row[n : n + 8], "big") for n in range(0, len(row), 8)] for row in said]

@@ -10,22 +10,26 @@ which is as slow as the copy itself. On an accelerator it is page-locked.
 from __future__ import annotations
 
 import os
-import struct
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import items_to_write
-from shardwise.checkpoint.background import Saving, Staging
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import (
     NO_COPIES,
     CopiesThatCount,
+    Leftovers,
+    clean_up,
     copies_that_count,
     is_usable,
     name_holder,
@@ -34,10 +38,11 @@ from shardwise.checkpoint.folder import (
     steps_in,
     take_lock,
 )
-from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
 from shardwise.checkpoint.memory import ROOT, MemoryTier
 from shardwise.checkpoint.save_load import (
     NOTHING,
+    Load,
+    Loaded,
     checked_step,
     collect_on_all_ranks,
     holds_checkpoint,
@@ -46,16 +51,75 @@ from shardwise.checkpoint.save_load import (
     write_table,
 )
 from shardwise.checkpoint.state import Item, Table
-from shardwise.checkpoint.trash import Leftovers, clean_up
 from shardwise.checkpoint.write import Progress, Written
-from shardwise.comm.control import naming
+from shardwise.comm.control import exchange_any, naming
+from shardwise.device import host_buffer, wait_for_copies
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.offload.disk import Disk
+from shardwise.offload.file_slices import mapped
 
-_MEMORY = struct.Struct("<qq")  # memory_every, copies
 _RUNNING, _DONE, _FAILED = range(3)
+_ALIGNMENT = 64  # of a tensor in the copy
+
+
+@dataclass(eq=False)
+class Saving:
+    """A save in the background: how long it stopped training, and whether it is done.
+
+    ``stall_s`` is the time of the copy, ``waited_s`` of the wait for the save before it,
+    ``write_s`` of the background's work. The copy takes ``held_bytes`` of memory. ``in_memory``: it
+    goes to the hosts' memory, and does not count as saved.
+    """
+
+    step: int
+    held_bytes: int
+    waited_s: float
+    stall_s: float
+    in_memory: bool = False
+    write_s: float = 0.0
+    _ended: futures.Future[Written] = field(default_factory=futures.Future)
+    _raised: bool = False
+
+    def start(self, work: Callable[[], Written]) -> None:
+        """Start the work in a thread; the process does not exit before it ends."""
+
+        def run() -> Written:
+            started_s = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self.write_s = time.perf_counter() - started_s
+
+        pool = futures.ThreadPoolExecutor(1, "shardwise-save")
+        self._ended = pool.submit(run)
+        pool.shutdown(wait=False)
+
+    @property
+    def done(self) -> bool:
+        """Tell whether it has ended, in success or failure."""
+        return self._ended.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that it has failed with, if it has."""
+        return self._ended.exception() if self.done else None
+
+    def wait(self) -> Written:
+        """Return when the checkpoint is on disk. **Raises** the failure of the background."""
+        self.join()
+        self._raised = True
+        return self._ended.result()
+
+    def join(self) -> None:
+        """Return when the thread has ended."""
+        futures.wait([self._ended])
+
+    def raise_once(self) -> None:
+        """Raise the failure, unless `wait` has raised it already."""
+        if not self._raised:
+            self.wait()
 
 
 class Checkpoints:
@@ -104,7 +168,7 @@ class Checkpoints:
         self._tracer = self._engine.comm.tracer
         self._control = self._engine.first.open_control()  # for the thread
         disk = self._engine.disk
-        self._staging = Staging(disk if isinstance(disk, Disk) else None)
+        self._staging = _Staging(disk if isinstance(disk, Disk) else None)
         self._saving: Saving | None = None
         self._lock: Lock | None = None
         self._open = True
@@ -126,7 +190,8 @@ class Checkpoints:
         except BaseException:
             self._leave_folder()
             raise
-        self._end_checks = self._engine.before_each_pass(self._check_in_pass)
+        check = self._warn_of_unread if self._engine.has_stages else self.check
+        self._end_checks = self._engine.before_each_pass(check)
 
     def _enter_folder(self) -> CopiesThatCount:
         counts = NO_COPIES
@@ -143,8 +208,10 @@ class Checkpoints:
         self._continue_run(entered=True)
         return counts
 
-    def _note_copies(self, newest: int | None) -> None:
+    def _note_copies(self, newest: int | None = None) -> None:
         """Record which copies count: those of this run up to a step, and the newest on disk."""
+        if newest is None and self._memory is not None:
+            newest = self._memory.newest
         if self._lock is not None:
             on_disk = next(iter(steps_in(self._files, self.folder)), -1)
             counts = CopiesThatCount(self.run, -1 if newest is None else newest, on_disk)
@@ -154,13 +221,10 @@ class Checkpoints:
 
     def _compare(self, *settings: int) -> None:
         """Compare the settings of copies in memory. **Raises** ConfigError if the ranks differ."""
-        rows = self._control.exchange(_MEMORY.pack(*settings))
+        rows = exchange_any(self._control, repr(settings).encode())
         if len(set(rows)) > 1:
-            said = [f"rank {n}: {_MEMORY.unpack(row)}" for n, row in enumerate(rows)]
-            raise ConfigError(
-                "memory_every, copies: they are the same on every rank, and here they differ "
-                f"({', '.join(said)})"
-            )
+            said = ", ".join(f"rank {n}: {row.decode()}" for n, row in enumerate(rows))
+            raise ConfigError(f"memory_every, copies: expected the same on all ranks, got {said}")
 
     def _leave_folder(self, clears_memory: bool = False) -> None:
         self._open = False
@@ -216,13 +280,11 @@ class Checkpoints:
             return self._staged(table)
 
         target = self.folder / step_name(checked_step(step))
-        saving = self._start(
-            step,
-            extra,
-            staged,
-            lambda table: self._write(table, step, target, progress),
-            f"the save of {target}",
-        )
+
+        def write(table: Table) -> Written:
+            return self._write(table, step, target, progress)
+
+        saving = self._start(step, extra, staged, write, f"the save of {target}")
         if wait:
             self.finish()
         return saving
@@ -309,22 +371,17 @@ class Checkpoints:
             only = None if step is None else self.folder / step_name(checked_step(step))
             if step is not None:
                 on_all_ranks(self._control, lambda: self._refuse_newer(step))
-            host = Host(self._model)
             how = strict, cast, restore_generators, progress
-            request = Request(self._files, host, self._optimizer, extra, *how)
+            one = Load(self._files, self._model, self._optimizer, extra, *how)
             copies = self._memory.find() if self._memory is not None and step is None else []
-            loaded = load_from(request, self.folder, only, copies)
+            loaded = one.run(self.folder, only, copies)
             if loaded is not None and self._memory is not None:
-                if loaded.from_memory:  # later saves are of its run, as after a load from disk
-                    path = self.folder / step_name(loaded.step or 0)
-                    origin = Origin(path, loaded.step, loaded.run, bool(loaded.skipped))
-                    self._engine.origin = origin
                 self._memory.keep_only(loaded.step if loaded.from_memory else None)
         self._unread = None
 
         def go_on() -> None:
             self._continue_run()
-            self._note_copies(None if self._memory is None else self._memory.newest)
+            self._note_copies()
 
         on_all_ranks(self._control, go_on)
         return loaded
@@ -332,12 +389,6 @@ class Checkpoints:
     def check_when_asked(self) -> None:
         """Stop calling `check` in each pass; the training loop calls it."""
         self._end_checks()
-
-    def _check_in_pass(self) -> None:
-        if not self._engine.has_stages:
-            self.check()
-        else:
-            self._warn_of_unread()
 
     def check(self) -> None:
         """Raise a failure of the background, on every rank; the engine calls this in each pass.
@@ -347,7 +398,7 @@ class Checkpoints:
         self._warn_of_unread()
         if self._saving is None:
             return
-        mine = _FAILED if self._saving.failed else _DONE if self._saving.done else _RUNNING
+        mine = _FAILED if self._saving.error else _DONE if self._saving.done else _RUNNING
         said = {row[0] for row in self._engine.everyone.exchange(bytes([mine]))}
         if _FAILED in said or said == {_DONE}:
             self.finish()
@@ -363,9 +414,8 @@ class Checkpoints:
         news, self._news = self._news, []
         for text in news:
             warnings.warn(text, stacklevel=2)
-        if saving.in_memory and self._has_copied and saving.failed:
-            with suppress(CheckpointError):  # the same on all ranks
-                saving.raise_once()
+        is_later_copy = saving.in_memory and self._has_copied
+        if is_later_copy and isinstance(saving.error, CheckpointError):  # the same on all ranks
             if self._control.rank == 0:
                 warnings.warn(
                     f"no copy of step {saving.step} in memory: {saving.error}", stacklevel=2
@@ -412,7 +462,7 @@ class Checkpoints:
         if self._control.rank == 0:
             other_files = [written.other_files] if written.other_files else []
             try:
-                self._note_copies(None if self._memory is None else self._memory.newest)
+                self._note_copies()
                 of_run = self._files, self.folder, self.run
                 other_files += rotate(*of_run, *self._keep, step, self._skipped)
             except (OSError, CheckpointError) as error:  # the new one is safe; `finish` warns
@@ -424,23 +474,18 @@ class Checkpoints:
         """Return the table, with copies of the tensors that this rank writes."""
         items = items_to_write(table, self._control)
         copies = dict(zip(map(id, items), self._staging.copy(items), strict=True))
-
-        def of(listed: tuple[Item, ...]) -> tuple[Item, ...]:
-            return tuple(
-                replace(item, data=copies[id(item)]) if id(item) in copies else item
-                for item in listed
-            )
-
-        sharded, uncut, own = of(table.sharded), of(table.uncut), of(table.own)
+        sharded, uncut, own = (
+            tuple(replace(item, data=copies.get(id(item), item.data)) for item in listed)
+            for listed in (table.sharded, table.uncut, table.own)
+        )
         return replace(table, sharded=sharded, uncut=uncut, own=own, is_staged=True)
 
     def _refuse_newer(self, step: int) -> None:
         newer = [s for s in steps_in(self._files, self.folder) if s > step]
         if self._control.rank == 0 and newer:
             raise ConfigError(
-                f"step={step}: {self.folder} holds newer checkpoints ({newer[0]}), and the next "
-                "load of the newest would come back to them. Move them away first, or use "
-                "shardwise.load() and save into another folder"
+                f"step={step}: {self.folder} holds newer checkpoints ({newer[0]}), which the next "
+                "load would take. Move them away, or use shardwise.load() and another folder"
             )
 
     def _refuse_older(self, step: int) -> None:
@@ -453,8 +498,7 @@ class Checkpoints:
             if other not in self._skipped and is_usable(self._files, self.folder, other):
                 raise ConfigError(
                     f"step {step}: {self.folder} holds step {other}, which the next load would "
-                    "take, and not this one. Call load() to go on from there, choose another "
-                    "folder, or move the newer checkpoints away first"
+                    "take. Call load(), choose another folder, or move the newer checkpoints away"
                 )
 
     def _warn_of_unread(self) -> None:
@@ -466,9 +510,8 @@ class Checkpoints:
             begins = "without load()" if self._origin is None else f"from step {self._origin.step}"
             warnings.warn(
                 f"{self.folder} holds checkpoints of an earlier run (newest: step {unread}) and "
-                f"training begins {begins}. The next load takes the highest step, so saves "
-                f"up to step {unread} will be refused. Call load() to go on from there, choose "
-                "another folder, or move them away first",
+                f"training begins {begins}. Saves up to step {unread} will be refused, as the next "
+                "load takes the highest step. Call load(), take another folder, or move them away",
                 stacklevel=2,
             )
 
@@ -488,3 +531,53 @@ class Checkpoints:
             above = [s for s in steps_in(self._files, self.folder) if s > origin.step]
             self._skipped = set(above) if origin.has_skipped else set()
             self._unread = None if origin.has_skipped else next(iter(above), None)
+
+
+class _Staging:
+    """One buffer for the copies of one rank's state; it grows and never shrinks.
+
+    With a ``disk``, which holds the state because host memory is too small, the buffer is a file.
+    """
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._shapes: list[tuple[int, torch.dtype]] = []
+        self._views: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory, or of the disk, that the buffer takes."""
+        return self._buffer.nbytes
+
+    def reserve(self, items: Sequence[Item]) -> None:
+        """Allocate memory for copies of these tensors. **Cost** their bytes, touched."""
+        shapes = [(item.data.numel(), item.data.dtype) for item in items]
+        if shapes == self._shapes:
+            return
+        sizes = (-(-item.data.nbytes // _ALIGNMENT) * _ALIGNMENT for item in items)
+        *begins, total = accumulate(sizes, initial=0)
+        if total > self._buffer.nbytes:
+            self._views, self._shapes = [], []
+            # The old buffer is freed before the new one is allocated.
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+            devices = {item.data.device for item in items if item.data.device.type != "cpu"}
+            if self._disk is not None:
+                self._buffer = mapped(self._disk.file("(copies for a checkpoint)", total))
+            else:
+                self._buffer = host_buffer(total, next(iter(devices), torch.device("cpu")))
+        self._views = [
+            self._buffer[begin : begin + item.data.nbytes].view(item.data.dtype)
+            for begin, item in zip(begins, items, strict=True)
+        ]
+        self._shapes = shapes
+
+    @torch.no_grad()
+    def copy(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        """Return copies of the items' tensors, valid until the next call."""
+        self.reserve(items)
+        if items:
+            sources = [item.data for item in items]
+            torch._foreach_copy_(self._views, sources, non_blocking=True)
+            wait_for_copies({source.device for source in sources})
+        return self._views

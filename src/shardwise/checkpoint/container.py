@@ -1,27 +1,20 @@
 """One safetensors file: its dtypes, its header, and the digests of the bytes in it.
 
 Note [A file is a safetensors file that DCP reads]
-Our files are plain safetensors files: eight bytes of header length, a JSON header, the tensors one
-after the other. The header's ``__metadata__`` gives each tensor's offsets in the whole tensor, in
-the form of torch's ``HuggingFaceStorageReader``, so stock ``dcp.load`` reads and reshards these
-files. Keys are unique in a file, so the second box of a tensor goes to a second file. The constants
-of that form are in ``torch/distributed/checkpoint/_hf_utils.py``; a test compares them.
+The header's ``__metadata__`` gives each tensor's offsets in the whole tensor, in the form of
+torch's ``HuggingFaceStorageReader``, so stock ``dcp.load`` reads and reshards these files. The
+constants of that form are in ``torch/distributed/checkpoint/_hf_utils.py``; a test compares them.
 
-Note [Chunks]
 Tensors are hashed in chunks of one MiB, from the memory that holds them and not from the file that
-was written. A reader of a slice reads and checks the chunks around it, at most two MiB more than
-the slice, and hashes a chunk while it is in the processor's cache.
-
-Digests are xxh3-128, a checksum: 2 of 10^38 damaged chunks pass. It does not prove who wrote the
-bytes. To prove that, sign `manifest.json`, which holds the digest of everything else.
-Source: xxHash, github.com/Cyan4973/xxHash, XXH3 128 bits.
+was written, while it is in the processor's cache. Digests are xxh3-128, a checksum: 2 of 10^38
+damaged chunks pass. Source: xxHash, github.com/Cyan4973/xxHash, XXH3 128 bits.
 """
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,8 +148,8 @@ def read_header(reader: Reader, where: str) -> tuple[dict[str, Stored], int]:
     text = reader.read(_LENGTH_BYTES, header_bytes)
     if b'"DCP_SHARDING_INFO"' in text:
         raise CheckpointError(
-            f"{where} is a part of a sharded checkpoint, whose tensors may be slices. Open that "
-            "checkpoint by its own format, or consolidate it first"
+            f"{where} is a part of a sharded checkpoint; open that by its own format, or "
+            "consolidate it first"
         )
     begin = _LENGTH_BYTES + header_bytes
     return parse_header(text, reader.size - begin, where), begin
@@ -226,15 +219,10 @@ def chunk_digest(data: bytes | memoryview) -> str:
     return b64encode(xxhash.xxh3_128_digest(data))[:DIGEST_CHARS].decode()
 
 
-def chunks_of(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the range [begin, end) of each chunk of a tensor of ``num_bytes``."""
-    for begin in range(0, num_bytes, CHUNK_BYTES):
-        yield begin, min(begin + CHUNK_BYTES, num_bytes)
-
-
 def chunk_digests(data: memoryview) -> str:
     """Return the digests of all chunks of some bytes, one after the other; "" for no bytes."""
-    return "".join(chunk_digest(data[begin:end]) for begin, end in chunks_of(len(data)))
+    begins = range(0, len(data), CHUNK_BYTES)
+    return "".join(chunk_digest(data[begin : begin + CHUNK_BYTES]) for begin in begins)
 
 
 def num_chunks(num_bytes: int) -> int:

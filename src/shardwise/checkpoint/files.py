@@ -45,7 +45,6 @@ class Entry:
     name: str
     kind: Literal["file", "folder", "other"]
     size: int
-    inode: int
 
 
 class _Descriptor:
@@ -211,11 +210,17 @@ class Files:
 
     def list(self, path: Path) -> list[Entry]:
         """Return a folder's entries, sorted by name."""
-        entries = []
+        entries: list[Entry] = []
         with os.scandir(path) as found:
             for item in found:
                 with suppress(FileNotFoundError):  # removed since
-                    entries.append(_entry(item.name, item.stat(follow_symlinks=False)))
+                    status = item.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        entries.append(Entry(item.name, "file", status.st_size))
+                    elif stat.S_ISDIR(status.st_mode):
+                        entries.append(Entry(item.name, "folder", 0))
+                    else:
+                        entries.append(Entry(item.name, "other", 0))
         return sorted(entries, key=lambda entry: entry.name)
 
     def remove_file(self, path: Path) -> None:
@@ -246,7 +251,11 @@ class Files:
                 with _named(path):
                     fcntl.flock(fd, kind | fcntl.LOCK_NB)
                 if _is_file_of(path, fd):
-                    _check_has_one_name(path, fd)
+                    if (num_names := os.fstat(fd).st_nlink) > 1:
+                        raise CheckpointError(
+                            f"{path}: the same file has {num_names} names (hard links), and the "
+                            "lock's text would be written over it; remove this name"
+                        )
                     break
                 os.close(fd)  # its holder removed it: by now there is another file, or no file
             except BlockingIOError:
@@ -279,20 +288,21 @@ def reading(path: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
 
 
-def read_text(files: Files, path: Path, limit: int) -> str:
-    """Return a whole file of UTF-8 text.
-
-    **Raises** DamagedCheckpoint if it is longer than ``limit`` bytes or no UTF-8.
-    """
+def read_file(files: Files, path: Path, limit: int) -> bytes:
+    """Return a whole file. **Raises** DamagedCheckpoint if it is longer than ``limit`` bytes."""
     with files.open(path) as reader:
         if reader.size > limit:
             raise DamagedCheckpoint(
                 f"{path} has {reader.size} bytes, at most {limit} were expected: it is damaged or "
-                "not a file of this program"
+                "not a file of this kind"
             )
-        data = reader.read(0, reader.size)
+        return reader.read(0, reader.size)
+
+
+def read_text(files: Files, path: Path, limit: int) -> str:
+    """Return a whole file of text. **Raises** as `read_file`, and if it is no UTF-8."""
     try:
-        return data.decode()
+        return read_file(files, path, limit).decode()
     except UnicodeDecodeError as error:
         raise DamagedCheckpoint(f"{path} should be UTF-8 text but is not: {error}") from error
 
@@ -303,20 +313,6 @@ def _is_file_of(path: Path, fd: int) -> bool:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
         return False
-
-
-def _check_has_one_name(path: Path, fd: int) -> None:
-    if (num_names := os.fstat(fd).st_nlink) > 1:
-        raise CheckpointError(
-            f"{path} should be a lock file of its own, but the same file has {num_names} names "
-            "(hard links), and the lock's text would be written over it; remove this name"
-        )
-
-
-def _entry(name: str, status: os.stat_result) -> Entry:
-    if stat.S_ISREG(status.st_mode):
-        return Entry(name, "file", status.st_size, status.st_ino)
-    return Entry(name, "folder" if stat.S_ISDIR(status.st_mode) else "other", 0, status.st_ino)
 
 
 def _open_regular(path: Path, flags: int) -> int:

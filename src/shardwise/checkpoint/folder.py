@@ -1,6 +1,19 @@
-"""All checkpoints of one run, in one folder: its lock, its steps, rotation, and the one to load.
+"""All checkpoints of one run in one folder: its steps, locks and leftovers, and the one to load.
 
-What may be removed: Note [What may be removed] in `trash`.
+Note [What may be removed]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A run removes a checkpoint only if the manifest names that run, and only while another checkpoint
+that the run keeps passes `check_quickly`. The folder is first renamed to ``.old-...``, so an
+interrupted removal leaves a leftover and never half a checkpoint. Only files with names of ours are
+removed. Other files stay, in a folder ``<name>-other-files``.
+
+Note [Who writes there]
+~~~~~~~~~~~~~~~~~~~~~~~
+A save to ``.tmp-<name>-<nonce>`` holds the lock ``.tmp-<name>-<nonce>.lock`` from before the folder
+is made until the folder has its final name. A leftover is removed only under that lock, which
+proves that its writer is gone. Machines may not see each other's locks: therefore a leftover is
+renamed to ``.old-...`` before its files are removed. If the rename of its save fails then, the save
+raises; a checkpoint that lacks files never appears. See docs/decisions/0018.
 
 Note [Beside a running run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,44 +24,54 @@ again, from the newest. A checkpoint is damaged only if it is unchanged and cann
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.checkpoint.all_ranks import ask_first_rank, on_all_ranks
-from shardwise.checkpoint.files import Entry, Files, Lock, read_text, reading
-from shardwise.checkpoint.manifest import (
-    MANIFEST,
-    IndexRow,
-    Manifest,
-    file_name,
-    index_name,
-    index_of,
-    is_ours,
-    parse_manifest,
-)
-from shardwise.checkpoint.read import read_small
-from shardwise.checkpoint.trash import STEP, remove_checkpoint, take
+from shardwise.checkpoint.files import Entry, Files, Lock, read_text
+from shardwise.checkpoint.manifest import MANIFEST, STEP, Manifest, is_ours, parse_manifest
+from shardwise.checkpoint.verify import MAX_LOOKS, check_quickly, manifest_now, too_fast
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 if TYPE_CHECKING:
     from shardwise.comm.control import Control
 
 LOCK = ".shardwise.lock"
-MAX_LOOKS = 100  # how often a checkpoint may vanish or change while it is checked or read
 _LOCK_CHARS = 4096
-_SIZE_BYTES = 8
+# A process that tests a lock holds it for an instant, which is long under load. A process that is
+# stopped in that instant holds it until it is continued.
+_LOCK_RETRY_S = 0.1
+_LOCK_ATTEMPTS = 600
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _SHOWN = 5
+_TEMPORARY, _REMOVED, _LOCKED = ".tmp-", ".old-", ".lock"
+_LEFTOVER = re.compile(r"\.(tmp|old)-(?P<target>.+)-(?P<nonce>[0-9a-f]{8})")
+_OTHER_FILES = "-other-files"
+_NFS_REMOVED = ".nfs"  # a removed file that is still open, on NFS; NFS removes it later
 
 
 def step_name(step: int) -> str:
     """Return the name of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def temporary(target: Path, nonce: bytes) -> Path:
+    """Return the folder in which a checkpoint is written before it gets its name."""
+    return target.parent / f"{_TEMPORARY}{target.name}-{nonce.hex()}"
+
+
+def is_step(name: str) -> bool:
+    """Tell whether this is the name of a step's checkpoint."""
+    return STEP.fullmatch(name) is not None
 
 
 def steps_in(files: Files, folder: Path) -> list[int]:
@@ -59,100 +82,6 @@ def steps_in(files: Files, folder: Path) -> list[int]:
         return []
     names = [STEP.fullmatch(entry.name) for entry in entries if entry.kind == "folder"]
     return sorted((int(n[1]) for n in names if n and step_name(int(n[1])) == n[0]), reverse=True)
-
-
-# -- the quick check of a checkpoint
-
-
-def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
-    """Check a checkpoint's manifest, and that its files are there in their sizes.
-
-    The digests of tensors are checked when they are read. Returns the manifest and its bytes. If
-    the checkpoint is replaced meanwhile, it is checked again.
-
-    **Cost** one listing and one small file, whatever the number of ranks; four more for damage.
-
-    **Raises** DamagedCheckpoint naming the file.
-    """
-    for _ in range(MAX_LOOKS):
-        data = None
-        try:
-            data = read_small(files, path / MANIFEST)
-            return _check_against(files, path, data), data
-        except (DamagedCheckpoint, OSError):  # OSError: on NFS, of a folder that was replaced
-            if _manifest_now(files, path) == data:
-                raise
-    raise too_fast(path)
-
-
-def _manifest_now(files: Files, path: Path) -> bytes | None:
-    try:
-        return read_small(files, path / MANIFEST)
-    except (CheckpointError, OSError):
-        return None
-
-
-def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
-    """Check a folder against the bytes of its manifest; return the manifest."""
-    manifest = parse_manifest(data, str(path / MANIFEST))
-    named = STEP.fullmatch(path.name)
-    if named and manifest.step is not None and int(named[1]) != manifest.step:
-        raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
-    with reading(path):
-        entries = files.list(path)
-    found = find_difference(path, entries, manifest.ranks)
-    if found is None:
-        return manifest
-    # The manifest has the total size of a rank's files, the index has the size of each, and the
-    # manifest itself may be of another save: what the indexes say is more exact.
-    sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
-    rank, text = found
-    for each in sorted({0, rank}):
-        with suppress(OSError):
-            index, _ = index_of(manifest, each, read_small(files, path / index_name(each)), path)
-            for number, file in enumerate(index.files):
-                name = file_name(each, number)
-                if sizes.get(name, file.num_bytes) != file.num_bytes:
-                    text = f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
-    raise DamagedCheckpoint(text)
-
-
-def find_difference(
-    path: Path, entries: Iterable[Entry], ranks: Sequence[IndexRow]
-) -> tuple[int, str] | None:
-    """Compare a folder's listing with the manifest's row of each rank.
-
-    Return the rank and the first file that is missing, of another size, or one too many. Files with
-    other names than ours are ignored.
-    """
-    found = {entry.name: entry for entry in entries if is_ours(entry.name)}
-    expected = {MANIFEST}
-    for rank, row in enumerate(ranks):
-        expected |= set(names_of_rank(rank, row))
-        if text := difference_of_rank(path, found, rank, row):
-            return rank, text
-    unknown = sorted(set(found) - expected)
-    return (0, f"{path / unknown[0]}: the manifest does not name this file") if unknown else None
-
-
-def names_of_rank(rank: int, row: IndexRow) -> list[str]:
-    """Return the names of a rank's files, its index first."""
-    return [index_name(rank), *(file_name(rank, number) for number in range(row.num_files))]
-
-
-def difference_of_rank(path: Path, found: Mapping[str, Entry], rank: int, row: IndexRow) -> str:
-    """Describe which file of a rank is missing or has another size; return "" if none."""
-    index, *names = names_of_rank(rank, row)
-    for name in (index, *names):
-        if name not in found or found[name].kind != "file":
-            return f"{path / name}: it is missing, or no regular file"
-    for text, size, wanted in (
-        (index, found[index].size, row.index_bytes),
-        (", ".join(names), sum(found[n].size for n in names), row.file_bytes),
-    ):
-        if size != wanted:
-            return f"{path / text}: {size} bytes, expected {wanted}"
-    return ""
 
 
 def is_usable(files: Files, folder: Path, step: int) -> bool:
@@ -166,7 +95,74 @@ def is_usable(files: Files, folder: Path, step: int) -> bool:
     return True
 
 
-# -- the lock of a run
+# -- locks
+
+
+def take(files: Files, path: Path, busy: Callable[[], str]) -> Lock:
+    """Take a lock; wait for processes that only test it (`is_held`), a minute at most.
+
+    **Raises** CheckpointError with the text of ``busy`` if another process holds it; OSError.
+    """
+    for _ in range(_LOCK_ATTEMPTS):
+        lock = files.lock(path)
+        if lock is not None:
+            return lock
+        asking = files.lock(path, shared=True)
+        if asking is None:
+            raise CheckpointError(busy())
+        asking.release()
+        time.sleep(_LOCK_RETRY_S)
+    raise CheckpointError(
+        f"{path}: processes that only test this lock (`shardwise ckpt`) have held it for a "
+        "minute; one may be stopped: end it"
+    )
+
+
+def hold(files: Files, folder: Path) -> Lock | None:
+    """Lock a temporary folder before it is made; return None if the file system has no locks.
+
+    See Note [Who writes there]. **Raises** OSError.
+    """
+    path = _lock_of(folder)
+    try:
+        return take(files, path, lambda: f"{path}: another process holds it, and should not")
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        with suppress(OSError):
+            files.remove_file(path)
+        return None
+
+
+def let_go(files: Files, folder: Path, lock: Lock | None) -> None:
+    """Unlock a temporary folder, which has its final name or is a leftover."""
+    if lock is not None:
+        with suppress(OSError):
+            files.remove_file(_lock_of(folder))
+        with suppress(OSError):
+            lock.release()
+
+
+def is_held(files: Files, folder: Path) -> bool:
+    """Tell whether a save is writing in a temporary folder. **Raises** OSError."""
+    return _is_locked(files, _lock_of(folder))
+
+
+def _is_locked(files: Files, path: Path) -> bool:
+    """Tell whether a process holds a lock, by a shared one for an instant. **Raises** OSError."""
+    if not any(entry.name == path.name for entry in files.list(path.parent)):
+        return False
+    lock = files.lock(path, shared=True)
+    if lock is not None:
+        with suppress(OSError):
+            if path.name != LOCK:  # the save may have ended just now: then this made the file anew
+                files.remove_file(path)
+        lock.release()
+    return lock is None
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.parent / f"{folder.name}{_LOCKED}"
 
 
 class CopiesThatCount(NamedTuple):
@@ -223,13 +219,7 @@ def lock_holder(files: Files, folder: Path) -> str | None:
 
     The lock is taken for an instant, shared with other callers. **Raises** OSError.
     """
-    if not any(entry.name == LOCK for entry in files.list(folder)):
-        return None
-    lock = files.lock(folder / LOCK, shared=True)
-    if lock is None:
-        return _holder(files, folder / LOCK)
-    lock.release()
-    return None
+    return _holder(files, folder / LOCK) if _is_locked(files, folder / LOCK) else None
 
 
 def _holder(files: Files, path: Path) -> str:
@@ -238,6 +228,170 @@ def _holder(files: Files, path: Path) -> str:
         return f"process {said['pid']} on {said['host']} (run {said['run']})"
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return "another process"
+
+
+# -- leftovers
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Names that interrupted saves and removals left: removed now, or kept as not provably ours."""
+
+    removed: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def leftovers_in(files: Files, folder: Path) -> list[Entry]:
+    """Return the entries named like a save or a removal, in progress or interrupted."""
+    return [entry for entry in files.list(folder) if _target_of(entry.name)]
+
+
+def clean_up(files: Files, folder: Path, of: str = "") -> Leftovers:
+    """Remove leftovers of interrupted saves, or only those of saves to the name ``of``.
+
+    If that is a step's name, those of any step are removed. A save in progress is left alone and
+    not listed. See Note [What may be removed] and Note [Who writes there].
+    """
+    going: list[tuple[str, Path]] = []
+    removed, kept = [], []
+    for entry in files.list(folder):
+        path = folder / entry.name.removesuffix(_LOCKED)
+        target = _target_of(path.name)
+        is_step_too = is_step(of) and is_step(target)
+        if not target or (of and of != target and not is_step_too):
+            continue
+        try:
+            if not entry.name.endswith(_LOCKED):
+                away = _claim(files, path, entry)
+                going += [(entry.name, away)] if away is not None else []
+            elif entry.kind == "file" and not entry.size:  # ours are empty
+                let_go(files, path, files.lock(folder / entry.name, shared=True))
+        except FileNotFoundError:  # the save was committed, or another process removed it
+            continue
+        except (OSError, CheckpointError):
+            kept += [] if entry.name.endswith(_LOCKED) else [entry.name]
+    if going:
+        # A killed run may have renamed folders without syncing that. If a power cut brought the
+        # old names back, they would name the folders that are emptied here.
+        files.sync_folder(folder)
+    for name, away in going:
+        left: Path | None = folder / name
+        with suppress(OSError):
+            left = _empty(files, away)
+        if left is None:
+            removed.append(name)
+        else:
+            kept.append(left.name)
+    return Leftovers(tuple(removed), tuple(kept))
+
+
+def _target_of(name: str) -> str:
+    """Return the name of the checkpoint that a leftover belongs to; "" for other names."""
+    match = _LEFTOVER.fullmatch(name)
+    return match["target"] if match is not None else ""
+
+
+def _claim(files: Files, path: Path, entry: Entry) -> Path | None:
+    """Rename a leftover away; return its new path, or None if its writer is alive.
+
+    **Raises** OSError or CheckpointError if it is not provably ours.
+    """
+    if entry.kind != "folder":
+        raise CheckpointError(f"{path} is no folder")
+    if not entry.name.startswith(_TEMPORARY):
+        if not is_step(_target_of(entry.name)):
+            _check_ours(files, path)
+        return path
+    lock = files.lock(_lock_of(path), shared=True)  # a writer's lock is not shared
+    if lock is None:
+        return None
+    try:
+        _check_ours(files, path)
+        return _rename_away(files, path)
+    finally:
+        let_go(files, path, lock)
+
+
+def _check_ours(files: Files, path: Path) -> None:
+    for entry in files.list(path):
+        if entry.kind != "file" or not is_ours(entry.name):
+            raise CheckpointError(f"{path / entry.name} is none of ours")
+
+
+# -- removal
+
+
+def remove_checkpoint(files: Files, path: Path) -> Path | None:
+    """Remove a checkpoint, or one under the temporary name of that which replaced it.
+
+    Half of one never stands under its name.
+
+    Returns the folder of the files in it that are not ours, if it held any. **Raises** OSError; a
+    checkpoint or a leftover remains then.
+    """
+    away = _rename_away(files, path)
+    files.sync_folder(path.parent)
+    return _empty(files, away)
+
+
+def remove_tree(files: Files, path: Path) -> None:
+    """Remove a folder that holds only files, if it is there; links are never followed.
+
+    **Raises** CheckpointError, with nothing removed, if ``path`` is no folder or holds another.
+    """
+    kinds = {entry.name: entry.kind for entry in files.list(path.parent)}
+    if path.name not in kinds:
+        return
+    if kinds[path.name] != "folder":
+        raise CheckpointError(f"{path} was to be removed but is no folder: remove it by hand")
+    entries = files.list(path)
+    if folders := [entry.name for entry in entries if entry.kind == "folder"]:
+        raise CheckpointError(
+            f"{path} was to be removed but holds the folder {folders[0]!r}, which no checkpoint "
+            "does: remove it by hand"
+        )
+    for entry in entries:
+        files.remove_file(path / entry.name)
+    files.remove_folder(path)
+
+
+def _rename_away(files: Files, path: Path) -> Path:
+    target = _target_of(path.name) or path.name
+    away = path.parent / f"{_REMOVED}{target}-{os.urandom(4).hex()}"
+    files.rename(path, away)
+    return away
+
+
+def _empty(files: Files, away: Path) -> Path | None:
+    """Remove our files from an ``.old-...`` folder, and the folder if nothing else is in it.
+
+    Returns the folder that holds the rest, under a name that is not hidden.
+    """
+    others = False
+    try:
+        entries = files.list(away)
+    except FileNotFoundError:  # another process is removing it too
+        return None
+    for entry in entries:
+        if entry.kind == "file" and is_ours(entry.name):
+            with suppress(FileNotFoundError):
+                files.remove_file(away / entry.name)
+        else:
+            others |= not entry.name.startswith(_NFS_REMOVED)
+    if not others:
+        with suppress(FileNotFoundError):
+            files.remove_folder(away)
+        return None
+    left = away.parent / f"{_target_of(away.name)}{_OTHER_FILES}"
+    try:
+        files.rename(away, left)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        left = left.with_name(f"{left.name}-{os.urandom(4).hex()}")
+        files.rename(away, left)
+    files.sync_folder(left.parent)
+    return left
 
 
 # -- rotation
@@ -309,74 +463,54 @@ def choose(
     **Raises** CheckpointError.
     """
 
-    def search() -> tuple[Manifest | None, bytes]:
-        return _search(files, folder, skipped, only) if control.rank == 0 else (None, b"")
+    def search() -> tuple[Chosen | None, dict[int, str]]:
+        return _search(files, folder, skipped, only) if control.rank == 0 else (None, {})
 
-    manifest, said = on_all_ranks(control, search)
-    said = control.broadcast(said)
-    size = int.from_bytes(said[:_SIZE_BYTES], "little")
-    answer = json.loads(said[_SIZE_BYTES : _SIZE_BYTES + size])
-    skipped.update(answer["skipped"])
-    if answer["step"] is None:
+    chosen, reasons = on_all_ranks(control, search)
+    answer = json.dumps([chosen and chosen.step, [*reasons.items()]]).encode()
+    step, found = json.loads(control.broadcast(answer))
+    skipped.update(found)
+    if step is None:
         return None
-    path, data = only or folder / step_name(answer["step"]), said[_SIZE_BYTES + size :]
-    if manifest is None:
-        manifest = parse_manifest(data, str(path / MANIFEST))
-    return Chosen(path, answer["step"], manifest, data)
+    data = control.broadcast(chosen.data if chosen else b"")
+    path = only or folder / step_name(step)
+    return chosen or Chosen(path, step, parse_manifest(data, str(path / MANIFEST)), data)
 
 
 def _search(
     files: Files, folder: Path, known: Collection[int], only: Path | None
-) -> tuple[Manifest | None, bytes]:
-    """Return the newest manifest that passes, and the answer for the other ranks."""
-
-    def answer(step: int | None) -> bytes:
-        text = json.dumps({"step": step, "skipped": skipped}).encode()
-        return len(text).to_bytes(_SIZE_BYTES, "little") + text
-
-    skipped: list[tuple[int, str]] = []
+) -> tuple[Chosen | None, dict[int, str]]:
+    """Return the newest checkpoint that passes, and the reasons of newer ones that do not."""
     if only is not None:
         steps = [step_name(step) for step in steps_in(files, only.parent)]
         if only.name.startswith("step-") and steps and only.name not in steps:
             there = ", ".join(steps[:_SHOWN])
             raise CheckpointError(f"{folder}: there is no {only.name}; the newest are {there}")
         manifest, data = check_quickly(files, only)
-        return manifest, answer(manifest.step or 0) + data
+        return Chosen(only, manifest.step or 0, manifest, data), {}
     for _ in range(MAX_LOOKS):
-        skipped.clear()
+        skipped: dict[int, str] = {}
         for step in (step for step in steps_in(files, folder) if step not in known):
             path = folder / step_name(step)
             try:
-                manifest, data = check_quickly(files, path)
+                return Chosen(path, step, *check_quickly(files, path)), skipped
             except (CheckpointError, OSError) as error:
                 if not _is_there(files, path):
                     break  # list again: there may be a newer one
                 if not isinstance(error, (DamagedCheckpoint, FileNotFoundError)):
                     raise
-                skipped.append((step, str(error)))
-                continue
-            return manifest, answer(step) + data
+                skipped[step] = str(error)
         else:
-            return None, answer(None)
+            return None, skipped
     raise too_fast(folder)
-
-
-def too_fast(path: Path) -> CheckpointError:
-    """Return the error for a folder whose run changes each checkpoint while it is read."""
-    return CheckpointError(
-        f"{path}: checkpoints are removed or replaced faster than they can be read; load later, or "
-        "let the run that saves there keep more of them (keep_last)"
-    )
 
 
 def has_changed(control: Control, files: Files, chosen: Chosen) -> bool:
     """Tell whether a checkpoint was removed or replaced since it was chosen; all ranks call it."""
 
     def differs() -> bool:
-        try:
-            return read_small(files, chosen.path / MANIFEST) != chosen.data
-        except (CheckpointError, OSError):
-            return not _is_there(files, chosen.path)
+        now = manifest_now(files, chosen.path)
+        return now != chosen.data if now is not None else not _is_there(files, chosen.path)
 
     return ask_first_rank(control, differs)
 

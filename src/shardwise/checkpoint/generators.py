@@ -35,9 +35,8 @@ def read_generators(device: torch.device) -> dict[str, str | None]:
     of_numpy = np.random.get_state(legacy=False)
     if of_numpy["bit_generator"] != "MT19937":
         raise CheckpointError(
-            "generators: expected numpy's global generator to be its default, MT19937, got "
-            f"{of_numpy['bit_generator']}; leave out np.random.set_bit_generator, and keep a "
-            "Generator of your own in your state"
+            f"generators: numpy's global one, expected MT19937, got {of_numpy['bit_generator']}; "
+            "leave out np.random.set_bit_generator, and keep a Generator of your own in your state"
         )
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
@@ -108,9 +107,8 @@ def check_generators(value: object, device: torch.device) -> tuple[list[Callable
     except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"generators: the saved state of the {part} generator does not fit: {reason}. It is "
-            "damaged, or another version of torch wrote it; load without the generators to go on "
-            "with other random draws"
+            f"generators: the saved state of the {part} generator does not fit: {reason}; load "
+            "with restore_generators=False to go on with other random draws"
         ) from None
     text = json.dumps([value[name] for name in _NAMES])
     return setters, hashlib.blake2b(text.encode(), digest_size=32).digest()

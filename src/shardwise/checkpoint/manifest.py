@@ -1,24 +1,11 @@
 """The JSON parts of a checkpoint: the manifest, and one index per rank.
 
-Note [One manifest, one index per rank]
-``manifest.json`` names every tensor with its shape and how it is cut, in integers: which rank holds
-which elements is computed from that, never listed. What only one rank knows (the digests of its
-chunks, its generators, its part of the user's state) is in the rank's index, ``rank00000.json``.
-The manifest holds the size and digest of each index. So ranks never collect objects, and a reader
-opens the indexes of only those ranks that hold the tensors it needs.
-
-Each part ends with the digest of all that precedes it, and is used only after that is checked. So
-the manifest seals the checkpoint: manifest -> indexes -> headers and chunks.
-
-Note [Pieces and meshes]
-~~~~~~~~~~~~~~~~~~~~~~~~
-If all ranks cut whole tensors together, the checkpoint has format 1 and no meshes. With tensor,
-expert or pipeline parallelism, groups of ranks cut tensors that other ranks do not have. Then the
-format is 2: ``meshes`` are tables of ranks, each layout names the mesh that cuts it, and a row may
-be a *piece*: the box that begins at ``at`` in a tensor of shape ``of``, cut like a whole tensor.
-The rows of one key form a grid that has each element once. If several groups hold a piece, the
-manifest names one of them. Of that group's replicas, a hash of the key chooses the writer, so a
-rank knows the writer of each of its tensors before it knows those of other ranks.
+docs/checkpoint-format.md describes their fields, and format 2 with its pieces and meshes. The
+manifest says how each tensor is cut, in integers; which rank holds which elements is computed from
+that, never listed. What only one rank knows (the digests of its chunks, its generators, its part of
+the user's state) is in the rank's index. So ranks never collect objects, and a reader opens the
+indexes of only those ranks that hold the tensors it needs. A part is used only after its digest is
+checked.
 """
 
 import re
@@ -28,7 +15,6 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 from operator import add
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from zlib import crc32
 
@@ -57,9 +43,10 @@ from shardwise.layout.boxes import Box, Region, boxes_of_range, full_region
 from shardwise.layout.segments import Layout, build_layout
 from shardwise.strict_json import check_containers, dumps, loads
 
-FORMAT, PIECES_FORMAT = 1, 2  # see Note [Pieces and meshes]
+FORMAT, PIECES_FORMAT = 1, 2  # 2: of pieces, or of several meshes
 MANIFEST = "manifest.json"
 MAX_PART_BYTES = 256 << 20  # of a manifest or an index; parsing takes a few times as much memory
+STEP = re.compile(r"step-([0-9]{8,12})")  # the name of a step's checkpoint
 _MAX_TENSOR_BYTES = 1 << 40
 _SEAL = b',"digest":"'
 _SHOWN_CHARS = 200
@@ -114,8 +101,8 @@ def seal(part: SealedPart) -> bytes:
     sealed = body + _SEAL + digest_of(body).encode() + b'"}\n'
     if len(sealed) > MAX_PART_BYTES:
         raise CheckpointError(
-            f"{len(sealed)} bytes of names and values are more than a checkpoint may have "
-            f"({MAX_PART_BYTES}); put large state into tensors (torch.from_numpy)"
+            f"names and values have {len(sealed)} bytes, at most {MAX_PART_BYTES} were expected; "
+            "put large state into tensors (torch.from_numpy)"
         )
     try:
         check_containers(body)
@@ -150,6 +137,13 @@ def validated(kind: type[_PartT], value: object, where: str) -> _PartT:
 # -- the manifest
 
 
+class Key(NamedTuple):
+    """A tensor, or a piece of one, as all ranks that hold it identify it."""
+
+    info: TensorInfo
+    region: Region
+
+
 class TensorRow(SealedPart):
     """One tensor, and where it is in the files.
 
@@ -169,6 +163,15 @@ class TensorRow(SealedPart):
     at: _Shape = ()
     of: _Shape = ()
 
+    @classmethod
+    def of_piece(
+        cls, info: TensorInfo, piece: Region, layout: int | None = None, index: int | None = None
+    ) -> Self:
+        """Return the row of a piece of a tensor, which may be all of it."""
+        row = {"kind": info.kind, "name": info.name, "state": info.state, "dtype": info.dtype}
+        at = {} if piece.shape == info.shape else {"at": piece.at, "of": info.shape}
+        return cls(**row, shape=piece.shape, layout=layout, index=index, **at)
+
     @cached_property
     def info(self) -> TensorInfo:
         """The whole tensor's description."""
@@ -178,6 +181,11 @@ class TensorRow(SealedPart):
     def region(self) -> Region:
         """The row's box in the whole tensor."""
         return Region(self.at, self.shape) if self.of else full_region(self.shape)
+
+    @property
+    def key(self) -> Key:
+        """What other ranks know it by."""
+        return Key(self.info, self.region)
 
     @property
     def num_bytes(self) -> int:
@@ -443,7 +451,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def turn_of_key(key: str, num_replicas: int) -> int:
-    """Return which replica writes the tensor of this key, in format 2."""
+    """Return which replica writes the tensor of this key, in format 2.
+
+    A rank knows it before it knows the tensors of other ranks.
+    """
     return crc32(key.encode(errors="surrogatepass")) % num_replicas
 
 
@@ -516,13 +527,20 @@ class RankIndex(SealedPart):
 
 
 class Extent(NamedTuple):
-    """Bytes [begin, end) of the file ``name``: one box of a tensor, and its chunks' digests."""
+    """One box of a tensor in the file ``name``, with the digests of its chunks.
+
+    ``stored`` is its entry in the header; bytes count from the begin of the file.
+    """
 
     name: str
-    begin: int
-    end: int
+    stored: Stored
     digests: str
     box: Box
+
+    @property
+    def key(self) -> str:
+        """The tensor's name, without the rank to which it belongs alone."""
+        return self.stored.key.removeprefix(f"{self.name.partition('-')[0]}.")
 
 
 Extents = Mapping[int, Sequence[Extent]]  # by the number of the tensor, as in `Content`
@@ -557,7 +575,8 @@ def find_extents(manifest: Manifest, index: RankIndex) -> Extents:
             begin, end = (of_file[0].begin + at for at in (stored.begin, stored.end))
             if row.begin != begin or len(row.digests) != num_chunks(end - begin) * DIGEST_CHARS:
                 raise ValueError(f"{name}: '{stored.key}' is not described right")
-            extents.setdefault(number, []).append(Extent(name, begin, end, row.digests, box))
+            placed = stored._replace(begin=begin, end=end)
+            extents.setdefault(number, []).append(Extent(name, placed, row.digests, box))
         if end != index.files[file].num_bytes:
             raise ValueError(f"{name} does not end with its last tensor")
     return extents
@@ -566,34 +585,3 @@ def find_extents(manifest: Manifest, index: RankIndex) -> Extents:
 def parse_index(data: bytes, where: str) -> RankIndex:
     """Return a rank's index from its file. **Raises** DamagedCheckpoint naming the wrong field."""
     return validated(RankIndex, unseal(data, where), where)
-
-
-def index_of(manifest: Manifest, rank: int, data: bytes, folder: Path) -> tuple[RankIndex, Extents]:
-    """Return a rank's index from its file, checked against the manifest, and where its tensors are.
-
-    **Raises** DamagedCheckpoint naming the first difference. An index that is whole, with another
-    digest than the manifest says, is of another save.
-    """
-    name, expected = index_name(rank), manifest.ranks[rank]
-    where = str(folder / name)
-    index = parse_index(data, where)
-    if digest_of(data) != expected.digest and index.rank == rank:
-        raise DamagedCheckpoint(
-            f"{folder}: {MANIFEST} and {name} are whole and of two saves: step {manifest.step} of "
-            f"run {manifest.run} and step {index.step} of run {index.run}. One of the two was "
-            "copied there from another checkpoint"
-        )
-    for what, found, wanted in (
-        ("run", index.run, manifest.run),
-        ("step", index.step, manifest.step),
-        ("rank", index.rank, rank),
-        ("format", index.format, manifest.format),
-        ("files", len(index.files), expected.num_files),
-        ("bytes of files", sum(file.num_bytes for file in index.files), expected.file_bytes),
-    ):
-        if found != wanted:
-            raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {wanted}")
-    try:
-        return index, find_extents(manifest, index)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{where}: {error}") from None

@@ -8,9 +8,8 @@ outlives the processes that write it. Each host holds the files of its ranks, an
 background saves writes it:
 
 1. One rank of each host removes all copies but the newest, and makes a folder.
-2. Every rank writes its files there. The ranks exchange their rows of the manifest.
-3. Ranks read the files of other hosts that theirs is to hold, over TCP (`peers`).
-4. One rank of each host writes the manifest and gives the folder its name. A copy counts if the
+2. Every rank writes its files there. Ranks read those of other hosts that theirs is to hold.
+3. One rank of each host writes the manifest and gives the folder its name. A copy counts if the
    hosts together hold the files of every rank.
 
 So there are at most two copies, and while one is written the other is whole. A copy never counts as
@@ -22,72 +21,68 @@ The folder in memory has a name made of the path of the checkpoints on disk. Tha
 says which copies count (`folder.CopiesThatCount`); every save, load and copy writes it. Copies of
 another run, of a timeline that the run has left, or beside checkpoints that were moved away
 are never loaded; the next copy removes them.
+
+Note [Files of other hosts]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+One rank of each host runs a `_Server` for its folder. `PeerFiles` opens the files of some ranks
+here and of others on a host that has them. A connection begins with a token that the ranks have
+exchanged. As in gloo's own connections, nothing is encrypted.
 """
 
+import hmac
 import json
 import os
+import re
 import socket
+import socketserver
 import stat
+import threading
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
+from struct import Struct
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.all_ranks import on_all_ranks, rows_of_all_ranks
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.container import digest_of
-from shardwise.checkpoint.files import Files, Lock
+from shardwise.checkpoint.files import Files, Lock, Reader
 from shardwise.checkpoint.folder import (
     LOCK,
     Chosen,
     CopiesThatCount,
-    difference_of_rank,
-    names_of_rank,
+    remove_tree,
     step_name,
     steps_in,
+    temporary,
 )
-from shardwise.checkpoint.manifest import MANIFEST, IndexRow, parse_manifest, seal
-from shardwise.checkpoint.peers import (
-    AT_ONCE_BYTES,
-    TOKEN_BYTES,
-    PeerFiles,
-    PeerReader,
-    Server,
-    own_address,
-)
+from shardwise.checkpoint.manifest import MANIFEST, IndexRow, is_ours, parse_manifest, seal
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.state import Table
-from shardwise.checkpoint.trash import is_step, is_temporary, remove_tree, temporary
-from shardwise.checkpoint.write import (
-    NONCE_BYTES,
-    ROW_BYTES,
-    Written,
-    index_row,
-    write_rank,
-    write_small,
-)
+from shardwise.checkpoint.verify import difference_of_rank, names_of_rank
+from shardwise.checkpoint.write import NONCE_BYTES, Written, write_ranks, write_small
 from shardwise.comm.control import Control, exchange_any
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.processes import boot_id
 
 ROOT = Path("/dev/shm")
 _NUM_COPIES = 2  # at most, of one step each
+_Copy = tuple[int, str, int]  # its step, the digest of its manifest, the number of its ranks
+_COPY = re.compile(r"step-[0-9]{8,12}|\.tmp-step-[0-9]{8,12}-[0-9a-f]{8}")
+_TOKEN_BYTES = 16
+_SIZE = Struct("<q")  # of the file, or -1 if it cannot be read; the bytes asked for follow
+_MAX_LINE = 1024
+_AT_ONCE_BYTES = 16 << 20
+_TIMEOUT_S = 30.0  # a host that is silent for so long is gone
+_RANK = re.compile(r"rank([0-9]+)[.-]")
 
 
 def folder_in_memory(folder: Path, root: Path) -> Path:
     """Return where the copies of a run lie that keeps its checkpoints in ``folder``."""
     return root / f"shardwise-{os.getuid()}" / digest_of(os.fsencode(folder))
-
-
-class _Copy(NamedTuple):
-    """A copy, as the ranks name it to each other: the newest is the greatest."""
-
-    step: int
-    digest: str
-    num_ranks: int
 
 
 class MemoryTier:
@@ -107,7 +102,7 @@ class MemoryTier:
         self.folder = folder_in_memory(folder, root)
         self.newest: int | None = None  # the step of the newest whole copy
         self._lock: Lock | None = None
-        self._server: Server | None = None
+        self._server: _Server | None = None
         self._token = b""
         self._addresses: dict[int, tuple[str, int]] = {}  # by the rank that leads a host
         said = exchange_any(control, on_all_ranks(control, self._make_folder))
@@ -137,8 +132,8 @@ class MemoryTier:
             is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
             if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
                 raise CheckpointError(
-                    f"{path} is to be a folder that only this user may read and write, and is not; "
-                    "remove it, or pass memory_folder="
+                    f"{path} is no folder that only this user may read and write; remove it, or "
+                    "pass memory_folder="
                 )
         name = socket.gethostname()
         with suppress(OSError):
@@ -157,15 +152,13 @@ class MemoryTier:
 
     def _listen(self) -> None:
         """Start a server on each host; exchange the addresses."""
-        self._token = self._control.broadcast(os.urandom(TOKEN_BYTES))
+        self._token = self._control.broadcast(os.urandom(_TOKEN_BYTES))
         store = getattr(dist.distributed_c10d._get_default_store(), "underlying_store", None)
-        address = own_address(getattr(store, "host", None))
+        address = _own_address(getattr(store, "host", None))
         others = [row.decode() for row in exchange_any(self._control, address.encode())]
         seen = [each for each in others if not ip_address(each).is_loopback]
-        if (
-            ip_address(address).is_loopback and seen
-        ):  # the store's host knows itself by another name
-            address = own_address(seen[0])
+        if ip_address(address).is_loopback and seen:
+            address = _own_address(seen[0])  # the store's host knows itself by another name
 
         def start() -> bytes:
             if not self._leads:
@@ -175,7 +168,7 @@ class MemoryTier:
                     f"copies in memory: {socket.gethostname()} finds no address under which other "
                     f"hosts ({seen[0]}) reach it; check its network, or pass copies=0"
                 )
-            self._server = Server(self.folder, address, self._token)
+            self._server = _Server(self.folder, address, self._token)
             return json.dumps(self._server.address).encode()
 
         rows = exchange_any(self._control, on_all_ranks(self._control, start))
@@ -193,11 +186,10 @@ class MemoryTier:
         free = self._files.free_bytes(self.folder)
         if wanted > free + held:
             raise CheckpointError(
-                f"{self.folder}: the ranks of this host want {wanted} bytes for two copies of the "
-                f"state in memory, and {free + held} are free; {others - held} are those of other "
-                f"jobs beside it: remove {self.folder.parent}/* of jobs that are gone. Or give "
-                "that file system more room (in a container, --shm-size), or leave out "
-                "memory_every="
+                f"{self.folder}: two copies of this host's state want {wanted} bytes of memory, "
+                f"and {free + held} are free; copies of other jobs have {others - held}. Remove "
+                f"{self.folder.parent}/* of jobs that are gone, give that file system more room "
+                "(in a container, --shm-size), or leave out memory_every="
             )
 
     def _num_bytes(self, folder: Path) -> int:
@@ -228,18 +220,14 @@ class MemoryTier:
 
         manifest, part = assemble(control, table, run, step)
         on_all_ranks(control, begin)
-        rows = rows_of_all_ranks(
-            control, lambda: write_rank(files, folder, manifest, part), ROW_BYTES
-        )
-        ranks = tuple(map(index_row, rows))
         # Every host seals it alone, so all have the same bytes: without the time.
-        whole = manifest.model_copy(update={"ranks": ranks, "saved_at": ""})
+        manifest = manifest.model_copy(update={"saved_at": ""})
+        whole = write_ranks(files, control, folder, manifest, part)
         if self._copies:
-            on_all_ranks(control, lambda: self._copy_from_hosts(folder, ranks))
+            on_all_ranks(control, lambda: self._copy_from_hosts(folder, whole.ranks))
         on_all_ranks(control, give_name)
         self.newest = step
-        sizes = [row.index_bytes + row.file_bytes for row in ranks]
-        return Written(target, sum(sizes), sizes[control.rank])
+        return Written.of(target, whole, control.rank)
 
     def _copy_from_hosts(self, folder: Path, rows: tuple[IndexRow, ...]) -> None:
         """Copy this rank's share of the files of the hosts before this one."""
@@ -253,11 +241,11 @@ class MemoryTier:
             for name in names_of_rank(rank, rows[rank]):
                 path = folder / name
                 with (
-                    PeerReader(path, self._addresses[leader], self._token) as reader,
+                    _PeerReader(path, self._addresses[leader], self._token) as reader,
                     self._files.create(path) as writer,
                 ):
-                    for begin in range(0, reader.size, AT_ONCE_BYTES):
-                        data = reader.read(begin, min(AT_ONCE_BYTES, reader.size - begin))
+                    for begin in range(0, reader.size, _AT_ONCE_BYTES):
+                        data = reader.read(begin, min(_AT_ONCE_BYTES, reader.size - begin))
                         writer.write([memoryview(data)])
 
     def find(self) -> list[Chosen]:
@@ -273,20 +261,20 @@ class MemoryTier:
         holders: dict[_Copy, dict[int, int]] = {}  # by saved rank: who leads a host with its files
         here = self._hosts[self._host][0]
         for leader in sorted(range(len(rows)), key=lambda rank: rank != here):
-            for *copy, ranks in rows[leader]:
-                held = holders.setdefault(_Copy(*copy), {})
+            for step, digest, num_ranks, ranks in rows[leader]:
+                held = holders.setdefault((step, digest, num_ranks), {})
                 held.update(dict.fromkeys(set(ranks) - held.keys(), leader))
         found = []
         for copy in sorted(holders, reverse=True):
-            held = holders[copy]
-            if len(held) == copy.num_ranks:
+            (step, _, num_ranks), held = copy, holders[copy]
+            if len(held) == num_ranks:
                 source = next(r for r, row in enumerate(rows) if [*copy] in [c[:3] for c in row])
                 data = self._control.broadcast(mine.get(copy, (b"", ()))[0], source)
-                path = self.folder / step_name(copy.step)
+                path = self.folder / step_name(step)
                 manifest = parse_manifest(data, str(path / MANIFEST))
                 away = {r: self._addresses[by] for r, by in held.items() if by != here}
                 files = PeerFiles(away, self._token)
-                found.append(Chosen(path, copy.step, manifest, data, files))
+                found.append(Chosen(path, step, manifest, data, files))
         return found
 
     def _held(self, counts: CopiesThatCount) -> dict[_Copy, tuple[bytes, list[int]]]:
@@ -304,8 +292,7 @@ class MemoryTier:
                     if not difference_of_rank(path, entries, rank, row)
                 ]
                 if (manifest.run, manifest.step) == (counts.run, step) and step <= counts.step:
-                    copy = _Copy(step, digest_of(data), manifest.num_ranks)
-                    found[copy] = data, ranks
+                    found[step, digest_of(data), manifest.num_ranks] = data, ranks
         return found
 
     def keep_only(self, step: int | None) -> None:
@@ -335,6 +322,131 @@ class MemoryTier:
     def _remove_all_but(self, step: int | None) -> None:
         with suppress(FileNotFoundError):
             for entry in self._files.list(self.folder) if self._leads else ():
-                is_copy = is_step(entry.name) or is_temporary(entry.name)
-                if is_copy and (step is None or entry.name != step_name(step)):
+                is_newest = step is not None and entry.name == step_name(step)
+                if _COPY.fullmatch(entry.name) and not is_newest:
                     remove_tree(self._files, self.folder / entry.name)
+
+
+# -- files of other hosts
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Sends bytes of the copies in one folder to ranks of other hosts, from a thread."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: Path, host: str, token: bytes) -> None:
+        self.folder, self.token = folder, token
+        self.address_family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((host, 0), _Handler)
+        self.address = str(self.server_address[0]), int(self.server_address[1])
+        run = self.serve_forever
+        threading.Thread(target=run, name="shardwise-peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """Answers the questions of one rank, each a line of JSON."""
+
+    timeout = _TIMEOUT_S
+    server: _Server
+
+    def handle(self) -> None:
+        with suppress(OSError, ValueError, TypeError):  # the connection ends, the asker raises
+            if not hmac.compare_digest(self.rfile.read(_TOKEN_BYTES), self.server.token):
+                return
+            self.connection.settimeout(None)  # a load may read other files meanwhile
+            while line := self.rfile.readline(_MAX_LINE):
+                self._answer(*json.loads(line))
+
+    def _answer(self, step: str, name: str, offset: int, num_bytes: int) -> None:
+        is_copy = _COPY.fullmatch(step) is not None
+        if not (is_copy and is_ours(name) and 0 <= num_bytes <= _AT_ONCE_BYTES):
+            raise ValueError("no file of a checkpoint")
+        try:
+            with Files().open(self.server.folder / step / name) as reader:
+                data, size = reader.read(offset, num_bytes), reader.size
+        except (OSError, DamagedCheckpoint):
+            data, size = b"", -1
+        self.wfile.write(_SIZE.pack(size) + data)
+
+
+class _PeerReader(Reader):
+    """A file on another host. **Raises** DamagedCheckpoint if the host does not answer."""
+
+    def __init__(self, path: Path, address: tuple[str, int], token: bytes) -> None:
+        super().__init__(path, -1, 0)
+        self._address = address
+        try:
+            with socket.create_connection(address, _TIMEOUT_S) as connection:
+                self._stream = connection.makefile("rwb")  # holds the connection
+            self._stream.write(token)
+            self.size = self._ask(0, memoryview(bytearray()))
+        except OSError as error:
+            raise self._unanswered(error) from error
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from ``offset``."""
+        rest = buffer.cast("B") if buffer.nbytes else buffer
+        try:
+            while rest.nbytes:
+                part, rest = rest[:_AT_ONCE_BYTES], rest[_AT_ONCE_BYTES:]
+                self._ask(offset, part)
+                offset += len(part)
+        except OSError as error:
+            raise self._unanswered(error) from error
+
+    def close(self) -> None:
+        """End the connection."""
+        with suppress(OSError):  # of bytes that could not be sent
+            self._stream.close()
+
+    def _ask(self, offset: int, out: memoryview) -> int:
+        """Fill ``out``; return the size of the file."""
+        asked = json.dumps([self._path.parent.name, self._path.name, offset, len(out)])
+        self._stream.write(asked.encode() + b"\n")
+        self._stream.flush()
+        head = self._stream.read(_SIZE.size)
+        if len(head) == _SIZE.size and _SIZE.unpack(head)[0] < 0:
+            raise FileNotFoundError(0, "it has no such file any more")
+        if len(head) < _SIZE.size or self._stream.readinto(out) < len(out):
+            raise ConnectionError(0, "it has ended the connection")
+        return int(_SIZE.unpack(head)[0])
+
+    def _unanswered(self, error: OSError) -> DamagedCheckpoint:
+        return DamagedCheckpoint(
+            f"{self._path}: it was to be read from the memory of {self._address[0]}: "
+            f"{error.strerror or error}"
+        )
+
+
+class PeerFiles(Files):
+    """The files of checkpoints that lie in the memory of several hosts.
+
+    ``address_of`` has the server of a host for each saved rank whose files are not here.
+    """
+
+    def __init__(self, address_of: Mapping[int, tuple[str, int]], token: bytes) -> None:
+        self._address_of, self._token = address_of, token
+
+    def open(self, path: Path) -> Reader:
+        """Open a file here, or on the host that has it."""
+        found = _RANK.match(path.name)
+        address = None if found is None else self._address_of.get(int(found[1]))
+        return super().open(path) if address is None else _PeerReader(path, address, self._token)
+
+
+def _own_address(seen_from: str | None) -> str:
+    """Return the address by which a host is reached from ``seen_from``, where the store is."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(seen_from or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
+        family, _, _, _, place = found[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing: it chooses the interface
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -28,12 +28,13 @@ from shardwise.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_CHARS,
     chunk_digest,
+    digest_of,
     element_bytes,
     memory_of,
     num_chunks,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, Reader, reading
+from shardwise.checkpoint.files import Files, Reader, read_file, reading
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     MAX_PART_BYTES,
@@ -43,8 +44,9 @@ from shardwise.checkpoint.manifest import (
     OptimizerRow,
     OwnRow,
     RankIndex,
+    find_extents,
     index_name,
-    index_of,
+    parse_index,
     parse_manifest,
 )
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
@@ -67,10 +69,8 @@ def read_small(files: Files, path: Path) -> bytes:
     **Raises** DamagedCheckpoint if it is missing, no regular file, lost by the disk or not readable
     by this user; OSError if the disk does not answer.
     """
-    with reading(path), files.open(path) as reader:
-        if reader.size > MAX_PART_BYTES:
-            raise DamagedCheckpoint(f"{path}: {reader.size} bytes are too many for its kind")
-        return reader.read(0, reader.size)
+    with reading(path):
+        return read_file(files, path, MAX_PART_BYTES)
 
 
 class Checkpoint:
@@ -94,28 +94,11 @@ class Checkpoint:
         if manifest is None:
             manifest = parse_manifest(read_small(files, folder / MANIFEST), str(folder / MANIFEST))
         self.manifest = manifest
+        self.tensors = tuple(manifest.rows_of)  # in the manifest's order
+        self.step, self.tied = manifest.step, manifest.tied
+        self.is_imported = not manifest.layouts  # whole, from a checkpoint of another format
         self._readers: dict[str, Reader] = {}
         self._indexes: dict[int, tuple[RankIndex, Extents]] = {}
-
-    @property
-    def tensors(self) -> Sequence[TensorInfo]:
-        """Every tensor, in the manifest's order."""
-        return tuple(self.manifest.rows_of)
-
-    @property
-    def step(self) -> int | None:
-        """The optimizer step at which it was saved."""
-        return self.manifest.step
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Further names of shared parameters."""
-        return self.manifest.tied
-
-    @property
-    def is_imported(self) -> bool:
-        """Tell whether it was written whole, from a checkpoint of another format."""
-        return not self.manifest.layouts
 
     @cached_property
     def optimizer(self) -> OptimizerInfo | None:
@@ -155,7 +138,7 @@ class Checkpoint:
                 raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
             row, extent = own.pop(place)
             out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
-            self._fill(list(chunks_in(extent, row.info.key, memory_of(out))))
+            self._fill(list(chunks_in(extent, memory_of(out))))
             return out
 
         values = {key: decode(value, tensor) for key, value in index.values.items()}
@@ -167,12 +150,16 @@ class Checkpoint:
         return values
 
     def index_of(self, rank: int) -> RankIndex:
-        """Return the index of a rank, read and checked on first use."""
+        """Return the index of a rank, read and checked against the manifest on first use.
+
+        **Raises** DamagedCheckpoint naming the first difference. An index that is whole, with
+        another digest than the manifest says, is of another save.
+        """
         if rank not in self._indexes:
             data = read_small(self._files, self.folder / index_name(rank))
             self.opened.add(index_name(rank))
             self.num_bytes += len(data)
-            self._indexes[rank] = index_of(self.manifest, rank, data, self.folder)
+            self._indexes[rank] = self._checked_index(rank, data)
         return self._indexes[rank][0]
 
     def extents_of(self, rank: int) -> Extents:
@@ -223,7 +210,7 @@ class Checkpoint:
         want, width = piece or full_region(tensor.shape), element_bytes(tensor.dtype)
         if self._own and (tensor, want) in self._own:
             own = self._own[tensor, want]
-            return list(chunks_in(own, tensor.key, out, lo * width, hi * width)) if lo < hi else []
+            return list(chunks_in(own, out, lo * width, hi * width)) if lo < hi else []
         chunks: list[Chunk] = []
         for number in self.manifest.rows_of[tensor]:
             have = self.manifest.tensors[number].region
@@ -310,7 +297,32 @@ class Checkpoint:
                 if begin < end:
                     inside = out[(begin - lo) * width : (end - lo) * width]
                     bounds = (begin - box.lo) * width, (end - box.lo) * width
-                    yield from chunks_in(extent, row.info.key, inside, *bounds)
+                    yield from chunks_in(extent, inside, *bounds)
+
+    def _checked_index(self, rank: int, data: bytes) -> tuple[RankIndex, Extents]:
+        name, manifest = index_name(rank), self.manifest
+        where, expected = str(self.folder / name), manifest.ranks[rank]
+        index = parse_index(data, where)
+        if digest_of(data) != expected.digest and index.rank == rank:
+            raise DamagedCheckpoint(
+                f"{self.folder}: {MANIFEST} and {name} are whole and of two saves: step "
+                f"{manifest.step} of run {manifest.run} and step {index.step} of run {index.run}. "
+                "One of the two was copied there from another checkpoint"
+            )
+        for what, found, wanted in (
+            ("run", index.run, manifest.run),
+            ("step", index.step, manifest.step),
+            ("rank", index.rank, rank),
+            ("format", index.format, manifest.format),
+            ("files", len(index.files), expected.num_files),
+            ("bytes of files", sum(file.num_bytes for file in index.files), expected.file_bytes),
+        ):
+            if found != wanted:
+                raise DamagedCheckpoint(f"{where}: it names {what} {found}, expected {wanted}")
+        try:
+            return index, find_extents(manifest, index)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{where}: {error}") from None
 
     def _fill(self, chunks: Sequence[Chunk]) -> None:
         for _ in self.read_chunks(chunks):
@@ -376,13 +388,12 @@ class Chunk(NamedTuple):
 
 def chunks_in(
     extent: Extent,
-    key: str,
     out: memoryview | Scattered | None = None,
     first: int = 0,
     last: int | None = None,
 ) -> Iterator[Chunk]:
-    """Yield the chunks around bytes [first, last) of a box of tensor ``key``, wanted in ``out``."""
-    num_bytes = extent.end - extent.begin
+    """Yield the chunks around bytes [first, last) of a box, which are wanted in ``out``."""
+    num_bytes, key = extent.stored.end - extent.stored.begin, extent.key
     last = num_bytes if last is None else last
     for number in range(first // CHUNK_BYTES, num_chunks(last)):
         begin = number * CHUNK_BYTES
@@ -390,7 +401,7 @@ def chunks_in(
         lo, hi = max(begin, first), min(end, last)
         yield Chunk(
             extent.name,
-            extent.begin + begin,
+            extent.stored.begin + begin,
             end - begin,
             extent.digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
             key,

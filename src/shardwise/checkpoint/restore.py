@@ -11,6 +11,7 @@ same. torch's takes them in the dtype of its parameters.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -186,10 +187,9 @@ class Restore:
         model: Model,
         places: Sequence[Place],
         optimizer: Joined | None,
-        *,
-        strict: bool = True,
-        cast: bool = False,
-        elsewhere: Collection[str] = (),
+        strict: bool,
+        cast: bool,
+        elsewhere: Collection[str],
     ) -> None:
         self.targets: list[Target] = []
         self.found: dict[Place, str] = {}  # with the name under which each was saved
@@ -224,10 +224,10 @@ class Restore:
             for other in others:
                 if _differ(source, infos[name], infos[other]):
                     if strict:
-                        raise CheckpointError(
-                            f"{source.where}: '{name}' and '{other}' are one parameter here, and "
-                            "two there with other values. Load into a model that does not tie "
-                            f"them, or pass strict=False to take '{name}' alone"
+                        self._refuse(
+                            f"'{name}' and '{other}' are one parameter here, and two there with "
+                            "other values. Load into a model that does not tie them, or pass "
+                            f"strict=False to take '{name}' alone"
                         )
                     used.discard(other)
             self._check(infos[name], place.shape, place.data.dtype)
@@ -243,29 +243,20 @@ class Restore:
             self.targets.append(Target(infos[key], 0, local.numel(), local, piece))
         self.unexpected = [name for name in infos if name not in used]
         if (strict or not self.found) and (self.missing or self.unexpected):
+            differences = list_differences(self.missing, self.unexpected)
             both = "or pass strict=False to load what both have"
-            raise CheckpointError(
-                f"{source.where}: the model and the checkpoint differ: {self.differences()}. Load "
-                f"into the model that was saved; {both if self.found else 'no name is in both'}"
+            self._refuse(
+                f"the model and the checkpoint differ: {differences}. Load into the model that "
+                f"was saved; {both if self.found else 'no name is in both'}"
             )
 
-    def differences(self) -> str:
-        """Describe which names only the model has, and which only the checkpoint."""
-        parts = [
-            f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
-            for what, names in (("missing there", self.missing), ("unknown here", self.unexpected))
-            if names
-        ]
-        return "; ".join(parts)
-
     def _check(self, info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        where = f"{self._source.where}: '{info.name}'"
         if info.shape != tuple(shape):
-            raise CheckpointError(f"{where} has shape {info.shape} there and {tuple(shape)} here")
+            self._refuse(f"'{info.name}' has shape {info.shape} there and {tuple(shape)} here")
         if info.dtype != dtype_name(dtype, info.name) and not self._cast:
-            raise CheckpointError(
-                f"{where} is {torch_dtype(info.dtype)} there and {dtype} here; shard with the same "
-                "master dtype, or pass cast=True to convert"
+            self._refuse(
+                f"'{info.name}' is {torch_dtype(info.dtype)} there and {dtype} here; shard with "
+                "the same master dtype, or pass cast=True to convert"
             )
 
     # -- the optimizer
@@ -273,15 +264,11 @@ class Restore:
     def _match_groups(self, optimizer: Joined, places: Sequence[Place]) -> None:
         """Take the saved settings of each of the optimizer's groups."""
         source, info = self._source, self._source.optimizer
-        if info is None:
-            raise CheckpointError(
-                f"{source.where}: it holds no optimizer state; load with optimizer=None to take "
-                "the parameters alone"
-            )
-        if info.class_name not in ("", optimizer.name):
-            raise CheckpointError(
-                f"{source.where}: the optimizer is {info.class_name} there and "
-                f"{optimizer.name} here; load with optimizer=None to take parameters alone"
+        if info is None or info.class_name not in ("", optimizer.name):
+            class_name = info.class_name if info else "missing"
+            self._refuse(
+                f"the optimizer is {class_name} there and {optimizer.name} here; load with "
+                "optimizer=None to take the parameters alone"
             )
         here = [
             {self.found[place] for place in group if place in self.found}
@@ -292,24 +279,19 @@ class Restore:
         listed = [[source.tied.get(n, n) for n in group["params"]] for group in info.groups]
         there = [{known[name] for name in names if name in known} for names in listed]
         if len(here) != len(there):
-            raise CheckpointError(
-                f"{source.where}: the optimizer has {len(there)} groups there and {len(here)} here"
-            )
+            self._refuse(f"the optimizer has {len(there)} groups there and {len(here)} here")
         for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
             if ours != theirs:
                 name = min(ours ^ theirs)
                 has, lacks = ("here", "there") if name in ours else ("there", "here")
-                raise CheckpointError(
-                    f"{source.where}: '{name}' is in group {number} of the optimizer {has}, not "
-                    f"{lacks}"
-                )
+                self._refuse(f"'{name}' is in group {number} of the optimizer {has}, not {lacks}")
         self._groups = [{k: v for k, v in g.items() if k != "params"} for g in info.groups]
         first = innermost(optimizer.optimizers[0])
         if isinstance(first, AdamW):
             try:
                 self._groups = [first.loaded_settings(group) for group in self._groups]
             except ConfigError as error:
-                raise CheckpointError(f"{source.where}: {error}") from None
+                self._refuse(str(error))
 
     def _make_states(self, optimizer: Joined) -> None:
         """Make each parameter's new state. Memory that the optimizer already has is reused.
@@ -344,35 +326,30 @@ class Restore:
                     # torch keeps step counts on the CPU, unless the step runs on the device.
                     on_device = group.get("fused") or group.get("capturable") or tensor.shape
                     device = place.data.device if on_device else torch.device("cpu")
-                    whole = torch.empty(tensor.shape, dtype=dtype, device=device)
-                    state[key] = whole
-                    self.targets.append(Target(tensor, 0, tensor.numel, whole))
+                    data = state[key] = torch.empty(tensor.shape, dtype=dtype, device=device)
+                    self.targets.append(Target(tensor, 0, tensor.numel, data))
                     continue
-                bounds = place.lo, place.hi
+                part = tensor, place.lo, place.hi
                 if is_ours and key in MOMENTS:
                     kind = kind_of(group["moments"], group["block"])
                     moment = Moment(place.held, kind, MOMENTS.index(key), before)
                     state.update(moment.state)
-                    into = Target(tensor, *bounds, moment.data, place.piece, moment.fill)
-                    self.targets.append(into)
+                    self.targets.append(Target(*part, moment.data, place.piece, moment.fill))
                     continue
                 if dtype == torch.uint8 and source.ranges(tensor, place.piece) != place.ranges:
-                    raise CheckpointError(
-                        f"{source.where}: optimizer state '{key}' of '{tensor.name}' is quantised "
-                        f"in blocks of the slices that {source.manifest.num_shards} ranks had at "
-                        f"stage {source.manifest.stage}, and the slices are others here. Load it "
-                        "with as many ranks, the same layout and stage, or without the optimizer"
+                    self._refuse(
+                        f"optimizer state '{key}' of '{tensor.name}' is quantised in blocks of the "
+                        f"slices that {source.manifest.num_shards} ranks had at stage "
+                        f"{source.manifest.stage}, and the slices are others here. Load it with "
+                        "as many ranks, the same layout and stage, or without the optimizer"
                     )
                 # A moment of our AdamW may have another dtype than its parameter: not for others.
                 is_reduced = key in MOMENTS and ARGUMENTS[0] in group
                 if tensor.dtype == dtypes.get(name) or is_reduced:
                     dtype = place.data.dtype  # like the parameter's, which may have been cast
                 value = state[key] = place.state_like(dtype, before.get(key))
-                if isinstance(value, DTensor):
-                    into = Target(tensor, *bounds, value.to_local(), place.piece)
-                else:
-                    into = Target(tensor, 0, tensor.numel, value)
-                self.targets.append(into)
+                data = value.to_local() if isinstance(value, DTensor) else value
+                self.targets.append(Target(*part, data, place.piece))
 
     def _make_states_of_class(
         self,
@@ -398,6 +375,9 @@ class Restore:
                 self.targets.append(Target(tensor, begin, end, part.detach()))
                 del by_state[tensor.state]
         return list(by_state.values())
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self._source.where}: {why}")
 
     # -- the changes
 
@@ -448,6 +428,16 @@ class Restore:
                         each.state[place.held] = state
                     else:
                         each.state.pop(place.held, None)
+
+
+def list_differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Describe which names only the model has, and which only the checkpoint."""
+    parts = [
+        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
+        for what, names in (("missing there", missing), ("unknown here", unexpected))
+        if names
+    ]
+    return "; ".join(parts)
 
 
 def _differ(source: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:

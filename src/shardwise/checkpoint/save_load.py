@@ -1,32 +1,68 @@
-"""`save()` and `load()` of one checkpoint."""
+"""`save()` and `load()` of one checkpoint, of a sharded or plain model.
 
+Note [Damage while loading]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Tensors are read straight into the parameters, since a second copy of them may not fit into memory.
+If a damaged chunk is found halfway, the parameters are of two checkpoints. Therefore, from the
+first byte read to the last one checked, the engine refuses every forward pass
+(`Conditions.unusable`). A complete load ends this; usually it is that of the next older checkpoint.
+"""
+
+import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.all_ranks import ask_first_rank, collector_paused, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, drop_copies, items_to_write
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import is_usable, step_name, steps_in
-from shardwise.checkpoint.generators import read_generators
-from shardwise.checkpoint.loading import Host, Loaded, Request, load_from
+from shardwise.checkpoint.folder import (
+    Chosen,
+    choose,
+    has_changed,
+    is_usable,
+    step_name,
+    steps_in,
+)
+from shardwise.checkpoint.generators import (
+    check_generators,
+    derive_generators,
+    read_generators,
+    set_generators,
+)
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.state import Table, collect
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.restore import (
+    Place,
+    Restore,
+    list_differences,
+    places_of_plain,
+    places_of_sharded,
+)
+from shardwise.checkpoint.state import Table, collect, module_states, persistent_buffers
+from shardwise.checkpoint.verify import MAX_LOOKS, too_fast
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
-from shardwise.comm.control import Control, naming
+from shardwise.comm.control import Control, SoloControl, exchange_any, naming
 from shardwise.engine.conditions import Origin
-from shardwise.engine.parts import Model, Optimizer, Parts, modules_of
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.engine.parts import Joined, Model, Optimizer, Parts, modules_of
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from shardwise.trace import Tracer
 
 NOTHING: Mapping[str, object] = {}
 _RUN_BYTES = 8
 _LOOKED_AT = 1 << 20  # elements at once
+
+Values = dict[str, dict[str, object]]  # of the user, the modules and the generators
 
 
 @collector_paused()
@@ -124,6 +160,27 @@ def tell_other_files(path: Path) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A finished load: the folder, its step, the user's own state, bytes that this rank read.
+
+    ``skipped`` has the reason for each newer checkpoint that could not be used. Without ``strict``,
+    ``missing`` and ``unexpected`` are the names that only the model or the checkpoint has.
+    ``from_memory``: it was a copy in the memory of hosts (`Checkpoints.copy_to_memory`).
+    """
+
+    path: Path
+    step: int | None
+    run: str
+    extra: Mapping[str, Any]
+    num_bytes: int
+    num_ranks_saved: int
+    skipped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    from_memory: bool = False
+
+
 def load(
     path: str | Path,
     model: Model,
@@ -155,13 +212,12 @@ def load(
     files, folder = Files(), Path(os.path.abspath(path))
     for each in modules_of(model):
         _check_model(each)
-    host = Host(model)
-    request = Request(files, host, optimizer, extra, strict, cast, restore_generators, progress)
+    one = Load(files, model, optimizer, extra, strict, cast, restore_generators, progress)
     only = None if step is None else folder / step_name(checked_step(step))
     with naming(f"the load of {only or folder}"):
-        if only is None and ask_first_rank(host.control, lambda: holds_checkpoint(files, folder)):
+        if only is None and ask_first_rank(one.control, lambda: holds_checkpoint(files, folder)):
             only = folder
-        loaded = load_from(request, folder, only)
+        loaded = one.run(folder, only)
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
     return loaded
@@ -212,3 +268,239 @@ def checked_step(step: object) -> int:
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**12:
         raise ConfigError(f"step={step!r}: expected a whole number from 0 to 10^12")
     return step
+
+
+# -- a load
+
+
+class Load:
+    """One load: the model to fill, sharded or plain, and how.
+
+    A plain model has no engine and is whole on every rank: each process reads all of it, without
+    communication. **Raises** ConfigError if another library sharded it.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        model: Model,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, object] = NOTHING,
+        strict: bool = True,
+        cast: bool = False,
+        restore_generators: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self._files, self._model, self._optimizer, self._extra = files, model, optimizer, extra
+        self._strict, self._cast, self._progress = strict, cast, progress
+        self._restores_generators = restore_generators
+        self._engine = engine = _engine_of(model)
+        self._elsewhere = frozenset[str]()  # names of other pipeline stages
+        self.control: Control = SoloControl()
+        self._places: Sequence[Place]
+        if engine is None:
+            in_group = dist.is_available() and dist.is_initialized()
+            self._rank = dist.get_rank() if in_group else 0
+            self._num_ranks = dist.get_world_size() if in_group else 1
+            self._places = places_of_plain(model)
+            self._device = next((p.held.device for p in self._places), torch.device("cpu"))
+            return
+        engine.give_up_steps()
+        engine.rest("load()")
+        self.control = engine.everyone
+        self._rank, self._num_ranks = self.control.rank, self.control.num_ranks
+        self._device = engine.comm.device
+        params = [param for unit in engine.units for param in unit.params]
+        self._places = [place for param in params for place in places_of_sharded(param)]
+        if engine.has_stages:
+            names = [name for place in self._places for name in place.names]
+            names += [name for name, _ in persistent_buffers(model)]
+            rows = exchange_any(self.control, json.dumps(names).encode())
+            self._elsewhere = frozenset(name for row in rows for name in json.loads(row))
+
+    @collector_paused()
+    def run(
+        self, folder: Path, only: Path | None = None, copies: Sequence[Chosen] = ()
+    ) -> Loaded | None:
+        """Load the newest checkpoint of a folder that is whole; warn about damaged newer ones.
+
+        With ``only``, that one. ``copies`` in memory, the newest first, are taken before
+        checkpoints on disk of the same step or an older one. Returns None if there is none.
+
+        **Raises** CheckpointError, the same on all ranks, if all are damaged, or if one does not
+        fit the model (an older one would not either). Checkpoints that are removed or replaced
+        while they are read: Note [Beside a running run] in `folder`.
+        """
+        control = self.control
+        skipped: dict[int, str] = {}
+        lost: list[str] = []  # copies in memory that are damaged
+        copies = list(copies)
+        for _ in range(MAX_LOOKS):
+            chosen = choose(control, self._files, folder, skipped, only)
+            if copies and (chosen is None or copies[0].step >= chosen.step):
+                chosen = copies.pop(0)
+            above = -1 if chosen is None else chosen.step
+            reasons = tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
+            if chosen is None:
+                if skipped or lost:
+                    raise CheckpointError(
+                        f"{folder}: no checkpoint can be used: {'; '.join((*lost, *reasons))}"
+                    )
+                return None
+            try:
+                loaded = self._load(chosen, reasons)
+            except CheckpointError as error:
+                if chosen.in_memory is not None and isinstance(error, DamagedCheckpoint):
+                    lost.append(f"a copy in memory is lost, an older state is loaded: {error}")
+                    continue
+                if chosen.in_memory is None and has_changed(control, self._files, chosen):
+                    continue
+                if only is not None or not isinstance(error, DamagedCheckpoint):
+                    raise
+                skipped[chosen.step] = str(error)
+                continue
+            if self._engine is not None:  # later saves are of its run, after a copy in memory too
+                path = chosen.path if chosen.in_memory is None else folder / step_name(chosen.step)
+                self._engine.origin = Origin(path, loaded.step, loaded.run, bool(reasons))
+            if control.rank == 0:  # after all ranks have finished
+                _warn_of_load(loaded, lost)
+            return loaded
+        raise too_fast(only or folder)
+
+    def _load(self, chosen: Chosen, skipped: tuple[str, ...]) -> Loaded:
+        """Load one checkpoint. See Note [Damage while loading]."""
+        path, manifest, control, engine = chosen.path, chosen.manifest, self.control, self._engine
+        # A rank beyond those that saved takes the own state of one of them.
+        files = chosen.in_memory or self._files
+        checkpoint = Checkpoint(files, path, manifest, self._rank % manifest.num_ranks)
+        begun: Restore | None = None
+
+        def read(plan: Restore) -> None:
+            for num_bytes in plan.read():
+                if self._progress is not None:
+                    self._progress(num_bytes)
+
+        try:
+            plan, values = on_all_ranks(control, lambda: self._plan(checkpoint))
+            if engine is not None:  # a half-loaded plain model cannot be kept from running
+                engine.finish_reductions()
+                why = f"a load of {path} did not come to its end; load a whole checkpoint first"
+                engine.begin_load(plan.names, why)
+            begun = plan
+            on_all_ranks(control, partial(read, plan))
+        except BaseException as error:
+            # Before the read nothing has changed, and nothing is dropped: another rank may have
+            # failed.
+            if begun is not None:
+                begun.drop_states()
+                if engine is None and isinstance(error, CheckpointError):
+                    why = "A part is in the model: do not use that before a load has succeeded"
+                    raise type(error)(f"{error}. {why}") from error
+            raise
+        finally:
+            checkpoint.close()
+        if engine is not None and (left := engine.end_load(plan.names)) is not None:
+            raise CheckpointError(
+                f"{path}: '{left}' is half loaded from another checkpoint, and not in this one; "
+                "load one that has all of the model"
+            )
+        plan.apply()
+        same_ranks = manifest.num_ranks == self._num_ranks
+        try:
+            on_all_ranks(control, lambda: self._apply_values(values, same_ranks))
+        except CheckpointError as error:
+            if engine is not None:
+                engine.refuse(f"a load of {path} did not come to its end: {error}")
+            raise
+        return Loaded(
+            path,
+            manifest.step,
+            manifest.run,
+            values["extra"],
+            checkpoint.num_bytes,
+            manifest.num_ranks,
+            skipped,
+            tuple(plan.missing),
+            tuple(plan.unexpected),
+            chosen.in_memory is not None,
+        )
+
+    def _plan(self, checkpoint: Checkpoint) -> tuple[Restore, Values]:
+        """Match a checkpoint with the model, the optimizer, the user's state and the generators."""
+        where, model = checkpoint.where, self._model
+        if self._engine is not None and self._engine.suspended:
+            raise StateError("load() inside gathered(): leave that context first")
+        values = checkpoint.values_of(checkpoint.rank)
+        optimizer = None if self._optimizer is None else Joined(self._optimizer)
+        how = self._strict, self._cast, self._elsewhere
+        plan = Restore(checkpoint, model, self._places, optimizer, *how)
+        missing = [key for key in self._extra if key not in values["extra"]]
+        if missing:
+            raise CheckpointError(
+                f"extra: the checkpoint has no {missing[0]!r}; it has {sorted(values['extra'])}"
+            )
+        modules = {name for name, _ in module_states(model)}
+        if self._strict and modules != set(values["modules"]):
+            name = min(modules ^ set(values["modules"]))
+            raise CheckpointError(
+                f"{where}: module '{name}' has an extra state "
+                f"{'here, and none there' if name in modules else 'there, and none here'}"
+            )
+        if self._restores_generators and values["generators"]:
+            check_generators(values["generators"], self._device)
+        return plan, values
+
+    def _apply_values(self, values: Values, same_ranks: bool) -> None:
+        """Restore the user's state and the modules' own, in code of the user, which may raise."""
+        for key, target in self._extra.items():
+            load = getattr(target, "load_state_dict", None)
+            if callable(load):
+                with _named(f"extra[{key!r}].load_state_dict()", target):
+                    load(values["extra"][key])
+        for name, module in module_states(self._model):
+            if name in values["modules"]:
+                with _named(f"set_extra_state() of module '{name or '(root)'}'", module):
+                    module.set_extra_state(values["modules"][name])
+        generators = values["generators"]
+        if not self._restores_generators or not generators:
+            return
+        if same_ranks:
+            set_generators(generators, self._device)
+        else:
+            derive_generators(generators, self._rank, self._device)
+
+
+def _warn_of_load(loaded: Loaded, lost: Sequence[str]) -> None:
+    name = loaded.path.name
+    texts = [
+        f"a newer checkpoint is damaged and was passed over: {reason}. {name} was loaded"
+        for reason in loaded.skipped
+    ]
+    texts += lost
+    if loaded.missing or loaded.unexpected:
+        differences = list_differences(loaded.missing, loaded.unexpected)
+        texts.append(f"{name} was loaded in part: {differences}")
+    for text in texts:
+        warnings.warn(text, stacklevel=3)
+
+
+def _engine_of(model: Model) -> Parts | None:
+    params = (param for each in modules_of(model) for param in each.parameters())
+    if any(isinstance(param, DTensor) for param in params):
+        return Parts(model)
+    try:
+        return Parts(model)  # gathered, or without parameters
+    except ConfigError:
+        return None
+
+
+@contextmanager
+def _named(what: str, target: object) -> Iterator[None]:
+    """Turn an error of the user's code into one that names it and the state of the load."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} ({type(target).__name__}) raised {type(error).__name__}: {error}. The state "
+            "is loaded in part: a sharded model refuses to run until a load succeeds"
+        ) from error

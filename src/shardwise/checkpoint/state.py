@@ -9,9 +9,6 @@ between ranks is saved by each rank for itself. Gradients are not saved.
 
 At stage 0, where every rank has everything, each rank still writes only the slice that it would own
 at another stage: replicas are written once, by all ranks together.
-
-A rank lists its own units and pieces, and the ranks over which each is cut. `assemble` adds those
-of other ranks.
 """
 
 import re
@@ -25,14 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.checkpoint.container import dtype_name
-from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
+from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow, TensorRow
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.comm.collectives import Comm
-from shardwise.comm.control import Control
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.errors import CheckpointError, ConfigError, StateError
-from shardwise.layout.boxes import Region
+from shardwise.layout.boxes import Region, full_region
+from shardwise.tensor.cut import Cut
 from shardwise.tensor.inner import cut_by_rows, inner_of, plain_parts
 from shardwise.tensor.plain_state import cut_plain_state
 from shardwise.unit.param import ShardedParam
@@ -45,18 +42,19 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of the table: ``data`` are this rank's elements of it, flat.
+    """One tensor of the table, or a piece of one, with the manifest's row of it.
 
-    With a layout it is parameter ``index`` of ``layouts[layout]``, from element ``lo`` on. Without
-    one it is whole here. With a ``piece``, "it" is that box of the tensor.
+    ``data`` are this rank's elements, flat: with a layout those from ``lo`` on, else all.
     """
 
-    info: TensorInfo
+    row: TensorRow
     data: torch.Tensor
-    layout: int | None = None
-    index: int | None = None
     lo: int = 0
-    piece: Region | None = None
+
+    @property
+    def info(self) -> TensorInfo:
+        """The whole tensor's description."""
+        return self.row.info
 
 
 @dataclass(frozen=True)
@@ -126,26 +124,22 @@ def collect(
     _check_moment(engine)
     engine.rest("save()")
     params = [param for unit in engine.units for param in unit.params]
-    layouts = _Layouts(engine)
-    cuts: dict[int, _Cut] = {}
-    sharded: list[Item] = []
+    found = _Tensors(engine)
     for param in params:
-        of_param = layouts.items_of(param, param.sharded._local_tensor)
-        cuts[id(param)] = of_param[0][0]  # by whose name the optimizer's state goes
-        sharded += [item for cut, item in of_param if cut.is_here]
-    uncut: list[Item] = []
-    row = None
-    if optimizer is not None:
-        row = _collect_optimizer(Joined(optimizer), params, cuts, layouts, sharded, uncut)
+        found.add(param, param.sharded._local_tensor)
+    row = None if optimizer is None else _collect_optimizer(Joined(optimizer), params, found)
     for name, buffer in persistent_buffers(model):
-        uncut.append(_uncut("buffer", name, buffer))
+        found.uncut.append(_uncut("buffer", name, buffer))
     values, own = _own_values(model, extra, generators)
+    members = [rank for replica in found.meshes[0] for rank in replica]
+    has_all = engine.everyone.num_ranks == 1 or members == list(engine.everyone.members)
+    has_pieces = any(item.row.of for item in (*found.sharded, *found.uncut))
     return Table(
         stage=engine.first.config.stage.number,
-        meshes=tuple(layouts.meshes),
-        layouts=tuple(layouts.rows),
-        sharded=tuple(sharded),
-        uncut=tuple(uncut),
+        meshes=tuple(found.meshes),
+        layouts=tuple(found.layouts),
+        sharded=tuple(found.sharded),
+        uncut=tuple(found.uncut),
         tied={
             name + suffix: first + suffix
             for param in params
@@ -158,19 +152,12 @@ def collect(
         values=values,
         place=None if engine.comm.axes.stages is None else engine.comm.axes.stages.rank,
         apart=tuple(
-            cuts[id(p)].name
+            found.names[id(p)]
             for p in params
             if p.unit.comm.axes.mesh != engine.comm.axes.mesh and p.cut.outer is None
         ),
-        is_alike=not any(item.piece for item in (*sharded, *uncut))
-        and are_all(engine.everyone, layouts.meshes),
+        is_alike=len(found.meshes) == 1 and has_all and not has_pieces,
     )
-
-
-def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
-    """Tell whether there is only one mesh, with all ranks in their order."""
-    members = [rank for replica in meshes[0] for rank in replica]
-    return len(meshes) == 1 and (control.num_ranks == 1 or members == list(control.members))
 
 
 _T = TypeVar("_T")
@@ -188,12 +175,12 @@ def names_of_params(known: Sequence[tuple[object, _T]], optimizer: Joined) -> li
     for number, group in enumerate(optimizer.param_groups):
         for place, held in enumerate(group["params"]):
             if id(held) not in by_id:
-                sharded = any(isinstance(ours, DTensor) for ours, _ in known)
+                is_sharded = any(isinstance(ours, DTensor) for ours, _ in known)
+                model = "sharded model" if is_sharded else "model"
                 raise ConfigError(
                     f"optimizer: parameter {place} of group {number} {tuple(held.shape)} is not "
-                    f"one of the {'sharded ' if sharded else ''}model's; build the optimizer from "
-                    f"model.parameters(){' once it is sharded' if sharded else ''}, and keep other "
-                    "parameters in an optimizer of their own (extra=)"
+                    f"one of the {model}'s; build it from the {model}'s parameters(), and keep "
+                    "other parameters in an optimizer of their own (extra=)"
                 )
         groups.append([by_id[id(held)] for held in group["params"]])
     return groups
@@ -211,7 +198,7 @@ def _check_moment(engine: Parts) -> None:
         where = f"unit '{partial[0]}' holds gradients of" if partial else "this is inside of"
         raise StateError(
             f"save(): {where} an accumulation window that is not over, and a checkpoint has no "
-            "gradients: they would be lost. Save after optimizer.step() and zero_grad()"
+            "gradients. Save after optimizer.step() and zero_grad()"
         )
 
 
@@ -219,21 +206,23 @@ def _check_moment(engine: Parts) -> None:
 class _Cut:
     """Where this rank's elements lie in a parameter, and in its local memory."""
 
-    name: str
-    shape: tuple[int, ...]
     layout: int
     index: int
     lo: int
     inside: slice
-    piece: Region | None
+    piece: Region
     is_here: bool = True  # or all of it is on another rank
 
 
-class _Layouts:
-    """The layouts of this rank's units, and the ranks over which they are cut."""
+class _Tensors:
+    """The tensors of this rank, the layouts that cut them, and the ranks of these layouts."""
 
     def __init__(self, engine: Parts) -> None:
-        self.rows: list[LayoutRow] = []
+        self.sharded: list[Item] = []
+        self.uncut: list[Item] = []
+        self.layouts: list[LayoutRow] = []
+        self.names: dict[int, str] = {}  # under which the state of each parameter is saved
+        self._cuts: dict[int, _Cut] = {}  # by parameter
         self._numbers: dict[object, int] = {}
         self._ranks: dict[int, Ranks] = {}
         self.meshes = [self._ranks_of(engine.comm)]
@@ -247,50 +236,59 @@ class _Layouts:
                 if id(storage) in used and shapes:
                     kind: Literal["rows", "flat"] = "rows" if layout.kind == "rows" else "flat"
                     mesh = self._ranks_of(unit.comm)
-                    self._numbers[id(storage)] = self._add(kind, shapes, mesh)
+                    self._numbers[id(storage)] = self._add_layout(kind, shapes, mesh)
 
-    def _add(
+    def _add_layout(
         self, kind: Literal["rows", "flat"], shapes: tuple[tuple[int, ...], ...], mesh: Ranks
     ) -> int:
         if mesh not in self.meshes:
             self.meshes.append(mesh)
-        self.rows.append(LayoutRow(kind=kind, shapes=shapes, mesh=self.meshes.index(mesh)))
-        return len(self.rows) - 1
+        self.layouts.append(LayoutRow(kind=kind, shapes=shapes, mesh=self.meshes.index(mesh)))
+        return len(self.layouts) - 1
 
-    def items_of(
-        self, param: ShardedParam, local: torch.Tensor, state: str = "", known: _Cut | None = None
-    ) -> list[tuple[_Cut, Item]]:
-        """List a parameter, or a state of one that is ``known``: an item for each part of it."""
-        name, found = known.name if known else param_names(param)[0], []
-        for part in inner_of(local, param.cut, name):
-            if param.has_storage:
-                cut = known or self._cut_of(param, name)
-            else:
-                of = part.cut if part.cut is not param.cut else cut_by_rows(param.shape, param.cut)
-                key = of.shape, id(of.comm)
-                if key not in self._numbers:
-                    self._numbers[key] = self._add("rows", (of.shape,), self._ranks_of(of.comm))
-                called = name if state else name + part.suffix
-                cut = _Cut(called, of.shape, self._numbers[key], 0, of.lo, slice(None), None)
-            found.append((cut, _sliced(cut, state + part.suffix if state else "", part.local)))
-        return found
+    def add(self, param: ShardedParam, local: torch.Tensor, state: str = "") -> None:
+        """Add a parameter, or a state of one: each part of it that is here."""
+        first = param_names(param)[0]
+        parts = inner_of(local, param.cut, first)
+        name = self.names.setdefault(id(param), first + parts[0].suffix)
+        for part in parts:
+            cut = self._cut_of(param, part.cut)
+            if not cut.is_here:
+                continue
+            data = part.local.detach().reshape(-1)[cut.inside]
+            kind: Kind = "optimizer" if state else "param"
+            called, key = (name, state + part.suffix) if state else (first + part.suffix, "")
+            shape = part.cut.shape if param.has_storage else cut.piece.shape
+            info = TensorInfo(kind, called, dtype_name(data.dtype, called), shape, key)
+            row = TensorRow.of_piece(info, cut.piece, cut.layout, cut.index)
+            self.sharded.append(Item(row, data, cut.lo))
 
-    def _cut_of(self, param: ShardedParam, name: str) -> _Cut:
-        """Return this rank's part of a parameter, and its layout."""
-        storage, cut = param.storage, param.cut
-        box: Region = cut.piece
-        piece = box if box.shape != cut.shape else None
+    def _cut_of(self, param: ShardedParam, of: Cut) -> _Cut:
+        """Return this rank's part of a parameter, or of a tensor inside it, and its layout."""
+        if not param.has_storage:
+            of = of if of is not param.cut else cut_by_rows(param.shape, param.cut)
+            key = of.shape, id(of.comm)
+            if key not in self._numbers:
+                ranks = self._ranks_of(of.comm)
+                self._numbers[key] = self._add_layout("rows", (of.shape,), ranks)
+            return _Cut(self._numbers[key], 0, of.lo, slice(None), full_region(of.shape))
+        if id(param) not in self._cuts:
+            self._cuts[id(param)] = self._cut_of_storage(param, of)
+        return self._cuts[id(param)]
+
+    def _cut_of_storage(self, param: ShardedParam, cut: Cut) -> _Cut:
+        storage, piece = param.storage, cut.piece
         comm, owner = param.unit.comm, storage.layout.owner(param.index)
         if param.dim == 0 and owner is None:
             held = storage.layout.piece(param.index, storage.rank)
             inside = slice(held.lo - cut.lo, held.hi - cut.lo)
             number, index = self._numbers[id(storage)], storage.layout.spread.index(param.index)
-            return _Cut(name, cut.shape, number, index, held.lo, inside, piece)
+            return _Cut(number, index, held.lo, inside, piece)
         # A chunk along another dim, and a matrix that has an owner: no other rank cuts these.
         holder = comm.axes.shard.rank if owner is None else owner
         alone = tuple((replica[holder],) for replica in self._ranks_of(comm))
-        number, is_here = self._add("rows", (box.shape,), alone), comm.axes.shard.rank == holder
-        return _Cut(name, cut.shape, number, 0, 0, slice(None), piece, is_here)
+        number = self._add_layout("rows", (piece.shape,), alone)
+        return _Cut(number, 0, 0, slice(None), piece, comm.axes.shard.rank == holder)
 
     def _ranks_of(self, comm: Comm) -> Ranks:
         if id(comm) not in self._ranks:
@@ -300,24 +298,17 @@ class _Layouts:
         return self._ranks[id(comm)]
 
 
-def _sliced(cut: _Cut, state: str, local: torch.Tensor) -> Item:
-    data = local.detach().reshape(-1)[cut.inside]
-    kind: Kind = "optimizer" if state else "param"
-    info = TensorInfo(kind, cut.name, dtype_name(data.dtype, cut.name), cut.shape, state)
-    return Item(info, data, cut.layout, cut.index, cut.lo, cut.piece)
-
-
 def _uncut(kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> Item:
     info = TensorInfo(kind, name, "", tuple(tensor.shape), state)
     local, piece = local_piece(tensor, info.key)
     info = replace(info, dtype=dtype_name(local.dtype, info.key))
-    return Item(info, local.detach().contiguous().reshape(-1), piece=piece)
+    return Item(TensorRow.of_piece(info, piece), local.detach().contiguous().reshape(-1))
 
 
-def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region | None]:
-    """Return what a rank has of a buffer, and which box of it that is, unless it is all."""
+def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
+    """Return what a rank has of a buffer, and which box of it that is."""
     if not isinstance(tensor, DTensor):
-        return tensor, None
+        return tensor, full_region(tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
             f"'{name}' is a sum that is not taken yet {tensor.placements}; give it a placement of "
@@ -326,76 +317,58 @@ def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region |
     shape, at = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    is_all = tuple(shape) == tuple(tensor.shape)
-    return tensor.to_local(), None if is_all else Region(tuple(at), tuple(shape))
+    return tensor.to_local(), Region(tuple(at), tuple(shape))
 
 
 def _collect_optimizer(
-    optimizer: Joined,
-    params: list[ShardedParam],
-    cuts: Mapping[int, _Cut],
-    layouts: _Layouts,
-    sharded: list[Item],
-    uncut: list[Item],
+    optimizer: Joined, params: list[ShardedParam], tensors: _Tensors
 ) -> OptimizerRow:
-    """Add the optimizer's tensors to the lists; return what else it has."""
+    """Add the optimizer's tensors; return what else it has."""
     by_group = names_of_params([(param.sharded, param) for param in params], optimizer)
     for each in optimizer.optimizers:
         cut_plain_state(each)
     optimizer.check_settings()
     values: dict[str, dict[str, object]] = {}
     for param in (param for group in by_group for param in group):
-        cut = cuts[id(param)]
+        name = tensors.names[id(param)]
         for key, value in optimizer.saved_state(param.sharded).items():
-            if isinstance(value, DTensor):
-                if not param.form.is_alike(value):
-                    raise _not_of_one(optimizer, key, cut.name)
-                of_state = layouts.items_of(param, value._local_tensor, key, cut)
-                sharded += [item for part, item in of_state if part.is_here]
+            listed = value if isinstance(value, list | tuple) else ()
+            is_cut = isinstance(value, DTensor)
+            is_other = is_cut and not param.form.is_alike(value)
+            if is_other or any(isinstance(each, DTensor) for each in listed):
+                raise CheckpointError(
+                    f"optimizer: {optimizer.name} keeps its state '{key}', found at '{name}', "
+                    "in tensors that are not cut as that parameter is. Save with optimizer=None, "
+                    "and it starts anew after a load; at stage 0 its state is saved"
+                )
+            if is_cut:
+                tensors.add(param, value._local_tensor, key)
             elif isinstance(value, torch.Tensor):
-                uncut.append(_uncut("optimizer", cut.name, value, key))
+                tensors.uncut.append(_uncut("optimizer", name, value, key))
             else:
-                if isinstance(value, list | tuple) and any(
-                    isinstance(each, DTensor) for each in value
-                ):
-                    raise _not_of_one(optimizer, key, cut.name)
-                values.setdefault(cut.name, {})[key] = value
+                values.setdefault(name, {})[key] = value
     groups = [
-        {**group, "params": [cuts[id(param)].name for param in of_group]}
+        {**group, "params": [tensors.names[id(param)] for param in of_group]}
         for group, of_group in zip(optimizer.param_groups, by_group, strict=True)
     ]
-    encoded_groups, tensors = encode(groups, "groups")
-    encoded_state, tensors = encode(values, "state", tensors)
-    for place, tensor in tensors.items():
-        uncut.append(_uncut("optimizer", "", tensor, place))
+    encoded_groups, inside = encode(groups, "groups")
+    encoded_state, inside = encode(values, "state", inside)
+    for place, tensor in inside.items():
+        tensors.uncut.append(_uncut("optimizer", "", tensor, place))
     return OptimizerRow(class_name=optimizer.name, groups=encoded_groups, state=encoded_state)
-
-
-def _not_of_one(optimizer: Joined, key: str, name: str) -> CheckpointError:
-    """Return the error of state that is not one parameter's, and so cannot be cut anew."""
-    kind = optimizer.name
-    return CheckpointError(
-        f"optimizer: {kind} keeps its state '{key}', found at '{name}', in tensors that are not "
-        "cut as that parameter is, and a checkpoint has state "
-        f"parameter by parameter. Save with optimizer=None, and {kind} starts anew after a load; "
-        "at stage 0 its state is saved"
-    )
 
 
 def _own_values(
     model: Model, extra: Mapping[str, object], generators: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[Item, ...]]:
     """Return this rank's values for its index, and the tensors that they hold."""
-    states = {key: _state_of(value) for key, value in extra.items()}
+    states = dict(extra)
+    for key, value in extra.items():  # schedulers, scalers, loaders; other values as they are
+        if callable(state_dict := getattr(value, "state_dict", None)):
+            states[key] = state_dict()
     encoded_extra, tensors = encode(states, "extra")
     modules = {name: module.get_extra_state() for name, module in module_states(model)}
     encoded_modules, tensors = encode(modules, "modules", tensors)
     values = {"extra": encoded_extra, "modules": encoded_modules, "generators": dict(generators)}
     own = tuple(_uncut("extra", place, tensor) for place, tensor in tensors.items())
     return values, own
-
-
-def _state_of(value: object) -> object:
-    """Return the state of a scheduler, a scaler, a loader; other values as they are."""
-    state_dict = getattr(value, "state_dict", None)
-    return state_dict() if callable(state_dict) else value

@@ -1,4 +1,4 @@
-"""Check every byte of one checkpoint, offline; all damage is listed, not only the first.
+"""Check one checkpoint: quickly before it is read, or every byte of it, with a list of all damage.
 
 Note [Every byte is covered]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,17 +11,19 @@ tensors as we do.
 This needs neither torch nor other ranks: it runs anywhere, on any user's checkpoint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.container import MAX_HEADER_BYTES, Stored, digest_of, parse_header
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly
+from shardwise.checkpoint.files import Entry, Files, reading
 from shardwise.checkpoint.manifest import (
     MANIFEST,
+    STEP,
     FileRow,
+    IndexRow,
     Manifest,
     file_name,
     index_name,
@@ -31,7 +33,114 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.read import Checkpoint, Chunk, chunks_in, read_small
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
+MAX_LOOKS = 100  # how often a checkpoint may vanish or change while it is checked or read
 _LENGTH_BYTES = 8
+
+
+# -- the quick check of a checkpoint
+
+
+def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
+    """Check a checkpoint's manifest, and that its files are there in their sizes.
+
+    The digests of tensors are checked when they are read. Returns the manifest and its bytes. If
+    the checkpoint is replaced meanwhile, it is checked again.
+
+    **Cost** one listing and one small file, whatever the number of ranks; four more for damage.
+
+    **Raises** DamagedCheckpoint naming the file.
+    """
+    for _ in range(MAX_LOOKS):
+        data = None
+        try:
+            data = read_small(files, path / MANIFEST)
+            return _check_against(files, path, data), data
+        except (DamagedCheckpoint, OSError):  # OSError: on NFS, of a folder that was replaced
+            if manifest_now(files, path) == data:
+                raise
+    raise too_fast(path)
+
+
+def manifest_now(files: Files, path: Path) -> bytes | None:
+    """Return the bytes of a checkpoint's manifest; None if it cannot be read."""
+    try:
+        return read_small(files, path / MANIFEST)
+    except (CheckpointError, OSError):
+        return None
+
+
+def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
+    """Check a folder against the bytes of its manifest; return the manifest."""
+    manifest = parse_manifest(data, str(path / MANIFEST))
+    named = STEP.fullmatch(path.name)
+    if named and manifest.step is not None and int(named[1]) != manifest.step:
+        raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
+    with reading(path):
+        entries = files.list(path)
+    found = find_difference(path, entries, manifest.ranks)
+    if found is None:
+        return manifest
+    # The manifest has the total size of a rank's files, the index has the size of each, and the
+    # manifest itself may be of another save: what the indexes say is more exact.
+    sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
+    rank, text = found
+    checkpoint = Checkpoint(files, path, manifest)
+    for each in sorted({0, rank}):
+        with suppress(OSError):
+            for number, file in enumerate(checkpoint.index_of(each).files):
+                name = file_name(each, number)
+                if sizes.get(name, file.num_bytes) != file.num_bytes:
+                    text = f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
+    raise DamagedCheckpoint(text)
+
+
+def find_difference(
+    path: Path, entries: Iterable[Entry], ranks: Sequence[IndexRow]
+) -> tuple[int, str] | None:
+    """Compare a folder's listing with the manifest's row of each rank.
+
+    Return the rank and the first file that is missing, of another size, or one too many. Files with
+    other names than ours are ignored.
+    """
+    found = {entry.name: entry for entry in entries if is_ours(entry.name)}
+    expected = {MANIFEST}
+    for rank, row in enumerate(ranks):
+        expected |= set(names_of_rank(rank, row))
+        if text := difference_of_rank(path, found, rank, row):
+            return rank, text
+    unknown = sorted(set(found) - expected)
+    return (0, f"{path / unknown[0]}: the manifest does not name this file") if unknown else None
+
+
+def names_of_rank(rank: int, row: IndexRow) -> list[str]:
+    """Return the names of a rank's files, its index first."""
+    return [index_name(rank), *(file_name(rank, number) for number in range(row.num_files))]
+
+
+def difference_of_rank(path: Path, found: Mapping[str, Entry], rank: int, row: IndexRow) -> str:
+    """Describe which file of a rank is missing or has another size; return "" if none."""
+    index, *names = names_of_rank(rank, row)
+    for name in (index, *names):
+        if name not in found or found[name].kind != "file":
+            return f"{path / name}: it is missing, or no regular file"
+    for text, size, wanted in (
+        (index, found[index].size, row.index_bytes),
+        (", ".join(names), sum(found[n].size for n in names), row.file_bytes),
+    ):
+        if size != wanted:
+            return f"{path / text}: {size} bytes, expected {wanted}"
+    return ""
+
+
+def too_fast(path: Path) -> CheckpointError:
+    """Return the error for a folder whose run changes each checkpoint while it is read."""
+    return CheckpointError(
+        f"{path}: checkpoints are removed or replaced faster than they can be read; load later, or "
+        "let the run that saves there keep more of them (keep_last)"
+    )
+
+
+# -- every byte
 
 
 @dataclass(frozen=True)
@@ -80,9 +189,7 @@ def verify(files: Files, path: Path, progress: Callable[[int], None] | None = No
     except OSError as error:
         raise CheckpointError(f"{path} cannot be listed: {explain(error)}") from error
     check = _Check(files, path, progress)
-    manifest = check.read_manifest()
-    if manifest is not None:
-        check.check_ranks(manifest, names)
+    manifest = check.run(names)
     return Verified(
         path,
         manifest.step if manifest else None,
@@ -101,30 +208,24 @@ class _Check:
         self.num_bytes = self.num_files = 0
         self._files, self._path, self._progress = files, path, progress
 
-    def read_manifest(self) -> Manifest | None:
-        """Read the manifest; without it nothing else can be checked."""
+    def run(self, names: Sequence[str]) -> Manifest | None:
+        """Check the files of these names; return the manifest, without which there is no check."""
         try:
             data = read_small(self._files, self._path / MANIFEST)
             self._count(len(data))
             self.num_files = 1
-            return parse_manifest(data, str(self._path / MANIFEST))
+            manifest = parse_manifest(data, str(self._path / MANIFEST))
         except (OSError, DamagedCheckpoint) as error:
             self._found(MANIFEST, "", error, "; nothing else can be checked")
             return None
-
-    def check_ranks(self, manifest: Manifest, found: Sequence[str]) -> None:
-        """Check the files of all ranks, and that no other file has such a name."""
-        checkpoint = Checkpoint(self._files, self._path, manifest)
         expected = {MANIFEST}
-        try:
+        with closing(Checkpoint(self._files, self._path, manifest)) as checkpoint:
             for rank, row in enumerate(manifest.ranks):
-                names = [file_name(rank, number) for number in range(row.num_files)]
-                expected |= {index_name(rank), *names}
-                self._check_rank(checkpoint, rank, names)
-        finally:
-            checkpoint.close()
+                index, *others = names_of_rank(rank, row)
+                expected |= {index, *others}
+                self._check_rank(checkpoint, rank, others)
         self.num_files += len(checkpoint.opened)
-        for name in found:
+        for name in names:
             if is_ours(name) and name not in expected:
                 self._found(name, "", "the manifest does not name this file")
         if not self.findings:  # a load begins with this check, which must not refuse it now
@@ -132,6 +233,7 @@ class _Check:
                 check_quickly(self._files, self._path)
             except (OSError, DamagedCheckpoint) as error:  # OSError: it was removed meanwhile
                 self._found(MANIFEST, "", explain(error))
+        return manifest
 
     def _check_rank(self, checkpoint: Checkpoint, rank: int, names: Sequence[str]) -> None:
         name, before = index_name(rank), checkpoint.num_bytes
@@ -144,17 +246,14 @@ class _Check:
             return
         finally:
             self._count(checkpoint.num_bytes - before)
-        contents = checkpoint.manifest.files_of(rank, index.own)
-        for file, (name, row) in enumerate(zip(names, index.files, strict=True)):
-            tensors = [(each.stored, extents[each.number][file]) for each in contents[file]]
+        for name, row in zip(names, index.files, strict=True):
+            tensors = [each for boxes in extents.values() for each in boxes if each.name == name]
             try:
-                stored = [s._replace(begin=e.begin, end=e.end) for s, e in tensors]
-                self._check_header(checkpoint, name, row, stored)
+                self._check_header(checkpoint, name, row, [each.stored for each in tensors])
             except (OSError, CheckpointError) as error:
                 self._found(name, "", error)
-            for each, extent in tensors:
-                key = each.key.removeprefix(f"rank{rank:05d}.")  # of a tensor of this rank alone
-                self._check_tensor(checkpoint, list(chunks_in(extent, key)))
+            for each in tensors:
+                self._check_tensor(checkpoint, list(chunks_in(each)))
 
     def _check_tensor(self, checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> None:
         """Check a tensor chunk by chunk."""

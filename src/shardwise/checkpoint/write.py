@@ -2,16 +2,11 @@
 
 Note [Commit]
 ~~~~~~~~~~~~~
-1. Rank 0 makes ``.tmp-<name>-<nonce>`` beside the target, under a lock (Note [Who writes there]),
-   and sends the nonce to the others.
-2. Every rank writes its tensors there, hashing the memory as it goes, then its index; each file is
-   synced. The ranks exchange a row: whether it worked, and the size and digest of the index.
-3. Rank 0 writes the manifest with those rows, syncs it and the folder, renames the folder to its
-   name, and syncs the folder above (`_commit`). After a last exchange `write_checkpoint` returns.
-
-So a folder with that name is complete, and once the call has returned it survives a power cut. All
-other folders are leftovers. A failure anywhere raises the same error on all ranks, and rank 0
-removes the files. Nothing but its name points at a checkpoint.
+docs/checkpoint-format.md has the steps: rank 0 makes a temporary folder under a lock, every rank
+writes and syncs its files there, rank 0 adds the manifest and renames the folder. So a folder with
+that name is complete, and once the call has returned it survives a power cut. All other folders are
+leftovers. A failure anywhere raises the same error on all ranks, and rank 0 removes the files.
+Nothing but its name points at a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from shardwise.checkpoint.all_ranks import on_all_ranks, rows_of_all_ranks
 from shardwise.checkpoint.container import (
@@ -34,7 +29,15 @@ from shardwise.checkpoint.container import (
     digest_of,
 )
 from shardwise.checkpoint.files import Entry, Files, Writer
-from shardwise.checkpoint.folder import find_difference
+from shardwise.checkpoint.folder import (
+    clean_up,
+    hold,
+    is_step,
+    let_go,
+    remove_checkpoint,
+    remove_tree,
+    temporary,
+)
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     BoxRow,
@@ -49,15 +52,7 @@ from shardwise.checkpoint.manifest import (
     is_ours,
     seal,
 )
-from shardwise.checkpoint.trash import (
-    clean_up,
-    hold,
-    is_step,
-    let_go,
-    remove_checkpoint,
-    remove_tree,
-    temporary,
-)
+from shardwise.checkpoint.verify import find_difference
 from shardwise.errors import CheckpointError, CollectiveError
 from shardwise.layout.boxes import Box
 
@@ -66,7 +61,6 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 4
 _ROW = Struct(f"<3Q{DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
-ROW_BYTES = _ROW.size
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
 
@@ -101,6 +95,12 @@ class Written:
     rank_bytes: int
     other_files: Path | None = None
 
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest, rank: int, other_files: Path | None = None) -> Self:
+        """Return what ``rank`` and all ranks wrote, as the manifest says."""
+        sizes = [row.index_bytes + row.file_bytes for row in manifest.ranks]
+        return cls(path, sum(sizes), sizes[rank], other_files)
+
 
 def write_checkpoint(
     files: Files,
@@ -132,25 +132,35 @@ def write_checkpoint(
         if control.rank != 0:
             return None
         with held:
-            whole = manifest.model_copy(update={"ranks": tuple(ranks)})
             return _commit(files, folder, target, whole, replace)
 
     with ExitStack() as held:  # of rank 0: the lock of the temporary folder
         try:
             folder = temporary(target, rows_of_all_ranks(control, begin, NONCE_BYTES)[0])
-            rows = rows_of_all_ranks(
-                control, lambda: write_rank(files, folder, manifest, part, progress), ROW_BYTES
-            )
+            whole = write_ranks(files, control, folder, manifest, part, progress)
         except CollectiveError:
             raise  # the others may still be writing; the next save or run removes the leftovers
         except Exception:
             for each in made:
                 _discard(files, each)
             raise
-        ranks = [index_row(row) for row in rows]
         left = on_all_ranks(control, give_name)
-    sizes = [row.index_bytes + row.file_bytes for row in ranks]
-    return Written(target, sum(sizes), sizes[control.rank], left)
+    return Written.of(target, whole, control.rank, left)
+
+
+def write_ranks(
+    files: Files,
+    control: Control,
+    folder: Path,
+    manifest: Manifest,
+    part: Part,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write the files of every rank into a folder; return the manifest with their rows."""
+    rows = rows_of_all_ranks(
+        control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
+    )
+    return manifest.model_copy(update={"ranks": tuple(map(index_row, rows))})
 
 
 def write_rank(
@@ -287,7 +297,7 @@ def _check_replaceable(files: Files, target: Path, there: Entry) -> None:
     """Refuse to replace a folder that is not a checkpoint."""
     if there.kind != "folder":
         raise CheckpointError(
-            f"{target} is a link or a file, and replace=True replaces a checkpoint's own folder: "
+            f"{target} is a link or a file, and replace=True expects a checkpoint's own folder: "
             "save to the folder that the link leads to, or remove it first"
         )
     names = [entry.name for entry in files.list(target)]
@@ -343,9 +353,8 @@ def _give_name(files: Files, folder: Path, target: Path, replaces: bool) -> None
     except OSError as error:
         if replaces and error.errno in (errno.ENOSYS, errno.EINVAL):
             raise CheckpointError(
-                f"{target}: this file system cannot swap two folders at once, so the old "
-                "checkpoint cannot be replaced safely; save under another name and remove the old "
-                "one afterwards"
+                f"{target}: this file system cannot swap two folders at once, as replace=True "
+                "needs; save under another name and remove the old one afterwards"
             ) from error
         if not replaces and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise CheckpointError(f"{_exists(target)} (another save made it meanwhile)") from error

@@ -63,8 +63,13 @@ def bench(
             num_ranks = torch.accelerator.device_count() or os.cpu_count() or 1
         if num_ranks > 1:
             return launch_local_ranks(["bench", *context.meta["arguments"]], num_ranks)
-        found = _measured(place or RankPlace(0, 1, 0, 1), threads, folder, quick)
-        if found is None:
+        from shardwise.bench.calibrate import calibrate as measure
+        from shardwise.train.setup import join_ranks
+
+        own = place or RankPlace(0, 1, 0, 1)
+        with join_ranks(own, threads) as device, share_bar(own.rank == 0) as progress:
+            found = measure(device, folder, quick=quick, progress=progress)
+        if own.rank:
             return 0
         if as_json:
             terminal.say(json.dumps(to_json(found), indent=1) + "\n")
@@ -75,18 +80,6 @@ def bench(
             if not as_json:
                 terminal.say(f"wrote {output}: `shardwise plan --calibration {output}`\n")
     return 0
-
-
-def _measured(
-    place: RankPlace, threads: int | None, folder: Path, quick: bool
-) -> Calibration | None:
-    """Measure together with the other ranks; None on all but the first."""
-    from shardwise.bench.calibrate import calibrate
-    from shardwise.train.setup import join_ranks
-
-    with join_ranks(place, threads) as device, share_bar(place.rank == 0) as progress:
-        found = calibrate(device, folder, quick=quick, progress=progress)
-    return None if place.rank else found
 
 
 def _show(found: Calibration) -> None:

@@ -15,9 +15,9 @@ import typer
 
 from shardwise import terminal
 from shardwise.checkpoint import files as disk
-from shardwise.checkpoint.folder import check_quickly, choose, step_name
+from shardwise.checkpoint.folder import choose, step_name
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.verify import Verified
+from shardwise.checkpoint.verify import Verified, check_quickly
 from shardwise.checkpoint.verify import verify as verify_one
 from shardwise.cli.facts import (
     checkpoint_facts,

@@ -94,23 +94,19 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
         text = json.dumps(content, indent=2) + "\n"
     else:
         open_keys = {"precision"} - keys.keys() if form == "deepspeed" else set()
-        report = _with_open_precision(report) if open_keys else report
+        if open_keys:  # the new file leaves a precision at "auto" open too
+            text = "mixed_precision: left out, for accelerate's own flag to say"
+            lines = (
+                replace(x, text=text) if x.fate == "auto" and x.key.endswith(".enabled") else x
+                for x in report.lines
+            )
+            report = Report(report.source, tuple(lines))
         content, written = to_accelerate(config, str(file), open_keys)
         text = yaml.safe_dump(content, sort_keys=False)
     if form == "shardwise":
         return text, written
     lost = (x for x in report.lines if x.fate in ("ignored", "auto"))  # not read, or left open
     return text, Report(report.source, (*written.lines, *lost))
-
-
-def _with_open_precision(report: Report) -> Report:
-    """Report that the new file leaves a precision at "auto" open too."""
-    text = "mixed_precision: left out, for accelerate's own flag to say"
-    lines = (
-        replace(x, text=text) if x.fate == "auto" and x.key.endswith(".enabled") else x
-        for x in report.lines
-    )
-    return Report(report.source, tuple(lines))
 
 
 def _form_of(file: Path) -> Form:

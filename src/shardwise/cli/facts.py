@@ -6,10 +6,17 @@ from typing import Literal
 
 from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.files import Entry, Files
-from shardwise.checkpoint.folder import LOCK, check_quickly, lock_holder, step_name, steps_in
+from shardwise.checkpoint.folder import (
+    LOCK,
+    is_held,
+    leftovers_in,
+    lock_holder,
+    step_name,
+    steps_in,
+)
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, TensorRow, is_ours, parse_manifest
 from shardwise.checkpoint.read import Checkpoint, read_small
-from shardwise.checkpoint.trash import is_held, leftovers_in
+from shardwise.checkpoint.verify import check_quickly
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 KINDS = {

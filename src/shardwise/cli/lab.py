@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from shardwise import terminal
+from shardwise.cli.flags import Command
+from shardwise_labs import desk
 
-_WRONG, _MISSED = 2, 1
+_MISSED = 1
 
 lab = typer.Typer(
     help="Learn ZeRO and FSDP: fill the gaps of a file, run it on ranks, have it checked.",
@@ -29,80 +27,58 @@ _File = Annotated[
 ]
 
 
-@lab.command("list")
+@lab.command("list", cls=Command)
 def list_labs() -> None:
     """List the labs, with the targets met so far."""
-    with _desk() as desk:
-        terminal.say(desk.list_labs(Path()) + "\n")
+    terminal.say(desk.list_labs(Path()) + "\n")
 
 
-@lab.command()
+@lab.command(cls=Command)
 def start(number: _Number) -> None:
     """Copy the lab's file with gaps into this folder."""
-    with _desk() as desk:
-        terminal.say(desk.start(number, Path()) + "\n")
+    terminal.say(desk.start(number, Path()) + "\n")
 
 
-@lab.command()
+@lab.command(cls=Command)
 def read(
     number: _Number,
     step: Annotated[str | None, typer.Argument(help="such as build; without it, a list")] = None,
 ) -> None:
     """Read one step of the lab's page."""
-    with _desk() as desk:
-        terminal.say(desk.read(number, step) + "\n")
+    terminal.say(desk.read(number, step) + "\n")
 
 
-@lab.command()
+@lab.command(cls=Command)
 def run(number: _Number, file: _File = None) -> None:
     """Run your file on ranks, and show the measured values."""
-    with _desk() as desk:
-        terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
+    terminal.say(desk.run(number, file or Path(desk.lab_of(number).file)) + "\n")
 
 
-@lab.command()
+@lab.command(cls=Command)
 def check(number: _Number, file: _File = None) -> None:
     """Check your file: targets met and missed, in words. The exit code is 1 if one is missed."""
-    with _desk() as desk:
-        lab = desk.lab_of(number)
-        found = desk.check(number, file or Path(lab.file))
-        terminal.say(found.text(lab) + "\n")
-        if found.num_met < found.total:
-            raise typer.Exit(_MISSED)
+    lab = desk.lab_of(number)
+    found = desk.check(number, file or Path(lab.file))
+    terminal.say(found.text(lab) + "\n")
+    if found.num_met < found.total:
+        raise typer.Exit(_MISSED)
 
 
-@lab.command()
+@lab.command(cls=Command)
 def hint(
     number: _Number,
     gap: Annotated[int | None, typer.Option(help="the gap; the first that is not met")] = None,
 ) -> None:
     """Show the next of a gap's three hints."""
-    with _desk() as desk:
-        terminal.say(desk.hint(number, gap, Path()) + "\n")
+    terminal.say(desk.hint(number, gap, Path()) + "\n")
 
 
-@lab.command()
+@lab.command(cls=Command)
 def show(
     number: _Number,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask for a confirmation")] = False,
 ) -> None:
     """Show the solution, after a confirmation."""
-    with _desk() as desk:
-        lab = desk.lab_of(number)
-        if yes or typer.confirm(f"Show the solution of lab {number}?"):
-            terminal.say(lab.solution())
-
-
-@contextmanager
-def _desk() -> Iterator[ModuleType]:
-    """Yield the desk of the labs; report its errors."""
-    try:
-        desk = import_module("shardwise_labs.desk")
-    except ImportError as error:
-        terminal.complain(f"shardwise lab: the labs are not installed ({error}): pip install .\n")
-        raise typer.Exit(_WRONG) from None
-    try:
-        yield desk
-    except desk.LabError as error:
-        terminal.complain(f"shardwise lab: {error}\n")
-        raise typer.Exit(_WRONG) from None
+    lab = desk.lab_of(number)
+    if yes or typer.confirm(f"Show the solution of lab {number}?"):
+        terminal.say(lab.solution())

@@ -1,7 +1,6 @@
 """The commands of `shardwise`; the file of a command is imported when it is called."""
 
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -82,12 +81,6 @@ def _commands(
     ] = False,
 ) -> None:
     """Shard training state across ranks, with PyTorch."""
-
-
-def call_command(command: str, arguments: Sequence[str]) -> int:
-    """Run one command in this process and return its exit code."""
-    words = [command, *arguments]
-    return int(app(words, prog_name="shardwise", standalone_mode=False) or 0)
 
 
 def main() -> None:

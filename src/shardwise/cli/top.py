@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -36,7 +37,6 @@ from shardwise.terminal import printable
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 32, 30  # characters
 _MOST_VALUES, _MOST_FINDINGS = 6, 4
-_TWO_COLUMNS = 150  # characters
 
 
 _Run = Annotated[Path, typer.Argument(help="output of an observed run", show_default=False)]
@@ -55,11 +55,11 @@ def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every 
     if as_json:
         terminal.say(json.dumps(snapshot_of(read_ends(run))) + "\n")
     elif once:
-        console.print(view(read_ends(run), console.width))
+        console.print(view(read_ends(run)))
     else:
         with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as shown:
             while True:
-                shown.update(view(read_ends(run), console.width), refresh=True)
+                shown.update(view(read_ends(run)), refresh=True)
                 time.sleep(every)
     return 0
 
@@ -84,7 +84,7 @@ def snapshot_of(run: RunRecord) -> dict[str, object]:
     }
 
 
-def view(run: RunRecord, width: int) -> RenderableType:
+def view(run: RunRecord) -> RenderableType:
     """Return the view of a run at one moment, in two columns if the terminal is wide enough."""
     facts, quiet = run.facts, format_duration(run.idle_s or 0.0)
     head = Text(printable(run.path), "bold")
@@ -109,11 +109,7 @@ def view(run: RunRecord, width: int) -> RenderableType:
     phases = [(name, s, f"{s:.3g}") for name, s in phase_seconds(run.steps).items()]
     right: list[RenderableType] = [_shares("where a step's time goes", "seconds", phases)]
     right += _memory(run)
-    if width < _TWO_COLUMNS:
-        return Group(head, said, *findings, *left, *right)
-    columns = Table.grid(padding=(0, 4))
-    columns.add_row(Group(*left), Group(*right))
-    return Group(head, said, *findings, columns)
+    return Group(head, said, *findings, Columns([Group(*left), Group(*right)], padding=(0, 4)))
 
 
 def _findings(run: RunRecord) -> list[RenderableType]:
@@ -164,16 +160,16 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round(height)] for height in heights)
 
 
-def _memory(run: RunRecord) -> list[Table]:
+def _memory(run: RunRecord) -> list[RenderableType]:
     """Return the memory of the rank that had the most in its newest sampled step."""
     if (found := largest_memory(run)) is None:
         return []
     rank, line = found
-    title = f"memory of rank {rank}, step {line.step:,}, at its peak"
     kinds = kinds_shown(line.moments[line.peak], run.facts)
-    title += f", of {format_bytes(sum(kinds.values()))}"
+    whole = format_bytes(sum(kinds.values()))
+    title = f"memory of rank {rank}, step {line.step:,}, at its peak: {whole}"
     rows = [(name_of_kind(kind), float(size), format_bytes(size)) for kind, size in kinds.items()]
-    return [_shares(title, "bytes", rows)]
+    return [Text(title), _shares("kind", "bytes", rows)]
 
 
 def _shares(title: str, unit: str, rows: Sequence[tuple[str, float, str]]) -> Table:

@@ -25,8 +25,8 @@ import torch
 
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.convert.dcp_metadata import WRITER, Chunk, DcpMetadata, FileRange, read_dcp_metadata
-from shardwise.convert.pieces import Piece, PieceSource, read_pieces
-from shardwise.convert.torch_file import ObjectFound, StoredTensor, TorchFile, explained
+from shardwise.convert.pieces import Piece, PieceSource, explained, read_pieces
+from shardwise.convert.torch_file import ObjectFound, StoredTensor, TorchFile
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 64
@@ -60,12 +60,12 @@ class _Folder:
         self.metadata = metadata
         self._folder = folder
         self._open = lru_cache(_OPEN_FILES)(self._stream)
+        self._keys = _Keys(self)
 
     def source(self) -> PieceSource:
         """Return the tensors of model and optimizer, and the values."""
-        keys = _Keys(self)
-        infos = dict(self._describe(keys))
-        optimizer = self._optimizer(keys) if keys.optimizer is not None else None
+        infos = dict(self._describe())
+        optimizer = self._optimizer() if self._keys.optimizer is not None else None
         found = [state.get("step") for state in optimizer.state.values()] if optimizer else []
         counts = [key for info, key in infos.items() if info.state == "step" and info.numel == 1]
         steps = {float(self.read(key)) for key in counts}
@@ -77,11 +77,11 @@ class _Folder:
             {info: self._pieces(key) for info, key in infos.items()},
             int(agreed) if agreed.is_integer() else None,
             optimizer,
-            self._extra(keys, {*infos.values()}, left_out),
+            self._extra({*infos.values()}, left_out),
             left_out=left_out,
         )
 
-    def _describe(self, keys: "_Keys") -> Iterator[tuple[TensorInfo, str]]:
+    def _describe(self) -> Iterator[tuple[TensorInfo, str]]:
         """Yield every tensor with its key, in the order of their bytes."""
 
         def first_byte(key: str) -> tuple[str, int]:
@@ -90,32 +90,32 @@ class _Folder:
 
         for key in sorted(self.metadata.tensors, key=first_byte):
             tensor = self.metadata.tensors[key]
-            if (found := keys.param_of(key)) is not None:
+            if (found := self._keys.param_of(key)) is not None:
                 yield TensorInfo("optimizer", found[0], tensor.dtype, tensor.shape, found[1]), key
-            elif keys.is_of_model(key):
+            elif self._keys.is_of_model(key):
                 kind: Kind = "buffer" if tensor.dtype in _NO_PARAMS else "param"
-                name = key.removeprefix(keys.model)
+                name = key.removeprefix(self._keys.model)
                 yield TensorInfo(kind, name, tensor.dtype, tensor.shape), key
 
-    def _optimizer(self, keys: "_Keys") -> OptimizerInfo:
+    def _optimizer(self) -> OptimizerInfo:
         """Return the optimizer's groups and values; its class only if its options tell it."""
         groups: dict[str, dict[str, Any]] = {}
-        for number, (options, params) in enumerate(keys.groups):
+        for number, (options, params) in enumerate(self._keys.groups):
             values = {name: self.value(key) for name, key in options.items()}
-            same = repr(sorted(values.items())) if keys.is_flat else str(number)
+            same = repr(sorted(values.items())) if self._keys.is_flat else str(number)
             groups.setdefault(same, {**values, "params": []})["params"] += params
         state: dict[str, dict[str, object]] = {}
         for key in self.metadata.values:
-            if (found := keys.param_of(key)) is not None:
+            if (found := self._keys.param_of(key)) is not None:
                 state.setdefault(found[0], {})[found[1]] = self.value(key)
         is_sgd = groups and all(group.keys() >= _OF_SGD for group in groups.values())
         return OptimizerInfo("SGD" if is_sgd else "", tuple(groups.values()), state)
 
-    def _extra(self, keys: "_Keys", used: set[str], left_out: list[str]) -> dict[str, object]:
+    def _extra(self, used: set[str], left_out: list[str]) -> dict[str, object]:
         """Return the other entries; those whose classes are not read are added to ``left_out``."""
         tree = _Branch()
         for key, path in self.metadata.paths.items():
-            if key in used or keys.is_option(key) or keys.param_of(key):
+            if key in used or self._keys.is_option(key) or self._keys.param_of(key):
                 continue
             place = tree
             for part in path[:-1]:

@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.checkpoint.manifest import is_grid
-from shardwise.convert.torch_file import DTYPES, explained, is_plain_name, open_file, sizes_of
-from shardwise.convert.unpickle import MAX_PICKLE_BYTES, PLAIN, Builder, Made, Name, read_pickle
+from shardwise.convert.pieces import explained
+from shardwise.convert.torch_file import DTYPES, is_plain_name, open_file, sizes_of
+from shardwise.convert.unpickle import (
+    MAX_PICKLE_BYTES,
+    PLAIN,
+    Builder,
+    Made,
+    Name,
+    expect,
+    expect_made,
+    read_pickle,
+)
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.layout.boxes import Region
 
@@ -119,23 +129,24 @@ class _Table:
         self._places: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
 
     def read(self, tree: Any) -> DcpMetadata:
-        tree = _made(tree, _METADATA)
+        tree = expect_made(tree, _METADATA)
         for index, info in tree.field("storage_data").items():
-            key, offset = _text(_made(index, _INDEX).field("fqn")), index.field("offset")
+            place = expect_made(index, _INDEX)
+            key, offset = expect(str, place.field("fqn")), place.field("offset")
             self._places[key, None if offset is None else sizes_of(offset)] = self._place(key, info)
         tensors, values = {}, {}
         for key, entry in tree.field("state_dict_metadata").items():
             if entry.name == _BYTES:
-                values[_text(key)] = self._find(key, None)
+                values[expect(str, key)] = self._find(key, None)
             else:
-                tensors[_text(key)] = self._tensor(key, _made(entry, _TENSOR))
+                tensors[expect(str, key)] = self._tensor(key, expect_made(entry, _TENSOR))
         paths = tree.field("planner_data")
         known = {key: _path(path) for key, path in paths.items()} if paths else {}
         return DcpMetadata(tensors, values, {k: known.get(k, (k,)) for k in (*tensors, *values)})
 
     def _place(self, key: str, info: Any) -> FileRange:
-        info = _made(info, _STORAGE)
-        name = _text(info.field("relative_path"))
+        info = expect_made(info, _STORAGE)
+        name = expect(str, info.field("relative_path"))
         if not is_plain_name(name):
             raise CheckpointError(
                 f"{self._where}: '{key}' is said to be in {name!r}, which is no plain file name of "
@@ -156,7 +167,7 @@ class _Table:
         return self._places[key, offset]
 
     def _tensor(self, key: str, entry: Made) -> DcpTensor:
-        properties = _made(entry.field("properties"), _PROPERTIES).state
+        properties = expect_made(entry.field("properties"), _PROPERTIES).state
         named = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         if not isinstance(named, Name) or named.text not in DTYPES:
             name = named.text if isinstance(named, Name) else reprlib.repr(named)
@@ -170,7 +181,7 @@ class _Table:
                     f"{self._where}: it names more parts of tensors than it has room to describe: "
                     "the file is damaged or hostile"
                 )
-            offsets = sizes_of(_made(chunk, _CHUNK).field("offsets"))
+            offsets = sizes_of(expect_made(chunk, _CHUNK).field("offsets"))
             lengths = sizes_of(chunk.field("sizes"))
             ends = zip(offsets, lengths, shape, strict=True)
             if any(offset + length > size for offset, length, size in ends):
@@ -217,18 +228,6 @@ def _check_files(folder: Path, metadata: DcpMetadata) -> None:
                     f"{folder / name}: '{key}' should end at byte {end}, but the file has {size}: "
                     "it was cut short; load another checkpoint"
                 )
-
-
-def _made(value: object, name: str) -> Made:
-    if not isinstance(value, Made) or value.name != name:
-        raise ValueError(f"{name} was expected, {reprlib.repr(value)} came")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"text was expected, {reprlib.repr(value)} came")
-    return value
 
 
 def _path(value: object) -> tuple[str | int, ...]:

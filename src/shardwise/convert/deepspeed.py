@@ -26,19 +26,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
-from shardwise.convert.pieces import Piece, PieceSource, flat_piece
-from shardwise.convert.torch_file import StoredTensor, TorchFile, explained, is_plain_name
-from shardwise.convert.unpickle import Builder, Made, Name
+from shardwise.convert.pieces import Piece, PieceSource, explained, flat_piece
+from shardwise.convert.torch_file import StoredTensor, TorchFile, is_plain_name, sizes_of
+from shardwise.convert.unpickle import Builder, Made, Name, expect
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-_T = TypeVar("_T")
 _WRITER = "DeepSpeed"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
@@ -90,14 +89,14 @@ def open_deepspeed(folder: Path, tag: str | None = None) -> PieceSource:
 def _source(home: Path, models: Sequence[TorchFile], trained: "_Trained") -> PieceSource:
     """Add what the model's files hold: frozen parameters, buffers, values."""
     model, state = models[0], models[0].value
-    tied = {_is(str, k): _is(str, v) for k, v in (state.get("shared_params") or {}).items()}
+    tied = {expect(str, k): expect(str, v) for k, v in (state.get("shared_params") or {}).items()}
     index = trained.index
     if trained.stage == 3:
         for name, shape in _shapes_of(state.get("frozen_param_shapes") or {}).items():
             fragments = [(file, file.value["frozen_param_fragments"][name]) for file in models]
             index |= _frozen(name, shape, fragments)
     known = {info.name for info in index} | tied.keys()
-    buffers = {_is(str, name) for name in state.get("buffer_names") or ()}
+    buffers = {expect(str, name) for name in state.get("buffer_names") or ()}
     module = state.get("module") or {}
     for name, stored in module.items():
         if isinstance(stored, Made | Name):
@@ -125,7 +124,7 @@ def _source(home: Path, models: Sequence[TorchFile], trained: "_Trained") -> Pie
         {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}, "module"
     )
     optimizer = OptimizerInfo(_optimizer_name(state), tuple(trained.groups), trained.values)
-    step = _is(int, state["global_steps"])
+    step = expect(int, state["global_steps"])
     # Parameters each with its states, then frozen parameters and buffers, then scalars.
     index |= trained.scalars
     return PieceSource(str(home), index, step, optimizer, extra, tied, left_out)
@@ -166,10 +165,10 @@ def _optimizer_name(state: Mapping[str, object]) -> str:
 
 def _check_ranks(folder: Path, models: Sequence[TorchFile], optims: Sequence[TorchFile]) -> None:
     """Check that the files agree on the number of ranks and on the step."""
-    world = _is(int, models[0].value["dp_world_size"])
+    world = expect(int, models[0].value["dp_world_size"])
     saved = optims[0].value["optimizer_state_dict"]
     counts = saved.get("partition_count", world)
-    cut = {_is(int, n) for n in (counts if isinstance(counts, list) else [counts])}
+    cut = {expect(int, n) for n in (counts if isinstance(counts, list) else [counts])}
     if cut != {world}:
         raise CheckpointError(
             f"{folder}: {world} ranks cut into {sorted(cut)} parts (MiCS, or expert parallel), "
@@ -182,7 +181,7 @@ def _check_ranks(folder: Path, models: Sequence[TorchFile], optims: Sequence[Tor
                 f"{folder}: {len(files)} files *_{kind}_states.pt, {world} ranks wrote "
                 f"{expected}; zero_pp_rank_{len(files)}_mp_rank_00_{kind}_states.pt is missing"
             )
-    _check_steps({file.where: _is(int, file.value["global_steps"]) for file in models})
+    _check_steps({file.where: expect(int, file.value["global_steps"]) for file in models})
 
 
 def _check_steps(steps: Mapping[str, float | None]) -> None:
@@ -279,13 +278,6 @@ class _Trained:
         else:
             self.values.setdefault(name, {})[key] = value
 
-    def add_groups(self, file: TorchFile, groups: Any, shapes: Sequence[Shapes]) -> None:
-        """Add torch's param_groups, whose ``params`` are numbers of flats."""
-        for group in groups:
-            options = {k: v for k, v in group.items() if k not in ("params", "step")}
-            names = [name for number in group["params"] for name in shapes[_is(int, number)]]
-            self.groups.append({**file.plain(options, "param_groups"), "params": names})
-
 
 def _read_partitions(files: Sequence[TorchFile], shapes: Sequence[Shapes]) -> _Trained:
     """Combine the ranks' files of the optimizer, in rank order.
@@ -302,7 +294,10 @@ def _read_partitions(files: Sequence[TorchFile], shapes: Sequence[Shapes]) -> _T
         raise DamagedCheckpoint(
             f"{files[0].where} and those of the other ranks have {sorted(counts)} parts each"
         )
-    trained.add_groups(files[0], _inner(files[0], trained.stage)["param_groups"], shapes)
+    for group in _inner(files[0], trained.stage)["param_groups"]:
+        options = {k: v for k, v in group.items() if k not in ("params", "step")}
+        names = [name for number in group["params"] for name in shapes[expect(int, number)]]
+        trained.groups.append({**files[0].plain(options, "param_groups"), "params": names})
     for number, of_number in enumerate(shapes):
         flats = [flats[number] for flats in ranks]
         _check_steps({f.file.where: f.common.get("step") for f in flats})
@@ -322,16 +317,16 @@ def _read_flats(file: TorchFile, stage: int) -> list[_Flat]:
     states = _inner(file, stage)["state"]
     flats: dict[int, _Flat] = {}
     for group in _inner(file, stage)["param_groups"]:
-        for number in (_is(int, n) for n in group["params"]):
+        for number in (expect(int, n) for n in group["params"]):
             state = dict(states.get(number, {}))
             if "step" in group:  # some of DeepSpeed's own optimizers count there
                 state.setdefault("step", group["step"])
-            tensors, common = {"": _is(StoredTensor, masters[number])}, {}
+            tensors, common = {"": expect(StoredTensor, masters[number])}, {}
             for key, value in state.items():
                 if isinstance(value, StoredTensor) and value.shape:
-                    tensors[_is(str, key)] = value
+                    tensors[expect(str, key)] = value
                 else:
-                    common[_is(str, key)] = file.plain(value, "the optimizer's state")
+                    common[expect(str, key)] = file.plain(value, "the optimizer's state")
             flats[number] = _Flat(file, tensors, common)
     if sorted(flats) != list(range(len(masters))):
         raise ValueError("flats that are in no group")
@@ -357,7 +352,8 @@ def _cut_groups(
     for flat in flats:
         slices = flat.file.value["optimizer_state_dict"]["param_slice_mappings"][number]
         for name, address in slices.items():
-            start, numel = _address(address)
+            made = expect(Made, address)
+            start, numel = sizes_of((made.field("start"), made.field("numel")))
             if start + numel > flat.tensors[""].numel:
                 raise DamagedCheckpoint(
                     f"{flat.file.where}: '{name}' should end at element {start + numel} of a part "
@@ -414,35 +410,14 @@ def _tensors_of(
         yield TensorInfo(kind, name, example.dtype, shape, key), pieces
 
 
-def _address(value: object) -> tuple[int, int]:
-    if not isinstance(value, Made):
-        raise ValueError("an address was expected")
-    start, numel = value.field("start"), value.field("numel")
-    if not all(type(n) is int and n >= 0 for n in (start, numel)):
-        raise ValueError("an address without numbers")
-    return start, numel
-
-
-# -- checks of values
-def _is(kind: type[_T], value: object) -> _T:
-    if type(value) is not kind:
-        raise ValueError(f"a {kind.__name__} was expected")
-    return value
-
-
 def _shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
-    shapes = {
-        _is(str, name): tuple(_is(int, size) for size in shape) for name, shape in value.items()
-    }
-    if any(size < 0 for shape in shapes.values() for size in shape):
-        raise ValueError("a shape with a negative size")
-    return shapes
+    return {expect(str, name): sizes_of(shape) for name, shape in value.items()}
 
 
 def _stage_of(saved: Mapping[str, object], where: str) -> int:
     """Return the ZeRO stage that an optimizer's file says."""
     found = saved.get("zero_stage", 1)  # its optimizer for bf16 without ZeRO 2 does not say it
-    stage = _is(int, found.args[0] if isinstance(found, Made) else found)
+    stage = expect(int, found.args[0] if isinstance(found, Made) else found)
     if stage not in (1, 2, 3):
         raise DamagedCheckpoint(f"{where}: ZeRO stage {stage}, expected 1, 2 or 3")
     return stage

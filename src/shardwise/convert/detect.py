@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from shardwise.checkpoint.source import Source
 from shardwise.convert.dcp import open_dcp
 from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.convert.huggingface import open_huggingface
+from shardwise.convert.pieces import PieceSource
 from shardwise.errors import ConfigError
 
 FORMATS = {"hf": "Hugging Face safetensors", "dcp": "torch DCP", "deepspeed": "DeepSpeed ZeRO"}
@@ -20,7 +20,9 @@ _FOLDERS = {
 _FILES = _FOLDERS | {"hf": r".*\.(safetensors|json)"}
 
 
-def open_any(path: Path, tag: str | None = None, name: str | None = None) -> tuple[str, Source]:
+def open_any(
+    path: Path, tag: str | None = None, name: str | None = None
+) -> tuple[str, PieceSource]:
     """Return the format's name (a key of `FORMATS`) and the source.
 
     ``path`` is the other checkpoint's folder or file. ``tag`` chooses one of DeepSpeed's, by

@@ -28,10 +28,10 @@ from shardwise.checkpoint.container import (
     place,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import Files, read_file
+from shardwise.checkpoint.folder import remove_tree
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.checkpoint.trash import remove_tree
 from shardwise.checkpoint.write import write_small
 from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, follow_link
 from shardwise.errors import CheckpointError, ConfigError
@@ -257,14 +257,7 @@ def _copy_companions(files: Files, config_from: Path, folder: Path) -> None:
                 if name == _CONFIG:
                     raise
                 continue
-            with files.open(real) as reader:
-                if reader.size > _MAX_COMPANION_BYTES:
-                    raise CheckpointError(
-                        f"{config_from / name} has {reader.size} bytes; at most "
-                        f"{_MAX_COMPANION_BYTES} were expected"
-                    )
-                data = reader.read(0, reader.size)
-            write_small(files, folder / name, data)
+            write_small(files, folder / name, read_file(files, real, _MAX_COMPANION_BYTES))
 
 
 def _pieces(source: Source, info: TensorInfo, stored: Stored) -> Iterator[torch.Tensor]:

@@ -8,8 +8,7 @@ raising. Here a flat range is a range of bytes: `container.read_header` and one 
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +24,11 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.values import loads
-from shardwise.convert.pieces import Piece, PieceSource, flat_piece
+from shardwise.convert.pieces import Piece, PieceSource, explained, flat_piece
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 WEIGHTS_FILE = "model.safetensors"
+_WRITER = "safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _REMEDY = "The folder mixes files of two saves, or is not whole: fetch it again"
 _FILE_NAME = re.compile(r"[\w-][\w. -]*\.safetensors", re.ASCII)
@@ -50,18 +50,10 @@ def open_huggingface(path: Path) -> PieceSource:
     index = _index_of(path)
     if index is None:
         return _open([path / WEIGHTS_FILE if path.is_dir() else path], str(path))
-    with _explained(path):
+    with explained(str(path), _WRITER):
         weight_map = _read_index(index)
-    names = sorted(set(weight_map.values()))
-    source = _open([index.parent / name for name in names], str(path), weight_map)
-    held = {info.name for info in source.tensors}
-    for key, name in weight_map.items():
-        if key not in held:
-            raise DamagedCheckpoint(
-                f"{index.parent / name} lacks tensor '{key}', which {index.name} puts there. "
-                f"{_REMEDY}"
-            )
-    return source
+    homes = {key: index.parent / name for key, name in weight_map.items()}
+    return _open(sorted(set(homes.values())), str(path), homes)
 
 
 def open_weight_files(paths: Sequence[Path]) -> PieceSource:
@@ -95,40 +87,30 @@ def follow_link(file: Path) -> Path:
     return real
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: its weights cannot be read: {error}") from error
-
-
 def _open(
-    paths: Sequence[Path], where: str, weight_map: Mapping[str, str] | None = None
+    paths: Sequence[Path], where: str, homes: Mapping[str, Path] | None = None
 ) -> PieceSource:
-    """Return the tensors of files; each is whole in one of them, the one that an index names.
+    """Return the tensors of files; each is whole in one of them, ``homes`` of an index name it.
 
-    **Raises** CheckpointError when a tensor is in two files, or in another than the index says.
+    **Raises** CheckpointError when a tensor is in two files, or in another than the index says;
+    DamagedCheckpoint when one is missing.
     """
-    files, homes = Files(), dict[str, Path]()
+    files, held = Files(), dict[str, Path]()
     index: dict[TensorInfo, list[Piece]] = {}
     for file in paths:
-        with _explained(file), files.open(follow_link(file)) as reader:
+        with explained(str(file), _WRITER), files.open(follow_link(file)) as reader:
             found, begin = read_header(reader, str(file))
         for key, stored in found.items():
-            named = weight_map.get(key) if weight_map is not None else file.name
-            if named != file.name:
-                says = f"puts it into {named}" if named else "does not know"
-                raise CheckpointError(
-                    f"{file} holds tensor '{key}', which the index {says}. {_REMEDY}"
-                )
-            if homes.setdefault(key, file) != file:
-                raise CheckpointError(
-                    f"tensor '{key}' is in {homes[key]} and in {file}; expected it in one"
-                )
+            first = held.setdefault(key, file)
+            home = first if homes is None else homes.get(key, "no file")
+            if home != file:
+                raise CheckpointError(f"{file} holds tensor '{key}', expected in {home}. {_REMEDY}")
             info = TensorInfo("param", key, stored.dtype, stored.lengths)
             read = partial(_read, files, file, info, begin + stored.begin)
             index[info] = [flat_piece(0, info.numel, read)]
+    for key, home in (homes or {}).items():
+        if key not in held:
+            raise DamagedCheckpoint(f"{home} lacks tensor '{key}' of the index. {_REMEDY}")
     return PieceSource(where, index)
 
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from shardwise.checkpoint.source import Kind, Source, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.checkpoint.write import NONCE_BYTES, Part, Progress, Written, write_checkpoint
 from shardwise.comm.control import SoloControl
-from shardwise.convert.pieces import PieceSource, flat_piece
+from shardwise.convert.pieces import PieceSource
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout.boxes import Box
 
@@ -101,15 +100,14 @@ def import_source(
         lock.release()
 
 
-def without_prefix(source: Source, prefix: str) -> Source:
+def without_prefix(source: PieceSource, prefix: str) -> PieceSource:
     """Return a source whose names lose ``prefix`` where they begin with it, as ``module.``.
 
     **Raises** ConfigError when no name begins with it, or when two names would become one.
     """
-    infos = [info for info in source.tensors if info.kind != "extra"]
     groups = source.optimizer.groups if source.optimizer is not None else ()
     state = source.optimizer.state if source.optimizer is not None else {}
-    names = {*(info.name for info in infos), *source.tied, *source.tied.values(), *state}
+    names = {*(info.name for info in source.tensors), *source.tied, *source.tied.values(), *state}
     names |= {name for group in groups for name in group["params"]}
     if not prefix or not any(name.startswith(prefix) for name in names):
         such = ", ".join(sorted(names)[:3])
@@ -128,16 +126,9 @@ def without_prefix(source: Source, prefix: str) -> Source:
         groups=tuple({**g, "params": [short[name] for name in g["params"]]} for g in groups),
         state={short[name]: values for name, values in state.items()},
     )
-    index = {
-        replace(info, name=short[info.name]): [
-            flat_piece(0, info.numel, partial(source.read, info))
-        ]
-        for info in infos
-    }
+    index = {replace(i, name=short[i.name]): pieces for i, pieces in source.index.items()}
     tied = {short[alias]: short[name] for alias, name in source.tied.items()}
-    return PieceSource(
-        source.where, index, source.step, optimizer, source.extra, tied, source.left_out
-    )
+    return replace(source, index=index, optimizer=optimizer, tied=tied)
 
 
 def _manifest(
@@ -166,9 +157,7 @@ def _manifest(
 
 def _row(info: TensorInfo) -> TensorRow:
     try:
-        return TensorRow(
-            kind=info.kind, name=info.name, state=info.state, dtype=info.dtype, shape=info.shape
-        )
+        return TensorRow(**vars(info))
     except ValidationError as error:
         raise _refusal(f"tensor '{info.key}'", error) from None
 

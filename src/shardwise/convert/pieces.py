@@ -1,6 +1,7 @@
 """The `Source` that every reader of another format returns: an index of pieces, and values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
@@ -8,7 +9,7 @@ import torch
 
 from shardwise.checkpoint.container import torch_dtype
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 from shardwise.layout.boxes import Region, boxes_of_range
 
 ReadRange = Callable[[int, int], torch.Tensor]
@@ -81,3 +82,21 @@ class PieceSource:
                 "was asked for"
             )
         return read_pieces(tensor.dtype, tensor.shape, self.index[tensor], lo, hi)
+
+
+@contextmanager
+def explained(where: str, writer: str) -> Iterator[None]:
+    """Turn errors of Python or torch about odd input into a DamagedCheckpoint that names it."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    except (
+        *(ArithmeticError, AttributeError, LookupError, MemoryError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
+        raise DamagedCheckpoint(
+            f"{where}: not as {writer} writes it: {type(error).__name__} {str(error)[:200]!a}"
+        ) from None

@@ -20,7 +20,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,10 +35,11 @@ from shardwise.convert.unpickle import (
     Builder,
     Made,
     Name,
+    expect,
     numpy_array,
     read_pickle,
 )
-from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _READ_BYTES = 4 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -105,12 +105,7 @@ class StoredTensor:
     @property
     def is_contiguous(self) -> bool:
         """True if the elements are adjacent and in order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
+        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
 
     @property
     def extent(self) -> int:
@@ -265,11 +260,12 @@ class TorchFile:
     def _storage(self, key: Any) -> Storage:
         """Answer a persistent id: the record of a tensor's bytes."""
         word, kind, record, _, numel = key
-        if word != "storage" or not isinstance(kind, Name) or not isinstance(record, str):
+        if word != "storage":
             raise ValueError("a persistent id that is no storage")
-        dtype = "" if kind.text == _UNTYPED else _STORAGES[kind.text]
+        text = expect(Name, kind).text
+        dtype = "" if text == _UNTYPED else _STORAGES[text]
         num_bytes = _index(numel) * (element_bytes(dtype) if dtype else 1)
-        has_bytes = self._info(f"data/{record}").file_size
+        has_bytes = self._info(f"data/{expect(str, record)}").file_size
         if num_bytes > has_bytes:
             raise DamagedCheckpoint(
                 f"{self.where}: record 'data/{record}' should have {num_bytes} bytes, has "
@@ -391,14 +387,12 @@ def _index(value: object) -> int:
 def _tensor(
     storage: object, offset: object, shape: Any, strides: Any, *rest: object, dtype: str = ""
 ) -> StoredTensor:
-    if not isinstance(storage, Storage):
-        raise ValueError("a tensor without its bytes")
-    sizes, steps = sizes_of(shape), sizes_of(strides)
-    dtype = dtype or storage.dtype
+    held, sizes, steps = expect(Storage, storage), sizes_of(shape), sizes_of(strides)
+    dtype = dtype or held.dtype
     if len(sizes) != len(steps) or not is_dtype(dtype):
         raise ValueError(f"a tensor of {dtype!r} with shape {sizes} and strides {steps}")
-    tensor = StoredTensor(dtype, sizes, steps, _index(offset), storage)
-    has = storage.numel // (1 if storage.dtype else element_bytes(dtype))
+    tensor = StoredTensor(dtype, sizes, steps, _index(offset), held)
+    has = held.numel // (1 if held.dtype else element_bytes(dtype))
     if tensor.numel > has or (tensor.numel and tensor.offset + tensor.extent > has):
         raise ValueError(f"a tensor of {tensor.offset} + {tensor.extent} elements of {has}")
     return tensor
@@ -411,15 +405,12 @@ def _tensor_v3(
 
 
 def _tensor_of_type(function: object, kind: object, args: Any, state: object) -> object:
-    if not isinstance(function, Name) or function.text not in _TENSORS:
-        raise ValueError("a tensor that is not rebuilt as torch does")
-    return _TENSORS[function.text](*args)
+    return _TENSORS[expect(Name, function).text](*args)
 
 
 def _device(kind: object, index: object = None) -> str:
-    if not isinstance(kind, str):
-        raise ValueError("a device that is no text")
-    return kind if index is None else f"{kind}:{_index(index)}"
+    name = expect(str, kind)
+    return name if index is None else f"{name}:{_index(index)}"
 
 
 _TENSORS: Mapping[str, Builder] = {
@@ -443,24 +434,6 @@ _NAMES: Mapping[str, Builder | None] = {
 
 
 # -- for the readers of folders of such files
-@contextmanager
-def explained(where: str, writer: str) -> Iterator[None]:
-    """Turn errors of Python or torch about odd input into a DamagedCheckpoint that names it."""
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error}") from error
-    except (
-        *(ArithmeticError, AttributeError, LookupError, MemoryError),
-        *(RuntimeError, TypeError, ValueError),
-    ) as error:
-        raise DamagedCheckpoint(
-            f"{where}: not as {writer} writes it: {type(error).__name__} {str(error)[:200]!a}"
-        ) from None
-
-
 def is_plain_name(name: str) -> bool:
     """Tell whether a name, joined to a folder, can only lead to an entry of that folder."""
     try:

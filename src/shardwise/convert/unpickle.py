@@ -27,16 +27,18 @@ place to check keys before they are hashed (docs/negative-results.md).
 """
 
 import pickletools
+import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
+T = TypeVar("T")
 Builder = Callable[..., object]
 MAX_PICKLE_BYTES = 256 << 20
 _MAX_KEY_PARTS = 256
@@ -70,6 +72,21 @@ class Made:
 
     def __repr__(self) -> str:
         return f"<{self.name}>"  # the state may hold this object again
+
+
+def expect(kind: type[T], value: object) -> T:
+    """Return a value that must be of one type. **Raises** ValueError if it is of another."""
+    if type(value) is not kind:
+        raise ValueError(f"a {kind.__name__} was expected, {reprlib.repr(value)} came")
+    return value
+
+
+def expect_made(value: object, name: str) -> Made:
+    """Return what a call of ``name`` has made. **Raises** ValueError for anything else."""
+    made = expect(Made, value)
+    if made.name != name:
+        raise ValueError(f"{name} was expected, {made} came")
+    return made
 
 
 def read_pickle(
@@ -230,22 +247,19 @@ class _Machine:
 
     def name_from_stack(self, _: None) -> None:
         module, name = self.last(2)
-        if not (isinstance(module, str) and isinstance(name, str)):
-            raise ValueError("a name that is no text")
-        self.name(f"{module}.{name}")
+        self.name(f"{expect(str, module)}.{expect(str, name)}")
 
     def call(self, _: None) -> None:
         called, args = self.last(2)
         if self._any_name and isinstance(called, Made):
             called = Name(called.name)
-        if not (isinstance(called, Name) and isinstance(args, tuple)):
-            raise ValueError("a call of something that is no name")
-        builder = self._allowed.get(called.text)
+        name, arguments = expect(Name, called).text, expect(tuple, args)
+        builder = self._allowed.get(name)
         if builder is None:
-            self.stack.append(Made(called.text, args))
+            self.stack.append(Made(name, arguments))
             return
-        self._charge(_BUILT_BYTES + sum(map(_bytes_of_copy, args)))
-        self.stack.append(builder(*args))
+        self._charge(_BUILT_BYTES + sum(map(_bytes_of_copy, arguments)))
+        self.stack.append(builder(*arguments))
 
     def set_state(self, _: None) -> None:
         target, state = self.last(2)
@@ -349,12 +363,10 @@ ARRAYS = tuple(f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "co
 
 
 def _numpy_scalar(dtype: object, data: object) -> object:
-    if not (isinstance(dtype, Made) and dtype.name == "numpy.dtype" and isinstance(data, bytes)):
-        raise ValueError("a NumPy scalar without its dtype")
-    (form, *_) = dtype.args
+    (form, *_) = expect_made(dtype, "numpy.dtype").args
     if form not in _NUMBERS:
         raise ValueError("a NumPy scalar that is no number")
-    (value,) = np.frombuffer(data, f"<{form}").tolist()
+    (value,) = np.frombuffer(expect(bytes, data), f"<{form}").tolist()
     return value
 
 
@@ -363,14 +375,13 @@ def numpy_array(made: Made) -> NDArray[np.generic]:
 
     **Raises** ValueError when it is of other values, or its bytes are not those of its shape.
     """
-    _, shape, dtype, by_columns, data = made.state
-    if not (isinstance(dtype, Made) and dtype.name == "numpy.dtype" and isinstance(data, bytes)):
-        raise ValueError("an array without dtype and bytes")
+    _, shape, of, by_columns, data = made.state
+    dtype = expect_made(of, "numpy.dtype")
     form, byte_order = dtype.args[0], dtype.state[1]
     is_plain = made.args[:1] == (Name("numpy.ndarray"),) and form in {*_NUMBERS, "c8", "c16"}
     if not is_plain or byte_order not in ("<", ">", "|"):
         raise ValueError("an array of values that are no plain numbers")
-    flat = np.frombuffer(data, np.dtype(f"{byte_order}{form}"))
+    flat = np.frombuffer(expect(bytes, data), np.dtype(f"{byte_order}{form}"))
     array = flat.reshape(shape, order="F" if by_columns else "C")
     return array.astype(array.dtype.newbyteorder("<"))
 

@@ -17,7 +17,6 @@ from shardwise.keys import checked_value
 from shardwise.quantities import format_bytes
 
 Severity = Literal["critical", "warning"]
-SEVERITIES: tuple[Severity, ...] = ("critical", "warning")  # the worst first
 DOC = "docs/findings.md"
 Setting = str | int | float | None
 _Text = Annotated[str, Field(min_length=1)]
@@ -117,11 +116,6 @@ class Diagnosis:
         }
 
 
-def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return findings in the order in which they are shown."""
-    return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.code)))
-
-
 @dataclass(frozen=True)
 class FindingCase:
     """Templates of one case of a code, which a rule fills with its numbers.
@@ -189,7 +183,6 @@ def make_finding(
     gain: float | tuple[float, float] | None = None,
     unit: str | None = None,
     rank: int | None = None,
-    step: int | None = None,
     **words: Setting,
 ) -> Finding:
     """Return a finding with the texts of ``case``, which is a code or "CODE.case".
@@ -217,5 +210,4 @@ def make_finding(
         None if low is None or texts.gain is None else Gain(low, *texts.gain, high),
         unit,
         rank,
-        step,
     )

@@ -49,7 +49,6 @@ from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.memory import is_out_of_memory
 from shardwise.monitor.record import (
     End,
-    NonFinite,
     OtherSave,
     RankLine,
     RunFacts,
@@ -57,14 +56,13 @@ from shardwise.monitor.record import (
     Timeline,
     keys_of,
 )
-from shardwise.monitor.spans import Recorded, device_spans_of, spans_of, without_lines_of
+from shardwise.monitor.spans import Recorded, device_spans_of, spans_of
 from shardwise.names import MAIN
 
 _LOG = logging.getLogger("shardwise")
 _LOOK_S = 0.1  # between looks for new steps
 _MAX_MESSAGE = 1000  # characters of an error
 _FIRST_STEPS = 10  # each of which is a line
-_MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks for which a rank has waited, that it sends
 _MAX_TOKENS = 256  # steps of a line whose numbers of tokens are sent to the other ranks
 _LOOKED_AT_S, _LINE_S = 0.25, 2.0
@@ -82,30 +80,57 @@ class ObservedStep:
     values: dict[str, float]  # logged by the loop until the step is handed over
     figures: Figures
     own_lines: Sequence[RankLine] = ()
-    bad_gradients: Sequence[str] = ()
     keeps_timeline: bool = False
 
 
-class Gatherer:
-    """Takes over steps from the training thread, for a thread that makes lines of them.
+@dataclass
+class _LineUnderWay:
+    """This rank's part of a line, beside the figures of its spans.
 
-    ``lines`` makes them; ``rank`` is among those that are observed. Made on the training thread.
+    ``told`` are the figures that every step has and ``values`` those logged, each with its step.
+    ``waited_for`` has seconds by global rank, ``bad_since`` is as in `StepLine`.
     """
 
-    def __init__(self, control: Control, lines: "LineMaker", outputs: "Outputs") -> None:
+    told: list[tuple[int, Figures]] = field(default_factory=list)
+    values: list[tuple[int, Figures]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    waited_for: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    bad_since: dict[str, int] = field(default_factory=dict)
+
+
+class Gatherer:
+    """Takes over steps from the training thread; a thread of its own makes lines of them.
+
+    ``latest`` is the newest line over all ranks; ``rank`` is among those that are observed. Made on
+    the training thread.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        facts: RunFacts,
+        outputs: "Outputs",
+        every: int | None,
+        device: torch.device,
+    ) -> None:
         self.outputs, self.rank = outputs, control.rank
-        self._control, self._lines = control, lines
+        self.latest: StepLine | None = None
+        self._control, self._facts = control, facts
         self._steps: deque[ObservedStep] = deque()
-        self._num_taken, self._is_over = 0, False
+        self._num_taken, self._is_over, self._is_abandoned = 0, False, False
         self._wakes = threading.Event()
         self._error: BaseException | None = None
         self._trained_by = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
-
-    @property
-    def latest(self) -> StepLine | None:
-        """The newest line over all ranks."""
-        return self._lines.latest
+        # What follows is the thread's.
+        self._device, self._native_id = device, threading.get_native_id()
+        self._core_wait_s = core_wait_s(self._native_id)
+        self._sampler, self._line = Sampler(every), _LineUnderWay()
+        self._last_step = 0
+        self._saves: defaultdict[str, float] = defaultdict(float)  # by torch's calls, since then
+        self._values: dict[str, float] = {}  # logged last
+        self._left_open: dict[str, list[tuple[str, str]]] = {}
+        self._began_s = time.monotonic()
 
     def start(self) -> None:
         """Start the thread."""
@@ -138,7 +163,7 @@ class Gatherer:
         ``last`` is a step that was not taken yet. The error was raised in the step ``during``.
         """
         self._steps.extend([] if last is None else [last])
-        self._lines.is_abandoned = True
+        self._is_abandoned = True
         self._control.break_off()
         self._end(error, {"during": during, "phase": phase, "unit": unit})
 
@@ -151,7 +176,7 @@ class Gatherer:
         error, told = error or self._error, dict[str, object](error=None)
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             told = {**place, **_describe_error(error)}
-        step, now_s = max(self._lines.last_step, 1), round(time.time(), 3)
+        step, now_s = max(self._last_step, 1), round(time.time(), 3)
         self.outputs.note(End(step, unix_s=now_s, **told))  # type: ignore[arg-type]
         self.outputs.close()
 
@@ -165,76 +190,21 @@ class Gatherer:
                 self._wakes.clear()
                 is_over = self._is_over
                 if not self._steps and (call := save_under_way(self._trained_by)) is not None:
-                    self._lines.saves[call] += time.monotonic() - began_s
+                    self._saves[call] += time.monotonic() - began_s
                 while self._steps:
-                    self._lines.take(self._steps.popleft())
-            self._lines.end()
+                    self._add(self._steps.popleft())
+            if self._sampler.num_steps:
+                self._write_line(self._last_step)
         except BaseException as error:
             self._error = error
 
-
-def _describe_error(error: BaseException) -> Mapping[str, str | bool]:
-    """Return an error as fields of `End`."""
-    text, call = reason_of(error), None
-    follows = isinstance(error, CollectiveError)
-    if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
-        call = call_of_error(error)
-    if call is not None:
-        text = f"{call.text} failed: {FAILED_GROUPS.reason(call.group) or text}"
-        follows = isinstance(error, dist.DistError) or "gloo" in str(error)
-    return {"error": type(error).__name__, "message": text[:_MAX_MESSAGE], "follows": follows}
-
-
-@dataclass
-class _LineUnderWay:
-    """This rank's part of a line, beside the figures of its spans.
-
-    ``told`` are the figures that every step has and ``values`` those logged, each with its step.
-    ``waited_for`` has seconds by global rank, ``bad_since`` is as in `StepLine`.
-    """
-
-    told: list[tuple[int, Figures]] = field(default_factory=list)
-    values: list[tuple[int, Figures]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    waited_for: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    bad_since: dict[str, int] = field(default_factory=dict)
-
-
-class LineMaker:
-    """Makes lines of steps, on the observing thread; ``latest`` is the newest over all ranks.
-
-    ``saves`` are the seconds of the training thread in saves by torch's calls since the last step.
-    If ``is_abandoned``, no line is exchanged with the other ranks any more. Made on the training
-    thread.
-    """
-
-    def __init__(
-        self,
-        control: Control,
-        facts: RunFacts,
-        outputs: "Outputs",
-        every: int | None,
-        device: torch.device,
-    ) -> None:
-        self.latest: StepLine | None = None
-        self.last_step = 0
-        self.saves: defaultdict[str, float] = defaultdict(float)
-        self.is_abandoned = False
-        self._control, self._facts, self._outputs = control, facts, outputs
-        self._gauges = _Gauges(facts, device)
-        self._sampler, self._line = Sampler(every), _LineUnderWay()
-        self._values: dict[str, float] = {}  # logged last
-        self._finite_step = 0  # the last one in which gradients were looked at and finite
-        self._left_open: dict[str, list[tuple[str, str]]] = {}
-        self._began_s = time.monotonic()
-
-    def take(self, step: ObservedStep) -> None:
-        """Take a step; write a line if it is the last one of it."""
+    def _add(self, step: ObservedStep) -> None:
+        """Add a step to the line; write the line if it is the last one of it."""
         line, number, recorded, values = self._line, step.step, step.recorded, step.values
-        self.last_step = number
-        for call, seconds in self.saves.items():
-            self._outputs.note(OtherSave(number, call, seconds))
-        self.saves.clear()
+        self._last_step = number
+        for call, seconds in self._saves.items():
+            self.outputs.note(OtherSave(number, call, seconds))
+        self._saves.clear()
         told = {m.STEP_S: recorded.seconds}
         if recorded.num_tokens:
             told[m.TOKENS_PER_S] = recorded.num_tokens / recorded.seconds
@@ -259,45 +229,51 @@ class LineMaker:
             if not line.bad_since.get(name):
                 line.bad_since[name] = 0 if math.isfinite(value) else number
         for own in step.own_lines:
-            self._outputs.note(own)
-        if step.bad_gradients:
-            named = step.bad_gradients[:_MAX_NAMED]
-            self._outputs.note(NonFinite(number, named, self._finite_step))
-        elif num_bad is not None:
-            self._finite_step = number
+            self.outputs.note(own)
         if self._sampler.ends_line:
             self._write_line(number)
-
-    def end(self) -> None:
-        """Write the line under way."""
-        if self._sampler.num_steps:
-            self._write_line(self.last_step)
 
     def _look_at(self, step: ObservedStep) -> dict[str, float]:
         """Return the figures of a step's spans; write the spans if its timeline is kept."""
         recorded = step.recorded
-        spans = spans_of(recorded, self._left_open)
         on_device = device_spans_of(recorded)
-        by_host = without_lines_of(on_device, spans)
+        by_host = spans_of(recorded, self._left_open, on_device)
         if on_device or step.keeps_timeline:  # the device's spans count from the step's begin
             by_host = [span.earlier(recorded.begin_s) for span in by_host]
         if step.keeps_timeline:
             rows = [span.to_row() for span in (*by_host, *on_device)]
-            self._outputs.note(Timeline(step.step, recorded.seconds, rows))
+            self.outputs.note(Timeline(step.step, recorded.seconds, rows))
         if on_device:
             by_host = [span for span in by_host if span.line != MAIN and "." not in span.line]
         return m.step_metrics([*on_device, *by_host], recorded.seconds)
 
+    def _gauges(self) -> dict[str, float]:
+        """Return figures with a current value: memory, padding, waits for a core of the training.
+
+        **Cost** 0.1 to 0.3 ms of system calls.
+        """
+        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._native_id)
+        memory = memory_figures(self._device)
+        return {
+            m.CORE_WAIT_S: (self._core_wait_s - waited_s) / self._sampler.num_steps,
+            m.PADDING_SHARE: 100 * self._facts.padding_share,
+            m.MAX_ACTIVE_GIB: memory.peak_bytes / m.GIB,
+            m.MAX_RESERVED_GIB: memory.reserved_bytes / m.GIB,
+            m.MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
+            m.RETRIES: memory.num_retries,
+            m.OOMS: memory.num_ooms,
+        }
+
     def _write_line(self, step: int) -> None:
         """Exchange the figures of the line with all ranks; write it, on rank 0."""
-        if self.is_abandoned:
+        if self._is_abandoned:
             return
         line, self._line = self._line, _LineUnderWay()
         num_steps = self._sampler.num_steps
         longest = nlargest(_MAX_WAITED_FOR, line.waited_for.items(), key=lambda each: each[1])
         tokens = line.tokens[: 1 if len(set(line.tokens)) == 1 else _MAX_TOKENS]
         mine = {
-            "metrics": {**self._sampler.mean(), **self._gauges.read(num_steps)},
+            "metrics": {**self._sampler.mean(), **self._gauges()},
             "waited_for": {r: 1e3 * s / num_steps for r, s in longest},
             "bad_since": line.bad_since,
             "tokens": tokens,
@@ -329,7 +305,19 @@ class LineMaker:
         )
         self._sampler.begin_line(metrics[m.STEP_S].max)
         if self._control.rank == 0:
-            self._outputs.write(self.latest)
+            self.outputs.write(self.latest)
+
+
+def _describe_error(error: BaseException) -> Mapping[str, str | bool]:
+    """Return an error as fields of `End`."""
+    text, call = reason_of(error), None
+    follows = isinstance(error, CollectiveError)
+    if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
+        call = call_of_error(error)
+    if call is not None:
+        text = f"{call.text} failed: {FAILED_GROUPS.reason(call.group) or text}"
+        follows = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return {"error": type(error).__name__, "message": text[:_MAX_MESSAGE], "follows": follows}
 
 
 class Sampler:
@@ -391,32 +379,6 @@ class Sampler:
         unit = self._every or _LINE_STEPS
         self._length = math.ceil(at_least / unit) * unit - self._num_seen % unit
         self._one_in = max(min(int(_LOOKED_AT_S / slowest_s), at_least), 1)
-
-
-class _Gauges:
-    """Figures with a current value: memory, padding, waits of the training thread for a core."""
-
-    def __init__(self, facts: RunFacts, device: torch.device) -> None:
-        self._facts, self._device = facts, device
-        self._native_id = threading.get_native_id()
-        self._core_wait_s = core_wait_s(self._native_id)
-
-    def read(self, num_steps: int) -> dict[str, float]:
-        """Return the figures of a line that ends, of so many steps.
-
-        **Cost** 0.1 to 0.3 ms of system calls.
-        """
-        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s(self._native_id)
-        memory = memory_figures(self._device)
-        return {
-            m.CORE_WAIT_S: (self._core_wait_s - waited_s) / num_steps,
-            m.PADDING_SHARE: 100 * self._facts.padding_share,
-            m.MAX_ACTIVE_GIB: memory.peak_bytes / m.GIB,
-            m.MAX_RESERVED_GIB: memory.reserved_bytes / m.GIB,
-            m.MAX_ACTIVE_SHARE: 100 * memory.peak_bytes / memory.capacity_bytes,
-            m.RETRIES: memory.num_retries,
-            m.OOMS: memory.num_ooms,
-        }
 
 
 class Sink(Protocol):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
+from shardwise.monitor.metrics import BAD_GRADIENTS, LOST_OF_WORST_SHARE, LOST_SHARE
 from shardwise.monitor.record import LostUpdates as LostUpdatesLine
+from shardwise.monitor.record import NonFinite
 from shardwise.step.background import is_under_way
 from shardwise.tensor.elements import elements_of
 from shardwise.tensor.plain_state import owner_of, stepped_in_16_bits
@@ -135,6 +136,7 @@ class GradientChecks:
 
     def __init__(self) -> None:
         self._is_due, self._again_s = False, -math.inf
+        self._num_steps = self._finite_step = 0  # so far; the last one that was checked and finite
         self._found: list[str] | None = None  # in this step; None if it was not checked
 
     def look(
@@ -147,12 +149,19 @@ class GradientChecks:
             took_s = time.monotonic() - began_s
             self._again_s = began_s + min(took_s / _CHECKED_SHARE, _CHECKED_S)
 
-    def take(self, number: int) -> list[str] | None:
-        """End the step ``number``; return its bad parameters, None if it was not checked."""
+    def take(self, step: int) -> tuple[Mapping[str, float], Sequence[NonFinite]]:
+        """End a step; return its figure if it was checked, and a line of bad parameters."""
+        self._num_steps += 1
+        is_due = self._num_steps < 2 * _CHECKED_EVERY or time.monotonic() >= self._again_s
+        self._is_due = is_due and self._num_steps % _CHECKED_EVERY == 1
         found, self._found = self._found, None
-        is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._again_s
-        self._is_due = is_due and number % _CHECKED_EVERY == 1
-        return found
+        if found is None:
+            return {}, ()
+        if not found:
+            self._finite_step = step
+            return {BAD_GRADIENTS: 0.0}, ()
+        line = NonFinite(step, found[:_MAX_NAMED], self._finite_step)
+        return {BAD_GRADIENTS: float(len(found))}, [line]
 
 
 @torch.no_grad()

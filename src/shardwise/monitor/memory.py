@@ -60,10 +60,10 @@ class OwnedBytes:
     owned: Mapping[Key, int]
     in_use_bytes: int
 
-    def by_kind(self, place: str = "device") -> dict[str, int]:
-        """Return the bytes of each kind in one place, named as in a plan's ledger."""
+    def by_kind(self) -> dict[str, int]:
+        """Return the device's bytes of each kind, named as in a plan's ledger."""
         found: Counter[str] = Counter()
-        for kinds in self.by_unit(place).values():
+        for kinds in self.by_unit().values():
             found.update(kinds)
         return {kind: found[kind] for kind in sorted(+found, key=order_of_kinds)}
 

@@ -5,14 +5,15 @@ Source of the names that it has too: torchtitan 0.3.0, components/metrics.py.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardwise.monitor.lines import MAX_LOGGED, Extreme, Figure, Rank
-from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
+from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside
 from shardwise.names import MAIN
 
+T = TypeVar("T")
 GIB, MIB = 2**30, 2**20
 # Phases in which the training thread, or the device's stream, only waits for other ranks.
 WAITS = ("wait_unshard", "wait_reduce", "exchange")
@@ -44,17 +45,18 @@ IN_HALF = "numbers/autocast_to_float16"
 BAD_VALUES, BAD_GRADIENTS = "numbers/non_finite_values", "numbers/non_finite_gradients"
 LOST_SHARE, LOST_OF_WORST_SHARE = "numbers/lost_updates(%)", "numbers/lost_updates_of_worst(%)"
 
-_SECONDS_OF = {  # of the line that computes
-    DATA_S: ("data",),
-    OUTSIDE_S: (OUTSIDE,),
-    OPTIMIZER_S: ("step",),
-    STEP_WAIT_S: ("wait_step",),
-    STALL_S: ("save",),
-    LOAD_S: ("load",),
-    "time_metrics/forward(s)": ("forward",),
-    RECOMPUTE_S: ("recompute",),
-    "time_metrics/backward(s)": ("backward",),
-}
+PHASES = (  # of the line that computes: name, figure, seconds in one of its unit, phases of spans
+    ("forward", "time_metrics/forward(s)", 1.0, ("forward",)),
+    ("recompute", RECOMPUTE_S, 1.0, ("recompute",)),
+    ("backward", "time_metrics/backward(s)", 1.0, ("backward",)),
+    ("waiting for others", WAITED_MS, 1e-3, WAITS),
+    ("optimizer", OPTIMIZER_S, 1.0, ("step",)),
+    ("data", DATA_S, 1.0, ("data",)),
+    ("save", STALL_S, 1.0, ("save",)),
+    ("load", LOAD_S, 1.0, ("load",)),
+    ("outside", OUTSIDE_S, 1.0, (OUTSIDE,)),
+)
+ENGINE = "engine"  # the part of a step outside of all phases: begins of gathers and reductions
 
 
 def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
@@ -90,18 +92,17 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             seconds[f"behind {phase}"] += span.seconds
             if phase != "save":
                 away.append(when)
-    busy = union(busy)
-    whole = union(when for kind in comm.values() for when in kind)
+    whole = [when for kind in comm.values() for when in kind]
     # Small exchanges between ranks, which block, are communication too.
     comm_s = length(whole) + seconds["exchange"]
     exposed_s = length_outside(whole, busy) + seconds["exchange"]
-    found = {name: sum(seconds[p] for p in phases) for name, phases in _SECONDS_OF.items()}
+    found = {name: sum(seconds[p] for p in of) / unit_s for _, name, unit_s, of in PHASES}
     found |= {
         DATA_SHARE: 100 * found[DATA_S] / step_s,
         COMPUTE_S: length(busy),
         ALL_GATHER_MS: 1e3 * length(comm["all_gather"]),
         REDUCE_SCATTER_MS: 1e3 * length(comm["reduce_scatter"]),
-        WAITED_MS: 1e3 * sum(seconds[phase] for phase in WAITS),
+        STEP_WAIT_S: seconds["wait_step"],
         EXPOSED_MS: 1e3 * exposed_s,
         EXPOSED_SHARE: 100 * exposed_s / step_s,
         OVERLAP_SHARE: 100 * (1 - exposed_s / comm_s) if comm_s else 100.0,
@@ -149,8 +150,7 @@ class OverRanks:
 def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
     """Return every figure over the ranks that have it; ``rows`` are in rank order."""
     found = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        told = [(row[name], rank) for rank, row in enumerate(rows) if name in row]
+    for name, told in _by_name(enumerate(rows)).items():
         (low, low_rank), (high, high_rank) = min(told), max(told, key=lambda each: each[0])
         middle = statistics.median(value for value, _ in told)
         found[name] = OverRanks(low, middle, high, low_rank, high_rank)
@@ -176,8 +176,7 @@ class OverSteps:
 def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, OverSteps]:
     """Return every figure that is finite in one of the steps; ``steps`` are numbered, in order."""
     found = {}
-    for name in dict.fromkeys(name for _, values in steps for name in values):
-        told = [(values[name], step) for step, values in steps if name in values]
+    for name, told in _by_name(steps).items():
         finite = [each for each in told if abs(each[0]) <= MAX_LOGGED]
         if not finite:
             continue
@@ -205,10 +204,16 @@ def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
 
 def mean_of(steps: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Return the mean of each figure over the steps that have it; ``steps`` have weights."""
-    found = {}
-    for name in dict.fromkeys(name for _, step in steps for name in step):
-        values, weights = zip(*((s[name], w) for w, s in steps if name in s), strict=True)
-        found[name] = statistics.fmean(values, weights)
+    found = _by_name(steps).items()
+    return {name: statistics.fmean(*zip(*told, strict=True)) for name, told in found}
+
+
+def _by_name(rows: Iterable[tuple[T, Mapping[str, float]]]) -> dict[str, list[tuple[float, T]]]:
+    """Return the values of each figure in order, each with the label of its row."""
+    found: dict[str, list[tuple[float, T]]] = defaultdict(list)
+    for label, values in rows:
+        for name, value in values.items():
+            found[name].append((value, label))
     return found
 
 
@@ -249,16 +254,4 @@ FIGURES = (
     FigureRow(SENT_MIB, "sent by a rank", "MiB a step"),
     FigureRow(NUM_COLLECTIVES, "collectives", "a step"),
     FigureRow(PADDING_SHARE, "padding", "% of the parameters"),
-)
-ENGINE = "engine"  # the part of a step outside of all phases: begins of gathers and reductions
-PHASES = (  # of the line that computes: name, metric, seconds in one of it
-    ("forward", "time_metrics/forward(s)", 1.0),
-    ("recompute", RECOMPUTE_S, 1.0),
-    ("backward", "time_metrics/backward(s)", 1.0),
-    ("waiting for others", "comm/waited(ms)", 1e-3),
-    ("optimizer", OPTIMIZER_S, 1.0),
-    ("data", DATA_S, 1.0),
-    ("save", STALL_S, 1.0),
-    ("load", LOAD_S, 1.0),
-    ("outside", OUTSIDE_S, 1.0),
 )

@@ -10,9 +10,10 @@ loss scaler skips is part of the next one, which then counts two backward passes
 import logging
 import math
 import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -25,11 +26,11 @@ from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor import LiveDoctor
 from shardwise.monitor.findings import Finding
-from shardwise.monitor.gatherer import Gatherer, LineMaker, ObservedStep, Outputs, Sink
+from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import GradientChecks, LostUpdates
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.memory import MemoryWatch, describe_out_of_memory
-from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.metrics import IN_HALF, SKIPPED_STEPS
 from shardwise.monitor.record import (
     FOLDER,
     Begin,
@@ -119,10 +120,8 @@ def observe(
         return Outputs(rank, steps, own, doctor, sinks if rank == 0 else ())
 
     outputs = on_all_ranks(control, open_files)  # an error of one rank is raised on all
-    lines = LineMaker(control, facts, outputs, every, parts.comm.device)
-    return Observation(
-        parts, optimizers, facts, Gatherer(control, lines, outputs), done, detail_every
-    )
+    gatherer = Gatherer(control, facts, outputs, every, parts.comm.device)
+    return Observation(parts, optimizers, facts, gatherer, done, detail_every)
 
 
 class Observation:
@@ -146,7 +145,8 @@ class Observation:
         self._num_passes = _num_passes(parts)
         self._values: dict[str, float] = {}
         self._last_step: ObservedStep | None = None
-        self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
+        casts_to_half = partial(_casts_to_half, parts.comm.device)
+        self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=casts_to_half)
         self._gradients = GradientChecks()
         self._lost_updates = LostUpdates(optimizers)
         self._open = ExitStack()
@@ -239,15 +239,13 @@ class Observation:
 
         Optimizer steps inside are not counted, and the recorded time stands still.
         """
-        is_inner, passes = self._recorder.is_paused, _num_passes(self._parts)
+        is_inner, before = self._recorder.is_paused, _num_passes(self._parts)
         try:
             with self._recorder.paused():
                 yield
         finally:
             if not is_inner:
-                now = _num_passes(self._parts)
-                begun, reduced = (after - n for after, n in zip(now, passes, strict=True))
-                self._num_passes = self._num_passes[0] + begun, self._num_passes[1] + reduced
+                self._num_passes += _num_passes(self._parts) - before
 
     def log(self, **values: float) -> None:
         """Record figures of the loop with a step: loss, learning rate.
@@ -280,21 +278,20 @@ class Observation:
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
         lost, worst = self._lost_updates.take(self._step)
-        bad = self._gradients.take(number)
+        num_bad, bad = self._gradients.take(self._step)
         before, self._num_passes = self._num_passes, _num_passes(self._parts)
-        begun, reduced = (now - was for now, was in zip(self._num_passes, before, strict=True))
+        passes = self._num_passes - before
         # `fully_shard` does not see that gradients are dropped, so there all passes count.
-        skipped = max((begun or reduced) - 1, 0)
-        figures = {IN_HALF: float(self._recorder.in_half), SKIPPED_STEPS: skipped, **lost}
-        if bad is not None:
-            figures[BAD_GRADIENTS] = float(len(bad))
-        own_lines: list[RankLine] = [*worst, *self._memory.take(self._step)]
+        skipped = max((passes["begun"] or passes["reduced"]) - 1, 0)
+        figures = {IN_HALF: float(self._recorder.in_half), SKIPPED_STEPS: skipped}
+        figures |= {**lost, **num_bad}
+        own_lines: list[RankLine] = [*worst, *bad, *self._memory.take(self._step)]
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
         self._recorder.on_main = self._memory.sample if samples_next else None
         self._hand_over()
         values, self._values = self._values, {}
         self._last_step = ObservedStep(
-            self._step, recorded, values, figures, own_lines, bad or (), keeps_timeline
+            self._step, recorded, values, figures, own_lines, keeps_timeline
         )
 
     def _hand_over(self) -> None:
@@ -310,22 +307,16 @@ class Observation:
             self._gatherer.outputs.note(report)
 
 
-@cache
-def _kinds_of_devices() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-def _casts_to_half() -> bool:
-    """Tell whether torch.autocast is on, for any device, and casts to float16."""
+def _casts_to_half(device: torch.device) -> bool:
+    """Tell whether torch.autocast is on, for the CPU or this device, and casts to float16."""
     return any(
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        for kind in _kinds_of_devices()
+        for kind in {"cpu", device.type}
     )
 
 
-def _num_passes(parts: Parts) -> tuple[int, int]:
+def _num_passes(parts: Parts) -> Counter[str]:
     """Return the number of passes that began without gradients, and of reduced ones."""
     done = [engine.backward for engine in parts.engines]  # none after the end of a run
     begun = max((each.num_begun for each in done), default=0)
-    return begun, max((each.num_reduced for each in done), default=0)
+    return Counter(begun=begun, reduced=max((each.num_reduced for each in done), default=0))

@@ -378,7 +378,10 @@ def _read(
     folder = folder_of(run)
     facts, path, files = read_facts(folder, run), folder / "steps.jsonl", rank_files(folder)
     steps = tuple(read_step(line, path) for line in read_steps(path))
-    by_rank = {rank: lines_of_rank(read_own(file), file) for rank, file in files}
+    by_rank = {
+        rank: tuple(line for each in read_own(file) if (line := read_line(each, file)) is not None)
+        for rank, file in files
+    }
     written = [folder / "run.json", *(file for _, file in files), *[path] * path.exists()]
     written_s = max(file.stat().st_mtime for file in written)
     return RunRecord(run, facts, steps, by_rank, max(time.time() - written_s, 0.0))
@@ -415,11 +418,6 @@ def read_facts(folder: Path, run: Path) -> RunFacts:
             "the version that wrote it"
         )
     return checked_value(RunFacts, values, f"{path}: not the facts of a run")
-
-
-def lines_of_rank(lines: Iterable[JsonLine], path: object) -> tuple[RankLine, ...]:
-    """Return the lines of a rank's file, without those of unknown kinds."""
-    return tuple(line for each in lines if (line := read_line(each, path)) is not None)
 
 
 def read_step(line: JsonLine, path: object = "steps.jsonl") -> StepLine:

@@ -269,11 +269,13 @@ def _values_in(given: object, depth: int = 3) -> Iterator[object]:
         yield given
 
 
-def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) -> list[Span]:
+def spans_of(
+    recorded: Recorded, left_open: dict[str, list[tuple[str, str]]], timed: Sequence[Span] = ()
+) -> list[Span]:
     """Return the spans between two cuts, by the host's clock, the main line without gaps.
 
     ``left_open`` are the phases of background lines that continue over cuts; it is updated. A phase
-    that is open on the main line at a cut was cut short.
+    that is open on the main line at a cut was cut short. Lines of ``timed`` spans are left out.
     """
     by_line: dict[str, list[Event]] = {line: [] for line in (MAIN, *left_open)}
     for event in recorded.events:
@@ -286,7 +288,9 @@ def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) ->
         if stack and line != MAIN:
             left_open[line] = stack
     works = [(w, w.begin_s, w.end_s) for w in recorded.works]
-    return found + _sequential_spans(works, recorded.begin_s)
+    found += _sequential_spans(works, recorded.begin_s)
+    timed_lines = {span.line for span in timed}
+    return [span for span in found if span.line not in timed_lines]
 
 
 def device_spans_of(recorded: Recorded) -> list[Span]:
@@ -307,12 +311,6 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
         if w.began is not None and w.ended is not None
     ]
     return found + _sequential_spans(works, 0.0)
-
-
-def without_lines_of(timed: Sequence[Span], spans: Sequence[Span]) -> Sequence[Span]:
-    """Return spans by the host's clock, without lines that the device has timed."""
-    lines = {span.line for span in timed}
-    return [span for span in spans if span.line not in lines] if lines else spans
 
 
 def _innermost_spans(
@@ -356,20 +354,13 @@ def _sequential_spans(works: Iterable[tuple[Work, float, float]], begin_s: float
     return found
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same moments as intervals in order that do not touch."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif end > begin:
-            found.append((begin, end))
-    return found
-
-
 def length(intervals: Iterable[Interval]) -> float:
     """Return the seconds that are in any of the intervals."""
-    return sum(end - begin for begin, end in union(intervals))
+    found_s, until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted(intervals):
+        found_s += max(end_s - max(begin_s, until_s), 0.0)
+        until_s = max(until_s, end_s)
+    return found_s
 
 
 def length_outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:

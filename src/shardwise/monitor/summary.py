@@ -73,7 +73,7 @@ def phase_seconds(lines: Sequence[StepLine]) -> dict[str, float]:
     """
     late = settled(lines)
     found = {}
-    for phase, metric, unit_s in m.PHASES:
+    for phase, metric, unit_s, _ in m.PHASES:
         value = over_steps(late, metric)
         if value is not None and value.median > 0:
             found[phase] = value.median * unit_s

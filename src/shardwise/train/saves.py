@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Self
 
-from shardwise.checkpoint.background import Saving
-from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.checkpoints import Checkpoints, Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.keys import names_in
@@ -159,7 +158,7 @@ class RunCheckpoints:
     @property
     def failed(self) -> bool:
         """Tell whether the background save failed; `finish` raises it."""
-        return self._saving is not None and self._saving.failed
+        return self._saving is not None and self._saving.error is not None
 
     def after_step(self, step: int, is_last: bool, metrics: JsonLines) -> None:
         """Save, or copy to memory, if the step is due; write the metrics of what has ended.

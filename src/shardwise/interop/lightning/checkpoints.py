@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import remove_checkpoint
 from shardwise.checkpoint.save_load import holds_checkpoint, load, save
-from shardwise.checkpoint.trash import remove_checkpoint
 from shardwise.checkpoint.values import encode
 from shardwise.engine.model import compare_load
 from shardwise.errors import CheckpointError, ConfigError

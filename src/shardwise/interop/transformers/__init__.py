@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from shardwise.interop.transformers.parallel import parallelize as parallelize
     from shardwise.interop.transformers.saving import prepare as prepare
     from shardwise.interop.transformers.saving import save_pretrained as save_pretrained
-    from shardwise.interop.transformers.trainer import CheckpointCallback as CheckpointCallback
     from shardwise.interop.transformers.trainer import ObserveCallback as ObserveCallback
     from shardwise.interop.transformers.trainer import Trainer as Trainer
     from shardwise.interop.transformers.trainer import trainer_class as trainer_class
@@ -20,7 +19,7 @@ _NAMES = {
     "loading": ("from_pretrained", "load_weights"),
     "parallel": ("parallelize",),
     "saving": ("prepare", "save_pretrained"),
-    "trainer": ("CheckpointCallback", "ObserveCallback", "Trainer", "trainer_class"),
+    "trainer": ("ObserveCallback", "Trainer", "trainer_class"),
 }
 _HOMES = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)

@@ -5,7 +5,7 @@ transformers has its own way to shard a model while it loads it. Its `Trainer` t
 on its device, does not wrap it, lets all ranks take part in a save, and delays reductions by
 ``set_requires_gradient_sync``. A model of Shardwise needs just that, so it carries the mark of such
 models: an attribute, and an empty ``distributed_config`` in its config, which is never written to
-``config.json``. transformers cannot resume such models; `CheckpointCallback` adds that.
+``config.json``. transformers cannot resume such models; the `Trainer` of this package can.
 
 Note [A part at a time]
 transformers writes parameters under the names of the hub. For that it may split a parameter (the

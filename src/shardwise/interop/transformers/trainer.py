@@ -20,21 +20,17 @@ import os
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 import transformers
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
-    TRAINER_STATE_NAME,
     TRAINING_ARGS_NAME,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shardwise.checkpoint.save_load import load, save
 from shardwise.engine.api import has_sharded_parts, is_sharded
@@ -217,13 +213,9 @@ class _Sharded(_Base):
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        _save_slices(
-            Path(output_dir),
-            self.model,
-            self.optimizer,
-            self.lr_scheduler,
-            writes_schedule=self.args.should_save,
-        )
+        save(Path(output_dir, FOLDER), self.model, _inner(self.optimizer), replace=True)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -245,8 +237,9 @@ class _Sharded(_Base):
         if checkpoint is None or not is_sharded(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        if Path(checkpoint, FOLDER).is_dir():
-            _load_slices(Path(checkpoint), self.model, self.optimizer)
+        slices, schedule = Path(checkpoint, FOLDER), Path(checkpoint, SCHEDULER_NAME)
+        if slices.is_dir():
+            load(slices, self.model, _inner(self.optimizer), restore_generators=False)
         elif Path(checkpoint, OPTIMIZER_NAME).is_file():
             raise CheckpointError(
                 f"{checkpoint} holds the optimizer of a model that was not sharded; resume "
@@ -258,7 +251,8 @@ class _Sharded(_Base):
                 "the optimizer starts anew, from the weights",
                 stacklevel=2,
             )
-        _load_schedule(Path(checkpoint), self.lr_scheduler)
+        if schedule.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
 
 def trainer_class(base: type) -> type[Any]:
@@ -271,82 +265,6 @@ def trainer_class(base: type) -> type[Any]:
 
 
 Trainer = trainer_class(transformers.Trainer)
-
-
-class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Let transformers' own `Trainer` write checkpoints from which a sharded run resumes.
-
-    For ``Trainer(..., callbacks=[CheckpointCallback()])`` with ``save_only_model=True``. To resume,
-    give the folder to both: ``CheckpointCallback(resume=folder)`` and
-    ``train(resume_from_checkpoint=folder)``. The `Trainer` of this package needs no callback.
-
-    **Raises** ConfigError when only one of the two has a folder, or the folders differ.
-    """
-
-    def __init__(self, resume: str | Path | None = None) -> None:
-        self._resume = Path(resume) if resume is not None else None
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:
-        """Write the slices, the schedule and this rank's random generators."""
-        checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        _save_slices(
-            checkpoint,
-            objects["model"],
-            objects["optimizer"],
-            objects["lr_scheduler"],
-            writes_schedule=args.should_save,
-        )
-        # Trainer reads the generators on each resume, in its own form.
-        stand_in: Any = SimpleNamespace(args=args)
-        transformers.Trainer._save_rng_state(stand_in, str(checkpoint))
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:
-        """Read the slices and the schedule if Trainer resumes."""
-        step, checkpoint = state.global_step, self._resume
-        if checkpoint is None:
-            if step:
-                raise ConfigError(
-                    f"CheckpointCallback: Trainer goes on from step {step}, but the callback was "
-                    "given no folder; give it the same: CheckpointCallback(resume=folder)"
-                )
-            return
-        there = transformers.TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        if there.global_step != step:
-            raise ConfigError(
-                f"CheckpointCallback(resume={str(checkpoint)!r}) is of step {there.global_step}, "
-                f"but Trainer is at step {step}; give train(resume_from_checkpoint=...) this folder"
-            )
-        _load_slices(checkpoint, objects["model"], objects["optimizer"])
-        _load_schedule(checkpoint, objects["lr_scheduler"])
-
-
-def _save_slices(
-    checkpoint: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: LRScheduler,
-    *,
-    writes_schedule: bool,
-) -> None:
-    """Write every rank's slices, and on one rank the schedule."""
-    save(checkpoint / FOLDER, model, _inner(optimizer), replace=True)
-    if writes_schedule:
-        torch.save(schedule.state_dict(), checkpoint / SCHEDULER_NAME)
-
-
-def _load_slices(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read every rank's slices: master weights and optimizer state."""
-    load(checkpoint / FOLDER, model, _inner(optimizer), restore_generators=False)
-
-
-def _load_schedule(checkpoint: Path, schedule: LRScheduler) -> None:
-    """Read the schedule, if the checkpoint has one."""
-    if (checkpoint / SCHEDULER_NAME).is_file():
-        schedule.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

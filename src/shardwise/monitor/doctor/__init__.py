@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardwise.monitor.doctor import ends, settings, state, waits
 from shardwise.monitor.doctor.evidence import Evidence, NotEnough
-from shardwise.monitor.findings import Abstention, Diagnosis, Finding, worst_first
+from shardwise.monitor.findings import Abstention, Diagnosis, Finding
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.record import (
     LostUpdates,
@@ -91,8 +91,9 @@ def diagnose(run: RunRecord) -> Diagnosis:
         if finding is not None:
             found.append(replace(finding, step=run.steps[-1].step if run.steps else None))
     kept = [f for f in found if not any(_explains(other, f) for other in found)]
+    kept.sort(key=lambda finding: (finding.severity != "critical", finding.code))
     missing_of = tuple(each for each in abstentions if each.code not in judged)
-    return Diagnosis(worst_first(kept), missing_of, tuple(dict.fromkeys(judged)))
+    return Diagnosis(tuple(kept), missing_of, tuple(dict.fromkeys(judged)))
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
