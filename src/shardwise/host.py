@@ -3,6 +3,7 @@
 import os
 import platform
 import resource
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,17 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(n for n in lines if n.startswith("model name")).partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def own_address(seen_from: str | None) -> str:
+    """Return the address by which a host is reached from ``seen_from``, where the store is."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(seen_from or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
+        family, _, _, _, place = found[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing: it chooses the interface
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def available_host_bytes() -> int:

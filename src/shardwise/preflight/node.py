@@ -14,9 +14,8 @@ import torch
 
 from shardwise import __version__
 from shardwise.checkpoint.files import Files, Lock
-from shardwise.checkpoint.peers import own_address
 from shardwise.device import name_of
-from shardwise.host import available_host_bytes, processor_name
+from shardwise.host import available_host_bytes, own_address, processor_name
 from shardwise.preflight.meeting import Row
 from shardwise.processes import boot_id
 
