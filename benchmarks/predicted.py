@@ -206,10 +206,7 @@ def predict(
         lambda: (batch_of(setting), batch_of(setting)),
         lambda model, batch: model(*batch),
         name=setting["model"],
-        micro_batch=sizes["micro_batch"],
-        seq=sizes["seq"],
         compute_dtype="float32" if args["precision"] == "fp32" else "bfloat16",
-        activation_checkpointing=checkpointing,
     )
     candidate = Candidate(
         stage=setting["stage"],

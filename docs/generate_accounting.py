@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from shardwise.homes import Offload
-from shardwise.plan.accounting import account
+from shardwise.plan.accounting import Accounting, account
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Tape, TapeParam, TapeUnit
 from shardwise.plan.sizes import PRECISIONS
@@ -37,6 +37,12 @@ TABLE = ("7e9", 8, "bf16", "adamw")
 Held = dict[tuple[str, str], int]
 
 
+def kinds_of(found: Accounting) -> tuple[int, ...]:
+    """Return the bytes of parameters with master weights, of gradients and of state."""
+    parameters, masters, *others = found.lines.values()
+    return parameters + masters, *others
+
+
 def held_bytes(
     params: int, ranks: int, offload: str, stage: int, precision: str, optimizer: str
 ) -> Held:
@@ -44,13 +50,12 @@ def held_bytes(
     places = OFFLOADS[offload]
     if places is None:
         found = account(params, ranks, stage, precision, optimizer)
-        weights = found.parameters + found.master_weights
-        held = (weights, found.gradients, found.optimizer_state)
+        held = kinds_of(found)
         return {("device", kind): each for kind, each in zip(KINDS, held, strict=True)}
     how = {"stage": stage, "num_shards": ranks, "precision": precision, "optimizer": optimizer}
-    unit = TapeUnit("", "Unit", (TapeParam("weight", (params,), "float32"),))
+    unit = TapeUnit("", (TapeParam("weight", (params,), "float32"),))
     candidate = Candidate(**how, offload=places)  # type: ignore[arg-type]
-    tape = Tape("made", (unit,), (), 1, 1, "float32", "none")
+    tape = Tape((unit,), (), "float32")
     at_rest = resting_state(tape, candidate)
     lines = {place: getattr(at_rest, place).lines() for place in PLACES}
     lines["device"]["param_shards"] += lines["device"]["param_full"]
@@ -103,16 +108,8 @@ def accounting_page() -> str:
     """Return the page, with a table for readers without scripts."""
     params, ranks, *how = TABLE
     rows = [
-        f"| {each.setup.stage} | "
-        + " | ".join(
-            f"{held / 1e9:.1f}"
-            for held in (
-                each.parameters + each.master_weights,
-                each.gradients,
-                each.optimizer_state,
-                each.device_bytes,
-            )
-        )
+        f"| {each.stage} | "
+        + " | ".join(f"{held / 1e9:.1f}" for held in (*kinds_of(each), each.device_bytes))
         + f" | {each.device_bytes / 2**30:.1f} |"
         for each in account(params, ranks, 3, *how).of_all_stages()
     ]

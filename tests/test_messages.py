@@ -17,7 +17,7 @@ from ranks import HANG_S
 from shardwise.config import PRECISIONS, Precision, Schedule, Units, resolve_config
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
-from shardwise.plan.accounting import Setup
+from shardwise.plan.accounting import Accounting
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.request import PlanRequest
 from shardwise.train.config import TrainConfig, load_config
@@ -63,7 +63,7 @@ SAME = {
 @pytest.mark.parametrize(("name", "said"), [(n, s) for n, all_ in SAME.items() for s in all_])
 def test_a_precision_has_torchs_names_too(name, said, tmp_path):
     assert resolve_config(3, "rows", said).precision == PRECISIONS[name]
-    assert Candidate(precision=said).precision == Setup(2, precision=said).precision == name
+    assert Candidate(precision=said).precision == Accounting(1, 2, precision=said).precision == name
     text = str(said)
     path = tmp_path / "run.yaml"
     path.write_text(f"precision: {text}\n")

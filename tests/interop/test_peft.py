@@ -108,7 +108,6 @@ def check_plan(model, optimizer, setting, world_size):
     units = [
         TapeUnit(
             unit.name,
-            type(unit.module).__name__,
             tuple(
                 TapeParam(s.name, s.cut.shape, str(s.sharded.dtype)[6:], s.sharded.requires_grad)
                 for s in unit.params

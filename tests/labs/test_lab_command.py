@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from programs import run_program
 from shardwise.cli.main import app
 from shardwise.plan import account
-from shardwise.plan.timing.scaling import young_interval_s
+from shardwise.plan.timing.goodput import young_interval_s
 from shardwise_labs import desk
 from shardwise_labs.course import labs, steps_of
 from shardwise_labs.ranks import Job, Starter, write_solutions

@@ -26,7 +26,6 @@ from shardwise.errors import ConfigError
 from shardwise.plan.accounting import (
     MAX_PARAMS,
     Accounting,
-    Setup,
     account,
     accounting_facts,
 )
@@ -36,12 +35,12 @@ from shardwise.quantities import parse_count
 GB = 10**9
 
 
-def largest_model(memory: int | str, setup: Setup) -> int:
+def largest_model(memory: int | str, setup: Accounting) -> int:
     """The most parameters whose state fits: ZeRO (arXiv 1910.02054), Table 2."""
     low, high = 0, MAX_PARAMS + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = Accounting(middle, setup).device_bytes <= parse_count(memory)
+        fits = replace(setup, params=middle).device_bytes <= parse_count(memory)
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -103,7 +102,7 @@ def test_every_theoretical_cell_of_table_2_of_the_zero_paper_is_reproduced():
     for row in TABLE_2.split("\n")[1:-1]:
         degree, *cells = row.split()
         for stage, printed in enumerate(cells):
-            setup = Setup(ranks=64, stage=stage, precision="zero_paper")
+            setup = Accounting(1, ranks=64, stage=stage, precision="zero_paper")
             number, unit = float(printed[:-1]), {"B": 1e9, "T": 1e12}[printed[-1]]
             # Cells below the first row are the first row's as printed, times the degree.
             found = largest_model("32e9", setup) * int(degree) / unit
@@ -145,8 +144,8 @@ def test_traffic_is_that_of_the_published_formulas(ranks, batches):
         (3, "step"): 2 * batches + 1,
     }
     for (stage, every), times in expected.items():
-        setup = Setup(ranks=ranks, stage=stage, accumulation=batches, reduce_every=every)  # type: ignore[arg-type]
-        assert Accounting(psi, setup).traffic.shard_sent_elements == times * once
+        setup = Accounting(psi, ranks, stage, accumulation=batches, reduce_every=every)  # type: ignore[arg-type]
+        assert setup.traffic.shard_sent_elements == times * once
 
 
 def test_between_copies_a_rank_sends_what_the_fsdp_paper_says():
@@ -165,12 +164,13 @@ counts = st.integers(1, 10**15)
 
 
 @st.composite
-def setups(draw: st.DrawFn) -> Setup:
+def setups(draw: st.DrawFn) -> Accounting:
     stage = draw(st.integers(0, 3))
     every: Literal["step", "micro_batch"] | None = draw(
         st.sampled_from([None, "step", "micro_batch"])
     )
-    return Setup(
+    return Accounting(
+        params=1,
         ranks=draw(st.integers(1, 3000)),
         stage=stage,
         replicas=draw(st.integers(1, 3000)),
@@ -183,8 +183,12 @@ def setups(draw: st.DrawFn) -> Setup:
 
 @given(counts, setups())
 def test_the_lines_add_up_and_nothing_is_negative(params, setup):
-    found = Accounting(params, setup)
-    assert found.device_bytes == sum(found.lines.values()) == found.between_steps + found.gradients
+    found = replace(setup, params=params)
+    assert (
+        found.device_bytes
+        == sum(found.lines.values())
+        == found.between_steps + found.lines["gradients"]
+    )
     assert min(found.lines.values()) >= 0
     assert all(v >= 0 for v in asdict(found.traffic).values())
 
@@ -200,7 +204,7 @@ def test_every_change_moves_the_bytes_the_way_that_it_must(params, setup, ranks,
     """More ranks and a higher stage hold no more, more parameters no less."""
 
     def held(count: int = params, **changed: Any) -> int:
-        return Accounting(count, replace(setup, **changed)).device_bytes
+        return replace(setup, params=count, **changed).device_bytes
 
     here, fewer = held(), held(ranks=setup.ranks + ranks, replicas=1)
     assert fewer <= here <= held(params + more)
@@ -302,15 +306,15 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key():
     chosen = account("7e9", 8, 3, "fp32")
     data = json.loads(json.dumps(accounting_facts(chosen)))
     assert not any(isinstance(value, float) for _, value in units_of(data))
-    inputs = {f.name for f in fields(Setup)} | {"params", "world_size"}
+    inputs = {f.name for f in fields(Accounting)} | {"world_size"}
     for key, value in units_of(data):
         if isinstance(value, int) and key not in inputs:
             assert key.endswith(("_bytes", "_elements")) or key[:4] == "num_"
     assert [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
     for row in data["stages"]:
-        expected = Accounting(data["params"], replace(chosen.setup, stage=row["stage"]))
+        expected = replace(chosen, stage=row["stage"])
         assert row["total_device_bytes"] == expected.device_bytes
-        assert row["gradients_device_bytes"] == expected.gradients
+        assert row["gradients_device_bytes"] == expected.lines["gradients"]
     assert data["left_out"] == list(chosen.left_out)
 
 
@@ -327,7 +331,7 @@ def test_the_json_has_all_stages_and_a_unit_in_every_key():
             ["torch", "numpy", "transformers"],
         ),
         ("import shardwise.plan.planning, shardwise.plan.machine.pricing", ["torch"]),
-        ("from shardwise.plan.timing import simulate, scaling, timeline", ["torch"]),
+        ("from shardwise.plan.timing import simulate, goodput, timeline", ["torch"]),
     ],
 )
 def test_plans_by_formulas_need_no_torch_and_an_accounting_no_numpy(code, unused):
@@ -341,4 +345,4 @@ def test_plans_by_formulas_need_no_torch_and_an_accounting_no_numpy(code, unused
 
 def test_bytes_of_a_shard_are_rounded_up():
     found = account(10, 3, 3, "fp32")
-    assert found.parameters == 4 * DTYPE_BYTES["float32"]
+    assert found.lines["parameters"] == 4 * DTYPE_BYTES["float32"]

@@ -247,7 +247,7 @@ def test_the_measured_machine_is_a_cluster_whose_ranks_share_its_memory():
     cluster = cluster_of(a_calibration())
     assert cluster.num_ranks == 2
     assert cluster.node.accelerator.memory_bytes == (4 << 30) - (250 << 20)
-    assert cluster.node.accelerator.flops_per_s("fp32") == pytest.approx(RATE)
+    assert cluster.node.accelerator.flops_per_s("float32") == pytest.approx(RATE)
 
 
 # -- the whole way

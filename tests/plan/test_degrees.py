@@ -186,8 +186,8 @@ def test_ways_of_attention_are_priced_by_what_they_send():
     }
     assert sent["heads"] < sent["gather"] < sent["ring"]
     assert 0 < seconds["heads"] < seconds["gather"] < seconds["ring"]
-    assert "context 8 by heads" in made["heads"].label
-    assert "by" not in made["gather"].label
+    assert "cp 8, cp method heads" in made["heads"].candidate.label
+    assert "method" not in made["gather"].candidate.label
 
 
 @pytest.mark.parametrize(

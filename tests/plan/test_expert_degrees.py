@@ -165,7 +165,7 @@ def test_first_layers_without_experts_are_planned_without():
 # -- what it tells
 def test_a_plan_tells_the_expert_degree_its_tokens_and_what_it_assumes():
     made = make_plan(MIXED, num_shards=4, ep=4, accumulation=5)
-    assert "expert 4" in made.label
+    assert "ep 4" in made.candidate.label
     rows = SEQ * 2 * 3 // 4 * MIXED.dim * 2  # of two choices three of four are away; bf16
     once = 4 * rows + 8 * 2 * 3  # to experts and back, twice; counts of two experts for three ranks
     assert made.played.program.sent_bytes["ep.all_to_all"] == 5 * 2 * once

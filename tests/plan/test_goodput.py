@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.timing.scaling import (
+from shardwise.plan.timing.goodput import (
     best_interval_s,
     expected_goodput,
     young_interval_s,
@@ -68,18 +68,18 @@ def test_the_expectation_agrees_with_a_run_played_failure_by_failure(mtbf_s, int
     expected = goodput(10.0, **given)
     played = simulate_failures(10.0, num_steps=3_000_000, **given)
     assert played.num_failures > 400
-    assert played.fraction == pytest.approx(expected.fraction, rel=0.02)
+    assert played.fraction == pytest.approx(expected.kept_fraction, rel=0.02)
     work_per_failure = (played.num_steps + played.lost_steps) / played.num_failures
-    assert work_per_failure > expected.lost_steps_per_failure
+    assert work_per_failure > expected.num_lost_steps_per_failure
 
 
 def test_lost_steps_are_half_an_interval():
     given = {"mtbf_s": 200_000.0, "interval_s": 1000.0, "stall_s": 0.0}
     expected = goodput(1.0, **given)
-    assert expected.lost_steps_per_failure == 500
+    assert expected.num_lost_steps_per_failure == 500
     played = simulate_failures(1.0, num_steps=300_000_000, **given)
     lost = played.lost_steps / played.num_failures
-    assert lost == pytest.approx(expected.lost_steps_per_failure, rel=0.05)
+    assert lost == pytest.approx(expected.num_lost_steps_per_failure, rel=0.05)
 
 
 def test_young_is_the_first_order_of_the_best_interval():
@@ -97,8 +97,10 @@ def test_no_interval_beats_the_best_one(mtbf_s, stall_s, back_s, times):
         return goodput(0.001, interval_s=interval_s, **times_s)
 
     best = at(1000.0)
-    assert 0 <= best.fraction <= best.fraction_at_best + 1e-9 <= 1 + 1e-9
-    assert at(best.best_interval_s * times).fraction <= best.fraction_at_best + 1e-9
+    assert 0 <= best.kept_fraction <= best.kept_at_best_interval_fraction + 1e-9 <= 1 + 1e-9
+    assert (
+        at(best.best_interval_s * times).kept_fraction <= best.kept_at_best_interval_fraction + 1e-9
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,26 +108,29 @@ def test_no_interval_beats_the_best_one(mtbf_s, stall_s, back_s, times):
 def test_more_failures_and_longer_restarts_never_help(mtbf_s, interval_s, stall_s):
     given = {"interval_s": interval_s, "stall_s": stall_s}
     made = goodput(10.0, mtbf_s=mtbf_s, **given)
-    assert made.fraction + made.checkpoint_fraction + made.failure_fraction == pytest.approx(1)
-    assert min(made.fraction, made.checkpoint_fraction, made.failure_fraction) >= -1e-12
-    assert goodput(10.0, mtbf_s=mtbf_s / 2, **given).fraction <= made.fraction
-    assert goodput(10.0, mtbf_s=mtbf_s, **given | {"back_s": 500.0}).fraction <= made.fraction
+    assert made.kept_fraction + made.checkpoint_fraction + made.failure_fraction == pytest.approx(1)
+    assert min(made.kept_fraction, made.checkpoint_fraction, made.failure_fraction) >= -1e-12
+    assert goodput(10.0, mtbf_s=mtbf_s / 2, **given).kept_fraction <= made.kept_fraction
+    assert (
+        goodput(10.0, mtbf_s=mtbf_s, **given | {"back_s": 500.0}).kept_fraction
+        <= made.kept_fraction
+    )
 
 
 def test_a_cluster_that_does_not_fail_loses_only_the_stalls():
     given = {"mtbf_s": 1e18, "interval_s": 90.0, "stall_s": 10.0}
-    assert goodput(1.0, **given).fraction == pytest.approx(0.9)
+    assert goodput(1.0, **given).kept_fraction == pytest.approx(0.9)
     played = simulate_failures(1.0, num_steps=9000, **given)
     assert (played.num_failures, played.lost_steps, played.wall_s) == (0, 0, 10_000)
 
 
 def test_a_cluster_that_always_fails_makes_no_progress():
-    assert goodput(10.0, mtbf_s=0.001).fraction == 0
+    assert goodput(10.0, mtbf_s=0.001).kept_fraction == 0
 
 
 def test_the_interval_is_whole_steps():
-    assert goodput(7.0).steps_per_checkpoint == 129
-    assert goodput(5000.0).steps_per_checkpoint == 1
+    assert goodput(7.0).num_steps_per_checkpoint == 129
+    assert goodput(5000.0).num_steps_per_checkpoint == 1
     assert goodput(7.0, mtbf_s=1.0).best_interval_s == 7
 
 

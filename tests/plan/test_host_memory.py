@@ -50,7 +50,7 @@ def planned(place):
         offload=place,
         transport="point_to_point",
     )
-    sizes = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
+    sizes = {"compute_dtype": "float32", "units": ("Linear",)}
     return play(trace(make_model(), make_batch, loss_of, name="model", **sizes), candidate)
 
 

@@ -72,10 +72,7 @@ def tape_of(make, precision, units):
         batch,
         loss_of,
         name="model",
-        micro_batch=ROWS,
-        seq=SEQ,
         compute_dtype=PRECISIONS[precision].compute,
-        activation_checkpointing="full",
         units=units,
     )
 

@@ -225,7 +225,7 @@ def test_a_factory_in_the_users_file_is_traced_with_its_own_batch_and_loss(tmp_p
     model = TracedModel(source)
     assert model.num_params == 2 * 64
     tape = model.tape(Candidate(micro_batch=3, precision="fp32"))
-    assert (tape.input_bytes, tape.seq) == (3 * 5 * 8 * 4, 5)
+    assert (tape.input_bytes, model.seq) == (3 * 5 * 8 * 4, 5)
     assert tape.flops == 3 * 2 * 15 * 64 * 3 - 2 * 15 * 64  # no gradient of the input
     recomputed = model.tape(
         Candidate(micro_batch=3, precision="fp32", activation_checkpointing="full")

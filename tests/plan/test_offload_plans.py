@@ -87,8 +87,7 @@ def make_model(name):
 @cache
 def make_tape(name, dtype):
     made = partial(make_batch, 2)
-    sizes = {"micro_batch": 2, "seq": 64}
-    return trace(make_model(name), made, loss_of, name=name, compute_dtype=dtype, **sizes)
+    return trace(make_model(name), made, loss_of, name=name, compute_dtype=dtype)
 
 
 def tape_of(name, candidate):

@@ -18,8 +18,8 @@ from shardwise.plan.model.tape import (
     TapeUnit,
     Visit,
     Work,
-    full_bytes,
 )
+from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Transfer
 
@@ -31,7 +31,7 @@ SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
 
 def make_unit(name, shapes, reads=True):
     params = tuple(TapeParam(f"{name}.{i}", s, "float32") for i, s in enumerate(shapes))
-    return TapeUnit(name, "Unit", params, reads)
+    return TapeUnit(name, params, reads)
 
 
 def make_work(unit, phase, activations=0, grads=0):
@@ -44,7 +44,7 @@ def make_work(unit, phase, activations=0, grads=0):
 def make_tape(model, dtype="float32", recomputes=False):
     """Unit 0 is the root, unit 1 an embedding; the others follow one another."""
     units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
-    grads = [full_bytes(u, dtype) for u in units]
+    grads = [u.numel * DTYPE_BYTES[dtype] for u in units]
     last = len(units)
     events = [Visit("before_forward", 0), make_work(0, "forward")]
     for i in range(1, last):
@@ -60,7 +60,7 @@ def make_tape(model, dtype="float32", recomputes=False):
         events += [make_work(i, "backward", -1000, grads[i])]
         events += [Visit("after_backward", i), make_work(0, "backward")]
     events += [Visit("after_backward", 0), make_work(0, "backward")]
-    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)
+    return Tape(units, tuple(events), dtype, 64, 32)
 
 
 def owned(shapes, layout, num_ranks):
@@ -256,7 +256,7 @@ def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(model, ca
 
 
 def test_the_largest_unit_is_gathered_ahead_unless_asked():
-    sizes = [full_bytes(u, "float32") for u in make_tape(EVEN).units]
+    sizes = [4 * u.numel for u in make_tape(EVEN).units]
     asked, default = (
         play(make_tape(EVEN), replace(SMALL, prefetch_bytes=b)).program.ops
         for b in (max(sizes[1:]), None)

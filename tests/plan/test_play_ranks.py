@@ -126,8 +126,6 @@ def make_tape(name, micro_batch, dtype):
         lambda: make_batch(micro_batch),
         loss_of,
         name=name,
-        micro_batch=micro_batch,
-        seq=64,
         compute_dtype=dtype,
     )
 

@@ -12,17 +12,14 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import Group, collective_seconds, place
-from shardwise.plan.machine.pricing import (
-    Prices,
-    common_efficiencies,
-    family_efficiencies,
-)
+from shardwise.plan.machine.pricing import Prices, efficiencies_of
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
+from shardwise.plan.tables import read_table
 
 H100 = make_cluster("H100", 8)
-LAUNCH_S = family_efficiencies("fitted")["H100"]["host_launch_s"].value
+LAUNCH_S = efficiencies_of("H100")["host_launch_s"].value
 EIGHT = Candidate(num_shards=8)
 
 
@@ -45,8 +42,8 @@ def test_operations_that_come_again_have_the_price_of_the_first():
 
 def test_a_large_matmul_runs_at_the_achievable_rate():
     prices = Prices(H100, EIGHT)
-    rate = 794.5e12 * family_efficiencies("fitted")["H100"]["matmul_sustained"].value
-    assert prices.matmul_flops_per_s("bf16") == pytest.approx(rate)
+    rate = 794.5e12 * efficiencies_of("H100")["matmul_sustained"].value
+    assert prices.matmul_flops_per_s("bfloat16") == pytest.approx(rate)
     assert prices.seconds(compute("matmul", 10**15, 10**9)) == pytest.approx(1e15 / rate, rel=1e-5)
 
 
@@ -73,7 +70,7 @@ def test_elementwise_operations_take_their_bytes():
 
 def test_attention_computes_its_scores_once_more_in_backward_and_nothing_else_does():
     prices = Prices(H100, EIGHT)
-    ramp = common_efficiencies()["kernel_ramp_s"].value
+    ramp = efficiencies_of("")["kernel_ramp_s"].value
     for kind, times in (("attention", 1.25), ("matmul", 1.0), ("memory", 1.0)):
         forward = compute(kind, 10**15, 10**9)
         backward = replace(forward, phase="backward")
@@ -162,8 +159,8 @@ def test_adam_on_the_host_takes_its_bytes_over_the_ranks_share_of_dram():
 
 def test_fitted_entries_of_the_table_can_be_left_out():
     prices = [Prices(H100, EIGHT, is_fitted=fits).efficiencies for fits in (True, False)]
-    singles = {**common_efficiencies(), **family_efficiencies()["H100"]}
-    assert prices == [{**singles, **family_efficiencies("fitted")["H100"]}, singles]
+    fitted = {name for name in prices[0] if prices[0][name] != prices[1][name]}
+    assert fitted == {*read_table("efficiencies")["fitted"]["H100"]}
 
 
 def test_ranks_that_are_not_the_clusters_are_refused():
@@ -176,7 +173,7 @@ def test_every_assumption_is_told_with_its_source():
     parts = [re.fullmatch(r"([\w ]+): ([^\s,]+).*, .+ \(.+\)", line) for line in told]
     assert all(part and float(part[2]) > 0 for part in parts)
     names = {part[1] for part in parts if part}
-    assert names >= {*common_efficiencies(), "peak", "memory", "link", "disk read"}
+    assert names >= {*efficiencies_of("H100"), "peak", "memory", "link", "disk read"}
 
 
 @given(

@@ -1,15 +1,16 @@
 """Plans as JSON facts."""
 
 import re
+from dataclasses import asdict, replace
 
 import pytest
 
 from decoders import SHAPE, cluster_of_ranks, make_model, make_plan
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts, search_facts
+from shardwise.plan.report.facts import plan_facts, scaling_facts, search_facts
 from shardwise.plan.searching import Limits, Space, search
-from shardwise.plan.timing.scaling import ScalingRow, expected_goodput, scaling_rows
+from shardwise.plan.timing.goodput import expected_goodput
 
 UNIT = re.compile(r"^num_|(_bytes|_s|_per_s|_fraction)$")
 NO_FIGURES = {"candidate", "micro_batch"}  # settings, and which micro-batch it was
@@ -48,13 +49,18 @@ def searched():
 
 def all_facts(made, searched):
     goodput = expected_goodput(0.5, mtbf_s=450e3, back_s=420, interval_s=600, stall_s=1)
-    rows = scaling_rows([ScalingRow(8, 0.1, 100, 0.01, 1000), ScalingRow(16, 0.1, 200)])
     return [
         plan_facts(made),
         search_facts(searched),
-        scaling_facts(rows),
-        goodput_facts(goodput),
+        scaling_facts([made, made]),
+        asdict(goodput),
     ]
+
+
+def test_efficiency_is_throughput_per_rank_beside_the_smallest(made):
+    slower = replace(made, step_s=1.25 * made.step_s)
+    rows = scaling_facts([made, slower])
+    assert [row["efficiency_fraction"] for row in rows] == [1, pytest.approx(0.8)]
 
 
 def figures_of(facts):

@@ -12,7 +12,6 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import ModelSource
-from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import plan
 from shardwise.plan.searching import Limits, Space, search
@@ -298,7 +297,7 @@ def test_full_bytes_of_the_largest_unit_decide_what_is_prefetched():
     found = search(MODEL, CLUSTER, space)
     assert found.winner is not None
     tape = MODEL.tape(found.winner.candidate)
-    largest = max(full_bytes(unit, "bfloat16") for unit in tape.units[1:])
+    largest = max(2 * unit.numel for unit in tape.units[1:])
     assert found.winner.candidate.prefetch_bytes == 2 * largest
 
 

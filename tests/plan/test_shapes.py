@@ -24,7 +24,6 @@ from shardwise.plan.model.shapes import (
     Latent,
     gpt_shape,
     llama_shape,
-    mpt_shape,
     shape_from_config,
 )
 from shardwise.plan.model.tape import LiveBytes, Visit, Work
@@ -54,7 +53,7 @@ def tape_of(shape, seq, stage=0, **settings):
     ],
 )
 def test_mpt_models_have_the_printed_size(layers, dim, heads, billions):
-    shape = mpt_shape(layers, dim, heads, 4 * dim, 50368, 2048)
+    shape = gpt_shape(layers, dim, heads, 50368, positions=2048)
     assert shape.num_params / 1e9 == pytest.approx(billions, abs=6e-5)
 
 

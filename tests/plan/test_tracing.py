@@ -52,8 +52,6 @@ def tape_of(source, checkpointed, micro_batch=4, seq=256, **options):
         lambda: source.make_batch(micro_batch, seq),
         source.loss,
         name=source.name,
-        micro_batch=micro_batch,
-        seq=seq,
         **options,
     )
 
@@ -83,7 +81,7 @@ def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast():
         layers = list(module.children())
         return layers[1](layers[0](x).to(torch.bfloat16)).sum()
 
-    tape = trace(model, lambda: torch.ones(4, 8), loss, name="two", micro_batch=4, seq=1)
+    tape = trace(model, lambda: torch.ones(4, 8), loss, name="two")
     assert (tape.compute_dtype, tape.matmul_dtype) == ("float32", "bfloat16")
 
 
@@ -257,7 +255,7 @@ class Reads(nn.Module):
 def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(model, loss, words):
     before = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=words):
-        trace(model, lambda: torch.ones(2, 4), loss, name="it", micro_batch=2, seq=1)
+        trace(model, lambda: torch.ones(2, 4), loss, name="it")
     assert all(p is before[n] for n, p in model.named_parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -283,8 +281,6 @@ def test_units_open_and_close_in_backward_as_often_as_they_should():
         lambda: torch.ones(2, 8),
         lambda m, b: m(b).sum(),
         name="x",
-        micro_batch=2,
-        seq=1,
     )
     visits = [e for e in tape.events if isinstance(e, Visit)]
     names = [(v.kind, tape.units[v.unit].name) for v in visits]

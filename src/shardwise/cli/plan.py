@@ -76,15 +76,15 @@ def accounting_view(chosen: Accounting) -> RenderableType:
 
     from shardwise.cli.tables import make_table
 
-    setup, stages = chosen.setup, chosen.of_all_stages()
-    ranks = f"{setup.ranks:,} rank{'s' if setup.ranks > 1 else ''}"
-    if setup.replicas > 1:
-        ranks = f"{setup.replicas:,} x {ranks}"
+    stages = chosen.of_all_stages()
+    ranks = f"{chosen.ranks:,} rank{'s' if chosen.ranks > 1 else ''}"
+    if chosen.replicas > 1:
+        ranks = f"{chosen.replicas:,} x {ranks}"
     columns = {
-        "params": [a.parameters for a in stages],
-        "master": [a.master_weights for a in stages],
-        "grads": [a.gradients for a in stages],
-        "optimizer": [a.optimizer_state for a in stages],
+        "params": [a.lines["parameters"] for a in stages],
+        "master": [a.lines["master_weights"] for a in stages],
+        "grads": [a.lines["gradients"] for a in stages],
+        "optimizer": [a.lines["optimizer_state"] for a in stages],
         "device": [a.device_bytes for a in stages],
         "resting": [a.between_steps for a in stages],
         "sent": [a.traffic.shard_sent_bytes + a.traffic.replica_sent_bytes for a in stages],
@@ -92,13 +92,13 @@ def accounting_view(chosen: Accounting) -> RenderableType:
     shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
     rows = [
         (
-            f"{'>' if number == setup.stage else ' '} {number}",
+            f"{'>' if number == chosen.stage else ' '} {number}",
             *(format_bytes(sizes[number]) for sizes in shown.values()),
         )
         for number in range(len(stages))
     ]
     decimal = ", ".join(format_gb(each.device_bytes) for each in stages)
-    title = f"{chosen.params:,} parameters, {ranks}, {setup.precision}, {setup.optimizer}"
+    title = f"{chosen.params:,} parameters, {ranks}, {chosen.precision}, {chosen.optimizer}"
     lines = (
         f"  device in GB, as papers count, by stage: {decimal}",
         "  per rank at the end of backward; resting: between steps; sent: in one step",

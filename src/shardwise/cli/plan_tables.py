@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardwise.plan.searching import SearchResult
-    from shardwise.plan.timing.scaling import Goodput, ScalingRow
+    from shardwise.plan.timing.goodput import Goodput
 
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit": "bold red"}
 _WOULD_FAIL = "a run would fail for want of memory; what follows is of devices that had enough"
@@ -59,7 +59,7 @@ def search_view(result: SearchResult) -> RenderableType:
         parts += [_list_of([f"in full, with these in place of --search: {flags}"]), Text()]
         rows = [
             (
-                *(plan.label, format_count(round(plan.tokens_per_s))),
+                *(plan.candidate.label, format_count(round(plan.tokens_per_s))),
                 format_bytes(plan.memory.high_bytes),
                 Text(plan.verdict, style=_VERDICT_STYLES[plan.verdict]),
             )
@@ -114,12 +114,16 @@ def simulation_view(plan: Plan) -> RenderableType:
     return Group(*parts, _times(plan, False), Text(f"what decides the step: {shares}"))
 
 
-def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
-    """Show a scaling curve as a table."""
+def scaling_view(rows: Sequence[Mapping[str, float]]) -> RenderableType:
+    """Show a scaling curve, as `scaling_facts` has it, as a table."""
     shown = [
         (
-            *(f"{row.num_ranks:,}", _seconds(row.step_s), format_count(round(row.tokens_per_s))),
-            *(f"{row.efficiency:.1%}", f"{row.exposed:.1%}", format_bytes(row.memory_bytes)),
+            f"{row['num_ranks']:,}",
+            _seconds(row["step_s"]),
+            format_count(round(row["tokens_per_s"])),
+            f"{row['efficiency_fraction']:.1%}",
+            f"{row['exposed_fraction']:.1%}",
+            format_bytes(int(row["memory_bytes"])),
         )
         for row in rows
     ]
@@ -130,13 +134,13 @@ def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
 def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
     """Show what failures leave, and checkpoints that are made every ``interval_s``."""
     rows = [
-        ("progress that is kept", f"{goodput.fraction:.2%}"),
+        ("progress that is kept", f"{goodput.kept_fraction:.2%}"),
         ("time between checkpoints", format_duration(interval_s)),
         ("standing still for checkpoints", f"{goodput.checkpoint_fraction:.2%}"),
         ("lost to failures", f"{goodput.failure_fraction:.2%}"),
         ("time between failures of the job", format_duration(goodput.mtbf_s)),
         ("best time between checkpoints", format_duration(goodput.best_interval_s)),
-        ("progress with it", f"{goodput.fraction_at_best:.2%}"),
+        ("progress with it", f"{goodput.kept_at_best_interval_fraction:.2%}"),
     ]
     return make_table(("goodput: the share of time that is progress", ">"), rows)
 
@@ -168,7 +172,7 @@ def _headline(plan: Plan) -> Text:
         f"{plan.model}: {format_count(plan.num_params)} parameters, sequences of {plan.seq:,}, on "
         f"{plan.cluster.num_ranks:,} x {node.accelerator.name} "
         f"({plan.cluster.num_nodes:,} x {node.name}, {node.intra.name} inside, {node.inter.name} "
-        f"between)\n{plan.label}"
+        f"between)\n{plan.candidate.label}"
     )
 
 
@@ -250,7 +254,7 @@ def _time_table(plan: Plan) -> RenderableType:
 def _times(plan: Plan, has_parts: bool) -> Table:
     """Show the time of a rank, and the number of micro-batches if they are fewer than a step's."""
     rows = [row for row in time_rows(plan) if has_parts or not row.is_part]
-    shown, whole = plan.num_simulated, plan.candidate.accumulation
+    shown, whole = plan.simulated.num_micro_batches, plan.candidate.accumulation
     of = f", of {shown} of the {whole} micro-batches" if shown < whole else ""
     texts = ((f"{'  ' * row.is_part}{row.name}", f"{1e3 * row.seconds:,.2f}") for row in rows)
     return make_table((f"time of a rank, ms{of}", ">"), texts)

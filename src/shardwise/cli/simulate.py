@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import typer
 from rich.console import Group
@@ -17,9 +18,9 @@ from shardwise.keys import check_keys
 from shardwise.plan.machine.pricing import Slowed
 from shardwise.plan.planned import Plan
 from shardwise.plan.planning import plan
-from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts
+from shardwise.plan.report.facts import plan_facts, scaling_facts
 from shardwise.plan.request import SimulateRequest
-from shardwise.plan.timing.scaling import Goodput, ScalingRow, expected_goodput, scaling_rows
+from shardwise.plan.timing.goodput import Goodput, expected_goodput
 from shardwise.plan.timing.timeline import simulated_trace
 from shardwise.progress import step_bar
 
@@ -43,12 +44,12 @@ def _simulate_model(name: str | None, request: SimulateRequest) -> int:
     setup = set_up(name, request)
     made = _simulated(setup, request)
     goodput = _goodput(made, request)
-    rows = _sweep(setup, request, counts) if counts else ()
+    rows = scaling_facts(_sweep(setup, request, counts) if counts else ())
     if request.trace is not None:
         trace = simulated_trace(made.simulated, made.candidate.accumulation)
         write_file("trace", request.trace, json.dumps(trace))
     facts: dict[str, object] = plan_facts(made) | {"kind": "simulation"}
-    facts |= {"scaling": scaling_facts(rows), "goodput": goodput and goodput_facts(goodput)}
+    facts |= {"scaling": rows, "goodput": goodput and asdict(goodput)}
     views = [simulation_view(made)]
     if rows:
         views.append(scaling_view(rows))
@@ -80,18 +81,14 @@ def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
     )
 
 
-def _sweep(setup: Setup, request: SimulateRequest, counts: Sequence[int]) -> tuple[ScalingRow, ...]:
+def _sweep(setup: Setup, request: SimulateRequest, counts: Sequence[int]) -> list[Plan]:
     setups = [at_ranks(setup, count) for count in counts]
-    rows = []
+    made = []
     with step_bar("simulating") as progress:
-        for done, (count, each) in enumerate(zip(counts, setups, strict=True), 1):
-            made = _simulated(each, request)
-            memory = made.memory.expected_bytes
-            rows.append(
-                ScalingRow(count, made.step_s, made.tokens_per_step, made.exposed_s, memory)
-            )
-            progress(done, len(counts))
-    return scaling_rows(rows)
+        for done, each in enumerate(setups, 1):
+            made.append(_simulated(each, request))
+            progress(done, len(setups))
+    return made
 
 
 def _counts(texts: Sequence[str]) -> list[int]:

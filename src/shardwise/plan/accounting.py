@@ -9,6 +9,7 @@ that are reduced once per step are counted in full, as an accumulation window ho
 """
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from shardwise.errors import ConfigError
 from shardwise.layout.segments import flat_layout
@@ -31,52 +32,13 @@ def account(
     accumulation: int = 1,
     reduce_every: ReduceEvery | None = None,
 ) -> "Accounting":
-    """Return the bytes and the traffic of one rank; the arguments are the fields of a `Setup`.
+    """Return the bytes and the traffic of one rank; the arguments are fields of an `Accounting`.
 
     **Cost** some microseconds. **Raises** ConfigError naming the field that is wrong.
     """
     count = parse_count(params)
-    check_whole(count, "params", MAX_PARAMS)
     how = (ranks, stage, replicas, precision, optimizer, accumulation, reduce_every)
-    return Accounting(count, Setup(*how))
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a model is trained, as far as the formulas ask.
-
-    ``ranks`` share one copy of the state; ``replicas`` such groups hold the same (hybrid sharding).
-    ``accumulation`` is micro-batches per step; ``reduce_every`` None: as the stage says.
-
-    **Raises** ConfigError, naming the field and what would do.
-    """
-
-    ranks: int
-    stage: int = 3
-    replicas: int = 1
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    accumulation: int = 1
-    reduce_every: ReduceEvery | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", plain_precision(self.precision))
-        for name in ("ranks", "replicas", "accumulation"):
-            check_whole(getattr(self, name), name, MAX_RANKS)
-        check_whole(self.world_size, "ranks x replicas", MAX_RANKS)
-        if repr(self.stage) not in map(str, range(len(STAGES))):  # nor True, nor 2.0
-            raise ConfigError(f"stage={self.stage!r}: expected 0, 1, 2 or 3")
-        row_of(PRECISIONS, self.precision, "precision")
-        row_of(OPTIMIZERS, self.optimizer, "optimizer")
-        if self.reduce_every not in (None, "step", "micro_batch"):
-            raise ConfigError(
-                f"reduce_every={self.reduce_every!r}: expected 'step' or 'micro_batch'"
-            )
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in all."""
-        return self.ranks * self.replicas
+    return Accounting(count, *how)
 
 
 @dataclass(frozen=True)
@@ -100,44 +62,83 @@ class Traffic:
     replica_sent_bytes: int
 
 
+@dataclass(frozen=True)
 class Accounting:
-    """The bytes of one rank; see Note [What the lines mean]. The four lines add up to ``total``.
+    """The bytes of one rank; see Note [What the lines mean].
 
-    ``parameters`` are those that layers compute with, and slices that gathers read;
-    ``master_weights`` those that the optimizer updates apart from them; ``gradients`` reduced ones.
+    ``ranks`` share one copy of the state; ``replicas`` such groups hold the same (hybrid sharding).
+    ``accumulation`` is micro-batches per step; ``reduce_every`` None: as the stage says.
+
+    **Raises** ConfigError, naming the field and what would do.
     """
 
-    def __init__(self, params: int, setup: Setup) -> None:
-        self.params, self.setup = params, setup
-        self._stage, dtypes = STAGES[setup.stage], PRECISIONS[setup.precision]
-        self._dtypes, self._optimizer = dtypes, OPTIMIZERS[setup.optimizer]
-        self._reduce_every = setup.reduce_every or self._stage.reduce_every
-        names = dtypes.compute, dtypes.master, dtypes.reduce
-        self._compute, master, self._reduce = (DTYPE_BYTES[name] for name in names)
-        # Elements of a slice; those that the optimizer updates.
-        self._shard = flat_layout(((params,),), setup.ranks).piece(0, 0).numel
-        here = self._shard if self._stage.shards_state else params
-        # Gathers per step of parameters that are freed after use, and reductions.
-        frees = self._stage.frees_after_forward + self._stage.frees_after_backward
-        self._uses = frees * setup.accumulation
-        self._reductions = setup.accumulation if self._reduce_every == "micro_batch" else 1
+    params: int
+    ranks: int
+    stage: int = 3
+    replicas: int = 1
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    accumulation: int = 1
+    reduce_every: ReduceEvery | None = None
 
-        kept = params
-        if self._stage.frees_after_backward:
-            # Without masters, or beside them in papers, slices are there; else masters are read.
-            kept = 0 if dtypes.has_master and not dtypes.keeps_compute_shard else here
-        self.parameters = kept * self._compute
-        self.master_weights = here * master * dtypes.has_master
-        beside = DTYPE_BYTES[dtypes.optimizer_grad] if dtypes.optimizer_grad is not None else 0
-        resting = params if self._reduce_every == "step" else here
-        self.gradients = resting * self._reduce + here * beside
-        self.optimizer_state = self._optimizer.state_bytes(here, dtypes.master)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", plain_precision(self.precision))
+        check_whole(self.params, "params", MAX_PARAMS)
+        for name in ("ranks", "replicas", "accumulation"):
+            check_whole(getattr(self, name), name, MAX_RANKS)
+        check_whole(self.world_size, "ranks x replicas", MAX_RANKS)
+        if repr(self.stage) not in map(str, range(len(STAGES))):  # nor True, nor 2.0
+            raise ConfigError(f"stage={self.stage!r}: expected 0, 1, 2 or 3")
+        row_of(PRECISIONS, self.precision, "precision")
+        row_of(OPTIMIZERS, self.optimizer, "optimizer")
+        if self.reduce_every not in (None, "step", "micro_batch"):
+            raise ConfigError(
+                f"reduce_every={self.reduce_every!r}: expected 'step' or 'micro_batch'"
+            )
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks in all."""
+        return self.ranks * self.replicas
+
+    @cached_property
     def lines(self) -> dict[str, int]:
-        """The four lines by name."""
-        names = "parameters", "master_weights", "gradients", "optimizer_state"
-        return {name: getattr(self, name) for name in names}
+        """The four lines by name, of one rank's device.
+
+        Parameters are those that layers compute with, and slices that gathers read; master weights
+        those that the optimizer updates apart from them; gradients are reduced ones.
+        """
+        stage, dtypes = STAGES[self.stage], PRECISIONS[self.precision]
+        master, reduce = DTYPE_BYTES[dtypes.master], DTYPE_BYTES[dtypes.reduce]
+        here = self._shard if stage.shards_state else self.params  # what the optimizer updates
+        kept = self.params
+        if stage.frees_after_backward:
+            # Without masters, or beside them in papers, slices are there; else masters are read.
+            kept = 0 if dtypes.has_master and not dtypes.keeps_compute_shard else here
+        beside = DTYPE_BYTES[dtypes.optimizer_grad] if dtypes.optimizer_grad is not None else 0
+        resting = self.params if self._reduces_by_step else here
+        gradients = resting * reduce + here * beside
+        return {
+            "parameters": kept * DTYPE_BYTES[dtypes.compute],
+            "master_weights": here * master * dtypes.has_master,
+            "gradients": gradients,
+            "optimizer_state": OPTIMIZERS[self.optimizer].state_bytes(here, dtypes.master),
+        }
+
+    @property
+    def _shard(self) -> int:
+        """Elements of a slice."""
+        return flat_layout(((self.params,),), self.ranks).piece(0, 0).numel
+
+    @property
+    def _uses(self) -> int:
+        """Gathers per step of parameters that are freed after use."""
+        stage = STAGES[self.stage]
+        return (stage.frees_after_forward + stage.frees_after_backward) * self.accumulation
+
+    @property
+    def _reduces_by_step(self) -> bool:
+        return (self.reduce_every or STAGES[self.stage].reduce_every) == "step"
 
     @property
     def device_bytes(self) -> int:
@@ -147,35 +148,37 @@ class Accounting:
     @property
     def between_steps(self) -> int:
         """Bytes that stay when the gradients are freed."""
-        return self.device_bytes - self.gradients
+        return self.device_bytes - self.lines["gradients"]
 
     def of_all_stages(self) -> "list[Accounting]":
         """Return the same accounting for every stage."""
-        return [Accounting(self.params, replace(self.setup, stage=s.number)) for s in STAGES]
+        return [replace(self, stage=stage.number) for stage in STAGES]
 
     @property
     def traffic(self) -> Traffic:
         """Bytes that the rank sends in one step."""
-        setup, reductions = self.setup, self._reductions
-        gathers, gathered = self._uses or 1, self._compute  # a kept copy: once, after the step
-        if not self._stage.shards_state:  # the mean is gathered: with the reduction, an all-reduce
-            gathers, gathered = reductions, self._reduce
-        once = _share(self.params, setup.ranks)
-        replica_sent_elements = 2 * reductions * _share(self._shard, setup.replicas)
+        dtypes, shards_state = PRECISIONS[self.precision], STAGES[self.stage].shards_state
+        reduced, gathered = DTYPE_BYTES[dtypes.reduce], DTYPE_BYTES[dtypes.compute]
+        reductions = 1 if self._reduces_by_step else self.accumulation
+        gathers = self._uses or 1  # a kept copy: once, after the step
+        if not shards_state:  # the mean is gathered: with the reduction, an all-reduce
+            gathers, gathered = reductions, reduced
+        once = _share(self.params, self.ranks)
+        replica_sent_elements = 2 * reductions * _share(self._shard, self.replicas)
         return Traffic(
             num_gathers=gathers,
             num_reductions=reductions,
             shard_sent_elements=(gathers + reductions) * once,
-            shard_sent_bytes=(gathers * gathered + reductions * self._reduce) * once,
+            shard_sent_bytes=(gathers * gathered + reductions * reduced) * once,
             replica_sent_elements=replica_sent_elements,
-            replica_sent_bytes=replica_sent_elements * self._reduce,
+            replica_sent_bytes=replica_sent_elements * reduced,
         )
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Sentences on the memory that no line holds, the general first."""
-        setup, note = self.setup, self._optimizer.note
-        by_step = self._reduce_every == "step"
+        optimizer, by_step = OPTIMIZERS[self.optimizer], self._reduces_by_step
+        note = optimizer.note
         sentences = {
             "Activations, logits, inputs, module buffers and temporary tensors of any kind.": True,
             "The device's context, communicators, staging of collectives, padding, fragmentation. "
@@ -185,12 +188,12 @@ class Accounting:
             "Full gradients of units that are not reduced yet.": not by_step,
             "Gradients are counted in full, as an accumulation window holds them; with one "
             "micro-batch per step they are reduced unit by unit, and fewer are held.": (
-                by_step and self._stage.shards_state and setup.accumulation == 1
+                by_step and STAGES[self.stage].shards_state and self.accumulation == 1
             ),
-            "One step counter of 4 bytes per tensor.": self._optimizer.has_step,
+            "One step counter of 4 bytes per tensor.": optimizer.has_step,
             f"{note[:1].upper()}{note[1:]}.": bool(note),
-            f"Precision {setup.precision!r} is how another system keeps its state; the engine does "
-            "not run it.": not self._dtypes.engine_runs_it,
+            f"Precision {self.precision!r} is how another system keeps its state; the engine does "
+            "not run it.": not PRECISIONS[self.precision].engine_runs_it,
         }
         return tuple(sentence for sentence, holds in sentences.items() if holds)
 
@@ -202,15 +205,13 @@ def _share(numel: int, ranks: int) -> int:
 
 def accounting_facts(chosen: Accounting) -> dict[str, object]:
     """Return an accounting of every stage as plain data; bytes are integers, of one rank."""
-    setup = chosen.setup
     return {
         "kind": "accounting",
-        "params": chosen.params,
-        **asdict(setup),
-        "world_size": setup.world_size,
+        **asdict(chosen),
+        "world_size": chosen.world_size,
         "stages": [
             {
-                "stage": each.setup.stage,
+                "stage": each.stage,
                 "total_device_bytes": each.device_bytes,
                 "between_steps_device_bytes": each.between_steps,
                 **{f"{name}_device_bytes": held for name, held in each.lines.items()},
@@ -220,7 +221,7 @@ def accounting_facts(chosen: Accounting) -> dict[str, object]:
         ],
         "left_out": list(chosen.left_out),
         "sources": {
-            "precision": PRECISIONS[setup.precision].source,
-            "optimizer": OPTIMIZERS[setup.optimizer].source,
+            "precision": PRECISIONS[chosen.precision].source,
+            "optimizer": OPTIMIZERS[chosen.optimizer].source,
         },
     }

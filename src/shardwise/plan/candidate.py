@@ -1,11 +1,13 @@
 """One way to run a model: everything that a search may vary, as one frozen value."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Set
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import prod
 from typing import Literal
 
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload, tier_of
+from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
 from shardwise.precisions import REDUCE_FORMATS, Coding, GatherName, ReduceName, plain_precision
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES, LayoutName, ReduceEvery
@@ -27,8 +29,7 @@ LossKind = Literal[
     "fused",
 ]
 Checkpointing = Literal["none", "selective", "per_op", "full"]
-DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
-ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the same names
+ALL_DEGREES = ("tp", "pp", "cp", "ep")  # a run has them under the same names
 
 
 @dataclass(frozen=True)
@@ -142,48 +143,13 @@ class Candidate:
             return ()
         return (replace(self, offload=replace(self.offload, activations="cpu")),)
 
-    @property
+    @cached_property
     def label(self) -> str:
-        """Describe the candidate in one line, without defaults."""
-        parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]
-        if self.accumulation > 1:
-            parts.append(f"x {self.accumulation}")
-        if self.num_replicas > 1:
-            parts.append(f"{self.num_shards} shards x {self.num_replicas} replicas")
-        if self.layout != "rows":
-            parts.append(self.layout)
-        if self.coding is not None:
-            parts.append(f"gathers in {self.gather}")
-        if self.reduce is not None:
-            parts.append(f"reductions in {self.reduce}")
-        if self.units is not None:
-            parts.append(f"units {', '.join(self.units) or 'none'}")
-        if self.activation_checkpointing != "none":
-            parts.append(f"{self.activation_checkpointing.replace('_', '-')} checkpointing")
-        if self.kernels != "eager":
-            parts.append(self.kernels)
-        if self.loss != "eager":
-            parts.append(f"{self.loss} loss")
-        if self.prefetch_bytes is not None:
-            parts.append(f"prefetch {format_bytes(self.prefetch_bytes)}")
-        if self.bucket_bytes != 1 << 20:
-            parts.append(f"buckets {format_bytes(self.bucket_bytes)}")
-        if self.reduce_every is not None:
-            parts.append(f"reduce every {self.reduce_every}".replace("_", "-"))
-        ways = {
-            "pipeline": "" if self.pp_schedule == "1f1b" else f" by {self.pp_schedule}",
-            "context": "" if self.cp_method == "gather" else f" by {self.cp_method}",
-        }
-        for name, degree in zip(DEGREES.values(), self.degrees, strict=True):
-            if degree > 1:
-                parts.append(f"{name} {degree}{ways.get(name, '')}")
-        if self.ep > 1:
-            parts.append(f"expert {self.ep}")
-        if self.optimizer_kernel != "fused":
-            parts.append(f"{self.optimizer_kernel} optimizer")
-        parts += ["step in backward"] * self.step_in_backward + ["paged states"] * self.paged_states
-        parts += _said(self.offload)
-        return ", ".join(parts).replace(", x ", " x ")
+        """Describe the candidate in one line: its settings by name, without defaults."""
+        told = {"stage", "micro_batch", "transport"}
+        told |= {"num_shards"} if self.num_replicas == 1 else set()
+        parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}", *_changed(self, told)]
+        return ", ".join(parts)
 
 
 def no_window(accumulation: int) -> str:
@@ -199,20 +165,19 @@ def planned_offload(asked: OffloadLike) -> Offload:
     return resolve_offload(asked, names_folders=False) or Offload()
 
 
-def _said(offload: Offload) -> list[str]:
-    """Describe the offloaded parts."""
-    found = []
-    places = {"cpu": "host", "nvme": "nvme"}
-    if offload.moves_state:
-        share = f"{offload.fraction:.0%} of the " if offload.fraction < 1 else ""
-        params, grads, state = map(tier_of, (offload.params, offload.grads, offload.optimizer))
-        if params != "device":
-            found.append(f"parameters on {places[params]}")
-        found.append(f"{share}optimizer on {places[state]}")
-        if grads == "nvme":
-            found.append("gradients on nvme")
-        if offload.step_on == "device":
-            found.append("stepped on the device")
-    if offload.activations != "device":
-        found.append("inputs of blocks on host")
+def _changed(settings: Candidate | Offload, told: Set[str] = frozenset()) -> list[str]:
+    """Name the settings that are not the default, but for those that were told, with values."""
+    found, plain = [], type(settings)()
+    for each in fields(settings):
+        value, name = getattr(settings, each.name), each.name.replace("_", " ")
+        if each.name in told or value == getattr(plain, each.name):
+            continue
+        if isinstance(value, Offload):
+            found.append(f"offload ({', '.join(_changed(value))})")
+        elif isinstance(value, tuple):
+            found.append(f"{name} {' '.join(value) or 'none'}")
+        elif each.name.endswith("_bytes"):
+            found.append(f"{name.removesuffix(' bytes')} {format_bytes(value)}")
+        else:
+            found.append(name if value is True else f"{name} {value}")
     return found

@@ -32,10 +32,8 @@ class Plan:
     candidate: Candidate
     num_params: int
     seq: int
-    unit_names: tuple[str, ...]
     played: Played
     memory: MemoryInterval
-    capacity_bytes: int
     simulated: Simulated
     step_s: float
     flops_per_step: int
@@ -46,6 +44,11 @@ class Plan:
     fill_s: float = 0.0
     sends_s: float = 0.0
     model_parallel_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of a rank's device."""
+        return self.cluster.node.accelerator.memory_bytes
 
     @property
     def verdict(self) -> Verdict:
@@ -67,11 +70,6 @@ class Plan:
         return windows * self.seq
 
     @property
-    def num_simulated(self) -> int:
-        """Number of simulated micro-batches; see Note [Long windows]."""
-        return self.simulated.num_micro_batches
-
-    @property
     def exposed_s(self) -> float:
         """Seconds of the whole step in which a rank does nothing but communicate."""
         run = self.simulated
@@ -91,14 +89,9 @@ class Plan:
         ranks = self.candidate.world_size
         return self.flops_per_step / (self.step_s * ranks * peak) if peak else None
 
-    @property
-    def label(self) -> str:
-        """Write what tells this candidate from others in one line."""
-        return self.candidate.label
-
     def unit_name(self, unit: int) -> str:
         """Return the name of a unit; the root's is ``(root)``."""
-        return self.unit_names[unit] or "(root)"
+        return self.played.program.unit_names[unit] or "(root)"
 
 
 class TimeRow(NamedTuple):

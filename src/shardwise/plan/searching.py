@@ -42,9 +42,9 @@ from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import memory_interval, node_room
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.planned import Plan
 from shardwise.plan.planning import Memory, Model, num_groups, plan, plan_memory
+from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
 from shardwise.plan.step.program import Compute
@@ -317,11 +317,11 @@ class _Figures(NamedTuple):
         larger = self.high_bytes - by.memory.high_bytes
         if slower < 0.005:
             less = f"needs {format_bytes(larger)} less" if larger else "is alike"
-            return f"as fast as {by.label}, which {less}"
+            return f"as fast as {by.candidate.label}, which {less}"
         bigger = f" and {format_bytes(larger)} larger" if larger else ""
         waits = self.exposed_s - by.exposed_s
         cause = f"waits {waits:.3g} s longer for collectives" if waits > 0 else "computes longer"
-        return f"{slower:.0%} slower than {by.label}{bigger}: {cause}"
+        return f"{slower:.0%} slower than {by.candidate.label}{bigger}: {cause}"
 
 
 class _Front:
@@ -515,9 +515,13 @@ class _Search:
             return None
         narrows = self._space.narrows and tokens_per_s <= fastest.tokens_per_s
         if narrows and tokens_per_s < _SLOWEST * fastest.tokens_per_s:
-            return f"can at best be half as fast as {fastest.label}"
+            return f"can at best be half as fast as {fastest.candidate.label}"
         by = self.front.beats(tokens_per_s, round(least_bytes * (_NEAR if narrows else 1)))
-        return f"can be no faster and hardly smaller than {by.label}" if by is not None else None
+        return (
+            f"can be no faster and hardly smaller than {by.candidate.label}"
+            if by is not None
+            else None
+        )
 
     def _prefetching(self, candidate: Candidate, ahead: int | None) -> Candidate:
         """Return a candidate that gathers so many of the largest units ahead; None: as it is."""
@@ -537,8 +541,8 @@ class _Search:
         if plain not in self._rests:
             tape = self._model.tape(plain if isinstance(self._model, ShapedModel) else candidate)
             rest = resting_state(tape, plain.with_context_shards)
-            sizes = (full_bytes(unit, tape.compute_dtype) for unit in tape.units[1:])
-            self._rests[plain] = rest, max(sizes, default=0)
+            largest = max((unit.numel for unit in tape.units[1:]), default=0)
+            self._rests[plain] = rest, largest * DTYPE_BYTES[tape.compute_dtype]
         return self._rests[plain]
 
     def _play(self, candidate: Candidate, family: Family) -> None:

@@ -20,21 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.tables import read_table
 from shardwise.quantities import check_whole
 
-DTYPE_ALIASES: Mapping[str, str] = {
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp8": "float8",
-    "fp64": "float64",
-}
-"""Names of precisions, as the names of their compute dtypes."""
-
 MAX_RANKS = 1 << 20
-
-
-def canonical_dtype(name: str) -> str:
-    """Return the dtype's name for a dtype or precision, e.g. ``bfloat16`` for ``bf16``."""
-    return DTYPE_ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -61,8 +47,8 @@ class Accelerator:
     host: str = "server-ddr4"
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the dense peak in FLOP/s for a dtype or precision; None if it has none."""
-        return self.peak.get(canonical_dtype(dtype))
+        """Return the dense peak in FLOP/s for a dtype; None if it has none."""
+        return self.peak.get(dtype)
 
     def flops_per_s(self, dtype: str) -> float:
         """Return the peak at which matmuls of a dtype run.
@@ -71,9 +57,8 @@ class Accelerator:
 
         **Raises** ConfigError for another dtype that the device has no figure for.
         """
-        name = canonical_dtype(dtype)
-        if name in ("float16", "bfloat16") and name not in self.peak:
-            name = "float32"
+        is_half = dtype in ("float16", "bfloat16")
+        name = "float32" if is_half and dtype not in self.peak else dtype
         if name not in self.peak:
             raise ConfigError(
                 f"dtype {dtype!r}: {self.name} has no unit for it; it has {', '.join(self.peak)}"
@@ -215,7 +200,7 @@ def accelerators() -> Mapping[str, Accelerator]:
             "nominal_memory_bytes": int(nominal * _GIB),
         }
         rates = {
-            kind: {canonical_dtype(dtype): rate * 1e12 for dtype, rate in row.get(kind, {}).items()}
+            kind: {dtype: rate * 1e12 for dtype, rate in row.get(kind, {}).items()}
             for kind in ("peak", "matmul")
         }
         told = ("memory_gib", "reported_gib", "driver_share")

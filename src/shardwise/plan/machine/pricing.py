@@ -21,13 +21,13 @@ inside the data parallel axis.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.hardware import Cluster, canonical_dtype
+from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import (
     Group,
     all_to_all_seconds,
@@ -51,24 +51,17 @@ class Efficiency:
 
 
 @cache
-def common_efficiencies() -> Mapping[str, Efficiency]:
-    """Return the entries for accelerators of no listed family."""
-    return {name: Efficiency(**row) for name, row in read_table("efficiencies")["all"].items()}
+def efficiencies_of(family: str, is_fitted: bool = True) -> Mapping[str, Efficiency]:
+    """Return the table of efficiencies for a family of accelerators, listed or not.
 
-
-@cache
-def family_efficiencies(kind: str = "families") -> Mapping[str, Mapping[str, Efficiency]]:
-    """Return the single measurements of each family of accelerators.
-
-    ``kind`` "fitted": the entries that were fitted on whole steps of its published runs.
+    ``is_fitted``: with the entries that were fitted on whole steps of its published runs.
     """
-    return {
-        family: {
-            name: Efficiency(row["value"], common_efficiencies()[name].meaning, row["source"])
-            for name, row in rows.items()
-        }
-        for family, rows in read_table("efficiencies")[kind].items()
-    }
+    table = read_table("efficiencies")
+    found = {name: Efficiency(**row) for name, row in table["all"].items()}
+    for kind in ("families", "fitted")[: 1 + is_fitted]:
+        for name, row in table[kind].get(family, {}).items():
+            found[name] = replace(found[name], **row)
+    return found
 
 
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
@@ -144,13 +137,10 @@ class Prices:
                 f"{self.cluster.node.num_accelerators}"
             )
 
-    @cached_property
+    @property
     def efficiencies(self) -> Mapping[str, Efficiency]:
         """The table of efficiencies for this accelerator."""
-        found, family = dict(common_efficiencies()), self.cluster.node.accelerator.family
-        for kind in ("families", "fitted")[: 1 + self.is_fitted]:
-            found |= family_efficiencies(kind).get(family, {})
-        return found
+        return efficiencies_of(self.cluster.node.accelerator.family, self.is_fitted)
 
     @cached_property
     def groups(self) -> Mapping[str, Group]:
@@ -280,9 +270,9 @@ class Prices:
         return num * send_seconds(cost.moved_bytes / num, group.num_nodes > 1, node)
 
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """Return the FLOP/s of large matmuls of ordinary shapes, in a dtype or precision."""
+        """Return the FLOP/s of large matmuls of ordinary shapes, in a dtype."""
         chip, table = self.cluster.node.accelerator, self.efficiencies
-        best = chip.matmul.get(canonical_dtype(dtype))
+        best = chip.matmul.get(dtype)
         if best is None:
             best = chip.flops_per_s(dtype) * table["matmul_best"].value
         return best * table["matmul_sustained"].value

@@ -47,7 +47,7 @@ def _shape_of(kind: str, **sizes: Any) -> DecoderShape:
     """Return the shape of a row of the table, with what its kind has in common."""
     if kind == "gpt":
         return gpt_shape(**sizes)
-    if kind == "mpt":  # as released: ALiBi, no biases (not the benchmark's, `shapes.mpt_shape`)
+    if kind == "mpt":  # as released: ALiBi, no biases
         shape = gpt_shape(vocab=50432, **sizes)
         return replace(shape, norm_bias=False, qkv_bias=False, bias=False)
     if kind == "gemma":

@@ -25,7 +25,6 @@ from shardwise.plan.model.tape import (
     TapeUnit,
     Visit,
     Work,
-    full_bytes,
 )
 from shardwise.plan.sizes import PRECISIONS, row_of
 
@@ -101,7 +100,7 @@ class ShapedModel:
         if run not in self._tapes:
             # The vocabulary is padded to a multiple of the ranks that share it, as in Megatron-LM.
             padded = replace(self._shape, vocab=-(-self._shape.vocab // run.tp) * run.tp)
-            self._tapes[run] = _tape(padded, run, self.name)
+            self._tapes[run] = _tape(padded, run)
         return self._tapes[run]
 
     def least(self, candidate: Candidate) -> Least:
@@ -204,7 +203,7 @@ def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
 
 
 # -- one rank's tape
-def _tape(shape: DecoderShape, run: Execution, name: str) -> Tape:
+def _tape(shape: DecoderShape, run: Execution) -> Tape:
     """Return the tape of one rank: unit 0 is the root (embedding, last norm, head), then layers.
 
     **Cost** linear in the number of layers, no tensors.
@@ -254,13 +253,9 @@ def _tape(shape: DecoderShape, run: Execution, name: str) -> Tape:
     # Bytes beside a micro-batch count until its last unit has ended.
     events.append(_work("backward", net=LiveBytes(-live.beside - live.left_output)))
     return Tape(
-        model=name,
         units=tuple(units),
         events=tuple(events),
-        micro_batch=run.micro_batch,
-        seq=run.seq,
         compute_dtype=run.dtype,
-        activation_checkpointing=run.activation_checkpointing,
         input_bytes=2 * 8 * run.tokens if run.first or run.last else 0,
         buffer_bytes=live.buffer_bytes,
         first_bytes=live.first_bytes,
@@ -324,7 +319,7 @@ class _Layer(NamedTuple):
 def _layer(shape: DecoderShape, live: DecoderLive) -> _Layer:
     """Make the layer of a shape with one kind of layers."""
     run, units = live.run, _layer_units(shape, live.run)
-    moments = live.layer_backward(shape, [full_bytes(unit, run.dtype) for unit in units])
+    moments = live.layer_backward(shape, [unit.numel * live.size for unit in units])
     costs = [layer_costs(shape, run, backward=True), ()]
     return _Layer(
         units,
@@ -401,7 +396,7 @@ def _end_units(
     root: list[TapeParam] = []
     if run.first and is_large:
         params = (_param("embedding", *table),)
-        embedding = TapeUnit("embedding", "TokenEmbedding", params, backward_reads_params=False)
+        embedding = TapeUnit("embedding", params, backward_reads_params=False)
     elif run.first:
         root.append(_param("embedding", *table))
     if run.first and shape.positions:
@@ -411,10 +406,10 @@ def _end_units(
     if run.last:
         root += _norm(shape, "norm")
     if run.last and is_large:
-        head = TapeUnit("head", "Projection", (_param("head", *table),))
+        head = TapeUnit("head", (_param("head", *table),))
     elif run.last and not shares:
         root.append(_param("head", *table))
-    return embedding, TapeUnit("", "Decoder", tuple(root)), head
+    return embedding, TapeUnit("", tuple(root)), head
 
 
 def _layer_units(shape: DecoderShape, run: Execution) -> tuple[TapeUnit, ...]:
@@ -426,7 +421,7 @@ def _layer_units(shape: DecoderShape, run: Execution) -> tuple[TapeUnit, ...]:
     params += _norm(shape, "feed_forward_norm")
     if experts is None:
         params += _weights(shape.feed_forward(shape.ffn), "feed_forward.", tp)
-        return (TapeUnit("", "Layer", tuple(params)),)
+        return (TapeUnit("", tuple(params)),)
     params.append(_param("router", experts.num, shape.dim))
     one = _weights(shape.feed_forward(experts.ffn), "experts.", 1)
     routed = [_param(param.name, experts.num // run.ep, *param.shape) for param in one]
@@ -434,11 +429,11 @@ def _layer_units(shape: DecoderShape, run: Execution) -> tuple[TapeUnit, ...]:
         params += routed
     if experts.shared:
         params += _weights(shape.feed_forward(experts.shared * experts.ffn), "shared.", tp)
-    layer = TapeUnit("", "Layer", tuple(params))
+    layer = TapeUnit("", tuple(params))
     if run.ep == 1:
         return (layer,)
     over = Fraction(tp, run.ep)
-    return layer, TapeUnit(".experts", "Experts", tuple(routed), experts_over=over)
+    return layer, TapeUnit(".experts", tuple(routed), experts_over=over)
 
 
 def _param(name: str, *shape: int) -> TapeParam:

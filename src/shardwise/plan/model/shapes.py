@@ -253,11 +253,6 @@ def llama_shape(
     return DecoderShape(layers, dim, heads, kv_heads, dim // heads, ffn, vocab, tied=tied)
 
 
-def mpt_shape(layers: int, dim: int, heads: int, ffn: int, vocab: int, seq: int) -> DecoderShape:
-    """Return an MPT shape as llm-foundry trains it: GPT with one learned position per token."""
-    return replace(gpt_shape(layers, dim, heads, vocab, positions=seq), ffn=ffn)
-
-
 # -- Hugging Face configs
 def read_config(path: Path) -> dict[str, Any]:
     """Return a ``config.json`` as a dict.

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import prod
 from typing import Literal
 
-from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
+from shardwise.plan.sizes import DtypeName
 
 Phase = Literal["forward", "loss", "recompute", "backward"]
 VisitKind = Literal["before_forward", "after_forward", "before_backward", "after_backward"]
@@ -61,11 +61,15 @@ class TapeUnit:
     """
 
     name: str
-    class_name: str
     params: tuple[TapeParam, ...]
     backward_reads_params: bool = True
     experts_over: Fraction | None = None
     comes_last: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of its parameters."""
+        return sum(prod(p.shape) for p in self.params)
 
 
 @dataclass(frozen=True)
@@ -158,13 +162,9 @@ class Tape:
     ``in_flight`` micro-batches of a pipeline are between their forward and their backward.
     """
 
-    model: str
     units: tuple[TapeUnit, ...]
     events: tuple[Work | Visit, ...]
-    micro_batch: int
-    seq: int
     compute_dtype: DtypeName
-    activation_checkpointing: str  # "none", "full", "selective"
     input_bytes: int = 0
     buffer_bytes: int = 0
     first_bytes: int = 0
@@ -174,7 +174,7 @@ class Tape:
     @property
     def num_params(self) -> int:
         """Number of elements of all parameters; tied ones counted once."""
-        return sum(numel(p.shape) for u in self.units for p in u.params)
+        return sum(unit.numel for unit in self.units)
 
     @property
     def flops(self) -> int:
@@ -193,18 +193,3 @@ class Tape:
                 if cost.kind == "matmul":
                     flops[cost.dtype] = flops.get(cost.dtype, 0) + cost.flops
         return max(flops, key=lambda d: flops[d]) if any(flops.values()) else self.compute_dtype
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the micro-batch."""
-        return self.micro_batch * self.seq
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of a shape."""
-    return prod(shape)
-
-
-def full_bytes(unit: TapeUnit, dtype: DtypeName) -> int:
-    """Return the bytes of a unit's parameters in a dtype, without padding."""
-    return sum(numel(p.shape) for p in unit.params) * DTYPE_BYTES[dtype]

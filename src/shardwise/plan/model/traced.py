@@ -1,9 +1,11 @@
 """Models to plan for by tracing, each tape once."""
 
+from math import prod
+
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
 from shardwise.plan.model.models import ModelSource
-from shardwise.plan.model.tape import Tape, numel
+from shardwise.plan.model.tape import Tape
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.sizes import PRECISIONS, DtypeName, row_of
 from shardwise.quantities import format_count
@@ -80,17 +82,14 @@ class TracedModel:
                 lambda: self._source.make_batch(micro_batch, self.seq),
                 self._source.loss,
                 name=self.name,
-                micro_batch=micro_batch,
-                seq=self.seq,
                 compute_dtype=dtype,
-                activation_checkpointing=checkpointing,
                 units=units,
             )
         except ConfigError as error:
             raise ConfigError(f"{error}{self._source.fed}") from error
         params = [p for u in tape.units for p in u.params if not p.gets_grad]
         if params:
-            count = format_count(sum(numel(p.shape) for p in params))
+            count = format_count(sum(prod(p.shape) for p in params))
             self._notes[
                 f"{count} trained parameters ({params[0].name}, ...) get no gradient, and so no "
                 "optimizer state; if they are experts that the data chooses, their work is not "

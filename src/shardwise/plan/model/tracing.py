@@ -62,18 +62,14 @@ def trace(
     loss: Callable[[nn.Module, Batch], Tensor],
     *,
     name: str,
-    micro_batch: int,
-    seq: int,
     compute_dtype: DtypeName = "float32",
-    activation_checkpointing: str = "none",
     units: tuple[UnitChoice, ...] | None = None,
 ) -> Tape:
     """Run forward, loss and backward of a plain module on fake tensors, and write the tape.
 
     The model may be on meta or on the CPU; a copy of fake tensors is run, and its values are not
     read. ``make_batch`` is called where every new tensor is fake; ``loss(model, batch)`` calls the
-    model and returns a scalar. ``activation_checkpointing`` is what the model does already, for the
-    record.
+    model and returns a scalar. ``name`` is in errors.
 
     Events: visits with one `Work` after each, zero ones included; several where a checkpoint inside
     a unit recomputes, which no hook sees (transformers does so): there work of phase recompute and
@@ -101,13 +97,9 @@ def trace(
         _step(recorder, lambda: loss(units_run[0].module, batch), name)
         written = {i: recorder.wrote(p) for i, p in params.items()}
         return Tape(
-            model=name,
             units=_all_unit_facts(specs, written),
             events=recorder.events(),
-            micro_batch=micro_batch,
-            seq=seq,
             compute_dtype=compute_dtype,
-            activation_checkpointing=activation_checkpointing,
             input_bytes=recorder.input_bytes,
             buffer_bytes=recorder.buffer_bytes,
         )
@@ -157,7 +149,7 @@ def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> TapeUnit:
         for p in spec.params
     )
     reads = type(spec.module).forward is not nn.Embedding.forward
-    return TapeUnit(spec.name, type(spec.module).__name__, params, reads)
+    return TapeUnit(spec.name, params, reads)
 
 
 # -- a copy of fake tensors

@@ -5,6 +5,7 @@ under such a key there may be figures by name. Under ``candidate`` are settings,
 their flags; ``micro_batch`` of a moment says in which one it is, from 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from shardwise.plan.candidate import Candidate
@@ -13,7 +14,6 @@ from shardwise.plan.planned import Plan
 from shardwise.plan.searching import SearchResult
 from shardwise.plan.step.ledger import Moment
 from shardwise.plan.timing.breakdown import Simulated
-from shardwise.plan.timing.scaling import Goodput, ScalingRow
 
 
 def plan_facts(plan: Plan) -> dict[str, object]:
@@ -26,7 +26,7 @@ def plan_facts(plan: Plan) -> dict[str, object]:
         "num_tokens_per_window": plan.seq,
         "cluster": cluster_facts(plan.cluster),
         "candidate": candidate_facts(plan.candidate),
-        "label": plan.label,
+        "label": plan.candidate.label,
         "verdict": plan.verdict,
         "memory": {
             "capacity_bytes": plan.capacity_bytes,
@@ -58,7 +58,7 @@ def plan_facts(plan: Plan) -> dict[str, object]:
             "pipeline_sends_s": plan.sends_s,
             "num_micro_batches": plan.candidate.accumulation,
             # The figures below are of so many micro-batches, and of one rank of one stage.
-            "num_simulated_micro_batches": plan.num_simulated,
+            "num_simulated_micro_batches": plan.simulated.num_micro_batches,
             **simulated_facts(plan.simulated),
             "model_parallel_s": dict(plan.model_parallel_s),
         },
@@ -93,7 +93,7 @@ def search_facts(result: SearchResult) -> dict[str, object]:
 def _brief(plan: Plan) -> dict[str, object]:
     return {
         "candidate": candidate_facts(plan.candidate),
-        "label": plan.label,
+        "label": plan.candidate.label,
         "verdict": plan.verdict,
         "low_bytes": plan.memory.low_bytes,
         "expected_bytes": plan.memory.expected_bytes,
@@ -125,34 +125,20 @@ def simulated_facts(run: Simulated) -> dict[str, object]:
     }
 
 
-def scaling_facts(rows: tuple[ScalingRow, ...]) -> list[dict[str, object]]:
-    """Return a scaling curve as plain data."""
+def scaling_facts(plans: Sequence[Plan]) -> list[dict[str, float]]:
+    """Return a scaling curve as plain data; efficiency is beside the first plan's ranks."""
+    best = plans[0].tokens_per_s / plans[0].candidate.world_size if plans else 1.0
     return [
         {
-            "num_ranks": row.num_ranks,
-            "step_s": row.step_s,
-            "tokens_per_s": row.tokens_per_s,
-            "efficiency_fraction": row.efficiency,
-            "exposed_fraction": row.exposed,
-            "memory_bytes": row.memory_bytes,
+            "num_ranks": plan.candidate.world_size,
+            "step_s": plan.step_s,
+            "tokens_per_s": plan.tokens_per_s,
+            "efficiency_fraction": plan.tokens_per_s / plan.candidate.world_size / best,
+            "exposed_fraction": plan.exposed_s / plan.step_s,
+            "memory_bytes": plan.memory.expected_bytes,
         }
-        for row in rows
+        for plan in plans
     ]
-
-
-def goodput_facts(goodput: Goodput) -> dict[str, object]:
-    """Return what failures and checkpoints leave of a run's time."""
-    return {
-        "kept_fraction": goodput.fraction,
-        "checkpoint_fraction": goodput.checkpoint_fraction,
-        "failure_fraction": goodput.failure_fraction,
-        "mtbf_s": goodput.mtbf_s,
-        "num_lost_steps_per_failure": goodput.lost_steps_per_failure,
-        "num_steps_per_checkpoint": goodput.steps_per_checkpoint,
-        "young_interval_s": goodput.young_interval_s,
-        "best_interval_s": goodput.best_interval_s,
-        "kept_at_best_interval_fraction": goodput.fraction_at_best,
-    }
 
 
 def cluster_facts(cluster: Cluster) -> dict[str, object]:

@@ -313,7 +313,7 @@ def weigh(
 
     **Cost** 0.1 ms for a dozen parameters; equal units are weighed once.
     """
-    stay = candidate.offload.num_staying([sum(prod(p.shape) for p in u.params) for u in units])
+    stay = candidate.offload.num_staying([unit.numel for unit in units])
     plain, weights = candidate.at_rest, []
     for number, (unit, owners) in enumerate(
         zip(units, _owners_in(units, candidate, rank), strict=True)

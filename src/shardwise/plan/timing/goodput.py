@@ -1,4 +1,4 @@
-"""Scaling curves, and the share of time that failures and checkpoints leave.
+"""The share of time that failures and checkpoints leave.
 
 Note [The expected time between two checkpoints]
 Training runs for an interval t, then stands still for s while a checkpoint is saved. Failures come
@@ -15,8 +15,7 @@ Future Generation Computer Systems 22(3), 2006.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 
@@ -27,20 +26,20 @@ _LARGEST_EXPONENT = 700.0  # exp() of more is no float
 class Goodput:
     """Share of the time that is progress which is kept; the other shares add up to 1 with it.
 
-    ``lost_steps_per_failure`` were computed and must be computed again. ``young_interval_s`` is
+    ``num_lost_steps_per_failure`` were computed and must be computed again. ``young_interval_s`` is
     the first-order interval, ``best_interval_s`` the exact one, not shorter than a step;
-    ``fraction_at_best`` is the goodput with it.
+    ``kept_at_best_interval_fraction`` is the goodput with it. The names are the keys in JSON.
     """
 
-    fraction: float
+    kept_fraction: float
     checkpoint_fraction: float
     failure_fraction: float
     mtbf_s: float
-    lost_steps_per_failure: float
-    steps_per_checkpoint: int
+    num_lost_steps_per_failure: float
+    num_steps_per_checkpoint: int
     young_interval_s: float
     best_interval_s: float
-    fraction_at_best: float
+    kept_at_best_interval_fraction: float
 
 
 def expected_goodput(
@@ -66,15 +65,15 @@ def expected_goodput(
     # and a whole one during the stall.
     lost_s = interval_s * (interval_s / 2 + stall_s) / (interval_s + stall_s)
     return Goodput(
-        fraction=fraction,
+        kept_fraction=fraction,
         checkpoint_fraction=checkpoints,
         failure_fraction=1 - fraction - checkpoints,
         mtbf_s=mtbf_s,
-        lost_steps_per_failure=lost_s / step_s,
-        steps_per_checkpoint=steps,
+        num_lost_steps_per_failure=lost_s / step_s,
+        num_steps_per_checkpoint=steps,
         young_interval_s=young_interval_s(stall_s, mtbf_s),
         best_interval_s=best_s,
-        fraction_at_best=_fraction(best_s, stall_s, back_s, mtbf_s),
+        kept_at_best_interval_fraction=_fraction(best_s, stall_s, back_s, mtbf_s),
     )
 
 
@@ -108,35 +107,3 @@ def _fraction(interval_s: float, stall_s: float, back_s: float, mtbf_s: float) -
         return 0.0
     expected_s = mtbf_s * math.exp(back_s / mtbf_s) * math.expm1(cycle_s / mtbf_s)
     return min(1.0, interval_s / expected_s)
-
-
-@dataclass(frozen=True)
-class ScalingRow:
-    """The result for one number of ranks; ``tokens_per_step`` are those of all ranks.
-
-    ``efficiency`` is throughput per rank, relative to the first line's of the table.
-    """
-
-    num_ranks: int
-    step_s: float
-    tokens_per_step: float
-    exposed_s: float = 0.0
-    memory_bytes: int = 0
-    efficiency: float = 1.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Throughput of all ranks."""
-        return self.tokens_per_step / self.step_s
-
-    @property
-    def exposed(self) -> float:
-        """Share of the step in which communication is not hidden."""
-        return self.exposed_s / self.step_s
-
-
-def scaling_rows(points: Iterable[ScalingRow]) -> tuple[ScalingRow, ...]:
-    """Return the table of a scaling curve, ordered by the number of ranks."""
-    ordered = sorted(points, key=lambda point: point.num_ranks)
-    best = ordered[0].tokens_per_s / ordered[0].num_ranks
-    return tuple(replace(p, efficiency=p.tokens_per_s / p.num_ranks / best) for p in ordered)
