@@ -25,6 +25,7 @@ from shardwise.device import fork_rng_devices, peak_memory_bytes
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.observer import Observation, observe
+from shardwise.monitor.recovery import Ending, Recovery, StartClock, tell
 from shardwise.parallel.routing import balance_experts
 from shardwise.progress import Advance, run_bar
 from shardwise.quantities import format_bytes
@@ -34,7 +35,6 @@ from shardwise.train.decoder import Pipeline, generate
 from shardwise.train.integrity import IntegrityBudget
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.picture import write_picture
-from shardwise.train.recovery import Ending, StartClock, recovery_of, tell
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import RunCheckpoints
 from shardwise.train.setup import (
@@ -114,7 +114,9 @@ def train_prepared(
         loaded = saves.resume(say)
         done = loaded.step if loaded is not None else 0
         clock.mark("load")
-        ending = Ending.of(config) if first and loaded is not None else None
+        ending = None
+        if first and loaded is not None:
+            ending = Ending.of(config.output, metrics_path(config))
         if first:
             part = config_path(config).with_suffix(".part")
             part.write_text(dump_config(config), encoding="utf-8")
@@ -136,8 +138,7 @@ def train_prepared(
                     parts = metrics, advance, saves, result, observation
                     _take_step(run, step, stop, budget, *parts)
                     if step == done + 1 and loaded is not None and ending is not None:
-                        clock.mark("first step")
-                        restart = recovery_of(ending, clock, done, loaded.from_memory)
+                        restart = Recovery(ending, clock, done, loaded.from_memory).verdict()
                         tell(restart, say)
                         metrics.write(step=done, restart=vars(restart))
                         if observation is not None:
